@@ -29,11 +29,8 @@ MOST_SHOWN = 20
 
 
 class ApplianceError(Exception):
-    """An error with a place, a fact and a remedy.
-
-    message: one line, starting with the place where there is one (`file:line: dotted.key: ...`).
-    hint: what to do next, one line, or empty.
-    """
+    """An error with a place, a fact and a remedy. message: one line, starting with the place where there is one
+    (`file:line: dotted.key: ...`).  hint: what to do next, one line, or empty."""
 
     exit_code = 1
     restartable = False
@@ -147,10 +144,8 @@ def error_class(name: str) -> type[ApplianceError] | None:
 
 
 def is_restartable(code: int, *, error: str) -> bool:
-    """Whether another attempt may fare better than one that ended with this exit code.
-
-    error: the name of its error's class, empty where nobody said what went wrong.
-    """
+    """Whether another attempt may fare better than one that ended with this exit code. error: the name of its error's
+    class, empty where nobody said what went wrong."""
     named = error_class(error)
     codes = {each.exit_code for each in _classes(ApplianceError) if each.restartable}
     return code in codes and (named is None or named.restartable)

@@ -70,9 +70,7 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
 @contextlib.contextmanager
 def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
     """Gives an empty folder to fill, which becomes `target` when the block ends well, and is removed when it does not.
-
-    others_count: where another process was first, its folder stays and is as good.  Raises OSError.
-    """
+    others_count: where another process was first, its folder stays and is as good.  Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
     try:

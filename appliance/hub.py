@@ -40,9 +40,7 @@ def snapshot(name: str, *, commit: str) -> Path:
 
 def cached_snapshot(name: str, *, revision: str = "") -> Path | None:
     """The folder of a branch, tag or commit as it was downloaded last, complete or not; None where there is none.
-
-    revision: empty: `main`.
-    """
+    revision: empty: `main`."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -126,10 +124,8 @@ def refusal(name: str, *, revision: str = "") -> str:
 
 
 def revision(name: str, *, of: str = "") -> tuple[str, str]:
-    """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's.
-
-    of: a commit, which is its own, a tag or a branch; empty: `main`.
-    """
+    """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's. of: a
+    commit, which is its own, a tag or a branch; empty: `main`."""
     if is_commit(of):
         return of, ""
     commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, of)
@@ -253,10 +249,8 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
 
 
 def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
-    """One file of a data set, in the cache; a download that broke off goes on where it was. Raises OSError.
-
-    beat: called as bytes arrive.
-    """
+    """One file of a data set, in the cache; a download that broke off goes on where it was. Raises OSError. beat:
+    called as bytes arrive."""
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(name, file, repo_type="dataset", tqdm_class=_beating(beat)))

@@ -28,10 +28,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Patch:
-    """target: `module:qualified.name` of the function or method that is replaced.
-
-    source_sha256: of `inspect.getsource(target)` in the exact `version` of `distribution`.
-    """
+    """target: `module:qualified.name` of the function or method that is replaced. source_sha256: of
+    `inspect.getsource(target)` in the exact `version` of `distribution`."""
 
     name: str
     target: str
@@ -52,10 +50,8 @@ def applied() -> tuple[str, ...]:
 
 
 def apply_patch(patch: Patch, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the target by `replacement(original)`. A second call in the same process changes nothing.
-
-    Raises PatchError when the installed version or source is not the one the patch was made for.
-    """
+    """Replace the target by `replacement(original)`. A second call in the same process changes nothing. Raises
+    PatchError when the installed version or source is not the one the patch was made for."""
     if patch.name in _APPLIED:
         return
     if why := _other_version(patch):

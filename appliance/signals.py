@@ -18,10 +18,8 @@ _THAT_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def handled(
     take: Callable[[int, FrameType | None], object], *, numbers: Sequence[signal.Signals] = _THAT_END
 ) -> Iterator[None]:
-    """`take` gets the signals that come inside the block. A SIGHUP that is ignored (nohup) stays ignored.
-
-    Call it from the main thread.
-    """
+    """`take` gets the signals that come inside the block. A SIGHUP that is ignored (nohup) stays ignored. Call it from
+    the main thread."""
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if number != signal.SIGHUP or handler != signal.SIG_IGN:
@@ -57,10 +55,8 @@ class Interrupts:
 
 @contextlib.contextmanager
 def told_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """A signal inside the block ends it with SystemExit, and is told.
-
-    saved_step: the newest step of the run that is saved, 0 where there is none.  One such block may be in another one.
-    """
+    """A signal inside the block ends it with SystemExit, and is told. saved_step: the newest step of the run that is
+    saved, 0 where there is none.  One such block may be in another one."""
     said: list[str] = []
 
     def take(number: int, frame: FrameType | None) -> None:

@@ -7,16 +7,7 @@ import json
 from pathlib import Path
 
 from appliance import console
-from appliance.bench.job import (
-    GIB,
-    EngineFacts,
-    Job,
-    Measurement,
-    Workload,
-    judge,
-    parse_shapes,
-    read_lines,
-)
+from appliance.bench.job import GIB, EngineFacts, Job, Measurement, Workload, judge, parse_shapes, read_lines
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.side_job import (
     OF_AN_ENGINE,

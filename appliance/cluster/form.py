@@ -48,10 +48,8 @@ _KEPT_FOR_S = 30.0  # how long a death may take to arrive in the control store a
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`.
-
-    program: label with the fingerprint of the program that made the node, empty for a node that somebody else made.
-    """
+    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`. program: label with the
+    fingerprint of the program that made the node, empty for a node that somebody else made."""
 
     id: str
     name: str
@@ -285,10 +283,8 @@ def look_around() -> tuple[list[Node], dict[str, str]]:
 def cluster_of(
     plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None, on_loss: Callable[[ApplianceError], None]
 ) -> Iterator[Cluster]:
-    """Connected, complete and compared; stopped at the end. Raises PreflightError.
-
-    on_loss: called once, on another thread, when the head or a node of the training is gone.
-    """
+    """Connected, complete and compared; stopped at the end. Raises PreflightError. on_loss: called once, on another
+    thread, when the head or a node of the training is gone."""
     token_file = Path(wanted.token_file)
     if wanted.address:
         check_token(token_file)
@@ -341,8 +337,6 @@ def _connect(plan: RunPlan, *, address: str) -> None:
 
 
 def _of_workers(plan: RunPlan) -> dict[str, str]:
-    """What a worker on another host needs to know. On this host they would inherit it; there nobody has it.
-
-    Not where logs go: a file of stacks is named by a process id, which the launcher signals on its own host.
-    """
+    """What a worker on another host needs to know. On this host they would inherit it; there nobody has it. Not where
+    logs go: a file of stacks is named by a process id, which the launcher signals on its own host."""
     return {**dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), RUN_VARIABLE: plan.run_dir}

@@ -100,10 +100,8 @@ def join_head(
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Of this `join`, gone with it: nobody else may enter it, and Ray's sockets and files lie in it.
-
-    Raises PreflightError when it cannot be made.
-    """
+    """Of this `join`, gone with it: nobody else may enter it, and Ray's sockets and files lie in it. Raises
+    PreflightError when it cannot be made."""
     root = short_root(Path(tempfile.gettempdir()), length=len(_FOLDER) + _RANDOM)
     try:
         return tempfile.TemporaryDirectory(prefix=_FOLDER, dir=root, ignore_cleanup_errors=True)
@@ -128,10 +126,8 @@ def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
 
 
 def _end(head: str, *, training: RunNotice | None, was_silent: bool, code: int | None, log: Path) -> int:
-    """Why this node's Ray ended after it had joined. Returns 0 where the training ended as it should.
-
-    Raises TrainingError (the training failed, the head is gone or another one), EngineError (Ray, here).
-    """
+    """Why this node's Ray ended after it had joined. Returns 0 where the training ended as it should. Raises
+    TrainingError (the training failed, the head is gone or another one), EngineError (Ray, here)."""
     again = f"join again: it goes on with `train --resume` on {head}"
     ended = end_of(training) if training else None
     if training and ended:
@@ -172,9 +168,7 @@ class NodeIsOver(Exception):
 @dataclass(frozen=True)
 class Look:
     """silent_s: since when the head has not answered, 0 while it does.  ended: its training did, by run.json.
-
-    without_scheduler: how many looks, the last one included, have found none.
-    """
+    without_scheduler: how many looks, the last one included, have found none."""
 
     silent_s: float = 0.0
     ended: bool = False

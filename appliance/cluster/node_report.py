@@ -119,10 +119,8 @@ def _read(file: Path) -> str:
 def differences(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, canary: str, shape: ModelShape | None = None
 ) -> list[str]:
-    """Why these nodes cannot train together: a sentence each, beginning with the node's name.
-
-    head: this host's.  shape: of the model, where it is known.
-    """
+    """Why these nodes cannot train together: a sentence each, beginning with the node's name. head: this host's.
+    shape: of the model, where it is known."""
     problems = []
     for report in reports:
         found = _problems(report, head=head, plan=plan, canary=canary)
@@ -212,9 +210,7 @@ class RunNotice:
 
 def write_notice(run_dir: Path) -> None:
     """On a node, in a process of Ray's: tell `join` what its node is for. Elsewhere, and without a run there: nothing.
-
-    Raises OSError when it cannot be written.
-    """
+    Raises OSError when it cannot be written."""
     folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
     if folder and record is not None:
         write_whole(Path(folder) / NOTICE_FILE, as_json(RunNotice(run_dir, record.attempt)), durable=False)

@@ -27,10 +27,8 @@ class NodeOffer:
 
 
 def cpus_for_ray(cores: int, *, ranks: int, is_cpu: bool) -> int:
-    """What a node offers as CPUs: processes that Ray may start, which share the cores of a small host.
-
-    cores: of the host.  ranks: of the trainer, here.  With fewer than they ask for, verl waits for ever, wordless.
-    """
+    """What a node offers as CPUs: processes that Ray may start, which share the cores of a small host. cores: of the
+    host.  ranks: of the trainer, here.  With fewer than they ask for, verl waits for ever, wordless."""
     return max(cores, _CPUS_OF_SERVICES + STORAGE_UNITS[is_cpu] + _CPUS_OF_A_RANK * ranks)
 
 

@@ -11,14 +11,7 @@ from pathlib import Path
 from appliance import hub
 from appliance.compare.file import Comparison, in_order, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
-from appliance.launch.resume import (
-    Resume,
-    Target,
-    find_start,
-    has_problems_of,
-    original_plan,
-    refuse_misfit,
-)
+from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
 from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.preflight.finding import Finding
@@ -175,9 +168,7 @@ def look(run: PlannedRun) -> Existing:
 
 def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
     """Rewards are compared, so all runs train one commit of a model on the hub. Raises PreflightError with the way on.
-
-    runs: that are there already.  file: of the comparison.
-    """
+    runs: that are there already.  file: of the comparison."""
     for run in runs:
         if began_with := _other_commit(run):
             model = run.plan.model

@@ -25,9 +25,7 @@ class Interval:
 
 class Verdict(StrEnum):
     """WITHIN: the whole interval is.  FAILS, BETTER: the whole interval lies beyond.  OPEN: it reaches over a bound.
-
-    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge.
-    """
+    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge."""
 
     BASELINE = "baseline"
     WITHIN = "within"
@@ -82,11 +80,8 @@ def judge(
     seeds: int = 0,
     against: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ArmResult]:
-    """A row for each arm, in their order, also for one without runs.
-
-    against: as of Comparison.  margin: of a mean reward, > 0.
-    seeds: how many each arm was to have; a verdict from fewer says so.
-    """
+    """A row for each arm, in their order, also for one without runs. against: as of Comparison.  margin: of a mean
+    reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so."""
     by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
     rows = []
     for arm, runs in by_arm.items():

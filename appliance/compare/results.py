@@ -170,10 +170,8 @@ def read_final(run_dir: Path) -> tuple[float, ...]:
 
 
 def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
-    """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work.
-
-    Raises EngineError when the engine fails, RecipeError when the plan of a run cannot be read.
-    """
+    """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work. Raises
+    EngineError when the engine fails, RecipeError when the plan of a run cannot be read."""
     waiting = [run for run in runs if (run.run_dir / "model").is_dir() and not read_final(run.run_dir)]
     at_once = len(waiting) if all(run.plan.device == CPU for run in waiting) else 1
     for start in range(0, len(waiting), max(1, at_once)):

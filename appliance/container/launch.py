@@ -56,10 +56,8 @@ _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 
 @dataclass(frozen=True)
 class Order:
-    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path.
-
-    token: the file with the hub's token, where the run asks the hub and there is one, or empty.
-    """
+    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path. token: the file with
+    the hub's token, where the run asks the hub and there is one, or empty."""
 
     image: str
     argv: tuple[str, ...]
@@ -80,9 +78,7 @@ class Order:
 
 def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | None, folder: Path, user: str) -> Order:
     """argv: of the program inside.  typed: the recipe's name or file.  image: None: the one that the device needs.
-
-    folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own.
-    """
+    folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own."""
     if _hides_the_images_own(folder):
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
@@ -186,10 +182,8 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
 
 
 def _follow(container: Container, *, heard: list[int]) -> None:
-    """The container's stdout and stderr as ours, until it ends.
-
-    A reader of stdout that goes away ends it, as it ends a run, but not after a signal; one of stderr never does.
-    """
+    """The container's stdout and stderr as ours, until it ends. A reader of stdout that goes away ends it, as it ends a
+    run, but not after a signal; one of stderr never does."""
     for out, err in container.attach(stream=True, logs=True, demux=True):
         for stream, data in ((sys.stdout, out), (sys.stderr, err)):
             if data:
@@ -232,9 +226,7 @@ def examine_and_train(
     recipe: Recipe, *, typed: str, name: str | None, resume: str, dry_run: bool, json_mode: bool, image: str | None
 ) -> int:
     """`appliance train --in-container`. typed: the recipe's name or file.  Raises as the functions below and above.
-
-    Rewards and tools are not asked here: the program inside asks them, the user's code runs in the container only.
-    """
+    Rewards and tools are not asked here: the program inside asks them, the user's code runs in the container only."""
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
     plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)
@@ -249,10 +241,8 @@ def examine_and_train(
 def train_in_container(
     plan: RunPlan, recipe: Recipe, *, typed: str, arguments: Sequence[str], image: str | None
 ) -> int:
-    """Train in the image instead of here.
-
-    typed: the recipe's name or file.  arguments: our own command line.  Raises as make_order and run_in_container do.
-    """
+    """Train in the image instead of here. typed: the recipe's name or file.  arguments: our own command line.  Raises
+    as make_order and run_in_container do."""
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     argv = (*inner_argv(arguments), *without_home(recipe))
     order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user)

@@ -96,10 +96,8 @@ class CalibratedClipping(Correction):
 
 @dataclass(frozen=True)
 class Fit:
-    """bounds: before any cap.  above, below: tokens that the recipe's bounds clip in full precision.
-
-    unfitted_above, unfitted_below: tokens that they would clip of B.  tokens: of the shadow batch.
-    """
+    """bounds: before any cap.  above, below: tokens that the recipe's bounds clip in full precision. unfitted_above,
+    unfitted_below: tokens that they would clip of B.  tokens: of the shadow batch."""
 
     bounds: ClipRange
     tokens: int
@@ -110,10 +108,8 @@ class Fit:
 
 
 def fit_bounds(full_T: Tensor, *, rollout_T: Tensor, nominal: ClipRange) -> Fit:
-    """full_T: log R.  rollout_T: log B, of the same tokens; nats.  nominal: the recipe's range.
-
-    Raises NumericsError when a value is not finite.
-    """
+    """full_T: log R.  rollout_T: log B, of the same tokens; nats.  nominal: the recipe's range. Raises NumericsError
+    when a value is not finite."""
     full_T, rollout_T = full_T.detach().double(), rollout_T.detach().double()
     if not bool(full_T.isfinite().all() and rollout_T.isfinite().all()):
         raise NumericsError("a log-probability of the shadow batch is not finite")

@@ -46,9 +46,7 @@ class LiveScheme:
 
 def live_scheme(model: Module) -> LiveScheme:
     """Read off the layers. Those that are in BF16 on purpose (`ignore`, routers, embeddings, lm_head) count as kernels.
-
-    Raises EngineError when only a part of the layers that should be quantised is, or layers differ in their scheme.
-    """
+    Raises EngineError when only a part of the layers that should be quantised is, or layers differ in their scheme."""
     methods = {name: layer.quant_method for name, layer in model.named_modules() if hasattr(layer, "quant_method")}
     quantising = [method for method in methods.values() if isinstance(method, Quantising)]
     schemes = sorted({method.scheme for method in quantising})

@@ -224,10 +224,8 @@ class ApplianceConfig(QuantizationConfig):
 
 
 def layer_name(layer: Module, *, name: str) -> str:
-    """How `ignore`, a profile and telemetry call a layer: as vLLM asks for its method. name: of the module.
-
-    Experts lie in a module below their name: `….mlp.experts.routed_experts` is `….mlp.experts`.
-    """
+    """How `ignore`, a profile and telemetry call a layer: as vLLM asks for its method. name: of the module. Experts lie
+    in a module below their name: `….mlp.experts.routed_experts` is `….mlp.experts`."""
     return layer.layer_name if isinstance(layer, RoutedExperts) else name
 
 

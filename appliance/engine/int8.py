@@ -41,10 +41,7 @@ class Int8LinearMethod(OnlineLinearMethod):
     def __init__(self, scheme: Scheme) -> None:
         super().__init__(scheme)
         self.kernel = init_int8_linear_kernel(
-            is_channelwise=True,
-            is_static_input_scheme=False,
-            input_symmetric=True,
-            module_name=type(self).__name__,
+            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name=type(self).__name__
         )
         self.gemm: OneDnnGemm | SglGemm | WideGemm | None = None
         self.dtype = torch.bfloat16
@@ -92,10 +89,8 @@ class Int8LinearMethod(OnlineLinearMethod):
 
 
 def refuse_ragged(name: str, codes_NK: Tensor) -> None:
-    """vLLM gives such a layer to a Triton kernel that rounds before it adds the bias: no proof holds it.
-
-    Raises EngineError.
-    """
+    """vLLM gives such a layer to a Triton kernel that rounds before it adds the bias: no proof holds it. Raises
+    EngineError."""
     if any(size % _CUTLASS for size in codes_NK.shape):
         raise EngineError(
             f"{name}: {codes_NK.shape[0]} x {codes_NK.shape[1]} on this rank; on a GPU `int8` needs multiples of "

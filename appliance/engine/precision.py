@@ -36,10 +36,8 @@ class RaisedLinearMethod(KeptLinearMethod):
 
 
 def raised_layers(model: Module, *, planned: Quantisation) -> int:
-    """How many layers are in BF16 for now: those that the plan's settings quantise and that are not, in this engine.
-
-    It was started otherwise than planned, or a weight update changed it.
-    """
+    """How many layers are in BF16 for now: those that the plan's settings quantise and that are not, in this engine. It
+    was started otherwise than planned, or a weight update changed it."""
     config = _config(planned)
     return sum(
         isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
@@ -67,10 +65,8 @@ class PrecisionSwitch:
         self._changed: list[Module] = []
 
     def change(self, wanted: Precision) -> tuple[str, ...]:
-        """The names of the layers that are now another way than before. Raises SyncError, before anything changed.
-
-        An engine without quantised layers has nothing to change, whatever is wanted.
-        """
+        """The names of the layers that are now another way than before. Raises SyncError, before anything changed. An
+        engine without quantised layers has nothing to change, whatever is wanted."""
         if self._fixed and not wanted.is_planned:
             raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
         goals = {name: wanted.scheme or _own(layer).planned for name, layer in self._layers.items()}

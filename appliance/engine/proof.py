@@ -31,11 +31,8 @@ Expecting = Callable[..., KernelProof]  # of `ask=`
 
 @dataclass(frozen=True)
 class Proven:
-    """As in an Acknowledgement.
-
-    unproven: experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers
-    of two, and tensors that no layer of ours has.
-    """
+    """As in an Acknowledgement. unproven: experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its
+    own way or rescales by powers of two, and tensors that no layer of ours has."""
 
     layers: int
     layers_proven: int
@@ -92,10 +89,8 @@ class SyncProof:
         return next((name for name, found in self._slots.items() if any(slot.layer == layer for slot in found)), "")
 
     def take(self, name: str, tensor: Tensor, *, known: str = "") -> bool:
-        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised.
-
-        Returns False, and expects nothing, where it is not as large as its layers want it.
-        """
+        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised. Returns
+        False, and expects nothing, where it is not as large as its layers want it."""
         if not all(slot.fits(tensor) for slot in self._slots.get(name, ())):
             return False
         self._unproven += name not in self._slots

@@ -33,10 +33,8 @@ ENGINE_ENDS_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. token_ids and log_probs (nats, after temperature) have one entry per generated token.
-
-    finished: the model ended it itself; otherwise it was cut at the length limit.
-    """
+    """One response. token_ids and log_probs (nats, after temperature) have one entry per generated token. finished: the
+    model ended it itself; otherwise it was cut at the length limit."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -149,9 +147,7 @@ def load_replica() -> type[RolloutReplica]:
 
         async def end_engine(self) -> list[int]:
             """Before this process is killed: vLLM asks the engine's processes to end, waits, and kills what is left.
-
-            Returns the ids of all that were there, this one included.
-            """
+            Returns the ids of all that were there, this one included."""
             processes = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
             if self.node_rank == 0:  # on further hosts of an engine there is no handle of it, only its workers
                 await asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_ENDS_WITHIN_S)

@@ -1,7 +1,5 @@
-"""How a weight update reaches a vLLM worker from verl's trainer, and never leaves the trainer waiting for ever.
-
-Inside a run every update is acknowledged in the run's folder once it is proven; the trainer waits for that.
-"""
+"""How a weight update reaches a vLLM worker from verl's trainer, and never leaves the trainer waiting for ever. Inside
+a run every update is acknowledged in the run's folder once it is proven; the trainer waits for that."""
 
 from __future__ import annotations
 

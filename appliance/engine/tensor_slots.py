@@ -65,10 +65,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class LocalShape:
-    """Of a rank's weight: N output channels, padding of a vocabulary included, K input channels.
-
-    is_cut: other ranks have other parts of the checkpoint's tensors.
-    """
+    """Of a rank's weight: N output channels, padding of a vocabulary included, K input channels. is_cut: other ranks
+    have other parts of the checkpoint's tensors."""
 
     channels: int
     length: int
@@ -76,11 +74,8 @@ class LocalShape:
 
 
 def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
-    """Name of a checkpoint's tensor -> its places in this rank's layers.
-
-    tied_head: lm_head is the embedding, and no tensor of its own is used.  Raises EngineError for a linear layer whose
-    class is unknown here.
-    """
+    """Name of a checkpoint's tensor -> its places in this rank's layers. tied_head: lm_head is the embedding, and no
+    tensor of its own is used.  Raises EngineError for a linear layer whose class is unknown here."""
     found: dict[str, list[Slot]] = defaultdict(list)
     heads = {name for name, layer in model.named_modules() if isinstance(layer, ParallelLMHead)}
     embeddings = (name for name, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding))

@@ -131,10 +131,8 @@ class WaysIn:
         return taken
 
     def settle(self) -> WeightState:
-        """Before a cache is reset or a token is asked for: an update that nobody ends is then ended.
-
-        Raises SyncError where weights are missing.
-        """
+        """Before a cache is reset or a token is asked for: an update that nobody ends is then ended. Raises SyncError
+        where weights are missing."""
         if self._open and self._ends_itself:
             self.finish()
         return self.state

@@ -61,10 +61,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Measures:
-    """What holds while the governor stands on a level; from the next sync on.
-
-    tight: whether the correction is its tightened form.
-    """
+    """What holds while the governor stands on a level; from the next sync on. tight: whether the correction is its
+    tightened form."""
 
     scheme: Scheme
     bf16_layer_fraction: float
@@ -74,9 +72,7 @@ class Measures:
 
 def ladder(policy: Policy) -> tuple[Level, ...]:
     """The levels of a run, lowest first: OBSERVE and what the policy allows. BF16 rollouts have no precision to raise.
-
-    Each level of precision keeps what those below it gained: a finer scheme comes with as many layers in BF16.
-    """
+    Each level of precision keeps what those below it gained: a finer scheme comes with as many layers in BF16."""
     scheme, actions = policy.scheme, policy.actions
     levels = [Level(Rung.OBSERVE, scheme)]
     levels += [Level(rung, scheme) for rung in (Rung.WARN, Rung.TIGHTEN) if rung.action in actions]
@@ -92,10 +88,8 @@ def ladder(policy: Policy) -> tuple[Level, ...]:
 
 
 def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
-    """Where a level is on the ladder; None: the foot.
-
-    When a changed policy has it no more: the top of its rung, or of the next lower one that is there.
-    """
+    """Where a level is on the ladder; None: the foot. When a changed policy has it no more: the top of its rung, or of
+    the next lower one that is there."""
     if level is None:
         return 0
     if level in levels:
@@ -129,11 +123,8 @@ class Move(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """One transition and the numbers that caused it.
-
-    action: what is done; None where something is taken back.  guard: whose, None for the ladder.
-    steps: how many steps spoke for it, of the last `of` judged ones.
-    """
+    """One transition and the numbers that caused it. action: what is done; None where something is taken back.  guard:
+    whose, None for the ladder.  steps: how many steps spoke for it, of the last `of` judged ones."""
 
     step: int
     move: Move
@@ -206,9 +197,7 @@ class GovernorState:
 
 def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, tuple[Decision, ...]]:
     """The state after one more step, and what is decided; at most one move on the ladder and one decision per guard.
-
-    Same input, same answer. A stopped governor decides nothing more.
-    """
+    Same input, same answer. A stopped governor decides nothing more."""
     if state.stopped:
         return state, ()
     watches, reports = watch(state.watches, signals, limits=policy.collapse, calm_after=max(1, policy.cooling_steps))

@@ -32,10 +32,8 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """A signal is bad outside `bad` and fine within `fine`, which lies inside it; between them it is neither.
-
-    Each is (lowest, highest); a value on a bound is on its better side.
-    """
+    """A signal is bad outside `bad` and fine within `fine`, which lies inside it; between them it is neither. Each is
+    (lowest, highest); a value on a bound is on its better side."""
 
     bad: tuple[float, float]
     fine: tuple[float, float]

@@ -167,10 +167,8 @@ class Watches:
 
 @dataclass(frozen=True)
 class Report:
-    """What a guard has to say after a step. action: WARN, STOP, or None: its condition has not held for a while.
-
-    steps: in a row, with the condition; where it is clear, without it, and no cause.
-    """
+    """What a guard has to say after a step. action: WARN, STOP, or None: its condition has not held for a while. steps:
+    in a row, with the condition; where it is clear, without it, and no cause."""
 
     guard: Guard
     action: Action | None

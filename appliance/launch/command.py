@@ -195,9 +195,7 @@ def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_m
 
 def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:
     """Absolute; nothing is there yet. name: of the command line, one path component; else the recipe's and a number.
-
-    Raises RecipeError for a name that is none or is in use, PreflightError for a folder that cannot be written.
-    """
+    Raises RecipeError for a name that is none or is in use, PreflightError for a folder that cannot be written."""
     root = full_path(recipe.cluster.run_dir)
     if name is not None and not NAME_PATTERN.fullmatch(name):
         hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"

@@ -66,10 +66,8 @@ def interrupted(
 
 
 def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
-    """The outcome of a child that failed: its own word first, then what its exit and its log tell.
-
-    returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show.
-    """
+    """The outcome of a child that failed: its own word first, then what its exit and its log tell. returncode: negative
+    for a signal, 0 for a child that ended well without its result.  log, run: paths to show."""
     failure, next_line = state.failure, f"next: appliance logs {run}"
     if failure is not None and failure.error == GuardStop.__name__:  # on purpose, after it was saved
         advice = (failure.what, *_hint(failure.hint), next_line)

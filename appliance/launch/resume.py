@@ -104,10 +104,8 @@ class Resume:
 
 
 def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) -> Target | None:
-    """The run that is meant, None for a new one. root: folder of the runs.
-
-    Raises RecipeError when there is none where one was named, or its launcher still lives.
-    """
+    """The run that is meant, None for a new one. root: folder of the runs. Raises RecipeError when there is none where
+    one was named, or its launcher still lives."""
     if resume == "never":
         return None
     checkpoint = None
@@ -166,10 +164,7 @@ def _record(run_dir: Path) -> RunRecord:
 
 def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     """Raises RecipeError, a problem a key, when the recipe is another one than the run's where that matters; and one
-    for each of the user's Python files that the run has not, or has otherwise.
-
-    force: let them pass.
-    """
+    for each of the user's Python files that the run has not, or has otherwise. force: let them pass."""
     if force:
         return
     kept, problems, missing = target.run_dir / "recipe.yaml", [], []
@@ -224,9 +219,7 @@ def is_done(target: Target, *, steps: int) -> bool:
 
 def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None:
     """What the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be read.
-
-    alone: nobody asked for this attempt, which goes on with the run's own copies of the user's files.
-    """
+    alone: nobody asked for this attempt, which goes on with the run's own copies of the user's files."""
     if not target.record.attempt:
         return None
     before = _plan_before(target.run_dir)
@@ -250,10 +243,8 @@ def cache_of(target: Target) -> Path | None:
 
 
 def find_start(target: Target) -> Resume:
-    """Where the run goes on. Reads every byte of the checkpoints it looks at.
-
-    Raises RecipeError for a named checkpoint that is damaged, and where `checkpoints/` leads to what is not there.
-    """
+    """Where the run goes on. Reads every byte of the checkpoints it looks at. Raises RecipeError for a named checkpoint
+    that is damaged, and where `checkpoints/` leads to what is not there."""
     where = target.run_dir / FOLDER
     if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
         hint = "bring it back, such as the disk that it is on"
@@ -418,10 +409,8 @@ def warn_of_rejected(found: CheckpointSearch) -> None:
 
 
 def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:
-    """Claim the run and bring its folder back to the end of the last step that is kept; nothing is thrown away.
-
-    Raises RecipeError when another launcher has it, PreflightError when the folder cannot be written.
-    """
+    """Claim the run and bring its folder back to the end of the last step that is kept; nothing is thrown away. Raises
+    RecipeError when another launcher has it, PreflightError when the folder cannot be written."""
     run_dir, before = resume.target.run_dir, resume.target.record.attempt
     taken = RecipeError([(f"--resume: another program has just taken the run {run_dir}", "wait for its end")])
     try:

@@ -128,10 +128,8 @@ def work_folder(run_dir: str, *, command: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_elsewhere(*, command: str) -> Iterator[Path]:
-    """A folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it.
-
-    Nobody else may enter what holds both.
-    """
+    """A folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it. Nobody else
+    may enter what holds both."""
     root = Path(tempfile.mkdtemp(prefix=f"appliance-{command}-"))
     try:
         (root / "work").mkdir()
@@ -144,10 +142,8 @@ def folder_elsewhere(*, command: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, option: str) -> Iterator[None]:
-    """Make a folder before any work, so that none is lost. If nothing came into it, it goes again.
-
-    option: of the command, which names the folder.  Raises PreflightError when it cannot be made or written.
-    """
+    """Make a folder before any work, so that none is lost. If nothing came into it, it goes again. option: of the
+    command, which names the folder.  Raises PreflightError when it cannot be made or written."""
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,10 +159,8 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
 
 
 def examine_for(plans: Iterable[RunPlan], *, host: HostFacts, about: frozenset[str]) -> None:
-    """Say what preflight finds about the plans, of the codes that the command needs.
-
-    Raises PreflightError when one is an error.
-    """
+    """Say what preflight finds about the plans, of the codes that the command needs. Raises PreflightError when one is
+    an error."""
     found = [finding for plan in plans for finding in judge(plan, host=host, inputs=read_inputs(plan, ask_hub=True))]
     stop_on_errors([finding for finding in dict.fromkeys(found) if finding.code in about])
 

@@ -347,10 +347,8 @@ class StallWatch:
 
 
 def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> ApplianceError:
-    """Have every process say what it is doing, and return the error that names it.
-
-    EngineError where the trainer waits for an engine, else TrainingError.
-    """
+    """Have every process say what it is doing, and return the error that names it. EngineError where the trainer waits
+    for an engine, else TrainingError."""
     living = {process.pid for process in find_processes(f"{RUN_VARIABLE}={run_dir}", below=os.getpid())}
     dumps = dump_stacks(log_dir, living=living)
     what = f"no progress for {draw.duration(stall_s)} in phase {phase}"
@@ -399,9 +397,7 @@ def _unless_gone(function: object, path: str, error: tuple[type, BaseException, 
 
 def make_ray_token(folder: Path) -> Path:
     """The file with the token of a Ray on one host, new in every attempt, in a folder that `make_ray_dir` has made.
-
-    Raises PreflightError.
-    """
+    Raises PreflightError."""
     file = folder / RAY_TOKEN
     try:
         write_token(file)
@@ -421,12 +417,7 @@ def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, j
     """The end, for people on stderr and with --json for machines on stdout."""
     if json_mode:
         values = summary.summary_object(
-            plan,
-            state,
-            state_name=outcome.state,
-            exit_code=outcome.exit_code,
-            reason=outcome.reason,
-            seconds=seconds,
+            plan, state, state_name=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason, seconds=seconds
         )
         console.out(json_line("summary", values))
     if outcome.state is RunStatus.DONE and not json_mode and not quiet:

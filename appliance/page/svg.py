@@ -1,7 +1,5 @@
-"""Charts as inline SVG: curves with a band, and intervals beside a margin. Pure; no font, no network.
-
-A chart is complete as it is. `data-hover` holds its numbers for the page's script, which shows them under the pointer.
-"""
+"""Charts as inline SVG: curves with a band, and intervals beside a margin. Pure; no font, no network. A chart is
+complete as it is. `data-hover` holds its numbers for the page's script, which shows them under the pointer."""
 
 from __future__ import annotations
 
@@ -251,9 +249,8 @@ def figure(
     solid: bool = False,
     newest: float | None = None,
 ) -> str:
-    """legend: (index of the colour, name, last value), none for no legend.  solid: areas, not lines.
-
-    newest: the value that a single curve ends with."""
+    """legend: (index of the colour, name, last value), none for no legend.  solid: areas, not lines. newest: the value
+    that a single curve ends with."""
     box = f'viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{html.escape(chart.title)}"'
     data = f' data-hover="{html.escape(hover)}"' if hover else ""
     caption = _caption(chart, legend, solid=solid, newest=newest)

@@ -1,7 +1,5 @@
-"""Results of `bench`, kept per device, layer shapes and versions in `<run root>/.cache/bench/`, for `auto` to read.
-
-A result counts for the processor, the layer shapes and the versions it was made with, and for no others.
-"""
+"""Results of `bench`, kept per device, layer shapes and versions in `<run root>/.cache/bench/`, for `auto` to read. A
+result counts for the processor, the layer shapes and the versions it was made with, and for no others."""
 
 from __future__ import annotations
 

@@ -28,18 +28,10 @@ CHANGES_ENGINES = (Action.RAISE_PRECISION, Action.BF16)
 
 
 def plan_rollout(
-    recipe: Recipe,
-    *,
-    automatic: Scheme,
-    run_dir: Path,
-    capability: tuple[int, int] | None,
-    experts: bool,
-    book: Book,
+    recipe: Recipe, *, automatic: Scheme, run_dir: Path, capability: tuple[int, int] | None, experts: bool, book: Book
 ) -> RolloutPlan:
     """automatic: the scheme that `auto` means on this device.  experts: whether a quantised engine has some in it.
-
-    capability: of the GPUs, None on a CPU.
-    """
+    capability: of the GPUs, None on a CPU."""
     rollout, is_cpu, one_flow = recipe.rollout, capability is None, recipe.trainer.forward is Forward.ROLLOUT
     schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in rollout.schemes]
     engines = [schemes[rank % len(schemes)] for rank in range(recipe.topology.engines)]
@@ -80,10 +72,8 @@ def plan_rollout(
 def _require_one_flow(
     rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, capability: tuple[int, int] | None, experts: bool
 ) -> None:
-    """What a recipe alone does not show. Raises RecipeError.
-
-    in_fp8: the gradients, too.  capability: as plan_rollout.
-    """
+    """What a recipe alone does not show. Raises RecipeError. in_fp8: the gradients, too.  capability: as
+    plan_rollout."""
     place, hint = "trainer.forward", "use `bf16`"
     if capability is not None and forward is not Forward.ROLLOUT:
         raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint)])

@@ -78,9 +78,7 @@ class HostFacts:
 
     def gpus_of(self, device: str) -> list[HostGpu]:
         """Those of that kind, and those that this version does not know: the user has named the most similar one.
-
-        device: one of GPUS.
-        """
+        device: one of GPUS."""
         return [gpu for gpu in self.gpus if (known := gpu_of_product(gpu.product)) is None or known.name == device]
 
 

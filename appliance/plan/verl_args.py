@@ -1,7 +1,5 @@
-"""verl's configuration for a run, as Hydra overrides of its plan. No other file knows verl's key names (verl 0.9.1).
-
-A test composes verl's own configuration with these and compares every value and its type.
-"""
+"""verl's configuration for a run, as Hydra overrides of its plan. No other file knows verl's key names (verl 0.9.1). A
+test composes verl's own configuration with these and compares every value and its type."""
 
 from __future__ import annotations
 
@@ -217,8 +215,7 @@ def _kl_in(plan: RunPlan) -> KlPlace | None:
 
 def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     """Keys of which verl's default holds where the recipe asks for nothing else. One that stays is the reference's
-    FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit.
-    """
+    FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     found: list[tuple[str, Value]] = []
     if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16

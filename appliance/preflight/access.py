@@ -1,7 +1,5 @@
-"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets.
-
-And the token of our own Rays, which is made and checked here.
-"""
+"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets. And
+the token of our own Rays, which is made and checked here."""
 
 from __future__ import annotations
 
@@ -188,10 +186,8 @@ def _netrc_file() -> Path:
 
 
 def make_token(file: Path) -> None:
-    """Write a new token into `file`, readable by its owner only; one that is there stays.
-
-    Raises PreflightError as `check_token` does, and when it cannot be written.
-    """
+    """Write a new token into `file`, readable by its owner only; one that is there stays. Raises PreflightError as
+    `check_token` does, and when it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():

@@ -1,7 +1,5 @@
 """Room on the disks: what a run writes there, less what its earlier attempts wrote and it goes on to use.
-
-`checkpoints/` of a run may lie on another disk than the rest of its folder: a link, or a file system mounted there.
-"""
+`checkpoints/` of a run may lie on another disk than the rest of its folder: a link, or a file system mounted there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Reads what a plan wants to read and write: model, data, profile, disks, installed packages. Judges nothing.
-
-Files of a model, and of a profile for it, are read without torch: names, headers and sizes.
-"""
+"""Reads what a plan wants to read and write: model, data, profile, disks, installed packages. Judges nothing. Files of
+a model, and of a profile for it, are read without torch: names, headers and sizes."""
 
 from __future__ import annotations
 
@@ -48,10 +46,8 @@ class RewardProblem:
 
 @dataclass(frozen=True)
 class StackFacts:
-    """versions: (distribution, what the plan pins, what is installed or empty) where they differ.
-
-    patches: (name, why it cannot be applied) of those that the plan wants to be live.
-    """
+    """versions: (distribution, what the plan pins, what is installed or empty) where they differ. patches: (name, why
+    it cannot be applied) of those that the plan wants to be live."""
 
     versions: tuple[tuple[str, str, str], ...] = ()
     patches: tuple[tuple[str, str], ...] = ()
@@ -290,10 +286,8 @@ def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, 
 
 
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
-    """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet.
-
-    The user's code is imported in any case, as it runs: a run's own copies, where there are some.
-    """
+    """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet. The
+    user's code is imported in any case, as it runs: a run's own copies, where there are some."""
     task = as_it_runs(plan)
     if is_from_hub(task) and not code_of(plan) and (task.own is None or not os.path.isfile(task.train_parquet)):
         return None

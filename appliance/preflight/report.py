@@ -65,10 +65,8 @@ def examine(
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
-    """Of the recipe's model on the hub, empty where it has none or nobody asks.
-
-    A tag or a branch that the recipe names stays what it was when the run began.
-    """
+    """Of the recipe's model on the hub, empty where it has none or nobody asks. A tag or a branch that the recipe names
+    stays what it was when the run began."""
     name, revision = hub_name(recipe), recipe.model.revision or ""
     if original and original.commit and revision and (original.model, original.revision) == (name, revision):
         return original.commit

@@ -1,7 +1,5 @@
-"""Makes a profile, in a process of its own: `python -m appliance.profile.child (--plan PLAN | --job JOB)`.
-
-Progress and failures are events, in the run's folder or in the command's; the exit code is that of the error.
-"""
+"""Makes a profile, in a process of its own: `python -m appliance.profile.child (--plan PLAN | --job JOB)`. Progress and
+failures are events, in the run's folder or in the command's; the exit code is that of the error."""
 
 from __future__ import annotations
 
@@ -93,9 +91,7 @@ def _make(job: ProfileJob, *, profile_of: ProfileOf) -> Path:
 
 def read_sequences(job: ProfileJob, *, folder: Path) -> list[list[int]]:
     """Token ids of prompts of the task with their answers, spread evenly over the data, as the chat template has them.
-
-    At most job.prompts of at most job.longest tokens each, and job.max_tokens together. folder: of the tokenizer.
-    """
+    At most job.prompts of at most job.longest tokens each, and job.max_tokens together. folder: of the tokenizer."""
     rows = pq.read_table(job.parquet, columns=["prompt", "reward_model"]).to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=job.trust_remote_code)
     step = max(1, len(rows) // job.prompts)

@@ -1,7 +1,5 @@
-"""The commands around a profile: make one, write the configuration of an engine, take over a donor's or FlashRL's.
-
-The launcher's side: it imports no torch, reads no pickle, finds what the cache has, and leaves the rest to children.
-"""
+"""The commands around a profile: make one, write the configuration of an engine, take over a donor's or FlashRL's. The
+launcher's side: it imports no torch, reads no pickle, finds what the cache has, and leaves the rest to children."""
 
 from __future__ import annotations
 
@@ -57,10 +55,8 @@ _HINT = "nothing in the file was run; give the profile.pt that `flashrl profile 
 
 
 def run_profile(recipe: Recipe, *, output: Path | None) -> int:
-    """Make the recipe's profile, or find it, and show it. output: a folder; None leaves it in the cache.
-
-    Raises RecipeError for a scheme without a profile, PreflightError, EngineError and NumericsError as the child does.
-    """
+    """Make the recipe's profile, or find it, and show it. output: a folder; None leaves it in the cache. Raises
+    RecipeError for a scheme without a profile, PreflightError, EngineError and NumericsError as the child does."""
     with work_folder(recipe.cluster.run_dir, command=_COMMAND) as folder:
         host = read_host(folder)
         plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
@@ -78,10 +74,8 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
 
 
 def run_setup(recipe: Recipe, *, output: Path) -> int:
-    """Write the YAML file that `FLASHRL_CONFIG` takes, with a profile beside it where the scheme has one.
-
-    Overwrites nothing: raises RecipeError for an output that is there, PreflightError for one that cannot be written.
-    """
+    """Write the YAML file that `FLASHRL_CONFIG` takes, with a profile beside it where the scheme has one. Overwrites
+    nothing: raises RecipeError for an output that is there, PreflightError for one that cannot be written."""
     beside = output.parent / f"{output.stem}-profile"  # unlike with_name it takes `.`, which is then there already
     with work_folder(recipe.cluster.run_dir, command="setup") as folder:
         host = read_host(folder)
@@ -187,10 +181,8 @@ def profile_child(plan: RunPlan) -> Child | None:
 
 
 def finish_profile(plan: RunPlan) -> None:
-    """Write `profile/quantization.yaml` in the run's folder, whatever the scheme.
-
-    Raises EngineError where the plan has a profile and the folder has none.
-    """
+    """Write `profile/quantization.yaml` in the run's folder, whatever the scheme. Raises EngineError where the plan has
+    a profile and the folder has none."""
     folder = Path(plan.run_dir) / PROFILE_FOLDER
     folder.mkdir(exist_ok=True)
     _write_config(plan, profile=folder if plan.profile else None, path=folder / CONFIG_FILE)
@@ -293,10 +285,8 @@ def _show(folder: Path, *, model: str = "") -> None:
 
 
 def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
-    """header: of `profile.safetensors`.  folder: where the files lie.
-
-    model: the model as it is called here, where it is the same one; else it is called as where the profile was made.
-    """
+    """header: of `profile.safetensors`.  folder: where the files lie. model: the model as it is called here, where it
+    is the same one; else it is called as where the profile was made."""
     origin = f"{model or header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
     rows = [("smoothing", _smoothing(header))]
     if header["layers"]:

@@ -149,9 +149,7 @@ def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:
 
 def scales(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tensor:
     """[K] float32, powers of two with median 1 (of those channels that have both); 1 where a channel has no range.
-
-    activation_K, weight_K: >= 0, the largest |x| and |w| of each channel.  strength: alpha, in (0, 1].
-    """
+    activation_K, weight_K: >= 0, the largest |x| and |w| of each channel.  strength: alpha, in (0, 1]."""
     has_both_K = (activation_K > 0) & (weight_K > 0)
     ones_K = torch.ones_like(activation_K, dtype=torch.float64)
     if not bool(has_both_K.any()):
@@ -262,9 +260,7 @@ def _predicted(model: StreamedModel, streams: _Streams, *, batches: list[Batch])
 
 class _Softmax:
     """Sums of one softmax along the bands: the maximum so far, exp(z - top), the same times d, and the target's z.
-
-    target_M: int64, the text's next tokens.
-    """
+    target_M: int64, the text's next tokens."""
 
     def __init__(self, target_M: Tensor) -> None:
         self._target_M = target_M

@@ -49,10 +49,8 @@ class Ledger:
 
 
 class Checkpoint:
-    """The safetensors of a model's folder, read by name, a tensor or some of its rows at a time.
-
-    Raises EngineError when the folder has no safetensors, or lacks a tensor that is asked for.
-    """
+    """The safetensors of a model's folder, read by name, a tensor or some of its rows at a time. Raises EngineError
+    when the folder has no safetensors, or lacks a tensor that is asked for."""
 
     def __init__(self, folder: Path, *, ledger: Ledger | None = None) -> None:
         self.folder = folder
@@ -119,10 +117,8 @@ class _Recorder(nn.Module):
 
 
 class StreamedModel:
-    """A causal language model of a known family, without its weights.
-
-    Raises EngineError for a family that this program does not know.
-    """
+    """A causal language model of a known family, without its weights. Raises EngineError for a family that this program
+    does not know."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need

@@ -60,10 +60,8 @@ def codec_of(scheme: Scheme) -> Codec:
 
 
 def quantise(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
-    """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: see `weight_absmax`, where the weight is a shard.
-
-    Raises NumericsError when a value is not finite, ValueError for a scheme that does not quantise.
-    """
+    """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: see `weight_absmax`, where the weight is a shard. Raises
+    NumericsError when a value is not finite, ValueError for a scheme that does not quantise."""
     return codec_of(scheme).quantise(weight_NK, scheme=scheme, absmax=absmax)
 
 

@@ -77,9 +77,7 @@ def _with_row_floor(scale: Tensor) -> Tensor:
 
 def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
     """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: in the scale's shape, where the weight is a shard.
-
-    Raises NumericsError when a value is not finite.
-    """
+    Raises NumericsError when a value is not finite."""
     own = fp8_absmax(weight_NK, scheme=scheme)
     scale = fp8_scale(own if absmax is None else absmax, scheme=scheme)
     imprecise = (scale > 0) & (scale < _SMALLEST_PRECISE)
@@ -107,10 +105,8 @@ def reciprocals(scale: Tensor) -> Tensor:
 
 
 def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = True) -> QuantisedWeight:
-    """The activations of M tokens, each by itself.
-
-    finite: raise NumericsError when a value is not finite; otherwise that token (block) becomes NaN, as in a kernel.
-    """
+    """The activations of M tokens, each by itself. finite: raise NumericsError when a value is not finite; otherwise
+    that token (block) becomes NaN, as in a kernel."""
     in_blocks = scheme.spec.scales is Scales.BLOCK
     block = (1, BLOCK) if in_blocks else (1, tokens_MK.shape[1])
     absmax = block_absmax(tokens_MK, block=block) if in_blocks else row_absmax(tokens_MK)
@@ -156,11 +152,8 @@ def dequantise_fp8(quantised: QuantisedWeight) -> Tensor:
 
 
 def widened_fp8(codes_NK: Tensor) -> Tensor:
-    """float32, exact, for all codes but NaN: several times faster than torch's cast on a CPU.
-
-    The bits of a code, moved to the places of a BF16's, are q * 2^-120, denormals too: E4M3 has the exponent bias 7 in
-    place of 127.
-    """
+    """float32, exact, for all codes but NaN: several times faster than torch's cast on a CPU. The bits of a code, moved
+    to the places of a BF16's, are q * 2^-120, denormals too: E4M3 has the exponent bias 7 in place of 127."""
     bits_NK = codes_NK.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)  # 0x87f0
     return bits_NK.view(torch.bfloat16).float().mul_(2.0**120)
 

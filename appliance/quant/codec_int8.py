@@ -33,11 +33,8 @@ INT8_MAX = 127
 
 
 def quantise_int8(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8, absmax: Tensor | None = None) -> QuantisedWeight:
-    """Symmetric INT8 per row.
-
-    weight_NK: [N, K] bfloat16, float16 or float32.  absmax: [N, 1] float32, of the whole rows of a shard.
-    Raises NumericsError when a value is not finite.
-    """
+    """Symmetric INT8 per row. weight_NK: [N, K] bfloat16, float16 or float32.  absmax: [N, 1] float32, of the whole
+    rows of a shard.  Raises NumericsError when a value is not finite."""
     own = int8_absmax(weight_NK)
     return _by_absmax(weight_NK, own if absmax is None else absmax)
 

@@ -83,10 +83,8 @@ def engine_named(quantisation: Quantisation, *, profile: Path | None) -> Quantis
 
 
 def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: str) -> None:
-    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica.
-
-    A profile is written relative to the file where it lies beside or below it.  model: folder or name on the hub.
-    """
+    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica. A profile is written relative to the file where
+    it lies beside or below it.  model: folder or name on the hub."""
     entries = [_entry(each, model=model, folder=path.parent.absolute()) for each in quantisations]
     text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
     write_whole(path, text)
@@ -108,10 +106,8 @@ def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str,
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of the tensors in a folder's safetensors files.
-
-    Raises OSError, and ValueError, KeyError or TypeError for a file that is no such file.
-    """
+    """Shapes by name of the tensors in a folder's safetensors files. Raises OSError, and ValueError, KeyError or
+    TypeError for a file that is no such file."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         entries = _read_header(file)[0].items()
@@ -218,9 +214,7 @@ class Settings:
 @_part
 class Origin:
     """kind: `calibrated`, `donor` or `flashrl`.  model: folder or hub name.  model_hash, data_hash: sha256 or empty.
-
-    donor: the W8A8 checkpoint or FlashRL's file.  versions: of what made it.
-    """
+    donor: the W8A8 checkpoint or FlashRL's file.  versions: of what made it."""
 
     kind: Text_
     model: Text_

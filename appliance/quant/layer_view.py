@@ -58,11 +58,8 @@ class Errors:
 
 
 class LayerView:
-    """A decoder layer with its weights in place.
-
-    prefix: of its parameters' names, such as `model.layers.3.`.  calls, valid: of each batch, the keywords that the
-    layer is called with, and [B, T] bool, false on padding.
-    """
+    """A decoder layer with its weights in place. prefix: of its parameters' names, such as `model.layers.3.`.  calls,
+    valid: of each batch, the keywords that the layer is called with, and [B, T] bool, false on padding."""
 
     def __init__(
         self,

@@ -91,10 +91,8 @@ class LargestDifference:
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Sequences of `min_tokens` to `max_tokens` response tokens (None: no end), and the mismatch of their tokens.
-
-    Units in the module's legend; fractions 0..1; weights before truncation.
-    """
+    """Sequences of `min_tokens` to `max_tokens` response tokens (None: no end), and the mismatch of their tokens. Units
+    in the module's legend; fractions 0..1; weights before truncation."""
 
     min_tokens: int
     max_tokens: int | None
@@ -121,12 +119,7 @@ class MismatchByLength:
 
 
 def measure_by_length(
-    trainer_T: Tensor,
-    *,
-    rollout_T: Tensor,
-    length_S: Tensor,
-    cap: float | None,
-    edges: tuple[int, ...] = BUCKET_EDGES,
+    trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: float | None, edges: tuple[int, ...] = BUCKET_EDGES
 ) -> MismatchByLength:
     """The mismatch of a step and of its length buckets; the order of sequences and padding do not matter.
 
@@ -152,9 +145,7 @@ def measure_by_length(
 @dataclass(frozen=True)
 class _Sequences:
     """What is left of each sequence: sums over its tokens (in the order of _reduce), its largest weight and difference.
-
-    row_S: its row in the batch.  position_S: of the largest difference.
-    """
+    row_S: its row in the batch.  position_S: of the largest difference."""
 
     row_S: Tensor
     length_S: Tensor

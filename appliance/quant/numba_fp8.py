@@ -26,14 +26,7 @@ from numpy import float32, uint16, uint32
 from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, require_finite
-from appliance.quant.codec_fp8 import (
-    fp8_scale,
-    quantise_fp8,
-    quantise_fp8_by,
-    reciprocals,
-    spread,
-    weight_block,
-)
+from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8, quantise_fp8_by, reciprocals, spread, weight_block
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 # The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,

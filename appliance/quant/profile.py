@@ -112,10 +112,8 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
 
 
 def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
-    """names: every parameter of a model that `fold` was given.
-
-    Raises EngineError when a part of a group was not among them: its norm and its layers would not belong together.
-    """
+    """names: every parameter of a model that `fold` was given. Raises EngineError when a part of a group was not among
+    them: its norm and its layers would not belong together."""
     folded = {_key(name) for name in names}
     parts = [part for group in smoothing.groups for part in (group.norm, *group.linears)]
     missing = [part for part in parts if _key(part) not in folded]
@@ -197,10 +195,8 @@ def write_profile(profile: Profile, *, folder: Path) -> Path:
 
 
 def load_smoothing(profile_dir: Path) -> Smoothing:
-    """The smoothing of a profile. profile_dir: the folder, or the `profile.safetensors` in it.
-
-    Raises EngineError when there is no profile, or it cannot be read.
-    """
+    """The smoothing of a profile. profile_dir: the folder, or the `profile.safetensors` in it. Raises EngineError when
+    there is no profile, or it cannot be read."""
     header = read_file_header(profile_dir)
     file = profile_dir / PROFILE_FILE if profile_dir.is_dir() else profile_dir
     try:

@@ -30,15 +30,7 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def _row_kernel(
-    weight,
-    codes,
-    scale,
-    absmax,
-    K,
-    stride_weight,
-    stride_codes,
-    HAS_ABSMAX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight, codes, scale, absmax, K, stride_weight, stride_codes, HAS_ABSMAX: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)

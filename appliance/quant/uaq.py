@@ -78,10 +78,8 @@ def scale_folder(source: Path, *, target: Path, scale: float, on_file: Callable[
 
 
 def fold_back(source: Path, *, target: Path, scale: float) -> None:
-    """A copy of a scaled model's folder in the original parametrisation. scale: what it was scaled with.
-
-    Every parameter keeps the format that it has in the file. Raises as scale_folder.
-    """
+    """A copy of a scaled model's folder in the original parametrisation. scale: what it was scaled with. Every
+    parameter keeps the format that it has in the file. Raises as scale_folder."""
     _copy(source, target=target, layers=_norm_fed(source), scale=1 / scale, may_widen=False, on_file=lambda: None)
 
 
@@ -121,9 +119,7 @@ def _copy(
 
 def scaled(tensor: Tensor, *, factor: float, may_widen: bool) -> Tensor:
     """The parameter times factor, rounded once: in its own format, or (may_widen) in float32 where that loses bits.
-
-    Raises NumericsError when a value is not finite or leaves the format.
-    """
+    Raises NumericsError when a value is not finite or leaves the format."""
     wide = tensor.double() * factor
     found = wide.to(tensor.dtype)
     if may_widen and not (found.double() / factor).to(tensor.dtype).equal(tensor):

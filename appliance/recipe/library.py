@@ -26,10 +26,8 @@ def names() -> list[str]:
 
 
 def find(name_or_path: str, *, beside: Path | None = None) -> Path:
-    """The file of a shipped recipe's name, or of a path. Raises RecipeError when there is none.
-
-    beside: the folder that relative paths start from; the current one when None.
-    """
+    """The file of a shipped recipe's name, or of a path. Raises RecipeError when there is none. beside: the folder that
+    relative paths start from; the current one when None."""
     shipped = folder() / f"{name_or_path}{_SUFFIX}"
     if "/" not in name_or_path and os.path.isfile(shipped):  # unlike Path.is_file it takes any text
         return shipped

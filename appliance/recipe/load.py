@@ -1,7 +1,5 @@
 """A recipe file, what it extends and `--set` options become a Recipe, or every problem at once with its line; and back.
-
-Every problem gets the place where the user wrote the key.
-"""
+Every problem gets the place where the user wrote the key."""
 
 from __future__ import annotations
 
@@ -34,11 +32,8 @@ class Setting:
 
 
 def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = ()) -> Recipe:
-    """The resolved recipe: `extends` merged in and cleared, then `settings`, then `--set` options.
-
-    name_or_path: a shipped recipe's name or a file.  sets: `dotted.key=value` each.
-    Raises RecipeError with all problems.
-    """
+    """The resolved recipe: `extends` merged in and cleared, then `settings`, then `--set` options. name_or_path: a
+    shipped recipe's name or a file.  sets: `dotted.key=value` each.  Raises RecipeError with all problems."""
     path = library.find(name_or_path)
     problems: list[Problem] = []
     tree = _with_parent(read_tree(path, problems), path=path, problems=problems)
@@ -65,10 +60,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
     """JSON values, every key written out, in the order of the schema. What is usual for the loss and for the correction
-    becomes values.
-
-    Without a profile to make, what it would be made by is left out: no value of it would be true.
-    """
+    becomes values. Without a profile to make, what it would be made by is left out: no value of it would be true."""
     plain = recipe.model_dump(mode="json", exclude={"extends"})
     correction = recipe.correction
     hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
@@ -108,10 +100,8 @@ def read_tree(
 def _with_parent(
     tree: dict[str, Node], *, path: Path, problems: list[Problem], above: tuple[Path, ...] = ()
 ) -> dict[str, Node]:
-    """The tree with what it extends merged in below it. above: the files on the way here, which extend this one.
-
-    What a refused parent might have given is refused too, so that nobody misses it.
-    """
+    """The tree with what it extends merged in below it. above: the files on the way here, which extend this one. What a
+    refused parent might have given is refused too, so that nobody misses it."""
     extends = tree.pop("extends", None)
     if extends is None or extends.value is None:
         return tree

@@ -79,18 +79,14 @@ def scalar(text: str) -> Scalar:
 
 
 def odd_character(text: str) -> str:
-    """The first control character or lone surrogate, such as `U+001B`, or an empty text.
-
-    No name and no path needs one; on a terminal, in a log and in another program's grammar they are read as commands.
-    """
+    """The first control character or lone surrogate, such as `U+001B`, or an empty text. No name and no path needs one;
+    on a terminal, in a log and in another program's grammar they are read as commands."""
     return next((f"U+{ord(each):04X}" for each in text if unicodedata.category(each) in ("Cc", "Cs")), "")
 
 
 def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
-    """The tree and every problem on the way; no tree when the document cannot be read at all.
-
-    file: how messages call the text.
-    """
+    """The tree and every problem on the way; no tree when the document cannot be read at all. file: how messages call
+    the text."""
     if len(raw) > MAX_BYTES:
         return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe has", "is this a recipe?")]
     try:

@@ -26,9 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 @functools.cache
 def fingerprint() -> str:
     """sha256 over the sources of this package, the patch records among them, and the locks where they lie beside it.
-
-    Two processes with one fingerprint run the same program.
-    """
+    Two processes with one fingerprint run the same program."""
     return fingerprint_of(_PACKAGE.parent)
 
 

@@ -139,10 +139,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def damage(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, a line each; empty when every file is there as it was sealed.
-
-    Reads every byte: seconds per gigabyte.
-    """
+    """What is wrong with a checkpoint, a line each; empty when every file is there as it was sealed. Reads every byte:
+    seconds per gigabyte."""
     if folder.is_symlink():
         return ["a symbolic link, not the folder that was saved"]
     try:
@@ -263,11 +261,8 @@ def set_aside(folder: Path, *, below: str) -> Path:
 
 
 def surplus(saved: Sequence[Facts], *, keep: int | None, keep_best: bool) -> list[int]:
-    """Steps of the checkpoints that are no longer wanted, oldest first.
-
-    saved: all there are.  keep: how many of the newest stay, None for all.  keep_best: the one with the best validation
-    reward stays too, of equals the newest.
-    """
+    """Steps of the checkpoints that are no longer wanted, oldest first. saved: all there are.  keep: how many of the
+    newest stay, None for all.  keep_best: the one with the best validation reward stays too, of equals the newest."""
     if keep is None:
         return []
     steps = sorted(each.step for each in saved)
@@ -279,10 +274,8 @@ def surplus(saved: Sequence[Facts], *, keep: int | None, keep_best: bool) -> lis
 
 
 def remove_surplus(run_dir: Path, *, keep: int | None, keep_best: bool) -> list[int]:
-    """Delete what retention no longer wants, and what an earlier deletion left. Returns the steps.
-
-    Call it only when a newer checkpoint was verified. A folder without a readable manifest is left alone.
-    """
+    """Delete what retention no longer wants, and what an earlier deletion left. Returns the steps. Call it only when a
+    newer checkpoint was verified. A folder without a readable manifest is left alone."""
     for left in half_done(run_dir):
         if is_leaving(left):
             shutil.rmtree(left)

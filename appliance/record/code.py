@@ -19,10 +19,8 @@ def copy_of(each: CodeFile, *, run_dir: str) -> Path:
 
 
 def copy_code(plan: RunPlan, *, logs: Path | None = None) -> None:
-    """A copy that is as the plan has it stays. Raises RecipeError for files that are not, OSError for the folder.
-
-    logs: of the attempt before, which keep what it ran and this one replaces.
-    """
+    """A copy that is as the plan has it stays. Raises RecipeError for files that are not, OSError for the folder. logs:
+    of the attempt before, which keep what it ran and this one replaces."""
     made, changed = {}, []
     for each in code_of(plan):
         copy = copy_of(each, run_dir=plan.run_dir)

@@ -1,7 +1,5 @@
 """What a run writes down while it runs, one JSON object a line: `events.jsonl`, `metrics.jsonl` and `memory.jsonl`.
-
-Children append, the launcher reads, but for the memory, which it measures.
-"""
+Children append, the launcher reads, but for the memory, which it measures."""
 
 from __future__ import annotations
 
@@ -37,11 +35,8 @@ _TIMES_ITS_COST = 100  # for reading memory the kernel walks the pages: 45 ms fo
 
 
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
-    """Append one event.
-
-    kind: phase, progress, attest, failure, guard, checkpoint, resume, stop or note.  extra: JSON values.
-    Raises OSError (a full disk, no such folder).
-    """
+    """Append one event. kind: phase, progress, attest, failure, guard, checkpoint, resume, stop or note.  extra: JSON
+    values.  Raises OSError (a full disk, no such folder)."""
     append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
 
 
@@ -107,9 +102,7 @@ def report_failures(run_dir: Path | None = None) -> Iterator[None]:
 
 def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
     """What a child ends with: 0, or the code of an error of ours. Any other is told as our own fault, and goes on.
-
-    run_dir: the folder whose events say it.
-    """
+    run_dir: the folder whose events say it."""
     try:
         with report_failures(run_dir):
             work()
@@ -169,10 +162,8 @@ class Event:
 
 @dataclass(frozen=True, config=STRICT)
 class StepMetrics:
-    """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value.
-
-    A validation before training has step 0 and no `reward_mean`.
-    """
+    """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value. A
+    validation before training has step 0 and no `reward_mean`."""
 
     step: Count
     time_s: Number
@@ -296,10 +287,8 @@ class Tail:
         self._offset = 0
 
     def read(self, *, most: int | None = None) -> list[str]:
-        """The lines that were completed since the last call, without their line ends. Raises OSError.
-
-        most: this many at once, the others with the next call; None: all.
-        """
+        """The lines that were completed since the last call, without their line ends. Raises OSError. most: this many
+        at once, the others with the next call; None: all."""
         lines: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)

@@ -76,11 +76,8 @@ class SampleReader:
         self._every = 1
 
     def read(self) -> list[StepSamples]:
-        """By step, each step once; lines that cannot be read are left out.
-
-        Of two lines of a step the later, with what only the earlier has: a final validation that is made again has its
-        own. Raises OSError.
-        """
+        """By step, each step once; lines that cannot be read are left out. Of two lines of a step the later, with what
+        only the earlier has: a final validation that is made again has its own. Raises OSError."""
         while lines := self._tail.read(most=_MOST_VALIDATIONS):
             for later in filter(None, (parse_line(line, StepSamples) for line in lines)):
                 if later.step not in self._found and not later.training:

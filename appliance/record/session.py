@@ -56,10 +56,8 @@ class RunRecord:
 
 
 class Session:
-    """A run while its launcher lives. Leaving it by an error marks the run as failed.
-
-    The launcher holds a lock on the folder: a run that says `running` and whose lock is free has lost its launcher.
-    """
+    """A run while its launcher lives. Leaving it by an error marks the run as failed. The launcher holds a lock on the
+    folder: a run that says `running` and whose lock is free has lost its launcher."""
 
     def __init__(self, run_dir: Path, *, record: RunRecord, must_lock: bool = False) -> None:
         """must_lock: raise BlockingIOError when another launcher has the run."""

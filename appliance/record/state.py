@@ -32,10 +32,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers as they come, in memory that does not grow.
-
-    first, last: the first and the last five.  some: all, and where there are many one in `every`.
-    """
+    """Numbers as they come, in memory that does not grow. first, last: the first and the last five.  some: all, and
+    where there are many one in `every`."""
 
     count: int = 0
     first: tuple[float, ...] = ()
@@ -192,10 +190,7 @@ def step_seconds(state: RunState) -> float | None:
 
 
 def remaining_s(state: RunState, *, now: float) -> float | None:
-    """Seconds of the steps that are left (of the work, where there is one), None when nothing tells.
-
-    now: unix s.
-    """
+    """Seconds of the steps that are left (of the work, where there is one), None when nothing tells. now: unix s."""
     work = state.work
     if work is None:
         seconds = step_seconds(state)
@@ -208,10 +203,8 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How far the rollout policy is from the trainer's, in a plain word.
-
-    word: `fine`, `bad` or `unknown`.  reasons: what is outside its bounds.
-    """
+    """How far the rollout policy is from the trainer's, in a plain word. word: `fine`, `bad` or `unknown`.  reasons:
+    what is outside its bounds."""
 
     word: str
     reasons: tuple[str, ...] = ()
@@ -222,10 +215,8 @@ class Judgement:
 
 
 def judge(step: StepMetrics) -> Judgement:
-    """By the usual bounds of guard/policy.py, whatever the recipe's guard has, and before truncation.
-
-    `unknown` when none of the signals is there.
-    """
+    """By the usual bounds of guard/policy.py, whatever the recipe's guard has, and before truncation. `unknown` when
+    none of the signals is there."""
     k3, ess, weight = step.mismatch_k3_kl, step.is_ess, step.is_weight_mean
     if k3 is None and ess is None and weight is None and not step.nonfinite_fraction:
         return Judgement("unknown")

@@ -98,10 +98,7 @@ def _mismatch(view: RunView) -> list[str]:
     k3 = Chart("Mismatch, k3", "nats per token, logarithmic", logarithmic=True, bounds=of_k3, marks=marks)
     before = "before truncation, logarithmic"
     weights = Chart("Importance weights", before, logarithmic=True, bounds=of_weights, marks=marks, legend=True)
-    both = [
-        _series(view, "is_weight_mean", name="mean"),
-        _series(view, "is_weight_max", name="largest", index=1),
-    ]
+    both = [_series(view, "is_weight_mean", name="mean"), _series(view, "is_weight_max", name="largest", index=1)]
     acted = Chart("Truncated", "share of the tokens that the correction acted on", marks=marks, from_zero=True)
     return [
         _curve(view, k3, "mismatch_k3_kl"),

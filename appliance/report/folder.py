@@ -183,11 +183,8 @@ def _calls_right(step: StepMetrics) -> float | None:
 
 
 class EventHistory:
-    """What the events of a run come to, in their order.
-
-    started, newest: unix s of the first and the last, 0 before there are any.  by_kind: all but phases and progress,
-    with their place.  findings: of preflight.
-    """
+    """What the events of a run come to, in their order. started, newest: unix s of the first and the last, 0 before
+    there are any.  by_kind: all but phases and progress, with their place.  findings: of preflight."""
 
     def __init__(self) -> None:
         self.started = self.newest = 0.0
@@ -239,10 +236,7 @@ class EventHistory:
 
     def doing(self, *, ended: float) -> list[Band]:
         """Names of DOING, each from its first phase to one of another, to the failure or stop that ended it, or to the
-        last sign of its attempt. Unix s; of very many, short ones are put together.
-
-        ended: of the run.
-        """
+        last sign of its attempt. Unix s; of very many, short ones are put together. ended: of the run."""
         return [*self._bands[:-1], *self._last_until(ended)]
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Event]:
@@ -326,10 +320,8 @@ class UpdateHistory:
             return Generation()
 
     def misses(self, *, is_done: bool) -> tuple[list[str], int]:
-        """Updates that an engine did not take as they were sent: the first sentences, and how many there are.
-
-        is_done: False where the newest update may be on its way, or was when the run ended.
-        """
+        """Updates that an engine did not take as they were sent: the first sentences, and how many there are. is_done:
+        False where the newest update may be on its way, or was when the run ended."""
         firsts = self.generation().firsts
         waiting = [
             miss

@@ -29,11 +29,8 @@ def print_logs(
     follow: bool = False,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """The logs on stdout, in the order of the work.
-
-    which: one of them by name, None for all.  attempt: its number, None for the newest.  follow: until the run ends.
-    Raises RecipeError when there is none.
-    """
+    """The logs on stdout, in the order of the work. which: one of them by name, None for all.  attempt: its number,
+    None for the newest.  follow: until the run ends.  Raises RecipeError when there is none."""
     run_dir = find_run(run, run_root=run_root)
     try:
         folder = log_dir(run_dir, attempt=attempt or read_record(run_dir).attempt)

@@ -36,9 +36,8 @@ _TIMES_ITS_COST = 50
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it.
-
-    is_graded: 1 is right and 0 wrong; of rewards of the user's own nobody knows."""
+    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it. is_graded: 1 is right
+    and 0 wrong; of rewards of the user's own nobody knows."""
 
     step: int
     sample: Sample
@@ -83,11 +82,8 @@ class Story:
 
 
 def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
-    """The whole document. Everything that a run, a recipe or a model wrote is escaped.
-
-    now: unix s, of a run that goes on the time up to which the page tells.  awaits_restart: its launcher lives, and
-    may begin another attempt.
-    """
+    """The whole document. Everything that a run, a recipe or a model wrote is escaped. now: unix s, of a run that goes
+    on the time up to which the page tells.  awaits_restart: its launcher lives, and may begin another attempt."""
     record = view.record
     code = "" if record.exit_code in (None, 0) else f", exit code {record.exit_code}"
     rows, left_out = event_rows(view)
@@ -199,10 +195,8 @@ def _some(told: list) -> list:
 
 
 def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
-    """Make the page anew, and say where it is. output: another file than the one in the run's folder.
-
-    Raises RecipeError when there is no such run or it cannot be read, PreflightError when the page cannot be written.
-    """
+    """Make the page anew, and say where it is. output: another file than the one in the run's folder. Raises
+    RecipeError when there is no such run or it cannot be read, PreflightError when the page cannot be written."""
     run_dir = find_run(run, run_root=run_root)
     target = output or run_dir / REPORT_FILE
     if output is not None and os.path.isdir(output):  # unlike Path.is_dir it takes any text

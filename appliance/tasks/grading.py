@@ -1,5 +1,4 @@
 """What grading a response gives: how right it is, or why it could not be graded; and what a validation's grades say.
-
 Imports no torch."""
 
 from __future__ import annotations

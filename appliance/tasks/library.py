@@ -41,10 +41,8 @@ _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
 @dataclass(frozen=True)
 class TinySpec:
-    """Shape and warm start of a tiny Qwen2; the defaults are those of `tiny-arithmetic`.
-
-    Every GEMM has N a multiple of 16 and K a multiple of 32, as INT8 kernels want.
-    """
+    """Shape and warm start of a tiny Qwen2; the defaults are those of `tiny-arithmetic`. Every GEMM has N a multiple of
+    16 and K a multiple of 32, as INT8 kernels want."""
 
     version: int = 1
     seed: int = 0
@@ -141,9 +139,7 @@ def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:
 
 def data_key(plan: TaskPlan, *, model: str) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
-
-    model: path or name of the model, whose tokenizer decides which prompts are too long.
-    """
+    model: path or name of the model, whose tokenizer decides which prompts are too long."""
     fields: dict[str, object] = {"version": _DATA_VERSION, "kind": plan.kind, "model": model}
     fields |= {name: getattr(plan, name) for name in _MAKES_ROWS}
     if plan.own is None and TASKS[plan.kind].source is None:
@@ -161,10 +157,8 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
 
 
 def builtin_model_key(builtin: str, *, difficulty: int) -> str:
-    """Hash of everything that determines a built-in model: 12 hex digits. Raises KeyError for an unknown name.
-
-    The run's seed is not part of it: the pools of the task do not depend on a seed, so one model serves every run.
-    """
+    """Hash of everything that determines a built-in model: 12 hex digits. Raises KeyError for an unknown name. The
+    run's seed is not part of it: the pools of the task do not depend on a seed, so one model serves every run."""
     return _short_hash({"difficulty": difficulty, **dataclasses.asdict(TINY_MODELS[builtin])})
 
 

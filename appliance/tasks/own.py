@@ -105,9 +105,7 @@ def as_text(value: object) -> str:
 
 def template_parts(template: str) -> list[tuple[str, str]]:
     """(text, path of the field after it or empty), as `str.format` reads braces, without its attributes and formats.
-
-    Raises ValueError with what is wrong.
-    """
+    Raises ValueError with what is wrong."""
     parts = []
     for text, name, form, conversion in string.Formatter().parse(template):
         if name is not None and (form or conversion or not _PATH.fullmatch(name)):

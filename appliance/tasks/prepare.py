@@ -60,11 +60,8 @@ def _fetched(plan: RunPlan) -> Path:
 
 
 def prepare(plan: RunPlan) -> None:
-    """Make what is missing.
-
-    Raises RecipeError for data that cannot be used, OSError when the cache is not writable, EngineError when the hub
-    does not give the model.
-    """
+    """Make what is missing. Raises RecipeError for data that cannot be used, OSError when the cache is not writable,
+    EngineError when the hub does not give the model."""
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what=PHASE)
     if not _has_model(plan):
@@ -183,10 +180,8 @@ def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
 
 
 def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = ()) -> list[int]:
-    """The tokens that the model gets, with the schemas of its tools.
-
-    Raises RecipeError where its chat template does not take the messages.
-    """
+    """The tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template does
+    not take the messages."""
     import jinja2
 
     if not tokenizer.chat_template:

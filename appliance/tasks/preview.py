@@ -1,7 +1,5 @@
-"""What the model will really read of a recipe's problems. `python -m appliance.tasks.preview PLAN RESULT`.
-
-A process of its own: it needs the model's tokenizer, and a data set may have to be fetched.
-"""
+"""What the model will really read of a recipe's problems. `python -m appliance.tasks.preview PLAN RESULT`. A process of
+its own: it needs the model's tokenizer, and a data set may have to be fetched."""
 
 from __future__ import annotations
 

@@ -110,10 +110,8 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
 
 
 def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
-    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError.
-
-    commit: empty: `main`.
-    """
+    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError. commit: empty:
+    `main`."""
     if os.path.exists(name):  # `datasets` would take it in the place of the hub's
         raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
     import datasets  # a second, and a network client
@@ -310,9 +308,7 @@ def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:
 
 def write_parquet(by_split: Mapping[str, Sequence[Problem]], *, path: Path, kind: str) -> None:
     """As verl's RLHFDataset reads it, a row per problem, in order. kind: the task's name: its reward is found by it.
-
-    by_split: `train`, `val`, or the names of several validations.
-    """
+    by_split: `train`, `val`, or the names of several validations."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -45,10 +45,8 @@ class Verdict:
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
-    """Of the first problems of the file, of the hub's that a run has made, or of the task's own.
-
-    Runs the user's rewards.
-    """
+    """Of the first problems of the file, of the hub's that a run has made, or of the task's own. Runs the user's
+    rewards."""
     task, count = task_of(plan), SAMPLES if plan.own is None else SAMPLES_OF_OWN
     if is_from_hub(plan):
         problems = _prepared(plan, task=task, count=count)

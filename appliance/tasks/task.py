@@ -1,7 +1,5 @@
 """What a task is: problems to learn from, and a score for a response. One file per task, built_in/<name>.py: `TASK`.
-
-Problems come out of rows, of files or of the hub, or are made by the task: disjoint, each once, counted.
-"""
+Problems come out of rows, of files or of the hub, or are made by the task: disjoint, each once, counted."""
 
 from __future__ import annotations
 

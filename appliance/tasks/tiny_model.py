@@ -60,10 +60,8 @@ Example = tuple[str, ...]  # what is given and what the model says to it, in tur
 
 
 def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: Callable[[int, float], None]) -> None:
-    """Warm-start a model and save it with its tokenizer, in BF16, as transformers and vLLM load it.
-
-    on_step: called after every step with its number, from 1, and its loss in nats per answer token.
-    """
+    """Warm-start a model and save it with its tokenizer, in BF16, as transformers and vLLM load it. on_step: called
+    after every step with its number, from 1, and its loss in nats per answer token."""
     tokenizer = save_tokenizer(folder, max_positions=spec.max_positions, calls_tools=isinstance(spec, CalculatorSpec))
     torch.manual_seed(spec.seed)
     config = config_of(
@@ -167,11 +165,8 @@ def _transcript(a: int, b: int, *, rightly: bool) -> Example:
 
 
 def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Examples as the chat template renders them, padded on the right.
-
-    input_ids, labels: [B, T] int64, labels IGNORED but for what the model says.  attention_mask: [B, T] int64, 0 on
-    padding.
-    """
+    """Examples as the chat template renders them, padded on the right. input_ids, labels: [B, T] int64, labels IGNORED
+    but for what the model says.  attention_mask: [B, T] int64, 0 on padding."""
     parts = [tokenizer(list(example))["input_ids"] for example in examples]
     length = max(sum(map(len, each)) for each in parts)
     tokens = torch.full((len(examples), length), tokenizer.pad_token_id)

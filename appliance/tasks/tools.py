@@ -59,10 +59,8 @@ def failure(why: str) -> Answer:
 
 
 def call_tool(file: str, sha256: str | None, name: str, arguments: str) -> Answer:
-    """In a process of the pool. sha256: as of load_module.  arguments: a JSON object, as the model wrote it.
-
-    What goes wrong is the answer.
-    """
+    """In a process of the pool. sha256: as of load_module.  arguments: a JSON object, as the model wrote it. What goes
+    wrong is the answer."""
     try:
         tools = functions(load_module(file, sha256=sha256))
     except BaseException as error:  # the boundary of the user's code, as below: `sys.exit()` is no Exception
@@ -143,9 +141,7 @@ def _shortened(text: str) -> str:
 @dataclass(frozen=True)
 class Asked:
     """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it.
-
-    sha256: as of load_module.
-    """
+    sha256: as of load_module."""
 
     file: str
     model: str = ""

@@ -167,10 +167,8 @@ def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
 
 @dataclass(frozen=True)
 class Heard:
-    """Of a child that has ended. words: what it said, later values in the place of earlier ones.
-
-    code: its exit code.  is_late: it was ended.  printed: the last line of what anybody else wrote, in short.
-    """
+    """Of a child that has ended. words: what it said, later values in the place of earlier ones. code: its exit code.
+    is_late: it was ended.  printed: the last line of what anybody else wrote, in short."""
 
     words: Mapping[str, Any]
     code: int
@@ -189,12 +187,7 @@ def heard(module: str, *, given: str, within_s: float) -> Heard:
         tempfile.TemporaryFile("w+", errors="replace") as printed,
     ):
         child = subprocess.Popen(
-            module_argv(module),
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=printed,
-            text=True,
-            start_new_session=True,
+            module_argv(module), stdin=subprocess.PIPE, stdout=said, stderr=printed, text=True, start_new_session=True
         )
         try:
             is_late = not _ends(child, given=given, said=said, within_s=within_s)

@@ -1,7 +1,5 @@
-"""Which device runs which scheme, and which one `auto` takes: by rule, or by what `bench` measured.
-
-The rules were read in vendors' and vLLM's documents. Imports no torch.
-"""
+"""Which device runs which scheme, and which one `auto` takes: by rule, or by what `bench` measured. The rules were read
+in vendors' and vLLM's documents. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _SLOW_EXPERTS = "INT8 experts run one after the other and without CUDA graphs: c
 @dataclass(frozen=True)
 class Gpu:
     """capability: CUDA compute capability (major, minor).  product: how nvidia-smi names it, lower case, in part.
-
-    memory_gib: of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well.
-    """
+    memory_gib: of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well."""
 
     name: str
     capability: tuple[int, int]
@@ -50,10 +46,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class StoredResult:
-    """What `bench` measured on a device, with the layer shapes and versions in question.
-
-    ratios: (scheme, its tokens/s in times BF16's) of the quantised schemes.  what: the measurement, in words.
-    """
+    """What `bench` measured on a device, with the layer shapes and versions in question. ratios: (scheme, its tokens/s
+    in times BF16's) of the quantised schemes.  what: the measurement, in words."""
 
     ratios: tuple[tuple[Scheme, float], ...]
     what: str
@@ -97,11 +91,8 @@ def gpu_of_product(product: str) -> Gpu | None:
 def automatic_scheme(
     device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None = None, experts: bool = False
 ) -> tuple[Scheme, str]:
-    """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES.
-
-    stored: decides on Ada and Hopper, which run INT8 and FP8 alike; elsewhere the rule does, and it is told.
-    experts: whether experts would be quantised.
-    """
+    """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES. stored: decides on Ada and Hopper, which run
+    INT8 and FP8 alike; elsewhere the rule does, and it is told.  experts: whether experts would be quantised."""
     scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
     if device == CPU or not GPUS[device].has_fp8 or GPUS[device].is_blackwell:
         if stored:

@@ -163,8 +163,6 @@ def ray_dir(run_dir: Path, *, temporary: Path) -> str:
 
 
 def short_root(temporary: Path, *, length: int) -> Path:
-    """Where a folder may lie that has RAY_OWN in it: a long temporary folder is not used. length: of its name, bytes.
-
-    A socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them.
-    """
+    """Where a folder may lie that has RAY_OWN in it: a long temporary folder is not used. length: of its name, bytes. A
+    socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them."""
     return temporary if len(os.fsencode(temporary)) + 1 + length <= LONGEST_RAY_DIR else Path("/tmp")

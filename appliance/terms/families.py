@@ -125,10 +125,8 @@ class NormFed:
 
 
 def norm_fed(names: Iterable[str]) -> NormFed:
-    """names: of all parameters of a model. Raises EngineError for a model without the pattern of norms and layers.
-
-    The last norm is left out: what it feeds (the head) stays BF16 in rollouts and may be tied to the embedding.
-    """
+    """names: of all parameters of a model. Raises EngineError for a model without the pattern of norms and layers. The
+    last norm is left out: what it feeds (the head) stays BF16 in rollouts and may be tied to the embedding."""
     layers: dict[str, set[str]] = {}
     for name in names:
         if found := _DECODER_LAYER.fullmatch(name):

@@ -1,7 +1,5 @@
-"""What one rollout engine is told: its scheme and everything that goes with it. Imports no torch.
-
-The value travels to vLLM as `hf_overrides.quantization_config`, together with `quantization=appliance`.
-"""
+"""What one rollout engine is told: its scheme and everything that goes with it. Imports no torch. The value travels to
+vLLM as `hf_overrides.quantization_config`, together with `quantization=appliance`."""
 
 from __future__ import annotations
 

@@ -40,9 +40,7 @@ SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all 
 
 def check_attested(plan: RunPlan, *, precision: Precision) -> None:
     """Raises AttestationError when a process of the run has not said what the plan wants of it, or something else.
-
-    precision: what the rollout engines were started in.
-    """
+    precision: what the rollout engines were started in."""
     expected = attestations_at(plan, precision)
     found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
     problems = found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.quantises else [])
@@ -141,10 +139,8 @@ def _traced(worker: Any, ids: list[int], asked: dict[str, Any]) -> LayerTrace:
 
 
 def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> tuple[list[int], int, float, float]:
-    """(what is before the first token that differs, the token, its log-prob in the trainer, in the rollouts).
-
-    rows: of each sequence prompt, response, both log-probs of the response and whether a token counts. One differs.
-    """
+    """(what is before the first token that differs, the token, its log-prob in the trainer, in the rollouts). rows: of
+    each sequence prompt, response, both log-probs of the response and whether a token counts. One differs."""
     for prompt, response, trainer, rollout, real in rows:
         for place in (real.bool() & (trainer.float() != rollout.float())).nonzero().flatten().tolist():
             ids = [*prompt.tolist(), *response[:place].tolist()]

@@ -107,11 +107,8 @@ class BatchCorrection:
         workers.set_loss_fn(partial(corrected_loss, config=omega_conf_to_dataclass(actor), **how))
 
     def prepare(self, batch: KVBatchMeta, *, step: int, correction: Correction) -> KVBatchMeta:
-        """The batch for the loss. correction: the plan's, as tight as it is now.
-
-        Raises TrainingError when the batch does not carry what was written, NumericsError when a number that the
-        correction needs is not finite.
-        """
+        """The batch for the loss. correction: the plan's, as tight as it is now. Raises TrainingError when the batch
+        does not carry what was written, NumericsError when a number that the correction needs is not finite."""
         fitted_at, fitted = self._shadow.last_fit(before=step) if self._shadow else (None, None)
         names = ["old_log_probs", "rollout_log_probs", REAL, "advantages"]
         told = (
@@ -130,10 +127,8 @@ class BatchCorrection:
         return batch
 
     def after_update(self, batch: KVBatchMeta, *, step: int, reported: dict[str, Any], log_probs: LogProbs) -> None:
-        """Hold the loss to what was meant, and make the shadow pass, where this step has one.
-
-        reported: verl's metrics of the update.  Raises TrainingError as check_used, NumericsError as ShadowPass.run.
-        """
+        """Hold the loss to what was meant, and make the shadow pass, where this step has one. reported: verl's metrics
+        of the update.  Raises TrainingError as check_used, NumericsError as ShadowPass.run."""
         check_used(reported, meant=self._meant)
         if self._shadow:
             self._shadow.run(batch, step=step, log_probs=log_probs)
@@ -209,10 +204,8 @@ def corrected_loss(
     clips: bool = False,
     kind: Loss = Loss.PPO,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """verl's signature of a loss, and as Correction has them: ratio_to, clips, kind (its loss).
-
-    Raises TrainingError for a batch that lacks what this loss reads, NumericsError when a number there is not finite.
-    """
+    """verl's signature of a loss, and as Correction has them: ratio_to, clips, kind (its loss). Raises TrainingError
+    for a batch that lacks what this loss reads, NumericsError when a number there is not finite."""
     bounds = (CLIP_LOWER, CLIP_UPPER) if clips else ()
     reads = (WEIGHTS, ratio_to, *bounds)
     if missing := [name for name in (REAL, *reads) if name not in data.keys()]:  # noqa: SIM118
@@ -265,10 +258,8 @@ def clipped_negatives(
 
 
 def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
-    """Of a step's tokens with a negative advantage; None where it has none, or made no update.
-
-    reported: verl's metrics of the update, as for check_used.
-    """
+    """Of a step's tokens with a negative advantage; None where it has none, or made no update. reported: verl's metrics
+    of the update, as for check_used."""
     negative = float(reported.get(NEGATIVE, 0.0))
     return float(reported[CLIPPED_NEGATIVE]) / negative if negative else None
 
@@ -378,9 +369,7 @@ def sums_of(fields: Mapping[str, Tensor]) -> dict[str, float]:
 
 def check_used(reported: Mapping[str, Any], *, meant: Mapping[str, float]) -> None:
     """Raises TrainingError when the loss did not use what was meant, a sum of `sums_of` for a sum of `sums_of`.
-
-    reported: verl's metrics of an update, where each is divided by the same number of mini-batches and ranks.
-    """
+    reported: verl's metrics of an update, where each is divided by the same number of mini-batches and ranks."""
     for name, value in meant.items():
         used, tokens = (float(reported.get(f"{USED}{each}", math.nan)) for each in (name, "tokens"))
         if not (tokens > 0 and math.isclose(used * meant["tokens"], value * tokens, rel_tol=_AGREE_WITHIN)):

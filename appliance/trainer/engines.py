@@ -43,11 +43,8 @@ _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
 
 @dataclass(frozen=True)
 class Restart:
-    """One change of all engines of a run.
-
-    generation: of the new ones.  ended: ids of the old ones' processes.  end_s: until they were gone.  start_s: from
-    then until the new ones stood.
-    """
+    """One change of all engines of a run. generation: of the new ones.  ended: ids of the old ones' processes.  end_s:
+    until they were gone.  start_s: from then until the new ones stood."""
 
     generation: Generation
     ended: tuple[int, ...]
@@ -105,12 +102,7 @@ class RolloutEngines:
         return {"engine_restart_s": round(seconds, 4)} if seconds else {}
 
     def restart(
-        self,
-        manager: LLMServerManager,
-        *,
-        precision: Precision,
-        after_sync: int,
-        start: Callable[[], LLMServerManager],
+        self, manager: LLMServerManager, *, precision: Precision, after_sync: int, start: Callable[[], LLMServerManager]
     ) -> tuple[LLMServerManager, Restart]:
         """End the engines of `manager`, start others and watch them. Nobody may wait for an answer of the old ones.
 

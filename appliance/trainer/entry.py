@@ -65,9 +65,7 @@ def main() -> int:
 
 def report(run_dir: Path, error: ApplianceError) -> int:
     """Say why this process ends, unless a worker already did: what it raised arrives here as somebody else's error.
-
-    Returns the exit code.
-    """
+    Returns the exit code."""
     said = first_failure(run_dir)
     if said is not None and said.exit_code is not None:
         return said.exit_code
@@ -122,10 +120,8 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
 
 @contextlib.contextmanager
 def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
-    """A Ray for the run, stopped at the end: of its own on this host, or a cluster of several.
-
-    Yields what to call, on any thread, when something that the trainer may be waiting for is gone; it does not return.
-    """
+    """A Ray for the run, stopped at the end: of its own on this host, or a cluster of several. Yields what to call, on
+    any thread, when something that the trainer may be waiting for is gone; it does not return."""
     end = functools.partial(_end, Path(plan.run_dir))
     if plan.cluster is None:
         import ray
@@ -158,8 +154,7 @@ def _forks_address() -> Path:
 
 def _start_ray(plan: RunPlan) -> None:
     """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; its processes inherit this one's variables,
-    and with them where the token is that it asks for.
-    """
+    and with them where the token is that it asks for."""
     import ray
 
     on_cpu = plan.device == "cpu"

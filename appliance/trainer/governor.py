@@ -74,10 +74,8 @@ def signals_of(
 
 
 class Governor:
-    """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it.
-
-    had_stopped: the attempt before, on purpose: this one goes on, but not as if nothing had happened.
-    """
+    """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it. had_stopped: the
+    attempt before, on purpose: this one goes on, but not as if nothing had happened."""
 
     def __init__(self, plan: RunPlan) -> None:
         """Raises ValueError when guard.json is there and cannot be read."""

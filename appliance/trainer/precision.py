@@ -64,10 +64,8 @@ class PrecisionState:
 
 
 class RolloutPrecision:
-    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`.
-
-    wanted: what the next weight update is to bring; where that is not live, engines are to be started in it before.
-    """
+    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`. wanted: what the next
+    weight update is to bring; where that is not live, engines are to be started in it before."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -83,10 +81,8 @@ class RolloutPrecision:
         self.live = Live(plan.rollout.label, plan.rollout.emulated)
 
     def begin(self, measures: Measures, *, kept: PrecisionState | None) -> None:
-        """Before the first weight update of an attempt; `want` is to follow before its first step.
-
-        kept: of the checkpoint it goes on from, None: the measures hold from that update on. Raises as `want`.
-        """
+        """Before the first weight update of an attempt; `want` is to follow before its first step. kept: of the
+        checkpoint it goes on from, None: the measures hold from that update on. Raises as `want`."""
         measured = measures.scheme, measures.bf16_layer_fraction
         known = (self._plan.rollout.label, *measured)
         if kept is None or (kept.planned, kept.scheme, kept.bf16_layer_fraction) != known:
@@ -280,9 +276,8 @@ class WeightUpdates:
 
 
 class Validation:
-    """In what the engines run and, when it is due, the same one with every layer in BF16.
-
-    scheme: what the newest one was made in."""
+    """In what the engines run and, when it is due, the same one with every layer in BF16. scheme: what the newest one
+    was made in."""
 
     def __init__(self, plan: RunPlan, *, precision: RolloutPrecision, check_stop: Callable[[], None]) -> None:
         """check_stop: raises StopAsked when no new validation is to begin."""

@@ -33,10 +33,8 @@ _HINT = "often the kernel ended it for want of memory (sudo dmesg | tail); the l
 
 
 class ProcessWatch:
-    """on_death: gets the error about the first death, on the watch's thread, and does not return.
-
-    has_services: this process started Ray's services; those of a cluster have a watch of their own (cluster/form.py).
-    """
+    """on_death: gets the error about the first death, on the watch's thread, and does not return. has_services: this
+    process started Ray's services; those of a cluster have a watch of their own (cluster/form.py)."""
 
     def __init__(self, *, on_death: Callable[[ApplianceError], None], has_services: bool) -> None:
         self._on_death = on_death

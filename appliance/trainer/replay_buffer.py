@@ -74,9 +74,7 @@ def _sorted(samples: dict[str, Any], *, prompts: list[str]) -> dict[str, Any]:
 
 class DynamicSampling:
     """How many prompts were asked for, one step at a time. at_first: prompts that verl asks for at the start of a step.
-
-    max_prompts: a step that asks for more ends the run; 0: any number.
-    """
+    max_prompts: a step that asks for more ends the run; 0: any number."""
 
     def __init__(self, *, at_first: int, max_prompts: int) -> None:
         self._at_first = at_first
@@ -100,10 +98,8 @@ class DynamicSampling:
         return ask
 
     def end_step(self, verl: dict[str, Any], *, rollouts: Rollouts, rollout_s: float) -> dict[str, float]:
-        """The step's line of metrics, and the count begins anew. verl: the step's metrics.
-
-        filtered_prompts: all samples equally right.  discarded_prompts: good, but the step was full.
-        """
+        """The step's line of metrics, and the count begins anew. verl: the step's metrics. filtered_prompts: all
+        samples equally right.  discarded_prompts: good, but the step was full."""
         prompts = rollouts.generated_prompts - self._prompts_before
         tokens = rollouts.generated_tokens - self._tokens_before
         self._prompts_before, self._tokens_before = rollouts.generated_prompts, rollouts.generated_tokens

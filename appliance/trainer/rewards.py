@@ -94,10 +94,8 @@ class _TellingPool(ProcessPool):
 
 
 class RewardPool:
-    """Grades responses. graded: how many so far.  faults: how many of them could not be graded, by why.
-
-    last_fault: the newest of them, None when there is none.
-    """
+    """Grades responses. graded: how many so far.  faults: how many of them could not be graded, by why. last_fault: the
+    newest of them, None when there is none."""
 
     def __init__(
         self,
@@ -274,10 +272,8 @@ def note_idle_death(run_dir: Path) -> None:
 
 
 def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
-    """Per sample of one prompt; a fault gets the mean of those without one, 0 where there is none.
-
-    The mean is exact: that of equal numbers is that number, and a group of them stays one for DAPO's filter.
-    """
+    """Per sample of one prompt; a fault gets the mean of those without one, 0 where there is none. The mean is exact:
+    that of equal numbers is that number, and a group of them stays one for DAPO's filter."""
     known = [each.accuracy for each in graded if each.fault is None]
     mean = statistics.mean(known) if 0 < len(known) < len(graded) else 0.0
     return [mean if each.fault is not None else each.accuracy for each in graded]
@@ -320,10 +316,8 @@ class RewardFaults:
         self._faults: Counter[Fault] = Counter()
 
     def end(self, what: str, *, pool: RewardPool) -> int:
-        """The rewards of a step or a validation are in. Returns how many of them failed.
-
-        what: `step 3`, `the validation of step 3`.  Raises GuardStop when more than `most` of them failed.
-        """
+        """The rewards of a step or a validation are in. Returns how many of them failed. what: `step 3`, `the
+        validation of step 3`.  Raises GuardStop when more than `most` of them failed."""
         new = pool.faults - self._faults
         count, of = new.total(), pool.graded - self._graded
         self._graded, self._faults = pool.graded, Counter(pool.faults)

@@ -189,10 +189,8 @@ class Held(NamedTuple):
 
 
 class RolloutForward:
-    """Of one model. `forget` after each change of its weights.
-
-    held: of the forwards with gradients since `note_sent`, where `keeps`, until the weights changed.
-    """
+    """Of one model. `forget` after each change of its weights. held: of the forwards with gradients since `note_sent`,
+    where `keeps`, until the weights changed."""
 
     def __init__(
         self,

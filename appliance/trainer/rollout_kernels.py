@@ -39,10 +39,8 @@ def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
 
 
 class Pages:
-    """A cache for sequences that are there whole. size: tokens of a block.
-
-    The blocks of a sequence stand one after another: a token's slot is its position after its sequence's first.
-    """
+    """A cache for sequences that are there whole. size: tokens of a block. The blocks of a sequence stand one after
+    another: a token's slot is its position after its sequence's first."""
 
     def __init__(self, sequences: Sequences, positions_T: Tensor, *, size: int) -> None:
         self._size = size
@@ -248,8 +246,7 @@ class CudaKernels(CpuKernels):
 
 def product_in_blocks(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
     """As fp8_product, by cuBLAS's kernel for Hopper: sums in float32. left: in blocks of 1 x 128.  right: too, or of
-    128 x 128. Both are filled up with zeros to whole blocks: they add nothing.
-    """
+    128 x 128. Both are filled up with zeros to whole blocks: they add nothing."""
     rows, columns = len(left.codes_NK), len(right.codes_NK)
     (a_MK, scale_a, recipe_a), (b_NK, scale_b, recipe_b) = _laid_out(left), _laid_out(right)
     out_MN: Tensor = functional.scaled_mm(

@@ -244,10 +244,8 @@ class EngineWeight:
     def __call__(
         self, x_TK: Tensor, weights: Sequence[Tensor], bias_N: Tensor | None, *, gated: bool = False
     ) -> Tensor:
-        """[T, N] BF16. weights: those that it was made of, before folding: they get the gradients.
-
-        gated: x is [T, 2K], and `silu_and_mul` of it is multiplied.
-        """
+        """[T, N] BF16. weights: those that it was made of, before folding: they get the gradients. gated: x is [T, 2K],
+        and `silu_and_mul` of it is multiplied."""
         if not torch.is_grad_enabled():
             return self.gemm(silu_and_mul(x_TK) if gated else x_TK, bias_N)
         place_TN = _EngineLinear.apply(self, gated, x_TK, bias_N, *weights)
@@ -285,14 +283,7 @@ class _Multiplied(Function):
     again, as it does for torch's own layers, and leaves out a layer's last product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        place_TN: Tensor,
-        gemm: Gemm,
-        x: Tensor,
-        bias_N: Tensor | None,
-        gated: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, place_TN: Tensor, gemm: Gemm, x: Tensor, bias_N: Tensor | None, gated: bool) -> Tensor:
         return gemm(silu_and_mul(x) if gated else x, bias_N)
 
     @staticmethod

@@ -207,10 +207,8 @@ class Rollouts:
         return {name: value for metrics in found for name, value in metrics.items()}
 
     def reward_means(self, keys: Iterable[str], *, step: int) -> dict[str, float | None]:
-        """Of each reward of the user's own task its mean over a step's samples.
-
-        keys: the TransferQueue's, of what the step trains on: what a filter generated beside it does not count.
-        """
+        """Of each reward of the user's own task its mean over a step's samples. keys: the TransferQueue's, of what the
+        step trains on: what a filter generated beside it does not count."""
         parts = [each for each in self._parts(keys, of=neutral_parts) if each is not None]
         for uid, (of, _) in self._graded.copy().items():
             if of < step:
@@ -412,10 +410,8 @@ def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> N
 
 
 def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
-    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py).
-
-    `acc` is what it validates by, and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC).
-    """
+    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). `acc` is what it validates by,
+    and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC)."""
     sample, prompt_ids = group.samples[session], prompt.token_ids
     response_mask = _ints(sample.mask)
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)

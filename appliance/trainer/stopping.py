@@ -25,10 +25,8 @@ class StopAsked(Exception):
 
 
 class Stopping:
-    """finished: the last step whose line is written.  saved: the step of the newest complete checkpoint; 0: none.
-
-    why: the signal's name, or an empty text.
-    """
+    """finished: the last step whose line is written.  saved: the step of the newest complete checkpoint; 0: none. why:
+    the signal's name, or an empty text."""
 
     def __init__(self, run_dir: Path, *, resumed_step: int = 0, end: Callable[[int], None] = os._exit) -> None:
         """resumed_step: of the checkpoint that this attempt goes on from, 0 without one.  end: leaves the process."""

@@ -328,9 +328,7 @@ class Trainer(PPOTrainerSync):
             precision=self.precision.starts_in,
             after_sync=self.updates.count,
             start=lambda: LLMServerManager.create(
-                config=self.config,
-                worker_group=self.actor_rollout_wg,
-                rollout_resource_pool=old.rollout_resource_pool,
+                config=self.config, worker_group=self.actor_rollout_wg, rollout_resource_pool=old.rollout_resource_pool
             ),
         )
         self.checkpoint_manager.remove_replicas(old.get_replicas())

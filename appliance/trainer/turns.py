@@ -45,10 +45,8 @@ class Drawn(Protocol):
 
 @dataclass
 class Spoken:
-    """A sample: all that came after its prompt. mask: 1 for what the model said, else 0.
-
-    said: its turns and the tools'.  text: of its last turn.
-    """
+    """A sample: all that came after its prompt. mask: 1 for what the model said, else 0. said: its turns and the
+    tools'.  text: of its last turn."""
 
     token_ids: list[int]
     log_probs: list[float]

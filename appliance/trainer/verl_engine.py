@@ -186,10 +186,8 @@ def _plan() -> RunPlan:
 
 
 def split_rates(optimizer: Optimizer, *, named: Iterable[tuple[str, Parameter]], scale: float) -> None:
-    """A second group of parameters, with `scale` times the learning rate and the same decay per step.
-
-    optimizer: with one group, whose rate stays what `learning_rate` in the metrics shows.  named: its parameters.
-    """
+    """A second group of parameters, with `scale` times the learning rate and the same decay per step. optimizer: with
+    one group, whose rate stays what `learning_rate` in the metrics shows.  named: its parameters."""
     (group,) = optimizer.param_groups
     parameters = dict(named)
     fed_names = norm_fed(parameters).linears

@@ -66,10 +66,8 @@ _CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: what its cache holds
 
 
 class LogProbs(torch.autograd.Function):
-    """log softmax(x) of one word for each token, and its gradient g (onehot(label) - softmax(x)), in float32.
-
-    At most CHUNK_ROWS tokens at a time: of the size of the logits x, which are kept, there is only their gradient.
-    """
+    """log softmax(x) of one word for each token, and its gradient g (onehot(label) - softmax(x)), in float32. At most
+    CHUNK_ROWS tokens at a time: of the size of the logits x, which are kept, there is only their gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_TV: Tensor, label_T: Tensor) -> Tensor:
@@ -200,9 +198,7 @@ def _is_run_on_cpu() -> bool:
 
 def fit_threads_to_host() -> None:
     """At most as many as this host has cores. Every process is given the plan's number, made from the head's cores.
-
-    Call it before the process computes. The engine's processes, which this one starts, read the variable.
-    """
+    Call it before the process computes. The engine's processes, which this one starts, read the variable."""
     cores = usable_cores()
     if torch.get_num_threads() > cores:
         torch.set_num_threads(cores)

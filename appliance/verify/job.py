@@ -102,9 +102,7 @@ class CheckResult(Frozen):
 @dataclass(frozen=True)
 class Row:
     """One worker of one engine, or an engine that failed (worker None). problems: what speaks against it, none: live.
-
-    moved, from_bf16: mean absolute difference of log-probs, nats; None where there is nothing to compare.
-    """
+    moved, from_bf16: mean absolute difference of log-probs, nats; None where there is nothing to compare."""
 
     scheme: Scheme
     emulated: bool

@@ -62,10 +62,8 @@ def problem(a: int, b: int) -> Problem:
 
 
 def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems of a seed. A size of 0 takes the whole pool.
-
-    Raises RecipeError for a difficulty outside 2..6 and for a size above its pool, all at once.
-    """
+    """Training and validation problems of a seed. A size of 0 takes the whole pool. Raises RecipeError for a difficulty
+    outside 2..6 and for a size above its pool, all at once."""
     problems = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
     if problems:
         raise RecipeError(problems)

@@ -50,10 +50,8 @@ def braced(text: str) -> str | None:
 
 
 def score(*, response: str, truth: str) -> float:
-    """1.0 when the final answer equals the truth as text or, by math-verify, as mathematics; else 0.0.
-
-    Uses signal.alarm: main thread only.  Raises what math-verify raises, its time-outs included.
-    """
+    """1.0 when the final answer equals the truth as text or, by math-verify, as mathematics; else 0.0. Uses
+    signal.alarm: main thread only.  Raises what math-verify raises, its time-outs included."""
     answer = final_answer(response)
     return float(answer is not None and is_same(answer, truth=truth))
 
