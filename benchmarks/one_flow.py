@@ -31,7 +31,7 @@ import psutil
 from appliance import console
 from appliance.bench.job import GIB, NAMED_SHAPES, PROMPT_TOKENS, Job, Measurement, Shapes, read_lines
 from appliance.control_groups import usable_cores
-from appliance.terms.environment import PLAN_VARIABLE, child_env
+from appliance.terms.environment import EXACT_VARIABLE, PLAN_VARIABLE, child_env
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import ATTENTION_NAME, Quantisation
 from appliance.terms.shapes import KNOWN
@@ -129,7 +129,7 @@ class Sampled:
 
 def sample(folder: Path, scheme: Scheme, env: dict[str, str]) -> list[Sampled]:
     """By a real engine, in a process of its own."""
-    os.environ.update(env)
+    os.environ.update(env | {EXACT_VARIABLE: "1"})
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -64,10 +64,11 @@ def widened_types() -> frozenset[torch.dtype]:
 def widen_gemms(*, exactly: bool = False) -> None:
     """In this process, torch's GEMMs of such a type widen their operands, sum in float32 as before, and round once.
 
-    exactly: in float64, so that no sum depends on the batch; half as fast.  A later call says anew which of the two.
+    exactly: in float64, so that no sum depends on the batch; half as fast. A process that was told so once stays so.
     """
     if widened_types():
-        _widening().to = torch.float64 if exactly else torch.float32
+        widening = _widening()
+        widening.to = torch.float64 if exactly else widening.to
 
 
 class _Widening:
@@ -184,8 +185,9 @@ class WideGemm:
         codes_MK, scale_M1 = _quantised_tokens(x_MK)
         sum_MN = torch.zeros((len(x_MK), len(self._codes_NK)), dtype=torch.float64)
         parts = (each.split(_EXACT_PRODUCTS, dim=1) for each in (codes_MK, self._codes_NK))
-        for left_MK, right_NK in zip(*parts, strict=True):
-            sum_MN += linear(left_MK.float(), right_NK.float())
+        with torch.autocast("cpu", enabled=False):  # a trainer's would round the sums to BF16
+            for left_MK, right_NK in zip(*parts, strict=True):
+                sum_MN += linear(left_MK.float(), right_NK.float())
         y_MN = sum_MN.mul_(scale_M1.double()).mul_(self.scale_N1.double().t())
         return (y_MN if bias_N is None else y_MN.add_(bias_N.double())).to(x_MK.dtype)
 

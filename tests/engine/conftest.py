@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engines import Engine, make_checkpoint, start_engine
+
+from appliance.terms.environment import EXACT_VARIABLE
+
+os.environ[EXACT_VARIABLE] = "1"  # as a plan has it with one flow, whose log-probs are compared bit for bit
 
 
 @pytest.fixture(scope="session")

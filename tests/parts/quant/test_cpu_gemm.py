@@ -26,8 +26,9 @@ def test_it_answers_as_integers_do(dtype: torch.dtype, rows: int, columns: int, 
     gemm = make(quantised.codes_NK, scale_N1=quantised.scale, **({} if wide else {"dtype": dtype}))
     exact_MN = (probe_MK @ quantised.codes_NK.long().t()).double() * quantised.scale.double().t()
     bias_N = -exact_MN[1].to(dtype)
-    for bias in (None, bias_N):
-        answer_MN = gemm(probe_MK.to(dtype), bias).double()
+    for bias, autocast in ((None, False), (bias_N, False), (bias_N, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            answer_MN = gemm(probe_MK.to(dtype), bias).double()
         wanted_MN = exact_MN if bias is None else exact_MN + bias.double()
         half = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
         assert bool(
