@@ -220,7 +220,7 @@ def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
 
 def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Bytes of all processes of each role, on all hosts together, without a GPU."""
-    ranks, workers = plan.topology.gpus, len(plan.rollout.replicas) * plan.rollout.tensor_parallel
+    ranks = plan.topology.gpus  # of the trainer, and as many of engines
     forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
     if plan.trainer.quantises:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
@@ -230,7 +230,7 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
     return {
         Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + max(ranks * forward, whole),
-        Role.ENGINE: workers * engine,
+        Role.ENGINE: ranks * engine,
         Role.DRIVER: _BASE[Role.DRIVER] + (_FROZEN * shape.weights if plan.lora else 0),  # `model/` is merged in it
         Role.SERVICES: _BASE[Role.SERVICES],
     }
