@@ -300,6 +300,7 @@ def test_weights_of_an_optimizers_step_were_not_sent_yet(model: Qwen2ForCausalLM
 def adapter_of(run_dir: Path) -> DigestingAdapter:
     made = DigestingAdapter.__new__(DigestingAdapter)
     made._syncs, made._run_dir, made.replica_rank, made.rollout_rank = 0, run_dir, 0, 0
+    made.config = SimpleNamespace(dtype="bfloat16")
     return made
 
 
