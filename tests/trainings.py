@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from left_behind import bystanders, left_of
 
 # Of the short run that several files look at. A temperature that is not 1: log-probs before it would differ from the
@@ -25,8 +26,8 @@ SHORT = (
 )
 FEW = "task.val_size=64"  # of trainings that do not look at validation; those of `tiny_cache` have this data
 # Of an example on two cores. Held by processor time, which other work on the host changes least: with all that is
-# computed in less than this, one core would be in time, too.
-LEARNED_WITHIN_S = 240
+# computed in less than this, one core would be in time, too. With AVX2 alone the model's making takes longer.
+LEARNED_WITHIN_S = 240 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 480
 
 
 SECRETS = ("planted-key-of-wandb-9d41", "hf_plantedTokenOfTheHub7c02")  # words that are nowhere else

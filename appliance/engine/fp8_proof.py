@@ -216,7 +216,7 @@ class EmulatedProof(Fp8Proof):
     def _first_answer(self, layer: Module) -> Mismatch | None:
         if not self.ask.thorough:
             return None
-        return first_answer(layer, self._signs_K, exact_N=self._answer_N, bound_N=self._bound_N)
+        return first_answer(layer, self._signs_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
 
 
 class NativeFp8Proof(Fp8Proof):

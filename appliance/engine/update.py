@@ -360,7 +360,7 @@ class WeightUpdate:
 
 def _is_fp8(layer: Module) -> bool:
     method = getattr(layer, "quant_method", None)
-    return isinstance(method, Quantising) and method.scheme not in (Scheme.INT8, Scheme.BF16)
+    return isinstance(method, Quantising) and method.scheme.spec.can_emulate
 
 
 def addresses(model: Module) -> dict[str, int]:

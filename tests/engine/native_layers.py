@@ -121,7 +121,7 @@ def served(scheme: Scheme, *, seed: int = 1) -> Mlp:
 
 
 def new_update(model: Mlp, **settings: int) -> WeightUpdate:
-    untied = SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=False))
+    untied = SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=False), dtype=torch.bfloat16)
     return WeightUpdate(model, model_config=untied, **settings)
 
 

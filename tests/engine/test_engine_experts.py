@@ -114,7 +114,8 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(engine: Engine, num_tokens
 
 
 def by_hand(method: OnlineExpertsMethod, expert: int, x_1K: Tensor) -> Tensor:
-    """[K]: gate and up, SwiGLU, down, with vLLM's activation, which is held to float64 here."""
+    """[K]: gate and up, SwiGLU, down, with vLLM's activation, which is held to float64 here: with AVX2 alone it cuts
+    off what BF16 does not hold."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 
     gate_up, down = (gemm for gemm in method.gemms if gemm.expert == expert)
@@ -122,8 +123,9 @@ def by_hand(method: OnlineExpertsMethod, expert: int, x_1K: Tensor) -> Tensor:
     hidden = torch.empty(1, both_1N.shape[1] // 2, dtype=torch.bfloat16)
     apply_moe_activation(MoEActivation.SILU, hidden, both_1N)
     gate, up = both_1N.double().chunk(2, dim=1)
+    rounding = 2.0**-8 if torch.cpu._is_avx512_supported() else 2.0**-7
     exact = torch.nn.functional.silu(gate) * up
-    assert bool(((hidden.double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-20 * up.abs()).all())
+    assert bool(((hidden.double() - exact).abs() <= rounding * exact.abs() + 2.0**-20 * up.abs()).all())
     return down(hidden)[0]
 
 
