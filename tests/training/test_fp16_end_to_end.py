@@ -13,7 +13,7 @@ from trainings import FEW, Finished, train
 
 from appliance.record.checkpoints import checkpoint_folder
 
-pytestmark = [pytest.mark.e2e(minutes=1), pytest.mark.long]
+pytestmark = [pytest.mark.e2e(minutes=1), pytest.mark.torture]
 
 STEPS = 4
 COMMON = (
