@@ -102,3 +102,5 @@ def test_which_types_are_widened_is_what_onednn_lacks(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda known=bf16: known)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda known=fp16: known)
         assert cpu_gemm.widened_types.__wrapped__() == wanted
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert cpu_gemm.widened_types.__wrapped__() == set()

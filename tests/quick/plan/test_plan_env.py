@@ -2,7 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from appliance.terms.environment import RAY_OWN, child_env, ray_dir, short_root, weight_socket, with_ray_token
+from appliance.terms.environment import (
+    EXACT_VARIABLE,
+    RAY_OWN,
+    child_env,
+    ray_dir,
+    short_root,
+    weight_socket,
+    with_ray_token,
+)
 
 DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
 
@@ -16,6 +24,12 @@ def test_a_gpu_run_gets_nothing_of_the_cpu_flavour():
     only_cpu = env().keys() - env(is_cpu=False).keys()
     assert only_cpu >= {"VERL_PLATFORM", "VERL_ENGINE_DEVICE", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"}
     assert {name for name in env() if name.startswith("VLLM_CPU_")} <= only_cpu
+
+
+def test_one_flow_asks_for_products_that_do_not_depend_on_the_batch() -> None:
+    on_cpu, on_gpu = env(one_flow=True), env(is_cpu=False, one_flow=True)
+    assert (on_cpu[EXACT_VARIABLE], on_gpu["VLLM_BATCH_INVARIANT"]) == ("1", "1")
+    assert not {EXACT_VARIABLE, "VLLM_BATCH_INVARIANT"} & (env().keys() | env(is_cpu=False).keys())
 
 
 @pytest.mark.parametrize(
