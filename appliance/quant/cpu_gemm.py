@@ -52,7 +52,7 @@ _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 @functools.cache
 def widened_types() -> frozenset[torch.dtype]:
-    """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, and take 4 to 95
+    """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, and take 4 to 80
     times as long as through float32 (docs/results/widened.md). Without oneDNN nothing is known, and none is."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
