@@ -79,6 +79,7 @@ def ended(one: Row, *, folder: Path) -> Outcome:
     return run_row(one, folder=folder / one.id, capability=None, stop=Interrupts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "state", "why"),
     [
@@ -145,6 +146,7 @@ def test_what_hung_writes_the_stacks_of_its_threads_and_keeps_what_a_training_wr
     assert sorted(each.name for each in folder.iterdir()) == ["kept", "log.txt", "outcome.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
@@ -267,6 +269,7 @@ def test_hidden_gpus_are_told() -> None:
     assert raised.value.hint == "CUDA_VISIBLE_DEVICES is `7`: unset it, or name a GPU of this host"
 
 
+@pytest.mark.slow
 def test_a_host_is_asked_before_the_rows() -> None:
     facts = ask(hidden=True)
     assert (facts.torch, facts.cuda, facts.devices) == (probe.importlib.metadata.version("torch"), "", ())
@@ -302,6 +305,7 @@ def test_the_archive_has_the_host_and_no_secret(monkeypatch: pytest.MonkeyPatch)
     assert not any(re.search("TOKEN|KEY|SECRET|PASS", name) for name in probe.TOLD)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rows")
 def test_the_rows_after_a_failed_one_run_and_all_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run_accept(only=(), output=tmp_path / "out", run_root=tmp_path / "runs", rehearse=True)
@@ -333,6 +337,7 @@ def content_of(file: Path) -> dict[str, str]:
     return {name.partition("/")[2]: text for name, text in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rows")
 def test_a_second_call_leaves_the_results_of_the_first(tmp_path: Path) -> None:
     for only in ("well", "skipped"):
@@ -378,6 +383,7 @@ def test_page_and_archive_are_there_after_each_row(tmp_path: Path, monkeypatch: 
     assert "\nNot run: well, skipped.\n" in seen[0]
 
 
+@pytest.mark.slow
 def test_a_signal_names_the_row_that_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_rows: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def bench(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_bench_stops_at_preflight_before_an_engine_starts(tmp_path: Path) -> None:
     done = bench(tmp_path, "--set", "model.builtin=null", "--set", "model.path=/nonexistent")
     assert (done.returncode, done.stdout) == (3, "")
@@ -174,6 +175,7 @@ def test_bench_stops_at_preflight_before_an_engine_starts(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_bench_refuses_schemes_without_kernels_with_the_reasons(tmp_path: Path) -> None:
     done = bench(tmp_path, "--schemes", "bf16,fp8,fp8-block")
     assert (done.returncode, done.stdout) == (3, "")
@@ -186,6 +188,7 @@ def test_bench_refuses_schemes_without_kernels_with_the_reasons(tmp_path: Path) 
     ]
 
 
+@pytest.mark.slow
 def test_a_scheme_named_twice_is_refused(tmp_path: Path) -> None:
     done = bench(tmp_path, "--schemes", "bf16,int8,bf16")
     assert (done.returncode, done.stdout) == (2, "")

@@ -63,6 +63,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "most"), [(("--help",), 200_000), (("plan", "arithmetic-tiny-int8"), 550_000)])
 def test_a_command_starts_in_a_blink(arguments, most, tmp_path):
     """0.3 s and 0.9 s of an idle core for 124,000 and 364,000 calls: unlike seconds, the same on every host."""
@@ -72,6 +73,7 @@ def test_a_command_starts_in_a_blink(arguments, most, tmp_path):
     assert most / 3 < int(done.stderr.splitlines()[-1]) < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [("--help",), ("plan", "arithmetic-tiny-int8"), ("check", "arithmetic-tiny-int8")]
 )
@@ -120,6 +122,7 @@ def test_a_full_plan_has_the_recipe_and_the_command(appliance):
     assert done.stdout.rpartition("\n\nChild\n")[2].startswith("APPLIANCE_PLAN=")
 
 
+@pytest.mark.slow
 def test_a_terminal_wraps_the_reasons_below_each_other(appliance):
     """The width that the terminal says; a pipe gets a line for each choice, however long."""
     done = appliance("plan", "arithmetic-tiny-int8")
@@ -173,6 +176,7 @@ def test_check_as_json(appliance):
     assert [each["code"] for each in findings if each["severity"] == "error"] == ["data-unreachable"]
 
 
+@pytest.mark.slow
 def test_problems_of_a_recipe_come_with_hints_on_stderr(program):
     done = program("plan", "arithmetic-tiny-int8", "--set", "rollout.shceme=int8", "--set", "correction.cap=abc")
     assert (done.returncode, done.stdout) == (2, "")
@@ -234,6 +238,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_named_has_its_code_and_leaves_nothing_half_made(tmp_path, monkeypatch, capsys, what):
     recipe, sets, code, words = BAD[what]
@@ -351,6 +356,7 @@ def test_a_run_root_that_may_not_be_entered_is_a_warning_of_a_plan(tmp_path, mon
             assert said.err == f"warning: cluster.run_dir: {root}: cannot be written\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("plan", "arithmetic-tiny-int8"), ("recipes", "ls"), ("--help",)])
 def test_stdout_on_a_full_disk_is_no_fault_of_ours(tmp_path, arguments):
     command = [sys.executable, "-m", "appliance", *arguments]
@@ -470,6 +476,7 @@ def test_status_of_no_run(appliance):
     assert done.stderr.startswith("error: run `nothing`: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("check", "nosuch")])
 def test_the_code_stays_where_nobody_reads_stderr(tmp_path, arguments):
     reader, writer = os.pipe()

@@ -68,6 +68,7 @@ STILL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_in_the_preflight_of_a_training_leaves_no_child_and_no_folder(
     number: signal.Signals, tmp_path: Path

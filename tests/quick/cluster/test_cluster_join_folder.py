@@ -35,6 +35,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
 def test_ray_of_a_node_is_where_nobody_else_may_enter_and_goes_with_its_join(
     tmp_path: Path, number: signal.Signals, code: int

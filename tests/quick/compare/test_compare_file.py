@@ -179,6 +179,7 @@ def test_the_example_of_the_page_can_be_planned(write) -> None:
     assert len(plan_runs(load_comparison(write(example)))) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((library.folder().parent / FOLDER).glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_comparisons_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -57,6 +57,7 @@ def row_of(arm: str, *runs: RunResult):
     return judge([*base, *runs], arms=["base", arm], baseline="base", margin=MARGIN)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "verdict", "text"),
     [
@@ -136,6 +137,7 @@ def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> 
     assert found == [(1, pytest.approx(0.25), 0.1, 0.4), (2, 0.2, 0.2, 0.2)]
 
 
+@pytest.mark.slow
 def test_of_a_long_run_every_step_counts_and_some_points_are_drawn(shown: Shown) -> None:
     """A validation every 37 steps, the share truncated large between them: what is left out of either shows."""
     steps = [a_step(0, reward_mean=None, val_reward_mean=0.1)]

@@ -60,6 +60,7 @@ def test_arms_of_an_own_task_share_problems_and_rewards(folder: Path) -> None:
     assert first.plan.rollout.scheme != second.plan.rollout.scheme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -99,6 +100,7 @@ def test_several_validations_are_not_compared(folder: Path) -> None:
     assert caught.value.problems == [(message, hint)]
 
 
+@pytest.mark.slow
 def test_a_run_with_other_code_is_another_one(folder: Path) -> None:
     run = planned()[0]
     with create_session(run.plan, recipe_yaml=to_yaml(run.recipe), is_chosen=False) as session:

@@ -98,6 +98,7 @@ def test_the_gpu_lock_resolves_for_its_platform(tmp_path: Path) -> None:
     assert dict(pin.findall(lock.read_text())) == dict(pin.findall((requirements / "gpu.txt").read_text()))
 
 
+@pytest.mark.slow
 def test_compose_is_valid_by_the_specification_of_its_second_version(tmp_path: Path) -> None:
     """`docker compose` reads files by the Compose Specification; check-jsonschema brings its schema in a package."""
     tool = tmp_path / "tool"

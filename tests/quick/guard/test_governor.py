@@ -307,6 +307,7 @@ def replay(trace: list[Signals], policy: Policy) -> tuple[list[GovernorState], l
     return states, made
 
 
+@pytest.mark.slow
 @given(trace=TRACES, policy=POLICIES)
 @settings(deadline=None, max_examples=400, derandomize=True)
 def test_properties_of_every_sequence(trace: list[Signals], policy: Policy) -> None:
@@ -336,6 +337,7 @@ def test_properties_of_every_sequence(trace: list[Signals], policy: Policy) -> N
     assert replay(trace, policy) == (states, made)
 
 
+@pytest.mark.slow
 @given(policy=POLICIES, values=st.lists(st.sampled_from([K3_BAD, math.nan, math.inf, 1e9]), min_size=150, max_size=150))
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_what_stays_bad_only_climbs(policy: Policy, values: list[float]) -> None:
@@ -348,6 +350,7 @@ def test_what_stays_bad_only_climbs(policy: Policy, values: list[float]) -> None
     assert states[-1].stopped == (Action.STOP in policy.actions)
 
 
+@pytest.mark.slow
 @given(policy=POLICIES)
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_what_stays_fine_comes_all_the_way_down(policy: Policy) -> None:
@@ -358,6 +361,7 @@ def test_what_stays_fine_comes_all_the_way_down(policy: Policy) -> None:
     assert len(made) == 2 * len(ups)
 
 
+@pytest.mark.slow
 @given(policy=POLICIES, spread=st.integers(1, 4))
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_an_alternating_signal_never_comes_down(policy: Policy, spread: int) -> None:

@@ -43,6 +43,7 @@ def is_once_below_the_limit(spent_s: Callable[[], float]) -> bool:
     return any(spent_s() < LIMIT_S for _ in range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_thousand_nodes_are_planned_and_checked_in_seconds(command: str, tmp_path: Path) -> None:
     """On a host with eight H100, which `check` refuses all the same: it has no hub, and torch for a CPU."""
@@ -67,6 +68,7 @@ def test_a_thousand_nodes_are_planned_and_checked_in_seconds(command: str, tmp_p
     assert is_once_below_the_limit(spent_s)
 
 
+@pytest.mark.slow
 def test_a_thousand_nodes_are_told_from_each_other_in_seconds(tmp_path: Path) -> None:
     plan = build_plan(load_recipe(RECIPE, sets=SETS), run_dir=tmp_path / "run", host=HOST)
     gpus = (HostGpu("NVIDIA H100 80GB HBM3", 80 << 30),) * 8

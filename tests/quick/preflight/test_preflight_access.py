@@ -265,6 +265,7 @@ sys.stdout.write(str(is_folder({model!r})) + "\\n")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize(("model_mode", "above_mode"), [(0o700, 0o755), (0o744, 0o755), (0o755, 0o700)])
 def test_a_model_folder_that_cannot_be_entered_is_a_finding(model_mode: int, above_mode: int) -> None:

@@ -37,7 +37,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     set_hub(monkeypatch, HF_HUB_OFFLINE=None, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -39,6 +39,7 @@ def of_program(folder: Path, program: str, **changes: object) -> RewardProblem |
     return reward_problem(planned(folder, reward_plan("f", file=file), **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -64,6 +65,7 @@ FAILED = "{file}:f failed on the truth of row 1: "
 LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list of one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "message"),
     [

@@ -64,6 +64,7 @@ def planned(tmp_path: Path, kind: str, file: Path | None, **changes: object) -> 
 WRONG = "x" * 301
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "share", "is_rare"),
     [(("34",), "", False), (("34", WRONG), "1 of 2", True), (("34", WRONG, WRONG), "2 of 3", False)],

@@ -218,6 +218,7 @@ def test_only_a_run_with_a_launcher_loads_itself_again(tmp_path: Path, make_run:
     assert 'data-reload-s="10"' in live and "appliance report" in live
 
 
+@pytest.mark.slow
 def test_a_long_run_has_a_page_of_bounded_size(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     assert len(made(make_run(tmp_path, steps=3000, done=3000))[0]) < 600_000
 

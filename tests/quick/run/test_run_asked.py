@@ -107,6 +107,7 @@ def test_before_the_training_of_a_resumed_run_the_saved_state_counts(
     assert record.reason == reason
 
 
+@pytest.mark.slow
 def test_a_fault_beside_a_signal_is_not_answered_by_a_restart(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
 ) -> None:

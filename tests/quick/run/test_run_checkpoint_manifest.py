@@ -71,6 +71,7 @@ def test_one_flipped_bit_is_found_in_every_kind_of_file(sealed: Path, name: str)
     assert damage(sealed) == [f"{name} has other content than was saved"]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_manifest_is_found(sealed: Path) -> None:
     """Wherever it is: all places, white space too."""
     whole = (sealed / MANIFEST_FILE).read_bytes()

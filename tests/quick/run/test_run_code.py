@@ -223,6 +223,7 @@ def g(a: int) -> int:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("described")
 @pytest.mark.parametrize("text", [BROKEN, None])
 def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
@@ -249,6 +250,7 @@ def told_of(run_dir: Path, word: str) -> list[tuple[str, str]]:
     return [(each["what"], each["why"]) for each in told if word in each["what"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("described")
 def test_the_code_of_the_steps_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe) -> None:
     """Of an attempt that is begun twice, for the disk was full the first time, what ran is kept and nothing else."""

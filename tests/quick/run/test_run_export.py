@@ -41,6 +41,7 @@ def test_the_newest_whole_checkpoint_is_exported(
     assert "warning: global_step_4 is passed over: actor/huggingface/config.json has other content" in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "why"),
     [

@@ -53,6 +53,7 @@ def told(
     return train
 
 
+@pytest.mark.slow
 def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(tmp_path: Path, told: Callable) -> None:
     tokens = set()
     for number in (1, 2):
@@ -68,6 +69,7 @@ def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(tmp_path:
     assert len(tokens) == 2
 
 
+@pytest.mark.slow
 def test_what_a_shell_says_of_rays_token_counts_for_nothing(told: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would take this token before the file's, be without any, or have Kubernetes judge it, which knows none."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -80,6 +82,7 @@ def test_what_a_shell_says_of_rays_token_counts_for_nothing(told: Callable, monk
     assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == f"{saw['folder']}/token"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["", "other:6379"])
 def test_the_token_of_a_cluster_is_the_one_that_its_nodes_have(
     tmp_path: Path, told: Callable, monkeypatch: pytest.MonkeyPatch, address: str

@@ -298,6 +298,7 @@ def test_commands_to_be_typed_have_their_paths_as_one_word(
     assert shlex.split(try_next(plan, state, folder=folder)[-1]) == ["appliance", "status", folder]
 
 
+@pytest.mark.slow
 def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk has what the estimate wants less the checkpoints that are there: a restart and a resume both go on."""
     sets = ("trainer.steps=9", "checkpoint.every_steps=1", "trainer.max_restarts=1", f"cluster.run_dir={tmp_path}")

@@ -204,6 +204,7 @@ def test_nodes_are_compared_by_the_folder_of_the_commit(tmp_path: Path, cache: P
 # preparation
 
 
+@pytest.mark.slow
 def test_a_snapshot_fetched_without_its_code_is_fetched_again_for_who_runs_it(tmp_path: Path, cache: Path) -> None:
     assert prepare(planned(tmp_path, "model.revision=v1")) == 0
     with_code = planned(tmp_path, "model.revision=v1", "model.trust_remote_code=true")
@@ -220,6 +221,7 @@ def prepare(plan: RunPlan) -> int:
     return subprocess.run(argv, env=dict(os.environ), timeout=120, check=False, capture_output=True).returncode
 
 
+@pytest.mark.slow
 def test_the_snapshot_is_fetched_before_anything_loads_it(tmp_path: Path, cache: Path) -> None:
     """By huggingface_hub itself, which finds it in its cache; what is not there ends the preparation with a word."""
     plan = planned(tmp_path, "model.revision=v1")

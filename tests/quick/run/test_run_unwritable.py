@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from appliance.errors import PreflightError
 
 HINT = "hint: set cluster.run_dir to a folder that you can write to"
@@ -49,6 +51,7 @@ def train(small_plan: Callable, root: Path, code: str) -> tuple[Path, int, list[
     return Path(plan.run_dir), process.returncode, process.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_a_child_that_cannot_write_fails_as_the_host_had_it(small_plan: Callable, tmp_path: Path) -> None:
     run_dir, code, lines = train(small_plan, tmp_path, "(run_dir / 'checkpoints').mkdir()")
     assert code == 5
@@ -59,6 +62,7 @@ def test_a_child_that_cannot_write_fails_as_the_host_had_it(small_plan: Callable
     assert not list(run_dir.glob(".run.json*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_but_cannot_say_so_is_not_our_fault(small_plan: Callable, tmp_path: Path) -> None:
     code = """
 run_dir.chmod(0o755)
@@ -72,6 +76,7 @@ run_dir.chmod(0o555)
     assert json.loads((run_dir / "run.json").read_text())["state"] in ("starting", "running")
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_asked_to_stop_ends_all_the_same(small_plan: Callable, tmp_path: Path) -> None:
     """The child's parent is the subreaper, and its parent the launcher."""
     code = """

@@ -137,6 +137,7 @@ TESTS = json.dumps([{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output"
 SUM = "print(sum(map(int, input().split())))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "value"),
     [
@@ -160,6 +161,7 @@ def test_code_is_run_on_each_test_within_limits(
     assert value is None or found == value
 
 
+@pytest.mark.slow
 def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +206,7 @@ class Api(BaseHTTPRequestHandler):
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Api.asked.clear()
     yield f"http://127.0.0.1:{server.server_port}/v1"

@@ -81,6 +81,7 @@ def made_up() -> list[Row]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [real, made_up])
 def test_rows_have_the_same_grades_but_where_math_reads_more(rows: Callable[[], list[Row]]) -> None:
     made, draw = rows(), random.Random(0)

@@ -177,6 +177,7 @@ def test_final_answer(response: str, answer: str | None) -> None:
     assert final_answer(response) == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "truth", "reward"),
     [
@@ -202,6 +203,7 @@ def test_score_compares_mathematics(response: str, truth: str, reward: float) ->
     assert score(response=response, truth=truth) == reward
 
 
+@pytest.mark.slow
 def test_a_wild_answer_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dapo_math, "PARSING_S", 1)
     monkeypatch.setattr(dapo_math, "COMPARING_S", 1)
