@@ -166,6 +166,8 @@ def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
+    if "avx2" in flags and "avx512f" not in flags:
+        return f"{name}, with AVX2 alone"
     return f"{name}, {'with' if 'amx_int8' in flags else 'without'} AMX"
 
 

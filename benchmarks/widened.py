@@ -64,8 +64,8 @@ def main() -> int:
     lines = ["| M = N = K | type | product | torch's, ms | through float32, ms | times as fast |", "| --- " * 6 + "|"]
     lines += [row(*each) for each in itertools.product(SIZES, (torch.bfloat16, torch.float16), LAYOUTS)]
     names = ", ".join(sorted(str(each).removeprefix("torch.") for each in widened_types())) or "none"
-    head = f"Made by `python -m benchmarks.widened`. {datetime.date.today()}: {processor()}, with "
-    head += f"{torch.backends.cpu.get_cpu_capability()}, one core. Widened here: {names}."
+    head = f"Made by `python -m benchmarks.widened`. {datetime.date.today()}: {processor()}, one core. "
+    head += f"Widened here: {names}."
     page = head + "\n\n" + "\n".join(lines) + "\n"
     console.out(page)
     if output is not None:
