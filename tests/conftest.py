@@ -7,6 +7,7 @@ with `record_property("said", LINE)`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from two_workers import TOLD, FromBothEnds, folder_of_all, is_worker, once, tell, trainings_first
+
+from appliance.files import whole_folder
 
 if TYPE_CHECKING:
     from trainings import Finished
@@ -127,18 +130,28 @@ def folder_of_workers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: py
 
 
 @pytest.fixture(scope="session")
-def tiny_cache(folder_of_workers: Path, short_root: Path) -> Path:
+def kept_models(root: Path, pytestconfig: pytest.Config) -> Path:
+    """The tiny model of a run `short`, for later calls of pytest in this checkout, as long as what makes it stays."""
+    parts = ("tasks/tiny_model.py", "tasks/library.py", "tasks/built_in/arithmetic.py", "quant/cpu_gemm.py")
+    code = b"".join((root / "appliance" / part).read_bytes() for part in parts)
+    code += (root / "requirements" / "cpu.txt").read_bytes()
+    return pytestconfig.cache.mkdir(f"models-{hashlib.sha256(code).hexdigest()[:12]}")
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(folder_of_workers: Path, short_root: Path, kept_models: Path) -> Path:
     """A `.cache` with the built-in model, its profile and data with `trainings.FEW` problems to validate on, made once
     for all trainings that do not test the making.
 
-    The model takes a minute and a half: it is that of the run `short`, where that has made it already.
+    The model takes a minute and a half, or six: it is that of a run `short`, where there was one.
     """
     from trainings import FEW
 
     def make() -> Path:
         root = folder_of_workers / "tiny"
-        for made in (short_root / ".cache" / "models").glob("tiny-*"):  # each by a rename: it is whole
-            shutil.copytree(made, root / ".cache" / "models" / made.name)
+        for models in (short_root / ".cache" / "models", kept_models):
+            for made in models.glob("tiny-*"):  # each by a rename: it is whole
+                shutil.copytree(made, root / ".cache" / "models" / made.name, dirs_exist_ok=True)
         sets = ("--set", f"cluster.run_dir={root}", "--set", FEW)
         command = [sys.executable, "-m", "appliance", "profile", "arithmetic-tiny-int8", *sets]
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -179,7 +192,7 @@ def short_root(folder_of_workers: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def short(short_root: Path) -> Finished:
+def short(short_root: Path, kept_models: Path) -> Finished:
     """A training of a few steps that nothing disturbs, for every test that looks at one or compares with it. Whoever
     starts it has secrets."""
     from trainings import SHORT, train, with_secrets
@@ -190,6 +203,9 @@ def short(short_root: Path) -> Finished:
 
     finished = once(short_root / "finished", make)
     assert finished.code == 0, finished.stderr[-4000:]
+    for made in (short_root / ".cache" / "models").glob("tiny-*"):
+        with whole_folder(kept_models / made.name, others_count=True) as folder:
+            shutil.copytree(made, folder, dirs_exist_ok=True)
     return finished
 
 

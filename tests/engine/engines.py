@@ -7,7 +7,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,16 +135,27 @@ def start_engine(
     )
     torch.set_num_threads(1)  # where torch was imported before the line above
     forget_engines()
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        kv_cache_memory_bytes=64 << 20,
-        logprobs_mode="processed_logprobs",
-        **(quantisation.engine_arguments() | settings),
-    )
+    with own_worker_class():
+        llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+            logprobs_mode="processed_logprobs",
+            **(quantisation.engine_arguments() | settings),
+        )
     return Engine(llm=llm, scheme=scheme)
+
+
+@contextmanager
+def own_worker_class() -> Iterator[None]:
+    """vLLM mixes an engine's extension into the class of its worker, for good: into one that no later engine has."""
+    from vllm.v1.worker import cpu_worker
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_worker, "CPUWorker", type("CPUWorker", (cpu_worker.CPUWorker,), {}))
+        yield
 
 
 def forget_engines() -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,9 +41,12 @@ STEP = re.compile(r"step (\d+): reward ([\d.]+), ratio ([\d.]+) \(([\d.]+) to ([
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first run of the script makes it."""
-    return tmp_path_factory.mktemp("trl") / "tiny-arithmetic"
+def model(tmp_path_factory: pytest.TempPathFactory, kept_models: Path) -> Path:
+    """That of `make test`; else where the first run of the script makes it."""
+    folder = tmp_path_factory.mktemp("trl") / "tiny-arithmetic"
+    for kept in kept_models.glob("tiny-arithmetic-*"):
+        shutil.copytree(kept, folder)
+    return folder
 
 
 @pytest.fixture
