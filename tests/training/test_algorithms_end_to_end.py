@@ -20,7 +20,7 @@ from appliance.recipe.schema import Algorithm, Optimizer, Recipe
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.terms.settings import Dtype, Schedule
 
-pytestmark = pytest.mark.e2e(minutes=1)
+pytestmark = pytest.mark.e2e(minutes=8)
 
 STEPS = 3
 COMMON = (

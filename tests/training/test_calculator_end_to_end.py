@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trainings import LEARNED_WITHIN_S, Finished, train
 
-pytestmark = pytest.mark.e2e(minutes=4)
+pytestmark = [pytest.mark.e2e(minutes=4), pytest.mark.long]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 FILES = {"train_file": "problems.jsonl", "val_file": "unseen.jsonl", "tools": "tools.py"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trainings import FEW, Finished, train
 
-pytestmark = pytest.mark.e2e(minutes=2)
+pytestmark = [pytest.mark.e2e(minutes=2), pytest.mark.long]
 
 STEPS = 7
 # A bound that every step breaks, and no pause: one level a step. What is decided in step n is sent at the end of step

@@ -21,7 +21,7 @@ from appliance.record.plan import read_plan
 from appliance.terms.devices import automatic_scheme
 from appliance.terms.schemes import Scheme
 
-pytestmark = pytest.mark.e2e(minutes=2)
+pytestmark = [pytest.mark.e2e(minutes=2), pytest.mark.long]
 
 STEPS, PROMPTS = 2, 16
 QUESTION = "Anna has {} crates. " + "She puts 2 apples in each crate. " * 10 + "How many are they?"

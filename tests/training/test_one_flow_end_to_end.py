@@ -15,7 +15,7 @@ from trainings import FEW, Finished, train
 from appliance.terms.schemes import Scheme
 from flashrl_compat.config_file import read_config
 
-pytestmark = pytest.mark.e2e(minutes=3)
+pytestmark = [pytest.mark.e2e(minutes=3), pytest.mark.long]
 
 # A cap below 1 cuts every weight, and that is the only bound that these runs break: one level a step, and two steps
 # until it holds. The validations in BF16 lead there and back.

@@ -12,7 +12,7 @@ import pytest
 from three_forms import EXAMPLE
 from trainings import LEARNED_WITHIN_S, Finished, command, processor_s
 
-pytestmark = pytest.mark.e2e(minutes=3)
+pytestmark = [pytest.mark.e2e(minutes=3), pytest.mark.long]
 
 
 def test_the_example_learns_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from three_forms import EXAMPLE, REWARDS, data_of
 
 from appliance.files import digest_of
 
-pytestmark = pytest.mark.e2e(minutes=3)
+pytestmark = [pytest.mark.e2e(minutes=3), pytest.mark.long]
 
 
 def task(*, rewards: Path, train_file: Path, unseen: Path, prompt: str, truth: str) -> dict[str, str]:

@@ -177,6 +177,7 @@ def test_the_files_that_a_run_wrote_serve_its_engine(
     assert answer == told(run_dir / "model", scheme="bf16")  # as far as its arguments say
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_channel", "fp8_block"])
 def test_each_scheme_is_served_and_updated_over_http(
     two_checkpoints: tuple[Path, Path], tmp_path: Path, name: str
