@@ -71,7 +71,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         model_path,
         trust_remote_code=workload.trust_remote_code,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=job.dtype.in_torch,
         load_format="dummy" if workload.shapes else "auto",
         tensor_parallel_size=job.tensor_parallel,
         enforce_eager=True,

@@ -28,7 +28,7 @@ from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, PAYS_FROM, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import Dtype, Quantisation
 
 
 def run_bench(
@@ -63,6 +63,7 @@ def run_bench(
         job = Job(
             workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
+            dtype=plan.trainer.dtype,
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
             kv_bytes=recipe.rollout.kv_cache_gb * GIB,
@@ -158,6 +159,8 @@ def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> 
     other = [name for name, version in key.versions if installed.get(name) != version]
     if job.schemes[0] is not Scheme.BF16 or len(job.schemes) < 2:
         return "the base of the comparison is not bf16"
+    if job.dtype is not Dtype.BF16:
+        return f"these engines are in {job.dtype}, and `auto` chooses for BF16's"
     if other:
         return f"{', '.join(other)} installed in another version than runs use"
     if any(engine.ignore for engine in job.engines):

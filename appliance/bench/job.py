@@ -10,7 +10,7 @@ from appliance.errors import RecipeError
 from appliance.frozen import Frozen
 from appliance.plan.bench_results import SchemeResult
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import Dtype, Quantisation
 from appliance.terms.shapes import KNOWN, ModelShape
 
 GIB = 1 << 30
@@ -80,6 +80,7 @@ class Job(Frozen):
     workload: Workload
     engines: tuple[Quantisation, ...]
     """The first is the base of every ratio."""
+    dtype: Dtype = Dtype.BF16
     tensor_parallel: int
     pairs: int
     """Interleaved repetitions, after one warm-up of each."""

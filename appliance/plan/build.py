@@ -144,6 +144,10 @@ def build_plan(
         )
     if recipe.trainer.dtype is Dtype.FP16 and engines.layers_with_experts(model):
         raise RecipeError([("trainer.dtype: engines have experts in BF16 alone", "use `bf16`")])
+    is_run = any(each.scheme is automatic for each in rollout.replicas)  # one that is named is the rules' affair
+    if recipe.trainer.dtype is Dtype.FP16 and is_run and not automatic.spec.in_fp16:
+        message = f"rollout.scheme: `auto` is `{automatic}` on {device}, which engines have in BF16 alone"
+        raise RecipeError([(message, "use `int8`, or `bf16`, or trainer.dtype: bf16")])
     correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
     guard = engines.plan_guard(recipe, rollout=rollout, experts=experts, book=book)
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)

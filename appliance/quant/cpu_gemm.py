@@ -8,7 +8,7 @@ takes it on hosts with AMX only. `onednn`: everything else, every host with AMX,
 FP16, which the packed kernel does not know (it ends the process). `float32`: where oneDNN's answers are wrong, on hosts
 without VNNI; seen with AVX2 alone, where each proof found it.
 
-Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
+All quantise activations inside and make s = a / 127; the other paths multiply by 1 / s and give the codec's codes;
 sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
 of a half (x = a / 2 does), and takes a below 1e-7 as 1e-7. Either is within the codec's bound. For a probe
 of integers with a = 127 both factors are exactly 1.
@@ -53,7 +53,8 @@ _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 @functools.cache
 def widened_types() -> frozenset[torch.dtype]:
     """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, and take 4 to 80
-    times as long as through float32 (docs/results/widened.md). Without oneDNN nothing is known, and none is."""
+    times as long as through float32 (docs/results/widened.md); FP16 is, where a CPU has no instructions for it. Without
+    oneDNN nothing is known, and none is."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     fast = {

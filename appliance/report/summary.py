@@ -19,7 +19,10 @@ from appliance.record.session import RunRecord, RunStatus
 from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, rewards_of, step_seconds
 from appliance.report import display, draw
 from appliance.report.folder import UNFINISHED, find_run, read_run, reading
+from appliance.terms.devices import CPU
+from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Dtype
 
 REPORT_FILE = "report.html"
 _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems
@@ -79,10 +82,13 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
 
 def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
     """With one precision flow the policy that was trained is the one that sampled: the folder names it."""
+    run = shlex.quote(folder)
     if plan.trainer.one_flow:
-        run = shlex.quote(folder)
-        command = f"FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model"
+        exact = f"{EXACT_VARIABLE}=1 " if plan.device == CPU else ""
+        command = f"{exact}FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model"
         yield "serve it", f"as it was trained: {command}"
+    elif plan.trainer.dtype is not Dtype.BF16:
+        yield "serve it", f"as it was trained: vllm serve {run}/model --dtype {plan.trainer.dtype.in_torch}"
 
 
 def _mismatch(state: RunState) -> str:

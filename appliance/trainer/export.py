@@ -33,7 +33,8 @@ the appliance beside vLLM, in this folder,
 
     FLASHRL_CONFIG={config} vllm serve .
 
-serves it so. The weights are in BF16 and load everywhere; without that line it is another policy.
+serves it so; on a CPU, APPLIANCE_EXACT_GEMMS=1 before it keeps the last bits. The weights are in BF16 and load
+everywhere; without that line it is another policy.
 """
 
 

@@ -56,7 +56,8 @@ def signals_of(
     """
     mismatch = telemetry.mismatch
     names = ["reward_mean", "entropy", "response_tokens_mean"]
-    if not telemetry.nonfinite_fraction:  # else there was no update, and so no gradient
+    adapts = bool(line.get("overflow_fraction")) and float(line["grad_scale"]) >= 1  # FP16 on the way to its factor
+    if not telemetry.nonfinite_fraction and not adapts:  # else there was no update, and so no gradient
         names.append("grad_norm")
     return Signals(
         step=int(line["step"]),

@@ -71,7 +71,7 @@ def _engine(job: Job) -> LLM:
         job.model,
         trust_remote_code=job.trust_remote_code,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=job.dtype.in_torch,
         enforce_eager=job.enforce_eager,
         max_model_len=job.prompt_tokens + job.new_tokens,
         max_num_seqs=_NUM_PROMPTS,
@@ -149,7 +149,9 @@ class VerifyWorker(SyncWorkerExtension):
         runner = self.model_runner
         live = live_scheme(runner.model)
         with set_current_vllm_config(runner.vllm_config), runner.device, torch.no_grad():
-            layers = tuple((name, _digest(out)) for name, out in _layer_outputs(runner.model))
+            layers = tuple(
+                (name, _digest(out)) for name, out in _layer_outputs(runner.model, runner.model_config.dtype)
+            )
         return LayerProbe(
             scheme=live.scheme,
             emulated=live.emulated,
@@ -160,7 +162,8 @@ class VerifyWorker(SyncWorkerExtension):
 
 
 def _checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:
-    """Names and BF16 tensors in the order of the files. model_config: vLLM's.  Raises EngineError without files."""
+    """Names and tensors in the type of the engine, in the order of the files. model_config: vLLM's.  Raises EngineError
+    without files."""
     files = sorted(_folder(model_config.model, revision=model_config.revision).glob("*.safetensors"))
     if not files:
         raise EngineError(f"verify: {model_config.model} has no safetensors files to read")
@@ -168,7 +171,7 @@ def _checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a mapping
                 if not name.endswith(_NOT_WEIGHTS):
-                    yield name, tensors.get_tensor(name).to(device=torch.get_default_device(), dtype=torch.bfloat16)
+                    yield name, tensors.get_tensor(name).to(device=torch.get_default_device(), dtype=model_config.dtype)
 
 
 def _folder(model: str, *, revision: str | None) -> Path:
@@ -191,15 +194,15 @@ def _seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
 
 
-def _layer_outputs(model: Module) -> Iterator[tuple[str, Tensor]]:
+def _layer_outputs(model: Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """For every layer with weights: what its kernel gives for a fixed input; of other layers, the weights."""
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
             channels = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer is not cut
-            x_MK = _input(_PROBE_TOKENS, channels, name=name)
+            x_MK = _input(_PROBE_TOKENS, channels, name=name).to(dtype)
             yield name, layer.quant_method.apply(layer, x_MK, bias=layer.bias)
         elif isinstance(layer, ParallelLMHead):
-            x_MK = _input(_PROBE_TOKENS, layer.embedding_dim, name=name)
+            x_MK = _input(_PROBE_TOKENS, layer.embedding_dim, name=name).to(dtype)
             yield name, layer.quant_method.apply(layer, x_MK, bias=layer.bias)
         elif isinstance(layer, VocabParallelEmbedding):
             ids = torch.arange(min(_PROBE_TOKENS, layer.num_embeddings_per_partition))

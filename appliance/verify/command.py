@@ -119,6 +119,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         model=plan.model.path,
         trust_remote_code=plan.model.trust_remote_code,
         quantisation=asked,
+        dtype=plan.trainer.dtype,
         tensor_parallel=plan.rollout.tensor_parallel,
         enforce_eager=eager,
         prompt_tokens=min(plan.task.max_prompt_tokens, _MOST_PROMPT_TOKENS),

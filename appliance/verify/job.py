@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 
 from appliance.frozen import Frozen
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import Dtype, Quantisation
 
 
 class Job(Frozen):
@@ -19,6 +19,7 @@ class Job(Frozen):
     """Folder or hub name."""
     trust_remote_code: bool
     quantisation: Quantisation
+    dtype: Dtype = Dtype.BF16
     tensor_parallel: int
     enforce_eager: bool
     prompt_tokens: int

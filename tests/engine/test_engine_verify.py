@@ -70,6 +70,26 @@ def test_every_scheme_is_live(settings: tuple[str, ...], tmp_path: Path, capfd: 
     assert list(tmp_path.iterdir()) == [], "a check leaves nothing behind"
 
 
+def test_engines_are_in_the_type_of_the_training(
+    settings: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from appliance.verify import child
+
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*settings, "trainer.dtype=fp16", "quantization.profile=none"))
+    made = []
+
+    def noted(model: str, *, dtype: str, **more: object) -> object:
+        engine = start(model, dtype=dtype, **more)
+        made.append((dtype, str(engine.llm_engine.model_config.dtype)))
+        return engine
+
+    start = child.LLM
+    monkeypatch.setattr(child, "LLM", noted)
+    assert run_verify(recipe, schemes=(Scheme.INT8,), emulate=False, json_mode=True) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["live"] is True
+    assert made == [("float16", "torch.float16")] * 2
+
+
 def swallow_updates(patch: pytest.MonkeyPatch) -> None:
     from appliance.engine.update import WeightUpdate
 

@@ -105,6 +105,13 @@ def test_it_is_the_guards_first_bound_where_it_was_promised(tmp_path: Path) -> N
     assert Signals(7).differing_fraction is None
 
 
+@pytest.mark.parametrize(("scale", "overflow", "counts"), [(512.0, 1.0, False), (0.5, 1.0, True), (512.0, 0.0, True)])
+def test_an_overflow_on_the_way_to_a_factor_is_no_bad_gradient(scale: float, overflow: float, counts: bool) -> None:
+    line = {"step": 7, "grad_norm": float("inf"), "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    line |= {"grad_scale": scale, "overflow_fraction": overflow}
+    assert (signals_of(line, telemetry=EQUAL, cap=2.0).grad_norm is not None) is counts
+
+
 def test_only_steps_in_the_planned_precision_are_to_be_equal(tmp_path: Path) -> None:
     plan = one_flow(tmp_path, rollout=make_rollout(Scheme.INT8))
     planned = Live("int8", emulated=False)

@@ -20,7 +20,7 @@ from appliance.preflight.probes import read_host
 from appliance.recipe.load import load_recipe
 from appliance.terms.devices import why_not
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import Dtype, Quantisation
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
@@ -113,6 +113,8 @@ def test_only_a_result_that_is_what_its_key_says_is_kept(
     job = make_job(memory_bytes=None).replace(engines=engines)
     host: HostFacts = dataclasses.replace(read_host(tmp_path), gpus=gpus)
     assert _why_not_kept(key, device=device, host=host, job=job) == why
+    in_fp16 = _why_not_kept(key, device=device, host=host, job=job.replace(dtype=Dtype.FP16))
+    assert bool(why) or in_fp16 == "these engines are in fp16, and `auto` chooses for BF16's"
 
 
 @pytest.mark.parametrize(("int8", "pays"), [(105, "pays"), (104, "does not pay")])

@@ -261,6 +261,14 @@ def test_an_engine_takes_as_many_sequences_at_once_as_vllm_would(device, most):
     assert f"{ROLLOUT}.max_num_seqs={most}" in plan.argv
 
 
+def test_in_fp16_auto_may_not_mean_a_scheme_that_engines_have_in_bf16_alone():
+    fp16 = ("rollout.scheme=auto", "trainer.dtype=fp16", "quantization.profile=none")
+    with pytest.raises(RecipeError, match="`auto` is `fp8` on b200, which engines have in BF16 alone"):
+        planned("cluster.device=b200", *fp16)
+    assert planned("cluster.device=h100", *fp16).rollout.scheme is Scheme.INT8
+    assert planned("cluster.device=b200", *fp16[:1]).rollout.scheme is Scheme.FP8
+
+
 def test_no_part_of_a_prompt_is_read_where_a_generator_has_no_offset():
     plan = planned("rollout.chunked_prefill=true")
     why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"

@@ -13,6 +13,7 @@ from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
 from appliance.report.display import JsonProgress, LiveProgress, PlainProgress
+from appliance.terms.settings import Dtype
 
 FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val_samples": 512, "scheme": "int8"}')
 
@@ -193,11 +194,23 @@ def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     plan = small_plan(tmp_path)
-    plan = plan.replace(trainer=plan.trainer.replace(one_flow=True, fp8_backward=True))
+    plan = plan.replace(device="h100", trainer=plan.trainer.replace(one_flow=True, fp8_backward=True))
     rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="runs/a b"))
     assert rows["gradients"] == "of quantised layers in fp8-block"  # on a GPU: these rollouts are not emulated
     command = "FLASHRL_CONFIG='runs/a b'/model/profile/quantization.yaml vllm serve 'runs/a b'/model"
     assert rows["serve it"] == f"as it was trained: {command}"
+    rows = dict(summary.summary_rows(plan.replace(device="cpu"), folded(step_line(1)), seconds=1, folder="runs/a b"))
+    assert rows["serve it"] == f"as it was trained: APPLIANCE_EXACT_GEMMS=1 {command}"
+
+
+def test_summary_says_the_type_of_a_model_that_is_not_in_bf16(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    plan = small_plan(tmp_path)
+    assert "serve it" not in dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="a"))
+    plan = plan.replace(trainer=plan.trainer.replace(dtype=Dtype.FP16))
+    rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="a"))
+    assert rows["serve it"] == "as it was trained: vllm serve a/model --dtype float16"
 
 
 def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
