@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 pytest_plugins = ["report_fixtures", "run_fixtures", "verify_fixtures"]  # fixtures of rooms in two folders
 collect_ignore = ["gpu_lock"]  # for the environment of the other flavour: make test-gpu-lock
 SKIPS = Path(__file__).parent / "skips.txt"
+UNTIL_VARIABLE = "APPLIANCE_LONG_UNTIL"  # epoch seconds, CI's: what of the longest has not begun by then is left out
+NO_TIME = "there was no time left for it"
 USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
@@ -89,6 +92,12 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("long") and time.time() > float(os.environ.get(UNTIL_VARIABLE, "inf")):
+        pytest.skip(NO_TIME)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return refuse_unlisted((yield))
@@ -104,7 +113,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     stats, told = terminalreporter.stats, terminalreporter.config.stash.get(TOLD, {})
     reports = [report for outcome in ("passed", "failed") for report in stats.get(outcome, [])]
     said = [value for report in reports for name, value in report.user_properties if name == "said"]
-    for line in [*told.get("fuzz", []), *said, *matrix_counts(reports)]:
+    late = [each.nodeid for each in stats.get("skipped", []) if NO_TIME in str(each.longrepr)]
+    for line in [*told.get("fuzz", []), *said, *matrix_counts(reports), *(f"no time left: {each}" for each in late)]:
         terminalreporter.write_line(line)
     counts = {name: len(stats.get(name, [])) for name in ("deselected", *OUTCOMES)}
     counts["deselected"] += told.get("deselected", 0)
