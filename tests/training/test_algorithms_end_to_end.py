@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from trainings import FEW, Finished, train
@@ -240,12 +241,13 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
 def test_a_divergence_in_the_loss_keeps_the_model_nearer_to_the_start(
     with_tiny_cache: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """The same training with a weight that counts and with one of nothing, whose reference only measures."""
+    """The same training with a weight that counts and with one of nothing, whose reference only measures. The mean of
+    the last four steps: pulled back, a model swings around its start."""
     root = with_tiny_cache(tmp_path)
     sets = ("trainer.steps=8", "algorithm.kl_estimator=k3")
     ends = {}
-    for name, weight in (("free", 1e-9), ("held", 2.0)):
+    for name, weight in (("free", 1e-9), ("held", 10.0)):
         done = train(root, *COMMON, *sets, f"algorithm.kl={weight}", name=name)
-        ends[name] = lines_of(done)[-1]["reference_kl"]
-    sys.stdout.write(f"k3 from the start after 8 steps: {ends['free']:.4g} free, {ends['held']:.4g} held\n")
+        ends[name] = fmean(line["reference_kl"] for line in lines_of(done)[-4:])
+    sys.stdout.write(f"k3 from the start in steps 5 to 8: {ends['free']:.4g} free, {ends['held']:.4g} held\n")
     assert ends["held"] < ends["free"] / 2
