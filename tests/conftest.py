@@ -204,12 +204,15 @@ def short_root(folder_of_workers: Path) -> Path:
 @pytest.fixture(scope="session")
 def short(short_root: Path, kept_models: Path) -> Finished:
     """A training of a few steps that nothing disturbs, for every test that looks at one or compares with it. Whoever
-    starts it has secrets."""
+    starts it has secrets, and a temporary folder of their own."""
     from trainings import SHORT, train, with_secrets
 
     def make() -> Finished:
+        temporary = short_root / "temporary"
+        temporary.mkdir(exist_ok=True)
+        environment = {**with_secrets(short_root.parent), "TMPDIR": str(temporary)}
         with busy_ports():
-            return train(short_root, *SHORT, name="short", env=with_secrets(short_root.parent))
+            return train(short_root, *SHORT, name="short", env=environment)
 
     finished = once(short_root / "finished", make)
     assert finished.code == 0, finished.stderr[-4000:]

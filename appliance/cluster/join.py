@@ -26,7 +26,14 @@ from appliance.processes import find_processes
 from appliance.recipe.text import path_problem
 from appliance.record.session import RunStatus, cannot_write
 from appliance.signals import Interrupts
-from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE, short_root
+from appliance.terms.environment import (
+    NODE_VARIABLE,
+    RAY_OWN,
+    RECONNECT_S,
+    RUN_VARIABLE,
+    short_root,
+    temporary_env,
+)
 
 _LOOK_EVERY_S = 2.0
 _LOOKS_WITHOUT = 3  # Ray says why its scheduler died a second or two after its death
@@ -84,6 +91,7 @@ def join_head(
                 run_dir=folder,
                 env={
                     **node_environment(dict(os.environ), token_file=token_file.absolute()),
+                    **temporary_env(folder),
                     NODE_VARIABLE: str(folder),
                 },
                 log=log,

@@ -232,7 +232,7 @@ def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[
                 else "it is the arm that others are compared with: give another `baseline`"
             )
             problems.append((f"{place}: against: `{arm}` cannot be compared with `{other}`", hint))
-        elif other in against and other != baseline:
+        elif isinstance(other, str) and other in against and other != baseline:
             hint = "compare both with one arm: a chain of differences ends at no baseline"
             problems.append((f"{place}: against: `{arm}` is compared with `{other}`, which has its own", hint))
 

@@ -54,6 +54,7 @@ from appliance.terms.environment import (
     RAY_OWN,
     RAY_TOKEN,
     RUN_VARIABLE,
+    temporary_env,
     with_ray_token,
 )
 
@@ -223,7 +224,7 @@ class _Training:
                 Child("train", "training", plan.argv, default_code=5),
                 is_done=lambda plan: (Path(plan.run_dir) / "model" / "config.json").is_file(),
                 ask=Ask(self._ask_to_stop, budget_s=plan.guard.save_budget_s),
-                remove=str(ray_dir or ""),
+                ray_dir=ray_dir,
                 ray_token=ray_token,
             )
             if ray_dir is not None and outcome.state is RunStatus.FAILED:
@@ -248,7 +249,7 @@ class _Training:
         *,
         is_done: Callable[[RunPlan], bool],
         ask: Ask | None = None,
-        remove: str = "",
+        ray_dir: Path | None = None,
         ray_token: Path | None = None,
     ) -> Outcome:
         if self._interrupts.names:
@@ -259,12 +260,12 @@ class _Training:
             report = supervise(
                 child.argv,
                 run_dir=self._session.run_dir,
-                env=_child_environment(self._plan, log_dir=self._session.log_dir, ray_token=ray_token),
+                env=_child_environment(self._plan, log_dir=self._session.log_dir, ray_dir=ray_dir, ray_token=ray_token),
                 log=log,
                 interrupts=self._interrupts,
                 on_tick=self._watched_tick(),
                 ask=ask,
-                remove=remove,
+                remove=str(ray_dir or ""),
             )
         except (EngineError, TrainingError) as stall:
             append_failure(self._session.run_dir, stall)
@@ -360,9 +361,10 @@ def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> A
     return kind(f"{what}: cut", hint=hint if dumps else "no process said what it was doing: see the log")
 
 
-def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) -> dict[str, str]:
+def _child_environment(plan: RunPlan, *, log_dir: Path, ray_dir: Path | None, ray_token: Path | None) -> dict[str, str]:
     of_this_attempt = {PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), LOG_DIR_VARIABLE: str(log_dir)}
-    environment = {**os.environ, **dict(plan.env), **of_this_attempt}
+    temporary = {} if ray_dir is None else temporary_env(ray_dir)
+    environment = {**os.environ, **temporary, **dict(plan.env), **of_this_attempt}
     is_ours = plan.cluster is None or not plan.cluster.address
     return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
 

@@ -162,6 +162,13 @@ def ray_dir(run_dir: Path, *, temporary: Path) -> str:
     return str(short_root(temporary, length=len(name)) / name)
 
 
+def temporary_env(folder: Path) -> dict[str, str]:
+    """For the processes of a folder that goes with them: vLLM, verl and Ray leave sockets and locks in TMPDIR. What
+    torch has compiled stays where the next ones look for it."""
+    compiled = Path(tempfile.gettempdir(), f"torchinductor_uid_{os.getuid()}")
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))}
+
+
 def short_root(temporary: Path, *, length: int) -> Path:
     """Where a folder may lie that has RAY_OWN in it: a long temporary folder is not used. length: of its name, bytes. A
     socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them."""

@@ -77,6 +77,11 @@ class _Hook:
         self.found.append(what)
         raise Forbidden(what)
 
+    def note(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """What a finalizer or a hook of a fork raises, in the case or in a fork of it."""
+        self.found.append(f"{unraisable.exc_value!r} in {unraisable.object!r:.200}")
+        os.write(2, f"{self.found[-1]}\n".encode())
+
     @staticmethod
     def _writes(arguments: tuple) -> bool:
         _, mode, flags = arguments
@@ -108,10 +113,12 @@ def watched(folder: Path, *, may: frozenset[str] = frozenset()) -> Iterator[None
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
     hook.others = frozenset(sys._current_frames()) - {threading.get_ident()}  # C's own threads are in it too
     hook.folder, hook.may = os.path.realpath(folder), may
+    unraisable, sys.unraisablehook = sys.unraisablehook, hook.note  # pytest's compiles, which is forbidden
     try:
         yield
     finally:
         hook.folder = None
+        sys.unraisablehook = unraisable
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():

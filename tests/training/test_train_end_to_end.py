@@ -184,9 +184,12 @@ def test_every_process_of_ours_could_say_what_it_is_doing(short: Finished) -> No
     assert in_the_log and in_the_log - {pid for _, pid in said} == set()
 
 
-def test_nothing_is_left_running(short: Finished) -> None:
+def test_nothing_is_left_running_and_nothing_in_the_temporary_folder(short: Finished) -> None:
+    """But torch's folder for what it compiles."""
     assert short.left == ()
     assert not ray_dir(short.run_dir).exists()
+    names = [path.name for path in (short.run_dir.parent / "temporary").iterdir()]
+    assert [name for name in names if not name.startswith("torchinductor_")] == []
 
 
 def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finished) -> None:

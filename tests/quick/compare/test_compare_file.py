@@ -132,6 +132,9 @@ def test_what_an_arm_is_compared_with_must_be_another_arm(write) -> None:
         )
         for line, arm, other in ((13, "int8", "plain"), (14, "plain", "int8"))
     ]
+    assert problems_of(write(f"{TEXT}against: {{plain: [int8]}}\n")) == [
+        ("c.yaml:12: against.plain: expected text, got a list", "")
+    ]
 
 
 def test_missing_keys_are_named_with_an_example(write) -> None:
