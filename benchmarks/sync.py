@@ -113,7 +113,7 @@ class Engine:
         self.scheme = scheme
         config = self._runner.vllm_config
         self._update = WeightUpdate(
-            self._runner.model, model_config=config.model_config, prove_every=prove_every, needs_manifest=True
+            self._runner.get_model(), model_config=config.model_config, prove_every=prove_every, needs_manifest=True
         )
         self._syncs = 0
 

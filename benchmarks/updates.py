@@ -53,10 +53,10 @@ def plain(folder: Path) -> Side:
 
     def update(tensors: dict[str, Tensor]) -> None:
         with set_current_vllm_config(runner.vllm_config), torch.no_grad():
-            initialize_layerwise_reload(runner.model)
+            initialize_layerwise_reload(runner.get_model())
             for each in tensors.items():
-                runner.model.load_weights([each])
-            finalize_layerwise_reload(runner.model, runner.model_config)
+                runner.get_model().load_weights([each])
+            finalize_layerwise_reload(runner.get_model(), runner.model_config)
 
     return Side(PLAIN, update, [])
 
@@ -69,12 +69,12 @@ def ours(folder: Path, config: str) -> Side:
     os.environ[CONFIG_VARIABLE] = config
     register()
     runner = started_runner(folder)
-    ways = ways_into(runner.model)
+    ways = ways_into(runner.get_model())
 
     def update(tensors: dict[str, Tensor]) -> None:
         before = ways.state.version
         for each in tensors.items():
-            runner.model.load_weights([each])
+            runner.get_model().load_weights([each])
         assert (ways.state.version, ways.state.open) == (before + 1, ""), "it ends with its last layer, proven"
 
     return Side(f"FLASHRL_CONFIG={config}", update, [])

@@ -164,7 +164,7 @@ class BudgetWorker(DeviceWorker):
         """vLLM calls it when the model stands and the KV cache does not. Raises EngineError when no room is left."""
         budget = self.vllm_config.additional_config[MEMORY_KEY]
         if budget is not None:
-            weights = weight_bytes(self.model_runner.model)
+            weights = weight_bytes(self.model_runner.get_model())
             if weights >= budget:
                 raise EngineError(
                     f"bench: the weights take {weights / GIB:.4f} GiB, --kv-memory gives {budget / GIB:.4f} GiB",
@@ -176,11 +176,11 @@ class BudgetWorker(DeviceWorker):
     def bench_facts(self) -> str:
         """EngineFacts of this worker as JSON, which every way to reach a worker can carry."""
         runner = self.model_runner
-        live = live_scheme(runner.model)
+        live = live_scheme(runner.get_model())
         cache = runner.kv_cache_config
         return EngineFacts(
             scheme=live.scheme,
-            weight_bytes=weight_bytes(runner.model),
+            weight_bytes=weight_bytes(runner.get_model()),
             kv_bytes=sum(tensor.size for tensor in cache.kv_cache_tensors),
             sequences=int(get_max_concurrency_for_kv_cache_config(self.vllm_config, cache)),
             kernels=tuple(sorted(live.kernels.items())),

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module
-from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
+from vllm import _custom_ops, envs  # noqa: F401  the first registers torch.ops._C
 
 from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
@@ -201,7 +201,8 @@ class Int8Proof(KernelProof):
 
 
 class Bf16Proof(KernelProof):
-    """A layer that is not quantised: its kernel may multiply by a packed copy."""
+    """A layer that is not quantised: its kernel may multiply by a packed copy. In vLLM's batch-invariant mode a bias is
+    added to what is rounded already: there each column of the block is asked for alone, and must be the weight's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,15 +214,31 @@ class Bf16Proof(KernelProof):
         self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
         self._answer_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
         self._bound_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
+        columns = self._block.stop - self._block.start if envs.VLLM_BATCH_INVARIANT else 0
+        self._columns_NB = torch.zeros(self.shape.channels, columns, dtype=self.dtype, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        few_NB = rounded(slot.cut(tensor)[:, self._block], dtype=self.dtype).float()
+        few_NB = rounded(slot.cut(tensor)[:, self._block], dtype=self.dtype)
         part = slice(slot.start, slot.start + len(few_NB))
+        if self._columns_NB.shape[1]:
+            self._columns_NB[part] = few_NB.cpu()
+            return
+        few_NB = few_NB.float()
         self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device)).double().cpu()
         self._bound_N[part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
 
     def check(self, layer: Module) -> Mismatch | None:
+        if self._columns_NB.shape[1]:
+            return self._first_column(layer)
         return first_answer(layer, self._probe_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
+
+    def _first_column(self, layer: Module) -> Mismatch | None:
+        probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
+        held_BN = answer(layer, probe_BK, bias_N=None, dtype=self.dtype)
+        wanted_BN = self._columns_NB.t().double()
+        worst_1N = torch.nan_to_num((held_BN - wanted_BN).abs(), nan=torch.inf).argmax(dim=0, keepdim=True)
+        kernel_N, expected_N = (each.gather(0, worst_1N)[0] for each in (held_BN, wanted_BN))
+        return first_beyond(kernel_N, expected_N, bound_N=torch.full_like(expected_N, TINY))
 
 
 def first_answer(
@@ -246,12 +263,13 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: tor
 
 @contextmanager
 def _summed_in_float32() -> Iterator[None]:
-    """No BF16 or FP16 product of cuBLAS is split over K, or added up in that type."""
+    """No product of cuBLAS is added up in BF16 or FP16. It may be split over K, with its parts added in float32: where
+    it may not, cuBLAS without Lt (a product without a bias) refuses."""
     matmul = torch.backends.cuda.matmul
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
     before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
     for name in names:
-        setattr(matmul, name, (False, False))
+        setattr(matmul, name, (False, True))
     try:
         yield
     finally:
@@ -281,7 +299,7 @@ def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
     """[N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000."""
     if codes_NK.device.type == "cpu":
         return torch._int_mm(codes_NK.contiguous(), probe_K[:, None].contiguous())[:, 0].double()
-    return (codes_NK.double() @ probe_K.double()).cpu()
+    return torch.mv(codes_NK.double(), probe_K.double()).cpu()  # vLLM's batch-invariant matmul wants two matrices
 
 
 def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch | None:

@@ -104,7 +104,9 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         """verl's first call after the model stands, before any generation: the place to say what runs here."""
         super().monkey_patch_model(vocab_size, banned_token_ids)
         with report_failures():
-            attest_rollout_worker(self.model_runner.model, vllm_config=self.model_runner.vllm_config, rank=self.rank)
+            attest_rollout_worker(
+                self.model_runner.get_model(), vllm_config=self.model_runner.vllm_config, rank=self.rank
+            )
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -133,9 +135,9 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         """Of the next forward, of one sequence alone. names: of layers, by vLLM's names, and `lm_head`."""
         self._trace = LayerTrace(kept)
         self._hooks = [
-            self.model_runner.model.get_submodule(_CALLED.get(name, name)).register_forward_hook(
-                functools.partial(_note, self._trace, name)
-            )
+            self.model_runner.get_model()
+            .get_submodule(_CALLED.get(name, name))
+            .register_forward_hook(functools.partial(_note, self._trace, name))
             for name in names
         ]
 
@@ -169,7 +171,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 }
             self._kept_scales = 0
             self._appliance_update = WeightUpdate(
-                self.model_runner.model,
+                self.model_runner.get_model(),
                 model_config=config.model_config,
                 replica=replica,
                 rank=self.rank,
@@ -188,14 +190,14 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         runner, run_dir, telemetry = self.model_runner, Path(plan.run_dir), self._weight_update().telemetry
         place = {"replica": taken.replica, "rank": taken.rank}
         if taken.switched:
-            attest_rollout_worker(runner.model, vllm_config=runner.vllm_config, rank=self.rank)
-        live = live_scheme(runner.model)
+            attest_rollout_worker(runner.get_model(), vllm_config=runner.vllm_config, rank=self.rank)
+        live = live_scheme(runner.get_model())
         if len(telemetry.first) > self._kept_scales:
             write_first_scales(run_dir, telemetry.first, **place)
             self._kept_scales = len(telemetry.first)
         if plan.guard.ranks_layers:
             add_layer_errors(layer_errors_file(run_dir, **place), telemetry.layer_errors)
-        raised = raised_layers(runner.model, planned=plan.rollout.replicas[taken.replica])
+        raised = raised_layers(runner.get_model(), planned=plan.rollout.replicas[taken.replica])
         now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
         append_acknowledgement(run_dir, now)
 

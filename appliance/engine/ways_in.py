@@ -210,8 +210,8 @@ class WaysIn:
 
 
 def ways_into(model: Module) -> WaysIn | None:
-    """Of a model whose updates are ours."""
-    return model.__dict__.get(_ATTRIBUTE)
+    """Of a model whose updates are ours. model: or what vLLM puts around it for CUDA graphs, which is no module."""
+    return getattr(model, _ATTRIBUTE, None)
 
 
 def _waits(layer: Module) -> bool:

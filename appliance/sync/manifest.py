@@ -36,6 +36,7 @@ ROW_BYTES = 16384
 COLUMNS = 16
 MIN_ROWS = 32  # below it BLAKE2b alone is quick enough; CUDA's product wants more than 16 rows
 _LARGEST = 63
+_ALIGNED = 256  # bytes
 
 
 def digest(tensor: Tensor) -> str:
@@ -115,8 +116,10 @@ def read_manifest(tensor: Tensor) -> Manifest:
 
 
 def directive(precision: Precision) -> Tensor:
-    """[bytes] uint8: the first tensor of an update that is not as planned."""
-    return torch.frombuffer(bytearray(precision.to_json().encode()), dtype=torch.uint8)
+    """[bytes] uint8: the first tensor of an update that is not as planned. Spaces fill its last 256 bytes: a transport
+    that packs tensors one behind the other (vLLM's) leaves the next ones where they may be read as BF16."""
+    text = precision.to_json().encode()
+    return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _ALIGNED) * _ALIGNED)), dtype=torch.uint8)
 
 
 def read_directive(tensor: Tensor) -> Precision:

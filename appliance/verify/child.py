@@ -147,10 +147,10 @@ class VerifyWorker(SyncWorkerExtension):
     def verify_probe(self) -> str:
         """A LayerProbe as JSON."""
         runner = self.model_runner
-        live = live_scheme(runner.model)
+        live = live_scheme(runner.get_model())
         with set_current_vllm_config(runner.vllm_config), runner.device, torch.no_grad():
             layers = tuple(
-                (name, _digest(out)) for name, out in _layer_outputs(runner.model, runner.model_config.dtype)
+                (name, _digest(out)) for name, out in _layer_outputs(runner.get_model(), runner.model_config.dtype)
             )
         return LayerProbe(
             scheme=live.scheme,

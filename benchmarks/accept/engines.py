@@ -110,13 +110,13 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
     llm = engine(ground, first, scheme=scheme, **of_model)
     ground.figure(f"{family}: start of an engine", time.monotonic() - started, "s")
     runner = runner_of(llm)
-    live = live_scheme(runner.model)
+    live = live_scheme(runner.get_model())
     ground.hold(live.scheme is scheme, f"{scheme} was asked for, {live.scheme} runs")
     before = answers(llm)
     captured = not ground.rehearsal and "enforce_eager" not in of_model
     kept = family == "qwen3-moe" and not quantises_experts
     update = WeightUpdate(
-        runner.model, model_config=runner.vllm_config.model_config, captured=captured, needs_manifest=True
+        runner.get_model(), model_config=runner.vllm_config.model_config, captured=captured, needs_manifest=True
     )
     seconds = taken(ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1", kept_experts=kept)
     ground.figure(f"{family}: a weight update with proof", seconds, "s")
@@ -200,7 +200,7 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
     )
     runner = runner_of(llm)
     update = WeightUpdate(
-        runner.model,
+        runner.get_model(),
         model_config=runner.vllm_config.model_config,
         needs_manifest=True,
         prove_every=16,
@@ -277,7 +277,7 @@ def sleep(ground: Ground, *, by: str = "bf16") -> None:
     runner = runner_of(llm)
     before = answers(llm)
     update = WeightUpdate(
-        runner.model,
+        runner.get_model(),
         model_config=runner.vllm_config.model_config,
         needs_manifest=True,
         captured=not ground.rehearsal,

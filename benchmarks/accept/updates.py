@@ -67,14 +67,14 @@ def _by_tensor(llm: Any, weights: Tensors, *, number: int, **rest: Any) -> None:
     from flashrl_compat.sender import with_manifest
 
     for each in with_manifest(weights, number=number):
-        runner_of(llm).model.load_weights([each])
+        runner_of(llm).get_model().load_weights([each])
 
 
 def _by_buckets(llm: Any, weights: Tensors, **rest: Any) -> None:
     """NeMo-RL, whose buffer is used again."""
     left = iter(weights)
     while bucket := [(name, tensor.clone()) for name, tensor in itertools.islice(left, CHUNK)]:
-        runner_of(llm).model.load_weights(bucket)
+        runner_of(llm).get_model().load_weights(bucket)
         for _, tensor in bucket:
             tensor.fill_(float("nan"))
 
@@ -84,9 +84,9 @@ def _by_reload(llm: Any, weights: Tensors, **rest: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     runner = runner_of(llm)
-    initialize_layerwise_reload(runner.model)
+    initialize_layerwise_reload(runner.get_model())
     _by_buckets(llm, weights)
-    finalize_layerwise_reload(runner.model, runner.model_config)
+    finalize_layerwise_reload(runner.get_model(), runner.model_config)
 
 
 def _by_folder(llm: Any, weights: Tensors, *, folder: Path, **rest: Any) -> None:

@@ -83,6 +83,16 @@ class Engine:
     def model(self):
         return self.runner.model
 
+    def behind_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With what vLLM's V1 runner of GPUs puts around a model for CUDA graphs; it asks the model itself."""
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.config import CUDAGraphMode
+
+        around = CUDAGraphWrapper.__new__(CUDAGraphWrapper)  # its own __init__ asks for a pool of a GPU
+        around.runnable, around.runtime_mode, around.is_debugging_mode = self.model, CUDAGraphMode.FULL, False
+        monkeypatch.setattr(self.runner, "model", around)
+        monkeypatch.setattr(self.runner, "get_model", around.unwrap)
+
     def generate(self, *, max_tokens: int = 16) -> list[tuple[list[int], list[float]]]:
         """Greedy tokens and their log-probs, per prompt."""
         from vllm import SamplingParams

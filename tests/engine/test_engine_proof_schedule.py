@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
+from vllm import envs
 
 from appliance.engine import kernel_proof
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
-from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, answer, ask
+from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, answer, ask, exact_product
 from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
@@ -181,12 +182,76 @@ def test_a_compiled_codec_that_is_not_the_codec_is_found(scheme: Scheme, monkeyp
 
 
 def test_a_kernel_is_asked_for_sums_in_float32_and_the_setting_is_put_back() -> None:
-    """The bound of the BF16 proof leaves no room for partial sums in BF16, which torch allows cuBLAS."""
+    """The bound of the BF16 proof leaves no room for partial sums in BF16, which torch allows cuBLAS. To forbid parts
+    altogether is what a cuBLAS without Lt refuses."""
     assert reduced_precision() == (True, True)
     layer = Asked()
     with pytest.raises(SyncError, match="no kernel"):
         answer(layer, torch.ones(1, 8), bias_N=None)
-    assert layer.allowed == (False, False) and reduced_precision() == (True, True)
+    assert layer.allowed == (False, True) and reduced_precision() == (True, True)
+
+
+class InvariantKernel(Module):
+    """As vLLM multiplies in its batch-invariant mode: a bias is added to what is rounded already."""
+
+    quant_method = property(lambda self: self)
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        super().__init__()
+        self.weight_NK = weight_NK
+
+    def apply(self, layer: Module, probe_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        product_MN = (probe_MK.float() @ self.weight_NK.float().t()).to(torch.bfloat16)
+        return product_MN if bias_N is None else product_MN + bias_N
+
+
+@pytest.mark.parametrize("length", [40, 64, 200])
+def test_in_batch_invariant_mode_bf16_columns_are_asked_one_by_one(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One unit of BF16 is seen in each column that has its turn, and a right weight is never taken for a wrong one."""
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # the variable is asked for once in a process
+    weight_NK = torch.randn(97, length, generator=torch.Generator().manual_seed(length)).to(torch.bfloat16)
+    seen = set()
+    for sync in range(1, 5):
+        for column in range(length):
+            wrong_NK = weight_NK.clone()
+            wrong_NK[5, column] *= 1 + 2**-7
+            one = proof(Bf16Proof, Scheme.BF16, channels=97, length=length, turn=0, sync=sync, every=1)
+            one.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
+            assert one.check(InvariantKernel(weight_NK)) is None
+            if (found := one.check(InvariantKernel(wrong_NK))) is not None:
+                assert found.what == "probe, output channel 5" and found.expected == float(weight_NK[5, column])
+                seen.add(column)
+    assert seen == set(range(length))
+
+
+def test_exact_sums_are_asked_of_no_matmul_that_wants_two_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's batch-invariant mode puts in torch's place on GPUs before Hopper."""
+
+    def two_matrices(*operands: Tensor) -> Tensor:
+        assert all(each.ndim >= 2 for each in operands)
+        return torch.mm(*operands)
+
+    codes_NK, probe_K = torch.randint(-127, 128, (9, 64)), torch.randint(-127, 128, (64,))
+    wanted_N = (codes_NK * probe_K).sum(dim=1).double()
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("aten::matmul", two_matrices, "CPU")
+        monkeypatch.setattr("torch._int_mm", None)  # a GPU's way
+        found_N = exact_product(OnGpu(codes_NK.to(torch.int8)), probe_K.to(torch.int8))
+    finally:
+        library._destroy()
+    assert torch.equal(found_N, wanted_N)
+
+
+class OnGpu:
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.double = tensor.double
 
 
 class Int8Kernel(Module):

@@ -33,6 +33,26 @@ def test_other_weights_equal_a_fresh_engine(engine: Engine, checkpoints) -> None
     assert len(first) == len(PROMPTS)
 
 
+def test_bf16_layers_are_proven_by_their_columns_in_batch_invariant_mode(
+    checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no such mode: it is the proof that is asked, of real kernels."""
+    from vllm import envs
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from appliance.errors import SyncError
+
+    engine = start_engine(checkpoints[0], scheme="bf16")
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # the variable is asked for once in a process
+    for sent in (checkpoints[1], checkpoints[0]):
+        taken = engine.load(read_checkpoint(sent))
+        assert taken.layers_proven == taken.layers > 0
+    right = UnquantizedLinearMethod.apply
+    monkeypatch.setattr(UnquantizedLinearMethod, "apply", lambda *given: 1.01 * right(*given))
+    with pytest.raises(SyncError, match="qkv_proj on rank 0 is not as received: probe, output channel"):
+        engine.load(read_checkpoint(checkpoints[1]))
+
+
 def test_one_layer_waits_in_the_trainers_order_and_what_disorder_costs_is_reported(engine: Engine, checkpoints) -> None:
     """The largest layer of two tensors is `gate_up_proj`. By parts, all three gates come first."""
     tensors = read_checkpoint(checkpoints[0])

@@ -165,6 +165,15 @@ def test_an_update_equals_a_fresh_engine(
     assert engine.generate() == first
 
 
+def test_an_update_of_a_model_behind_cuda_graphs(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tensors = start(checkpoints[0]), read_checkpoint(checkpoints[1])
+    engine.behind_graphs(monkeypatch)
+    transfer(engine, tensors)
+    assert engine.generate() == start(checkpoints[1]).generate()
+
+
 @pytest.mark.parametrize("scheme", ["int8", "bf16"])
 def test_float32_weights_are_rounded_to_bf16(scheme: str, checkpoints: tuple[Path, Path]) -> None:
     """FSDP's masters are FP32: the engine must hold what it would hold had the trainer rounded them."""

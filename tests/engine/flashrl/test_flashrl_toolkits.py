@@ -97,6 +97,18 @@ def test_two_updates_are_proven_and_the_engine_is_as_a_fresh_one(
     free_engine(engine)
 
 
+@pytest.mark.parametrize("way", [openrlhf, skyrl], ids=lambda way: way.__name__)
+def test_updates_of_a_model_behind_cuda_graphs_are_proven_too(
+    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0], way)
+    engine.behind_graphs(ways_in)
+    way(engine, read_checkpoint(two_checkpoints[1]), tmp_path)
+    assert engine.generate() == told["int8"]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "", "")]
+
+
 @pytest.mark.parametrize("lost", LAYER_OF, ids=lambda name: name.split(".")[-2])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_tensor_that_never_comes_is_an_error_that_names_its_layer(
