@@ -149,7 +149,7 @@ def build_plan(
         message = f"rollout.scheme: `auto` is `{automatic}` on {device}, which engines have in BF16 alone"
         raise RecipeError([(message, "use `int8`, or `bf16`, or trainer.dtype: bf16")])
     correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
-    guard = engines.plan_guard(recipe, rollout=rollout, experts=experts, book=book)
+    guard = engines.plan_guard(recipe, rollout=rollout, is_cpu=capability is None, experts=experts, book=book)
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)

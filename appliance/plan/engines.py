@@ -155,7 +155,7 @@ def _names(entry: str, name: str) -> bool:
         return False
 
 
-def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Book) -> GuardPlan:
+def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool, experts: bool, book: Book) -> GuardPlan:
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
     asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     usual, why_usual = USUAL_ACTIONS, "the usual ladder"
@@ -165,7 +165,7 @@ def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Boo
     actions = usual if recipe.guard.actions is None else recipe.guard.actions
     if recipe.guard.scheme_change is not SchemeChange.AUTO:
         switching, why = Switching(recipe.guard.scheme_change.value), "as given"
-    elif prevents := why_not_live(rollout, actions=actions, experts=experts):
+    elif prevents := why_not_live(rollout, actions=actions, is_cpu=is_cpu, experts=experts):
         switching, why = Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
     else:
         why = "engines run eagerly: a layer changes with a weight update, proven like any"
@@ -177,12 +177,15 @@ def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Boo
     return GuardPlan(**asked, actions=actions, switching=switching)
 
 
-def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], experts: bool) -> str:
-    """What prevents a change of scheme with a weight update, or nothing."""
+def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], is_cpu: bool, experts: bool) -> str:
+    """What prevents a change of scheme with a weight update, or nothing. On a GPU the new tensors of a layer would lie
+    outside the memory that vLLM's sleep mode frees, and its own FP8 layers cannot change."""
     if not rollout.eager:
         return "the engines hold CUDA graphs and compiled layers, which know one scheme"
     if experts:
         return "quantised experts cannot change their scheme while the engine runs"
+    if not is_cpu:
+        return "on a GPU a layer that changed would keep memory while the engine sleeps"
     if rollout.emulated and rollout.tensor_parallel > 1 and Action.RAISE_PRECISION in actions:
         return "an engine of several ranks cannot change from one emulated scheme to another while it runs"
     return ""

@@ -1,9 +1,10 @@
 """What a run holds in memory, estimated from the model's sizes, and what to change where it is too much. Pure.
 
-On a GPU two moments decide. While responses are generated the engine has its share of the memory and the trainer's
+On a GPU four moments decide. While responses are generated the engine has its share of the memory and the trainer's
 state lies beside it, unless that is offloaded. While weights are updated the engine sleeps, and the trainer's whole
-state is there, for what was offloaded is back. Only the weights are certain; the rest is by rule of thumb, measured
-nowhere.
+state is there, for what was offloaded is back. While weights are sent the engine has its own, and verl streams those of
+the trainer tensor by tensor, but with LoRA, which it merges as a whole. At a save the engine is awake, and offloaded
+weights are back. Only the weights are certain; the rest is by rule of thumb, measured nowhere.
 
 Without a GPU each role of processes is taken at its own largest moment, so the sum is somewhat above what is held at
 any one time. The bases are measured on models so small that nothing else counts; docs/results/memory.md holds the whole
@@ -40,6 +41,8 @@ _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a s
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
 _PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
+_CODES = 1  # of them on a GPU, where the codes themselves are multiplied; each rank has all, until the next update
+_BUCKET = GIB // 2  # of the weights that are sent at once, verl's
 _REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
@@ -56,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the two moments, or an engine in its share. limit: bytes that there are."""
+    """One of the moments, or an engine in its share. limit: bytes that there are."""
 
     name: str
     parts: tuple[Part, ...]
@@ -82,32 +85,60 @@ class Moment:
 
 
 def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
-    """`rollout` and `update`; none for a device without a known memory or a model whose weights cannot be counted."""
+    """`rollout`, `update`, `sync` and `save`; none for a device without a known memory or a model whose weights cannot
+    be counted."""
     gpu = GPUS.get(plan.device)
     if gpu is None or not shape.is_dense:
         return ()
     limit = gpu.memory_gib * GIB
-    return (_rollout(plan, shape, limit=limit), _update(plan, shape, limit=limit))
+    rollout = _engine_awake(plan, shape, limit=limit)
+    beside, certain = "trainer's state", {"certain": True}
+    offloads = plan.trainer.offload_parameters
+    kept, whole = (_state(plan, shape, parameters=each) for each in (not offloads, True))
+    largest = shape.vocab * shape.hidden  # weights of the embedding
+    return (
+        Moment("rollout", (*rollout, Part(beside, kept, **certain), Part("CUDA", _CONTEXT)), limit),
+        _update(plan, shape, limit=limit),
+        Moment(
+            "sync",
+            (
+                Part("engine's weights", engine_weights(plan, shape), **certain),
+                Part(beside, whole if plan.lora else kept, **certain),
+                Part("weights on their way", _BUCKET + (0 if plan.lora else _MASTER + _FROZEN) * largest),
+                Part("CUDA and the engine's graphs", 2 * _CONTEXT + _GRAPHS_ASLEEP),
+            ),
+            limit,
+        ),
+        Moment(
+            "save",
+            (
+                *rollout,
+                Part(beside, whole, **certain),
+                Part("the largest weight", 0 if plan.lora else _GATHERED * largest),
+                Part("CUDA", _CONTEXT),
+            ),
+            limit,
+        ),
+    )
 
 
-def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
-    """The engine takes its share whatever it needs; what it needs may be more."""
+def _engine_awake(plan: RunPlan, shape: ModelShape, *, limit: int) -> tuple[Part, ...]:
+    """It takes its share whatever it needs; what it needs may be more."""
     share = int(plan.trainer.gpu_memory_utilization * limit)
     weights, counts = engine_weights(plan, shape), _counts(plan, shape)
-    state = 0 if plan.trainer.offload_parameters else _parameters(plan, shape)
-    state += 0 if plan.trainer.offload_optimizer else _ADAM * trained_weights(plan, shape)
-    return Moment(
-        "rollout",
-        (
-            Part("engine's weights", weights, certain=True),
-            Part("its graphs", _GRAPHS),
-            Part("its counts for penalties", counts),
-            Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS - counts)),
-            Part("trainer's state", state // plan.topology.gpus, certain=True),
-            Part("CUDA", _CONTEXT),
-        ),
-        limit,
+    return (
+        Part("engine's weights", weights, certain=True),
+        Part("its graphs", _GRAPHS),
+        Part("its counts for penalties", counts),
+        Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS - counts)),
     )
+
+
+def _state(plan: RunPlan, shape: ModelShape, *, parameters: bool) -> int:
+    """Bytes that the trainer holds on each GPU between two updates. parameters: whether its weights are there."""
+    state = _parameters(plan, shape) if parameters else 0
+    state += 0 if plan.trainer.offload_optimizer else _ADAM * trained_weights(plan, shape)
+    return state // plan.topology.gpus
 
 
 def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
@@ -122,6 +153,7 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
             Part("activations", _activations(plan, shape)),
             Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
+            Part("codes of the forward", _CODES * shape.linear_weights if plan.trainer.quantises else 0, certain=True),
             Part("CUDA and the sleeping engine", 2 * _CONTEXT + _GRAPHS_ASLEEP),
         ),
         limit,
@@ -257,10 +289,13 @@ def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
     def all_short(changed: RunPlan) -> int:
         return sum(moment.short for moment in moments(changed, shape))
 
+    def engine_short(changed: RunPlan) -> int:
+        return sum(moment.short for moment in moments(changed, shape) if moment.name in ("rollout", "save"))
+
     rungs: tuple[Rung, ...] = (
         (lambda changed: _offload(changed, "offload_optimizer"), all_short),
         (lambda changed: _offload(changed, "offload_parameters"), all_short),
-        (_less_for_the_engine, lambda changed: moments(changed, shape)[0].short),
+        (lambda changed: (each for each in _less_for_the_engine(changed) if not engine_short(each[0])), engine_short),
         (lambda changed: _on_more_ranks(changed, shape), lambda changed: moments(changed, shape)[1].short),
         (lambda changed: _more_gpus(changed, shape), all_short),
     )

@@ -65,14 +65,21 @@ def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
                 yield error("heads", place, message, "use a divisor")
 
 
+_WHILE = {
+    "rollout": "responses are generated",
+    "update": "weights are updated",
+    "sync": "weights are sent",
+    "save": "a checkpoint is saved",
+}
+
+
 def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
-    """An error only where the weights alone are too much; the rest is by rule of thumb."""
-    for moment in moments(plan, shape) if shape else ():
-        if not moment.short:
-            continue
+    """Of the moments the worst. An error only where the weights alone are too much; the rest is by rule of thumb."""
+    short = [moment for moment in moments(plan, shape) if moment.short] if shape else []
+    if shape and short:
+        moment = max(short, key=lambda each: (each.certainly_short, each.short))
         changes = gpu_ladder(plan, shape)
-        what = "weights are updated" if moment.name == "update" else "responses are generated"
-        message = f"{moment.short / GIB:.1f} GiB are missing on each GPU while {what}: {moment.text}"
+        message = f"{moment.short / GIB:.1f} GiB are missing on each GPU while {_WHILE[moment.name]}: {moment.text}"
         remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"
         severity = Severity.ERROR if moment.certainly_short else Severity.WARNING
         yield Finding(severity, "gpu-memory", "cluster.device", message, remedy)
@@ -160,7 +167,8 @@ def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     layers = max(1, shape.layers) if shape and shape.has_experts else layers_with_experts(plan.model)
     quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}
     has_some = any(quantises_experts(ignore, layers=layers) for ignore in quantised)
-    if prevents := why_not_live(plan.rollout, actions=plan.guard.actions, experts=has_some):
+    is_cpu, actions = plan.is_cpu, plan.guard.actions
+    if prevents := why_not_live(plan.rollout, actions=actions, is_cpu=is_cpu, experts=has_some):
         message = f"a change of scheme cannot be `live`: {prevents}"
         yield error("guard-scheme", "guard.scheme_change", message, "set it to `restart`")
 

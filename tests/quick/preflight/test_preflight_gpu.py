@@ -17,7 +17,8 @@ from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
-SHAPE_32B = KNOWN["Qwen/Qwen2.5-32B"]
+SHAPE_32B, SHAPE_7B = KNOWN["Qwen/Qwen2.5-32B"], KNOWN["Qwen/Qwen2.5-7B-Instruct"]
+SHAPE_HALF = KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
 
 
 def planned(recipe: str, *sets: str) -> RunPlan:
@@ -90,13 +91,38 @@ def test_the_sizes_that_are_certain() -> None:
 def test_an_engine_holds_a_count_for_each_sequence_and_word_and_its_graphs_while_it_sleeps() -> None:
     """By hand, of 1024 sequences at once: 4 bytes for each of 151936 words, out of what the KV cache would have."""
     plan, shape = planned("gsm8k-0.5b-fp8"), KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
-    rollout, update = ({part.what: part.size for part in moment.parts} for moment in moments(plan, shape))
+    rollout, update, *_ = ({part.what: part.size for part in moment.parts} for moment in moments(plan, shape))
     assert rollout["its counts for penalties"] == 1024 * 151936 * 4
     share = sum(size for what, size in rollout.items() if what.startswith(("engine's", "its")))
     assert share == int(plan.trainer.gpu_memory_utilization * 80 * GIB)
     assert update["CUDA and the sleeping engine"] == 2 * rollout["CUDA"] + GIB
     kept = {part.what: part.size for part in engine_share(plan, shape).parts}
     assert kept["counts for penalties"] == rollout["its counts for penalties"]
+
+
+def test_weights_that_are_sent_or_saved_lie_beside_the_engines() -> None:
+    """By hand, of 7B in INT8 (engine: 6.5e9 weights at 1 byte and embeddings at 2), offloaded. verl streams weights,
+    the embedding in FP32 and BF16 at once; with LoRA it merges all. At a save the engine has its cache as well."""
+    shape, offload = SHAPE_7B, ("trainer.offload_parameters=true", "trainer.offload_optimizer=true")
+    embedding, adapter = 152064 * 3584, 80_740_352
+    full, lora = planned("dapo-7b-int8", *offload), planned("gsm8k-7b-lora-int8", *offload)
+    for plan, sent, way, held, gathered in (
+        (full, 0, 6 * embedding, 4 * shape.weights // full.topology.gpus, 4 * embedding),
+        (lora, 2 * shape.weights + 4 * adapter, 0, 2 * shape.weights + 4 * adapter, 0),
+    ):
+        rollout, _, sync, save = ({part.what: part.size for part in each.parts} for each in moments(plan, shape))
+        assert sync["engine's weights"] == rollout["engine's weights"] == shape.linear_weights + 4 * embedding
+        assert (sync["trainer's state"], sync["weights on their way"]) == (sent, (512 << 20) + way)
+        assert (save["trainer's state"], save["the largest weight"]) == (held, gathered)
+        assert save["its KV cache"] == rollout["its KV cache"] and rollout["trainer's state"] == 0
+
+
+def test_a_forward_in_the_rollouts_precision_has_their_codes_on_each_gpu() -> None:
+    """One byte a weight, however many share the rest."""
+    for gpus in (1, 8):
+        sets = ("trainer.forward=rollout", f"cluster.gpus_per_node={gpus}", "trainer.old_log_probs=recompute")
+        parts = {part.what: part.size for part in moments(planned("gsm8k-0.5b-int8", *sets), SHAPE_HALF)[1].parts}
+        assert parts["codes of the forward"] == SHAPE_HALF.linear_weights
 
 
 def test_a_forward_has_the_tokens_of_its_sequences_at_most() -> None:
