@@ -16,7 +16,7 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from appliance.engine.ways_in import FINAL, OPEN, WeightState
+from appliance.engine.ways_in import FINAL, OPEN, SLEEP, WeightState
 from appliance.errors import SyncError
 from appliance.patch import Patch, apply_patch
 from flashrl_compat.variables import LOGGER
@@ -202,8 +202,14 @@ def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 def _refuses_to_resume(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resume_scheduler(self: Any) -> Any:
-        if closed := _known(self).closed:
-            raise SyncError(f"the engine stays paused: {closed}", hint=FINAL if _known(self).broken else OPEN)
+        if _follow(self, settles=False):
+            self._reset_caches()
+        known = _known(self)
+        if SLEEP in known.closed:  # the update that resumes may come after the call that wakes all
+            known.paused = True
+            return None
+        if closed := known.closed:
+            raise SyncError(f"the engine stays paused: {closed}", hint=FINAL if known.broken else OPEN)
         return original(self)
 
     return resume_scheduler

@@ -77,6 +77,11 @@ class ProvenWorker(Worker):
             self.appliance_ways_in.require_whole()
         return super().execute_model(scheduler_output)
 
+    def sleep(self, level: int = 1) -> None:
+        super().sleep(level)
+        if level == 2:  # they wake as memory that nobody has written
+            self.appliance_ways_in.drop()
+
     def appliance_weights(self, settles: bool) -> tuple[int, str, str]:
         """WeightState, for the engine's core. settles: an update that says no end ends here, or raises SyncError."""
         state = self.appliance_ways_in.settle() if settles else self.appliance_ways_in.state

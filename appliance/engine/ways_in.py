@@ -32,6 +32,7 @@ from appliance.sync.records import Acknowledgement
 _ATTRIBUTE = "_appliance_ways_in"  # of a model whose updates are ours
 FINAL = "start the engine anew: its weights are neither the old ones nor the new ones"
 OPEN = "ask again when the update has ended"
+SLEEP = "a sleep of level 2, which dropped the weights"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class WaysIn:
         )
         self._version = 0
         self._open = ""
+        self._slept = False  # deeply, with no update since
         self._said = ""  # what broke an update, with the names of its layers
         self._ends_itself = False
         self._manifest_seen = False
@@ -74,7 +76,12 @@ class WaysIn:
 
     @property
     def state(self) -> WeightState:
-        return WeightState(version=self._version, open=self._open, broken=self._why_broken())
+        opened = self._open or (SLEEP if self._slept else "")
+        return WeightState(version=self._version, open=opened, broken=self._why_broken())
+
+    def drop(self) -> None:
+        """The weights are gone until the next update."""
+        self._slept = True
 
     def _why_broken(self) -> str:
         if self._open or not self.update.broken:
@@ -121,7 +128,7 @@ class WaysIn:
             taken = self.update.finish()
             if self._head and self._head != self._head_digest(None):
                 self._break("brought a head that is tied to the embedding and is not equal to it")
-        by, self._open = self._open, ""
+        by, self._open, self._slept = self._open, "", False
         self._version += 1
         digests = ", every digest as sent" if taken.manifest else ""
         self._tell(
@@ -143,6 +150,8 @@ class WaysIn:
         self._require_sound()
         if self._open:
             raise SyncError(f"weight update: {self._open} has not ended it, so nothing is generated{self._missing()}")
+        if self._slept:
+            raise SyncError(f"weight update: none has come since {SLEEP}, so nothing is generated")
 
     def _require_sound(self) -> None:
         if why := self._why_broken():

@@ -287,6 +287,34 @@ def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
     assert engine.generate() == told["int8"]
 
 
+@pytest.mark.parametrize("wakes", ["first", "last"])
+def test_nothing_is_generated_between_a_deep_sleep_and_an_update(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, wakes: str
+) -> None:
+    """A CPU's worker sleeps by doing nothing; the core's calls are those of a GPU."""
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.sleep(level=2)
+    if wakes == "first":
+        core.wake_up()
+        assert core.is_scheduler_paused()
+        with pytest.raises(
+            SyncError, match=r"^request \S+: a weight update is open on rank 0, begun by a sleep"
+        ):
+            engine.generate()
+        with pytest.raises(SyncError, match="none has come since a sleep of level 2"):
+            engine.worker.appliance_ways_in.require_whole()
+    by_tensor(engine, read_checkpoint(two_checkpoints[1]))
+    if wakes == "last":
+        core.wake_up()
+    assert engine.generate() == told["int8"]
+    core.sleep(level=1)
+    core.wake_up()
+    assert engine.generate() == told["int8"]
+    free_engine(engine)
+
+
 def test_a_tied_head_may_come_anywhere_if_it_is_the_embedding(
     two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
 ) -> None:
