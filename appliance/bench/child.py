@@ -74,7 +74,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         dtype=job.dtype.in_torch,
         load_format="dummy" if workload.shapes else "auto",
         tensor_parallel_size=job.tensor_parallel,
-        enforce_eager=True,
+        enforce_eager=scheme in job.eager,
         max_model_len=workload.max_prompt_tokens + workload.new_tokens,
         max_num_seqs=workload.sequences,
         kv_cache_memory_bytes=job.memory_bytes or job.kv_bytes,

@@ -20,6 +20,7 @@ from appliance.launch.side_job import (
 )
 from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, write_result
 from appliance.plan.build import build_plan, installed_versions
+from appliance.plan.engines import is_eager, layers_with_experts, quantises_experts
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commits_for
@@ -63,6 +64,7 @@ def run_bench(
         job = Job(
             workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
+            eager=_eager(recipe, schemes=schemes, plan=plan, has_recipes_model=parsed is None),
             dtype=plan.trainer.dtype,
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
@@ -96,6 +98,16 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
         ignore=recipe.quantization.ignore if scheme.quantised else (),
         lm_head_fp32=recipe.rollout.lm_head_fp32,
     )
+
+
+def _eager(
+    recipe: Recipe, *, schemes: tuple[Scheme, ...], plan: RunPlan, has_recipes_model: bool
+) -> tuple[Scheme, ...]:
+    """Those that a run of the recipe would have eager engines for."""
+    layers = layers_with_experts(plan.model) if has_recipes_model else 0
+    experts = quantises_experts(recipe.quantization.ignore, layers=layers)
+    of_plan = {"is_cpu": plan.is_cpu, "one_flow": plan.trainer.one_flow, "experts": experts}
+    return tuple(each for each in schemes if is_eager(each, **of_plan))
 
 
 def _recipe_workload(plan: RunPlan) -> Workload:

@@ -80,6 +80,8 @@ class Job(Frozen):
     workload: Workload
     engines: tuple[Quantisation, ...]
     """The first is the base of every ratio."""
+    eager: tuple[Scheme, ...]
+    """Those whose engines have no CUDA graphs and no torch.compile, as in a run."""
     dtype: Dtype = Dtype.BF16
     tensor_parallel: int
     pairs: int

@@ -36,7 +36,7 @@ def plan_rollout(
     schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in rollout.schemes]
     engines = [schemes[rank % len(schemes)] for rank in range(recipe.topology.engines)]
     profile = str(run_dir / PROFILE_FOLDER) if recipe.quantization.profile != _NONE else ""
-    eager = is_cpu or one_flow or (experts and any(each.quantised for each in engines))
+    eager = any(is_eager(each, is_cpu=is_cpu, one_flow=one_flow, experts=experts) for each in engines)
     planned = RolloutPlan(
         scheme=next((each for each in engines if each.quantised), engines[0]),
         replicas=tuple(_quantisation(recipe, scheme=each, profile=profile) for each in engines),
@@ -67,6 +67,11 @@ def plan_rollout(
             why = "the trainer calls the same kernels, one by one, in vLLM's batch-invariant mode: rollouts take longer"
         book.note("rollout.enforce_eager", True, why)
     return planned
+
+
+def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> bool:
+    """Whether an engine runs without CUDA graphs and torch.compile. experts: whether a quantised one has some in it."""
+    return is_cpu or one_flow or (experts and scheme.quantised)
 
 
 def _require_one_flow(

@@ -28,6 +28,7 @@ JUDGE_KEY_VARIABLE = "APPLIANCE_JUDGE_KEY"  # nor this one; fixed: a recipe that
 TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
 SPARE_VARIABLE = "APPLIANCE_SPARE"  # in the processes of rollout servers, see trainer/forks.py
 SERVER_VARIABLES = {SPARE_VARIABLE: "1"}  # what our platform gives a rollout server
+IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # vLLM's core with who asks it
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/join.py
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
 ENGINE_VENDOR = "appliance"  # under this name trainer/verl_engine.py registers an engine of verl's
@@ -83,7 +84,7 @@ def child_env(
             "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
             KV_CACHE_VARIABLE: str(kv_cache_gb),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets an engine process hold its only worker, see plan/verl_args.py
+            **IN_ONE_PROCESS,  # lets an engine process hold its only worker, see plan/verl_args.py
             "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
             THREADS_VARIABLE: str(threads),  # Ray would set 1
             "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core

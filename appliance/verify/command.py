@@ -27,7 +27,7 @@ from appliance.quant.files import read_file_header
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, why_not
-from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
+from appliance.terms.environment import IN_ONE_PROCESS, PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.verify.job import CheckResult, Job, Row, judge, label
@@ -130,6 +130,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
     job_file.write_text(job.model_dump_json())
     console.say(f"{label(asked)}: an engine, and three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
+    env |= IN_ONE_PROCESS  # a core of its own may begin before all prompts have come: another batch, other last bits
     if plan.device == CPU and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
         env[THREADS_VARIABLE] = str(max(1, host.cores // job.tensor_parallel))
     try:

@@ -352,6 +352,7 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
             Quantisation(scheme=Scheme(each), emulated=ground.rehearsal and Scheme(each).spec.can_emulate)
             for each in schemes
         ),
+        eager=tuple(map(Scheme, schemes)) if ground.rehearsal else (),
         tensor_parallel=1,
         pairs=1 if ground.rehearsal else pairs,
         kv_bytes=ground.size(8 << 30, tiny=64 << 20),

@@ -287,6 +287,23 @@ def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
     assert engine.generate() == told["int8"]
 
 
+def test_a_transport_that_packs_tensors_leaves_each_where_it_can_be_read() -> None:
+    """One behind the other, as vLLM's CUDA IPC and NCCL have them; the first one of ours is bytes."""
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+    from flashrl_compat.sender import with_manifest
+
+    weights = [("a", torch.randn(3, 5).to(torch.bfloat16)), ("b", torch.randn(7, 16).to(torch.bfloat16))]
+    sent = list(with_manifest(weights, number=1))
+    names, tensors = zip(*sent, strict=True)
+    flat = [each.contiguous().view(torch.uint8).view(-1) for each in tensors]
+    shapes, types = [list(each.shape) for each in tensors], [each.dtype for each in tensors]
+    found = unpack_tensor(torch.cat(flat), list(names), shapes, types, [len(each) for each in flat])
+    assert [name for name, _ in found] == ["appliance.precision", "a", "b", "appliance.manifest"]
+    assert all(torch.equal(one, other) for (_, one), other in zip(found, tensors, strict=True))
+    assert all(each.storage_offset() * each.element_size() % 2 == 0 for _, each in found[1:3])
+
+
 @pytest.mark.parametrize("wakes", ["first", "last"])
 def test_nothing_is_generated_between_a_deep_sleep_and_an_update(
     two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, wakes: str
@@ -299,9 +316,7 @@ def test_nothing_is_generated_between_a_deep_sleep_and_an_update(
     if wakes == "first":
         core.wake_up()
         assert core.is_scheduler_paused()
-        with pytest.raises(
-            SyncError, match=r"^request \S+: a weight update is open on rank 0, begun by a sleep"
-        ):
+        with pytest.raises(SyncError, match=r"^request \S+: a weight update is open on rank 0, begun by a sleep"):
             engine.generate()
         with pytest.raises(SyncError, match="none has come since a sleep of level 2"):
             engine.worker.appliance_ways_in.require_whole()

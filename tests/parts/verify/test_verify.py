@@ -106,7 +106,8 @@ def test_engines_are_without_graphs_where_one_has_quantised_experts(
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     jobs: list[dict[str, object]] = []
 
-    def start(module: list[str], **_: object) -> None:
+    def start(module: list[str], *, env: dict[str, str], **_: object) -> None:
+        assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # all prompts are one batch, each time
         jobs.append(json.loads(Path(module[1]).read_text()))
         raise EngineError("no GPU")
 

@@ -56,6 +56,7 @@ def make_job(*, memory_bytes: int | None) -> Job:
     return Job(
         workload=Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64).workload,
         engines=(Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, ignore=("re:.*o_proj",))),
+        eager=(Scheme.INT8,),
         tensor_parallel=1,
         pairs=5,
         kv_bytes=1 << 30,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
+from appliance.bench.command import _eager
 from appliance.errors import RecipeError
 from appliance.plan.bench_results import SchemeResult, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
@@ -89,6 +90,20 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     assert plan.guard.switching is Switching.RESTART
     assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
+
+
+def test_a_benchmark_has_the_engines_of_a_run(moe: Path) -> None:
+    """Graphs, where a run of that scheme would have them."""
+    every = (Scheme.BF16, Scheme.INT8)
+    for sets, device, has_recipes_model, eager in (
+        ((), "cpu", True, every),
+        ((), "h100", True, (Scheme.INT8,)),
+        (("quantization.ignore=['re:.*experts']",), "h100", True, ()),
+        ((), "h100", False, ()),
+    ):
+        given = (f"model.path={moe}", "model.builtin=null", f"cluster.device={device}", *sets)
+        recipe, plan = load_recipe("arithmetic-tiny-int8", sets=given), planned(moe, *sets, device=device)
+        assert _eager(recipe, schemes=every, plan=plan, has_recipes_model=has_recipes_model) == eager
 
 
 def test_a_live_change_of_experts_is_refused_for_what_they_are(moe: Path) -> None:
