@@ -42,6 +42,7 @@ def engine(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     from vllm import LLM
+    from vllm.compilation.counter import compilation_counter
 
     emulated = ground.rehearsal and scheme.spec.can_emulate
     if emulated:
@@ -61,7 +62,12 @@ def engine(
         "seed": 0,
         **({} if ground.rehearsal else {"gpu_memory_utilization": 0.05}),
     }
-    return LLM(str(folder), **(given | quantisation.engine_arguments() | settings))
+    given |= quantisation.engine_arguments() | settings
+    before = compilation_counter.num_cudagraph_captured
+    llm = LLM(str(folder), **given)
+    if not (own_process or given["enforce_eager"]):
+        ground.hold(compilation_counter.num_cudagraph_captured > before, "no CUDA graph was captured")
+    return llm
 
 
 def runner_of(llm: Any) -> Any:
@@ -261,7 +267,7 @@ def _end_with(sender: subprocess.Popen[bytes]) -> None:
         os._exit(1)
 
 
-def sleep(ground: Ground, *, by: str = "bf16") -> None:
+def sleep(ground: Ground, *, by: str = "int8") -> None:
     """Level 2 and back, as a run does at each step: memory is free, weights arrive, the cache returns, answers too."""
     from appliance.engine.update import WeightUpdate
     from benchmarks.accept.models import make_checkpoint, read_checkpoint

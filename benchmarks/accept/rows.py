@@ -255,8 +255,9 @@ ROWS: tuple[Row, ...] = (
         "sleep",
         "engines:sleep",
         30,
-        "an engine sleeps, wakes, is updated, and answers as before",
+        "an INT8 engine sleeps, wakes, is updated, and answers as before",
         "sleep mode, freeing of the KV cache",
+        scheme=Scheme.INT8,
     ),
     _engines(
         "restart",

@@ -447,7 +447,7 @@ def test_rows_on_blackwell_that_need_int8_are_skipped() -> None:
     facts = on("NVIDIA B200", capability=(10, 0))
     named = {one.id for one in ROWS if "INT8 kernels" in lack(one, facts=facts, rehearsal=False)}
     assert {"sync-7b", "sync-32b", "restart", "reload-int8", "train-int8"} <= named
-    assert not {"reload-bf16", "reload-fp8", "sleep", "throughput-7b", "gemm-7b"} & named
+    assert not {"reload-bf16", "reload-fp8", "throughput-7b", "gemm-7b"} & named
 
 
 def test_rows_for_two_gpus_are_skipped_by_name_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
