@@ -16,7 +16,7 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from appliance.engine.ways_in import FINAL, OPEN, SLEEP, WeightState
+from appliance.engine.ways_in import FINAL, OPEN, SLEEP, WANTED, WeightState
 from appliance.errors import SyncError
 from appliance.patch import Patch, apply_patch
 from flashrl_compat.variables import LOGGER
@@ -79,12 +79,17 @@ def patch_core() -> None:
 @dataclasses.dataclass
 class _Known:
     """What a core knows of its workers' weights. closed: why nothing is generated, or nothing.  broken: for good.
-    paused: by us."""
+    slept: deeply, and no update has come since.  paused: by us."""
 
     version: int = 0
     closed: str = ""
     broken: bool = False
+    slept: bool = False
     paused: bool = False
+
+    @property
+    def hint(self) -> str:
+        return FINAL if self.broken else WANTED if self.slept else OPEN
 
 
 def _known(core: Any) -> _Known:
@@ -131,6 +136,7 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
     except (SyncError, RuntimeError, TypeError) as error:  # of a worker's process, or an answer that another call left
         _close(core, f"a worker's weights cannot be known: {after or error}", broken=True)
         raise SyncError(str(error), hint=FINAL) from error
+    known.slept = any(state.open == SLEEP for state in states)
     if closed := why_closed(states):
         _close(core, closed, broken=any(state.broken for state in states) or not any(state.open for state in states))
         return False
@@ -142,7 +148,8 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
         core.set_weight_version(str(known.version))
         if known.paused:
             known.paused = False
-            core.resume_scheduler()
+            if not core.model_executor.is_sleeping:  # else the call that wakes its cache resumes
+                core.resume_scheduler()
     return is_new
 
 
@@ -168,6 +175,8 @@ def why_closed(ranks: list[WeightState]) -> str:
     for rank, state in enumerate(ranks):
         if state.broken:
             return f"the weights of rank {rank} are half-updated: {state.broken}"
+        if state.open == SLEEP:
+            return f"rank {rank} has had no weights since {SLEEP}"
         if state.open:
             return f"a weight update is open on rank {rank}, begun by {state.open}"
     versions = sorted({state.version for state in ranks})
@@ -187,7 +196,7 @@ def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
         if not known.closed or (self.is_scheduler_paused() and not known.paused):
             original(self, request, request_wave)
             return
-        why, hint = f"request {request.request_id}: {known.closed}", FINAL if known.broken else OPEN
+        why, hint = f"request {request.request_id}: {known.closed}", known.hint
         if not is_alone:
             raise SyncError(why, hint=hint)
         answer = EngineCoreOutput(
@@ -205,11 +214,11 @@ def _refuses_to_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         if _follow(self, settles=False):
             self._reset_caches()
         known = _known(self)
-        if SLEEP in known.closed:  # the update that resumes may come after the call that wakes all
+        if known.slept and not known.broken:  # the update that resumes may come after the call that wakes all
             known.paused = True
             return None
         if closed := known.closed:
-            raise SyncError(f"the engine stays paused: {closed}", hint=FINAL if known.broken else OPEN)
+            raise SyncError(f"the engine stays paused: {closed}", hint=known.hint)
         return original(self)
 
     return resume_scheduler

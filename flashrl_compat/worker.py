@@ -78,9 +78,9 @@ class ProvenWorker(Worker):
         return super().execute_model(scheduler_output)
 
     def sleep(self, level: int = 1) -> None:
-        super().sleep(level)
-        if level == 2:  # they wake as memory that nobody has written
+        if level == 2:  # weights wake as memory that nobody has written
             self.appliance_ways_in.drop()
+        super().sleep(level)
 
     def appliance_weights(self, settles: bool) -> tuple[int, str, str]:
         """WeightState, for the engine's core. settles: an update that says no end ends here, or raises SyncError."""

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -208,11 +209,11 @@ def short(short_root: Path, kept_models: Path) -> Finished:
     from trainings import SHORT, train, with_secrets
 
     def make() -> Finished:
-        temporary = short_root / "temporary"
-        temporary.mkdir(exist_ok=True)
-        environment = {**with_secrets(short_root.parent), "TMPDIR": str(temporary)}
-        with busy_ports():
-            return train(short_root, *SHORT, name="short", env=environment)
+        with busy_ports(), tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as temporary:  # short enough for sockets
+            environment = {**with_secrets(short_root.parent), "TMPDIR": temporary}
+            done = train(short_root, *SHORT, name="short", env=environment)
+            (short_root / "left").write_text("\n".join(os.listdir(temporary)))
+            return done
 
     finished = once(short_root / "finished", make)
     assert finished.code == 0, finished.stderr[-4000:]

@@ -11,6 +11,7 @@ one request per sample and reads every intermediate token of it; for short answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import uuid
 from collections.abc import AsyncIterator
@@ -58,6 +59,17 @@ def told(plan: RunPlan, *, replica: int, precision: Precision = AS_PLANNED) -> Q
     return quantisation.replace(profile=str(folder))
 
 
+@contextlib.asynccontextmanager
+async def standing_still(engine: Any, *, one: asyncio.Lock) -> AsyncIterator[None]:
+    """one: at a time, of this engine: a pause that another call ends before the engine stands still is not answered."""
+    async with one:
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        try:
+            yield
+        finally:
+            await engine.resume_generation()
+
+
 def load_replica() -> type[RolloutReplica]:
     """verl's replica whose servers can answer `generate_groups`. Imports vLLM, so only on use."""
     import ray
@@ -89,17 +101,14 @@ def load_replica() -> type[RolloutReplica]:
             already: tokens at the end of each prompt that count as its response, of earlier turns.
             """
             always = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
-            await self.engine.pause_generation(mode="keep", clear_cache=False)
-            try:
-                asked = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
+            asked = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
+            async with standing_still(self.engine, one=self.__dict__.setdefault("_one_pause", asyncio.Lock())):
                 queues = [
                     await self._add(
                         prompt, params=SamplingParams(**sampling, n=num_samples, seed=seed, **always), used=used
                     )
                     for prompt, seed, used in asked
                 ]
-            finally:
-                await self.engine.resume_generation()
             waiting = [asyncio.create_task(self._group(place, queue)) for place, queue in enumerate(queues)]
             try:
                 for finished in asyncio.as_completed(waiting):

@@ -32,13 +32,14 @@ from appliance.sync.records import Acknowledgement
 _ATTRIBUTE = "_appliance_ways_in"  # of a model whose updates are ours
 FINAL = "start the engine anew: its weights are neither the old ones nor the new ones"
 OPEN = "ask again when the update has ended"
-SLEEP = "a sleep of level 2, which dropped the weights"
+WANTED = "send them, or call reload_weights"
+SLEEP = "a sleep of level 2, which dropped them"
 
 
 @dataclass(frozen=True)
 class WeightState:
-    """version: how many updates have been proven.  open: what begun one and has not ended it, or nothing.  broken: what
-    is wrong with the weights, for good, or nothing."""
+    """version: how many updates have been proven.  open: what begun one and has not ended it, or SLEEP, or nothing.
+    broken: what is wrong with the weights, for good, or nothing."""
 
     version: int
     open: str
@@ -80,7 +81,10 @@ class WaysIn:
         return WeightState(version=self._version, open=opened, broken=self._why_broken())
 
     def drop(self) -> None:
-        """The weights are gone until the next update."""
+        """The weights are gone until the next update, and with them what one that is open has brought."""
+        if self._open:
+            self._said = f"an update by {self._open} was cut off by {SLEEP}"
+            self._open, self.update.broken = "", "was cut off"
         self._slept = True
 
     def _why_broken(self) -> str:
@@ -151,7 +155,7 @@ class WaysIn:
         if self._open:
             raise SyncError(f"weight update: {self._open} has not ended it, so nothing is generated{self._missing()}")
         if self._slept:
-            raise SyncError(f"weight update: none has come since {SLEEP}, so nothing is generated")
+            raise SyncError(f"weight update: no weights have come since {SLEEP}", hint=WANTED)
 
     def _require_sound(self) -> None:
         if why := self._why_broken():

@@ -104,7 +104,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
             (
                 Part("engine's weights", engine_weights(plan, shape), **certain),
                 Part(beside, whole if plan.lora else kept, **certain),
-                Part("weights on their way", _BUCKET + (0 if plan.lora else _MASTER + _FROZEN) * largest),
+                Part("weights on their way", _BUCKET + (2 * _FROZEN + (0 if plan.lora else _MASTER)) * largest),
                 Part("CUDA and the engine's graphs", 2 * _CONTEXT + _GRAPHS_ASLEEP),
             ),
             limit,
@@ -289,14 +289,11 @@ def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
     def all_short(changed: RunPlan) -> int:
         return sum(moment.short for moment in moments(changed, shape))
 
-    def engine_short(changed: RunPlan) -> int:
-        return sum(moment.short for moment in moments(changed, shape) if moment.name in ("rollout", "save"))
-
     rungs: tuple[Rung, ...] = (
         (lambda changed: _offload(changed, "offload_optimizer"), all_short),
         (lambda changed: _offload(changed, "offload_parameters"), all_short),
-        (lambda changed: (each for each in _less_for_the_engine(changed) if not engine_short(each[0])), engine_short),
         (lambda changed: _on_more_ranks(changed, shape), lambda changed: moments(changed, shape)[1].short),
+        (lambda changed: (each for each in _less_for_the_engine(changed) if not all_short(each[0])), all_short),
         (lambda changed: _more_gpus(changed, shape), all_short),
     )
     return _climb(plan, rungs, short=all_short)
@@ -348,13 +345,14 @@ def _on_more_ranks(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
 
 
 def _more_gpus(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
-    """Up to eight in one host; an engine of its own takes as many as its weights need."""
+    """Up to eight in one host; an engine of its own takes as many as its weights need, or less memory of each."""
     for gpus in _SHARINGS:
         if gpus > plan.gpus_per_node and not shape.heads % gpus:
-            more = plan.replace(gpus_per_node=gpus)
-            yield more, f"cluster.gpus_per_node: {gpus}"
-            rollout = plan.rollout.replace(tensor_parallel=gpus)
-            yield more.replace(rollout=rollout), f"cluster.gpus_per_node: {gpus}, rollout.tensor_parallel: {gpus}"
+            more, text = plan.replace(gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"
+            shared = more.replace(rollout=plan.rollout.replace(tensor_parallel=gpus))
+            for changed, said in ((more, text), (shared, f"{text}, rollout.tensor_parallel: {gpus}")):
+                yield changed, said
+                yield from ((less, f"{said}, {share}") for less, share in _less_for_the_engine(changed))
 
 
 def _smaller_cache(plan: RunPlan) -> Iterator[Changed]:

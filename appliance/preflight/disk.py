@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.memory import GIB, trained_weights
-from appliance.preflight.finding import Finding, error
+from appliance.preflight.finding import Finding, error, warning
 from appliance.record.checkpoints import FOLDER, step_of
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape
 
 _FOR_LOGS = GIB // 4
 _TINY_CHECKPOINT = GIB // 8
+_FAST = 10**9  # bytes per second of a disk that many ranks write to, by rule of thumb
 BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, what is exported in FP32
 
 
@@ -86,6 +87,10 @@ def judge_disk(
     plan: RunPlan, disks: Disks, *, model_bytes: int, shape: ModelShape | None = None, written: Written
 ) -> Iterator[Finding]:
     """model_bytes: of the weights in BF16, 0 when unknown.  shape: of the model, None where it is not known."""
+    if (each := _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)) > plan.guard.save_budget_s * _FAST:
+        message = f"a run that is to stop has {plan.guard.save_budget_s:g} s to end its step and save {gib(each)}"
+        remedy = f"a disk that takes 1 GB/s is {each / _FAST:.0f} s at it: raise it, and the grace period of the host"
+        yield warning("save-budget", "guard.save_budget_s", message, remedy)
     in_run, in_checkpoints = needed_bytes(plan, model_bytes=model_bytes, shape=shape, written=written)
     if disks.are_one:
         more, needed = " more" if written != Written() else "", in_run + in_checkpoints
@@ -112,11 +117,15 @@ def needed_bytes(
 ) -> tuple[int, int]:
     """(to the run's folder, to its checkpoints): about what is still to be written. model_bytes, shape: as judge_disk;
     without a shape an adapter counts as the whole model."""
-    weights = trained_weights(plan, shape) if plan.lora and shape and shape.is_dense else model_bytes // 2
-    each = weights * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
+    each = _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
     run = _FOR_LOGS + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
     return run, max(0, checkpoints_at_once(plan) * each - written.checkpoints)
+
+
+def _checkpoint_bytes(plan: RunPlan, *, model_bytes: int, shape: ModelShape | None) -> int:
+    weights = trained_weights(plan, shape) if plan.lora and shape and shape.is_dense else model_bytes // 2
+    return weights * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
 
 
 def bytes_by_shape(shape: ModelShape | None) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -33,6 +33,7 @@ from pydantic.dataclasses import dataclass
 from appliance.files import sync_to_disk, write_whole
 from appliance.record.events import read_metrics
 from appliance.record.lines import STRICT, Count, Number, as_json, parse
+from appliance.record.liveness import Heartbeat
 from appliance.record.plan import RunPlan
 
 FOLDER = "checkpoints"
@@ -171,7 +172,13 @@ def _problem(folder: Path, meant: FileRecord) -> str:
 def hash_file(path: Path) -> str:
     """SHA-256, hex. Raises OSError."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return _hash(file)
+
+
+def _hash(file: BinaryIO) -> str:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    Heartbeat().beat()  # half a terabyte of a large model takes longer than guard.stall_s
+    return digest
 
 
 def _own_hash(facts: Facts, files: Sequence[FileRecord]) -> str:
@@ -182,7 +189,7 @@ def _own_hash(facts: Facts, files: Sequence[FileRecord]) -> str:
 def _record(folder: Path, path: Path) -> FileRecord:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _hash(file)
         size = os.fstat(file.fileno()).st_size
     return FileRecord(path.relative_to(folder).as_posix(), size=size, sha256=digest)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,9 +166,16 @@ def ray_dir(run_dir: Path, *, temporary: Path) -> str:
 
 
 def temporary_env(folder: Path) -> dict[str, str]:
-    """For the processes of a folder that goes with them: vLLM, verl and Ray leave sockets and locks in TMPDIR. What
-    torch has compiled stays where the next ones look for it."""
-    compiled = Path(tempfile.gettempdir(), f"torchinductor_uid_{os.getuid()}")
+    """For the processes of a folder that goes with them: vLLM, verl and Ray leave sockets and locks in TMPDIR. Nothing
+    where it had to lie elsewhere than TMPDIR says. What torch has compiled stays where others of this user look."""
+    temporary = Path(tempfile.gettempdir())
+    if folder.parent != temporary:
+        return {}
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = f"uid_{os.getuid()}"
+    compiled = temporary / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))  # torch's own name for it
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))}
 
 

@@ -124,7 +124,7 @@ class Rollouts:
     ) -> None:
         self._turns = turns
         self._tally = Tally()
-        self._servers = servers
+        self.serve_by(servers)
         self._seed = seed
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
@@ -175,6 +175,7 @@ class Rollouts:
     def serve_by(self, servers: list[ActorHandle]) -> None:
         """To be called while nothing is generated."""
         self._servers = servers
+        self._unanswered = [0] * len(servers)  # prompts that each has
 
     def abandon(self) -> None:
         """Leave what is being generated, for a run that stops: nobody waits for it any more."""
@@ -250,7 +251,8 @@ class Rollouts:
         partition = "val" if validate else "train"
         shaping = Shaping() if validate else self._shaping
         prompts = [self._prompt(row, sampling=sampling, seeds=seeds) for row in rows]
-        engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
+        shares = {number: share for number, share in enumerate(self._shares(prompts)) if share}
+        engines = [self._stream(number, share, sampling=sampling) for number, share in shares.items()]
         grades = [asyncio.create_task(self._grades(prompt)) for prompt in prompts]
         least = asyncio.create_task(_least(grades))
         tasks = [
@@ -258,8 +260,8 @@ class Rollouts:
             for prompt, graded in zip(prompts, grades, strict=True)
         ]
         streams = [asyncio.create_task(engine) for engine in engines]
-        for number, stream in enumerate(streams):
-            stream.add_done_callback(functools.partial(_leave_none_waiting, prompts[number :: len(streams)]))
+        for share, stream in zip(shares.values(), streams, strict=True):
+            stream.add_done_callback(functools.partial(_leave_none_waiting, share))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 if validate:  # counted before: who sees the results may ask how many there are
@@ -295,9 +297,22 @@ class Rollouts:
         seed = seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
         return _Prompt(row, token_ids, seed, self._loop.create_future())
 
-    async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
-        """Every n-th prompt to this one of n engines, and their groups back as they come."""
-        share = prompts[number :: len(self._servers)]
+    def _shares(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
+        """Each prompt to the engine with the fewest unanswered ones: dynamic sampling asks for a few at a time."""
+        unanswered, shares = self._unanswered, [list[_Prompt]() for _ in self._servers]
+
+        def answered(number: int, _: object) -> None:
+            unanswered[number] -= 1
+
+        for prompt in prompts:
+            number = min(range(len(shares)), key=unanswered.__getitem__)
+            unanswered[number] += 1
+            prompt.group.add_done_callback(functools.partial(answered, number))
+            shares[number].append(prompt)
+        return shares
+
+    async def _stream(self, number: int, share: list[_Prompt], *, sampling: Sampling) -> None:
+        """A share of the prompts to one of the engines, and their groups back as they come."""
         ask = functools.partial(self._ask, number, sampling=sampling)
         if self._turns is None:
             ids, seeds = [prompt.token_ids for prompt in share], [prompt.seed for prompt in share]

@@ -27,7 +27,7 @@ from verl.workers.rollout import base
 from appliance.control_groups import usable_cores
 from appliance.patch import Patch, apply_patch
 from appliance.quant.cpu_gemm import widen_gemms
-from appliance.record.liveness import WORKER_ROLE, keep_stacks
+from appliance.record.liveness import WORKER_ROLE, Heartbeat, keep_stacks
 from appliance.terms.environment import (
     ENGINE_VENDOR,
     PLATFORM_VARIABLE,
@@ -92,8 +92,11 @@ def _rows(x_TV: Tensor) -> int:
 
 
 def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    heart = Heartbeat()
+
     @functools.wraps(original)
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+        heart.beat()  # of each forward, of a pass and of an update, which may take an hour
         return LogProbs.apply(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
 
     return log_probs

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayError
 
+from appliance.engine.replica import standing_still
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Shaping
@@ -20,7 +21,7 @@ from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import Answer
 from appliance.trainer import rollouts as module
 from appliance.trainer.rewards import RewardPool
-from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.rollouts import Rollouts, Sampling, _Prompt
 from appliance.trainer.turns import Spoken, SpokenGroup, Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
@@ -64,6 +65,48 @@ def rollouts(*engines: Engine) -> Rollouts:
         in_order=True,
         samples=SampleLog(Path("run"), steps=1, decode=str),
     )
+
+
+def test_prompts_that_come_a_few_at_a_time_reach_all_engines() -> None:
+    """And the one that has answered gets the next ones."""
+    made, loop = rollouts(*[Engine()] * 4), asyncio.new_event_loop()
+
+    def shared(count: int) -> list[list[_Prompt]]:
+        return made._shares([_Prompt({}, [1], None, loop.create_future()) for _ in range(count)])
+
+    given = [shared(2) for _ in range(50)]
+    counts = [sum(len(shares[number]) for shares in given) for number in range(4)]
+    assert counts == [25] * 4
+    for prompt in (prompt for shares in given for prompt in shares[2]):
+        prompt.group.set_result(None)
+    loop.run_until_complete(asyncio.sleep(0))
+    assert [len(share) for share in shared(25)] == [0, 0, 25, 0]
+    assert [len(share) for share in shared(6)] == [2, 2, 1, 1]
+    loop.close()
+
+
+def test_a_pause_is_never_ended_by_another_call() -> None:
+    """vLLM answers a pause when the engine stands still; one that is resumed before that is not answered."""
+    waiting: list[asyncio.Future[None]] = []
+
+    class Stepping:
+        async def pause_generation(self, **_: object) -> None:
+            waiting.append(asyncio.get_running_loop().create_future())
+            asyncio.get_running_loop().call_later(0.01, lambda: [one.done() or one.set_result(None) for one in waiting])
+            await waiting[-1]
+
+        async def resume_generation(self) -> None:
+            waiting.clear()
+
+    async def ask(engine: Stepping, one: asyncio.Lock) -> None:
+        async with standing_still(engine, one=one):
+            await asyncio.sleep(0.004)
+
+    async def all_of_them() -> None:
+        engine, one = Stepping(), asyncio.Lock()
+        await asyncio.wait_for(asyncio.gather(*(ask(engine, one) for _ in range(5))), timeout=5)
+
+    asyncio.run(all_of_them())
 
 
 def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:

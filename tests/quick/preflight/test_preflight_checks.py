@@ -246,6 +246,20 @@ def test_checkpoints_of_a_large_model_need_disk():
     assert estimates(planned(recipe="gsm8k-0.5b-int8"))[0] == ("disk", "unknown until downloaded")
 
 
+def test_a_save_that_takes_longer_than_a_stop_may_last_is_said():
+    """32B, by hand: 64 GiB of weights in BF16 are checkpoints of 512 GiB, 550 s at 1 GB/s."""
+    disk = dataclasses.replace(DISK, free_bytes=1 << 60)
+    inputs = with_inputs(model_bytes=64 << 30, disks=Disks(disk, checkpoints=disk))
+    sets = ("model.builtin=null", "model.path=/m")
+    assert findings(*sets, inputs=inputs) == [
+        (
+            "warning: guard.save_budget_s: a run that is to stop has 300 s to end its step and save 512.0 GiB",
+            "a disk that takes 1 GB/s is 550 s at it: raise it, and the grace period of the host",
+        )
+    ]
+    assert findings(*sets, "guard.save_budget_s=600", inputs=inputs) == []
+
+
 def test_a_resume_needs_no_room_for_what_is_written_already():
     """What a disk was sized for is enough: 3 checkpoints of 8 GiB at most, 2 of them there, and `model/`."""
     sets = ("checkpoint.every_steps=10", "model.builtin=null", "model.path=/m", "correction.uaq_scale=1.5")

@@ -21,6 +21,8 @@ from appliance.record.checkpoints import (
     read_manifest,
     seal,
 )
+from appliance.record.liveness import HEARTBEAT_FILE
+from appliance.terms.environment import LOG_DIR_VARIABLE
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 FILES = {  # every kind of file of a real checkpoint: tests/training flips a bit in a real one
@@ -140,3 +142,14 @@ def test_a_manifest_that_is_none_of_ours_is_damage(sealed: Path, change: dict, p
 def test_a_manifest_that_is_no_json_is_damage(sealed: Path) -> None:
     (sealed / MANIFEST_FILE).write_text("")
     assert damage(sealed) == ["manifest.json cannot be read: manifest.json: Expecting value: line 1 column 1 (char 0)"]
+
+
+def test_whoever_seals_or_reads_a_checkpoint_says_that_it_lives(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model that takes longer than a run may be silent."""
+    beat = sealed.parent / HEARTBEAT_FILE
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(sealed.parent))
+    assert damage(sealed) == [] and beat.exists()
+    beat.unlink()
+    (sealed / MANIFEST_FILE).unlink()
+    seal(sealed, facts=FACTS)
+    assert beat.exists()
