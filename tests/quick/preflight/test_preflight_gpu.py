@@ -102,7 +102,8 @@ def test_an_engine_holds_a_count_for_each_sequence_and_word_and_its_graphs_while
 
 def test_weights_that_are_sent_or_saved_lie_beside_the_engines() -> None:
     """By hand, of 7B in INT8 (engine: 6.5e9 weights at 1 byte and embeddings at 2), offloaded. verl streams weights,
-    the embedding in FP32 and BF16 at once, the engine has a copy; with LoRA it merges all. At a save the engine has its cache as well."""
+    the embedding in FP32 and BF16 at once, the engine has a copy; with LoRA it merges all. At a save the engine has its
+    cache as well."""
     shape, offload = SHAPE_7B, ("trainer.offload_parameters=true", "trainer.offload_optimizer=true")
     embedding, adapter = 152064 * 3584, 80_740_352
     full, lora = planned("dapo-7b-int8", *offload), planned("gsm8k-7b-lora-int8", *offload)
