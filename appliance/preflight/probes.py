@@ -73,7 +73,8 @@ def _processor(cpu: dict[str, str]) -> str:
 
 
 def read_gpus() -> tuple[HostGpu, ...]:
-    """By nvidia-smi; none where there is no such program, or where it fails (no driver)."""
+    """By nvidia-smi; none where there is no such program, or where it fails (no driver). Of memory that it does not
+    tell, as on some that share the host's, 0."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -83,7 +84,7 @@ def read_gpus() -> tuple[HostGpu, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
-    return tuple(HostGpu(product=name, memory_bytes=int(mib) << 20) for name, mib in rows)
+    return tuple(HostGpu(product=name, memory_bytes=(int(mib) if mib.isdigit() else 0) << 20) for name, mib in rows)
 
 
 def _loads(library: str) -> bool:

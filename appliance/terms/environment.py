@@ -93,7 +93,9 @@ def child_env(
         }
         if one_flow:
             env[EXACT_VARIABLE] = "1"
-    elif one_flow:
+        return tuple(sorted(env.items()))
+    env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it knows no log-probs after temperature, and is compiled by nvcc
+    if one_flow:
         env |= {
             "VLLM_BATCH_INVARIANT": "1",  # in the trainer, too: vLLM's compiled norms ask for it
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probs are a kernel of its own; V1's are torch's log_softmax

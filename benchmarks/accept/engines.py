@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import threading
@@ -13,7 +14,7 @@ from unittest.mock import create_autospec
 from appliance.processes import module_argv
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from benchmarks.accept.ground import Ground
+from benchmarks.accept.ground import Ground, RowFailed
 
 KV_BYTES = 256 << 20
 SEQUENCES = 16  # at once: graphs of few sizes
@@ -62,12 +63,22 @@ def engine(
         "seed": 0,
         **({} if ground.rehearsal else {"gpu_memory_utilization": 0.05}),
     }
+    if not ground.rehearsal:
+        _load_kernels()
     given |= quantisation.engine_arguments() | settings
     before = compilation_counter.num_cudagraph_captured
     llm = LLM(str(folder), **given)
     if not (own_process or given["enforce_eager"]):
         ground.hold(compilation_counter.num_cudagraph_captured > before, "no CUDA graph was captured")
     return llm
+
+
+def _load_kernels() -> None:
+    """vLLM only warns, and fails later with the name of an operator."""
+    try:
+        importlib.import_module("vllm._C_stable_libtorch")
+    except ImportError as error:
+        raise RowFailed(f"vLLM's kernels do not load beside this PyTorch: {error}") from error
 
 
 def runner_of(llm: Any) -> Any:

@@ -41,7 +41,7 @@ ENTRY = re.compile(
     re.M,
 )
 # torch brings its own CUDA; the others compile or serve kernels that dense INT8 and FP8 models do not need.
-OF_TORCH = re.compile(r"torch(audio|vision)?|triton|nvidia-.*|cuda-.*|apache-tvm-ffi|tilelang")
+OF_TORCH = re.compile(r"torch(audio|vision)?|triton|nvidia-.*|cuda-.*|tilelang")
 NOT_LOADED = re.compile(
     r"flashinfer-.*|quack-kernels|humming-kernels.*|opencv-.*|tokenspeed-.*|fastsafetensors|torchcodec|pynvvideocodec|wandb"
 )

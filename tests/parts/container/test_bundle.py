@@ -18,7 +18,19 @@ import pytest
 
 from appliance.errors import PreflightError
 from container.bundle.fat_binary import MACHINE_CODE, MAGIC, PTX, keep_one
-from container.bundle.pack import ENTRY, LOCK, code, compare, download, files_of, glibc_of, normal, pack, wanted
+from container.bundle.pack import (
+    ENTRY,
+    LOCK,
+    _parents,
+    code,
+    compare,
+    download,
+    files_of,
+    glibc_of,
+    normal,
+    pack,
+    wanted,
+)
 from container.bundle.put_together import LIST, glibc_version
 
 MOST = 20_000
@@ -103,6 +115,20 @@ def test_what_is_taken_of_the_lock() -> None:
     has = frozenset({"transformers", "typing-extensions", "pydantic"})
     less = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=True, has=has)}
     assert engine - less >= has and "pydantic-core" not in less  # only pydantic brought it
+
+
+def test_what_is_left_out_is_needed_by_nothing_that_is_taken() -> None:
+    """But by vLLM, which asks for it where it serves; by verl, for a log; by mistral-common, for images; and torch with
+    what it brings is the host's."""
+    lock = LOCK.read_text()
+    taken = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=False, has=frozenset())}
+    needed = {
+        (parent, entry["name"])
+        for entry in ENTRY.finditer(lock)
+        for parent in _parents(entry["via"]) & taken - {"vllm"}
+        if entry["name"] not in taken | {"torch", "triton"}
+    }
+    assert needed == {("mistral-common", "opencv-python-headless"), ("verl", "wandb")}
 
 
 def test_what_a_host_has_is_compared_by_version() -> None:

@@ -63,12 +63,15 @@ def test_a_read_only_file_system():
 def test_gpus_by_nvidia_smi(tmp_path, monkeypatch):
     """A program of that name stands in for one that only a GPU host has."""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-80GB, 81920'\necho 'NVIDIA L4, 23034'\n")
+    program.write_text(
+        "#!/bin/sh\necho 'NVIDIA A100-SXM4-80GB, 81920'\necho 'NVIDIA L4, 23034'\necho 'NVIDIA GB10, [N/A]'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert probes.read_host(tmp_path).gpus == (
         HostGpu("NVIDIA A100-SXM4-80GB", 81920 << 20),
         HostGpu("NVIDIA L4", 23034 << 20),
+        HostGpu("NVIDIA GB10", 0),
     )
 
 
