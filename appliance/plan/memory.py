@@ -84,13 +84,16 @@ class Moment:
         return f"about {self.size / GIB:.0f} of {self.limit / GIB:.0f} GiB on each GPU: {parts}"
 
 
+def is_estimated(plan: RunPlan, shape: ModelShape) -> bool:
+    return plan.device in GPUS and shape.is_dense
+
+
 def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
     """`rollout`, `update`, `sync` and `save`; none for a device without a known memory or a model whose weights cannot
     be counted."""
-    gpu = GPUS.get(plan.device)
-    if gpu is None or not shape.is_dense:
+    if not is_estimated(plan, shape):
         return ()
-    limit = gpu.memory_gib * GIB
+    limit = GPUS[plan.device].memory_gib * GIB
     rollout = _engine_awake(plan, shape, limit=limit)
     beside, certain = "trainer's state", {"certain": True}
     offloads = plan.trainer.offload_parameters

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.plan.host import HostFacts, Limits
-from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, moments, peak, shape_on_cpu
+from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimated, moments, peak, shape_on_cpu
 from appliance.preflight import device
 from appliance.preflight.access import judge_access
 from appliance.preflight.container import judge_container
@@ -251,7 +251,7 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
         found.append(("memory", f"about {gib(peak(plan, of_host))}: {parts}"))
     for moment in moments(plan, shape) if shape else ():
         found.append((f"memory, {moment.name}", moment.text))
-    if shape and moments(plan, shape) and (offloaded := host_bytes(plan, shape)):
+    if shape and is_estimated(plan, shape) and (offloaded := host_bytes(plan, shape)):
         found.append(("memory, host", f"about {gib(offloaded)} of the trainer's state on each host"))
     found.append(("time", _time(plan)))
     return found

@@ -13,7 +13,7 @@ from appliance.plan.engines import (
     why_not_live,
 )
 from appliance.plan.host import HostFacts
-from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, moments
+from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_estimated, moments
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.recipe.schema import Attention
 from appliance.record.plan import RunPlan, Switching
@@ -90,7 +90,7 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
 
 def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
     """The trainer's state that lies in each host's own memory."""
-    needed = host_bytes(plan, shape) if shape and moments(plan, shape) else 0
+    needed = host_bytes(plan, shape) if shape and is_estimated(plan, shape) else 0
     if host.gpus and needed > host.memory_bytes:
         has = host.memory_bytes / GIB
         message = f"{needed / GIB:.0f} GiB of the trainer's state are offloaded, this host has {has:.0f}"
