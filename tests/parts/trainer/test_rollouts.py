@@ -98,13 +98,14 @@ def test_a_pause_is_never_ended_by_another_call() -> None:
         async def resume_generation(self) -> None:
             waiting.clear()
 
-    async def ask(engine: Stepping, one: asyncio.Lock) -> None:
+    async def ask(engine: Stepping, one: asyncio.Lock, *, after_s: float) -> None:
+        await asyncio.sleep(after_s)  # so that the next one waits for its pause when this one ends its own
         async with standing_still(engine, one=one):
             await asyncio.sleep(0.004)
 
     async def all_of_them() -> None:
         engine, one = Stepping(), asyncio.Lock()
-        await asyncio.wait_for(asyncio.gather(*(ask(engine, one) for _ in range(5))), timeout=5)
+        await asyncio.wait_for(asyncio.gather(*(ask(engine, one, after_s=0.007 * n) for n in range(5))), timeout=5)
 
     asyncio.run(all_of_them())
 

@@ -23,6 +23,7 @@ STAYS = "new rollout engines take over, the trainer stays"
 GRAPHS = "the engines hold CUDA graphs and compiled layers, which know one scheme"
 EXPERTS = "quantised experts cannot change their scheme while the engine runs"
 RANKS = "an engine of several ranks cannot change from one emulated scheme to another while it runs"
+ASLEEP = "on a GPU a layer that changed would keep memory while the engine sleeps"
 TWICE = "every validation in BF16 starts the engines twice"
 GPU = ("cluster.device=a100",)
 EMULATED = ("rollout.scheme=fp8", "quantization.emulate=true", "cluster.gpus_per_node=2")
@@ -56,6 +57,8 @@ def test_on_a_cpu_engines_change_live_and_the_whole_ladder_is_there() -> None:
     ("sets", "why"),
     [
         (GPU, GRAPHS),
+        ((*GPU, "trainer.forward=rollout"), ASLEEP),
+        (("cluster.device=h100", "rollout.scheme=fp8", "trainer.forward=rollout"), ASLEEP),
         ((*EMULATED, "rollout.tensor_parallel=2", "guard.actions=[raise-precision]"), RANKS),
     ],
 )
