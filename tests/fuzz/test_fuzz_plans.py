@@ -33,15 +33,16 @@ INPUTS = InputFacts(True, (), 0, None, True, True, "", (), True, Disks(DISK, che
 PARSER = OverridesParser.create()
 ENVIRONMENT = {
     name
-    for backends, capability in (((), (9, 0)), (("tensorboard",), (10, 0)))
+    for capability in (None, (9, 0), (10, 0))
     for name, _ in child_env(
         Path("/x"),
-        is_cpu=True,
+        is_cpu=capability is None,
         threads=1,
         kv_cache_gb=1,
         offline=True,
-        backends=backends,
+        backends=("tensorboard", "trackio"),
         own_engine=True,
+        one_flow=True,
         capability=capability,
     )
 }

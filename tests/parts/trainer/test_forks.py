@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -208,12 +207,14 @@ def test_a_process_with_threads_is_not_forked(address: Path) -> None:
         forks.start_server(address)
 
 
-def test_the_server_has_a_name_and_ends_with_the_driver(driver: psutil.Popen, ask: Callable) -> None:
+def test_the_server_has_a_name_and_ends_with_the_driver(
+    driver: psutil.Popen, ask: Callable, wait_until: Callable, is_alive: Callable
+) -> None:
     ask(TELLS)  # it serves by now
     (server,) = driver.children()
     assert Path(f"/proc/{server.pid}/comm").read_text() == f"{forks.NAME}\n"
     driver.kill()
-    assert server.wait(timeout=10) is None or not server.is_running()
+    wait_until(lambda: not is_alive(server.pid))
 
 
 def test_who_asks_and_dies_harms_nobody(driver: psutil.Popen, ask: Callable, address: Path) -> None:
@@ -239,10 +240,8 @@ def test_without_a_spare_python_spawns(driver: psutil.Popen, ask: Callable, vari
     assert [one["code"] for one in said] == [5, 5]
 
 
-def test_a_spare_ends_with_its_process(driver: psutil.Popen, ask: Callable) -> None:
-    """Nobody writes any more; who takes orphans may not have asked for its code yet."""
+def test_a_spare_ends_with_its_process(
+    driver: psutil.Popen, ask: Callable, wait_until: Callable, is_alive: Callable
+) -> None:
     spare = int(ask("import psutil; print(psutil.Process().children()[0].pid)", **{SPARE_VARIABLE: "1"}).stdout)
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(spare) and psutil.Process(spare).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(spare))
