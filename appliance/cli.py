@@ -378,10 +378,7 @@ def recipes_ls() -> None:
     """The shipped recipes, one a line, with what they do."""
     from appliance.recipe import library
 
-    names = library.names()
-    width = max(map(len, names), default=0)
-    for name in names:
-        console.out(f"{name:<{width}}  {library.summary(name)}")
+    console.out(console.table((name, library.summary(name)) for name in library.names()))
 
 
 @recipes.command("show")

@@ -77,9 +77,9 @@ def columns() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def say(text: str, *, style: str = "") -> None:
+def say(text: str) -> None:
     """Text for people on stderr: no markup, no line breaks of ours, and nothing that a terminal takes for a command."""
-    err_console().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+    err_console().print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:

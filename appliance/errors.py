@@ -129,7 +129,16 @@ class Interrupted(ApplianceError):
 
 def first_line(error: BaseException) -> str:
     """Of an error of somebody else's, for a message of ours: the first line of its text, or what kind it is."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return _lines(error)[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The same with the last line, which of a traceback is what was raised."""
+    return _lines(error)[-1].strip()
+
+
+def _lines(error: BaseException) -> list[str]:
+    return str(error).strip().splitlines() or [type(error).__name__]
 
 
 def _classes(root: type[ApplianceError]) -> Iterator[type[ApplianceError]]:

@@ -128,7 +128,7 @@ def revision(name: str, *, of: str = "") -> tuple[str, str]:
     commit, which is its own, a tag or a branch; empty: `main`."""
     if is_commit(of):
         return of, ""
-    commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, of)
+    commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, of=of)
     if commit:
         return commit, ""
     folder = cached_snapshot(name, revision=of)
@@ -137,27 +137,17 @@ def revision(name: str, *, of: str = "") -> tuple[str, str]:
 
 def data_commit(name: str) -> str:
     """The commit that `main` of a data set is on the hub now; empty where the hub does not say."""
+    return "" if is_offline() else _asked(name, kind="dataset")[0]
+
+
+def _asked(name: str, *, of: str = "", kind: str = "model") -> tuple[str, str]:
+    """(commit, why the hub gives none). kind: the hub's word for what it is."""
     from huggingface_hub import HfApi
 
     found: list[str] = []
 
     def ask() -> int:
-        found.append(HfApi().dataset_info(name, timeout=_ANSWERS_WITHIN_S).sha or "")
-        return 200
-
-    if not is_offline():
-        _status(ask)
-    return found[0] if found else ""
-
-
-def _asked(name: str, of: str) -> tuple[str, str]:
-    """(commit, why the hub gives none)."""
-    from huggingface_hub import HfApi
-
-    found: list[str] = []
-
-    def ask() -> int:
-        found.append(HfApi().model_info(name, revision=of or None, timeout=_ANSWERS_WITHIN_S).sha or "")
+        found.append(HfApi().repo_info(name, repo_type=kind, revision=of or None, timeout=_ANSWERS_WITHIN_S).sha or "")
         return 200
 
     code, why = _status(ask)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from appliance.errors import Interrupted, SavedAndStopped
 
@@ -15,12 +15,10 @@ _THAT_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def handled(
-    take: Callable[[int, FrameType | None], object], *, numbers: Sequence[signal.Signals] = _THAT_END
-) -> Iterator[None]:
+def handled(take: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """`take` gets the signals that come inside the block. A SIGHUP that is ignored (nohup) stays ignored. Call it from
     the main thread."""
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in _THAT_END}
     for number, handler in before.items():
         if number != signal.SIGHUP or handler != signal.SIG_IGN:
             signal.signal(number, take)
@@ -31,20 +29,17 @@ def handled(
             signal.signal(number, handler)
 
 
-class Interrupts:
+class Interrupts(contextlib.ExitStack):
     """Collects the signals while it is entered, by name and in their order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.names: list[str] = []
         self._heard_at = 0.0
-        self._handled = contextlib.ExitStack()
 
     def __enter__(self) -> Interrupts:
-        self._handled.enter_context(handled(self._take))
+        self.enter_context(handled(self._take))
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._handled.close()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()

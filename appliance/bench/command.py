@@ -19,11 +19,10 @@ from appliance.launch.side_job import (
     work_folder,
 )
 from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, write_result
-from appliance.plan.build import build_plan, installed_versions
+from appliance.plan.build import installed_versions
 from appliance.plan.engines import is_eager, layers_with_experts, quantises_experts
 from appliance.plan.host import HostFacts
-from appliance.preflight.probes import read_host
-from appliance.preflight.report import commits_for
+from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, PAYS_FROM, why_not
@@ -51,8 +50,7 @@ def run_bench(
         raise RecipeError([("--schemes: a scheme is named twice", "name each once; the first is the base")])
     parsed = parse_shapes(shapes) if shapes else None
     with work_folder(recipe.cluster.run_dir, command="bench") as folder:
-        host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
+        plan, host = plan_in(folder, recipe)
         _refuse_without_kernels(schemes, plan=plan, host=host)
         of_the_recipe = OF_THE_MODEL | OF_THE_DATA if parsed is None else frozenset()
         examine_for((plan,), host=host, about=OF_AN_ENGINE | of_the_recipe)

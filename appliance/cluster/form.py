@@ -26,7 +26,7 @@ from appliance.cluster.ray_command import (
     label_of,
     node_environment,
 )
-from appliance.errors import ApplianceError, PreflightError, ProcessDied
+from appliance.errors import ApplianceError, PreflightError, ProcessDied, last_line
 from appliance.plan.host import Ports
 from appliance.preflight.access import check_token, make_token
 from appliance.preflight.inputs import model_shape
@@ -193,7 +193,7 @@ class Cluster:
             try:
                 reports.append(ray.get(asked, timeout=_ANSWER_WITHIN_S))
             except ray.exceptions.RayError as error:
-                last = str(error).strip().splitlines()[-1]
+                last = last_line(error)
                 raise PreflightError(
                     f"{node.text}: did not say what it runs: {last}", hint="is it started from the same image?"
                 ) from error
@@ -331,7 +331,7 @@ def _connect(plan: RunPlan, *, address: str) -> None:
             return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:
-                last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+                last = last_line(error)
                 raise PreflightError(f"cluster {address}: {last}", hint="is it there, and the token right?") from error
             time.sleep(_LOOK_EVERY_S)
 

@@ -9,7 +9,6 @@ and one that was killed look the same on the network. The run's folder is on a f
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import secrets
@@ -21,12 +20,11 @@ from pathlib import Path
 import pydantic.dataclasses
 
 from appliance import hub
-from appliance.files import write_whole
-from appliance.patch import recorded, why_unfit
+from appliance.files import digest_of, write_whole
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
-from appliance.preflight.inputs import damage
+from appliance.preflight.inputs import damage, read_stack
 from appliance.preflight.probes import read_host
 from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
@@ -77,18 +75,17 @@ def describe_node(plan: RunPlan) -> NodeReport:
     run_dir = Path(plan.run_dir)
     write_notice(run_dir)
     model, model_problem = _model_seen(plan.model.path)
-    patches = sorted({name for each in plan.attestations for name in each.patches})
     return NodeReport(
         name=socket.gethostname(),
         python=platform.python_version(),
         fingerprint=fingerprint(),
         versions=tuple((name, version_of(name)) for name, _ in plan.pins),
         canary=_read(run_dir / CANARY_FILE),
-        plan=_hash_of(run_dir / PLAN_FILE),
+        plan=digest_of(run_dir / PLAN_FILE),
         model=model,
         model_problem=model_problem,
         facts=read_host(run_dir),
-        patches=tuple((name, why) for name in patches if (why := why_unfit(recorded()[name]))),
+        patches=read_stack(plan).patches,
     )
 
 
@@ -97,22 +94,17 @@ def _model_seen(model: str) -> tuple[str, str]:
     if not model.startswith("/"):
         return hub.revision(model)
     folder = Path(model)
-    seen = _hash_of(folder / "config.json")
+    seen = digest_of(folder / "config.json")
     if not seen:
         return "", "no such folder, or without config.json"
     parts = hub.missing_parts(folder)
     return seen, "; ".join(([f"it has no {' and no '.join(parts)}"] if parts else []) + list(damage(folder)))
 
 
-def _hash_of(file: Path) -> str:
-    text = _read(file)
-    return hashlib.sha256(text.encode()).hexdigest() if text else ""
-
-
 def _read(file: Path) -> str:
     try:
         return file.read_text()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

@@ -38,7 +38,7 @@ def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ..
     return (
         *_start(offer, ports=ports, ray_dir=ray_dir),
         "--head",
-        f"--port={ports.control}",
+        f"--port={ports.base}",
         f"--ray-client-server-port={ports.client}",
         "--include-dashboard=false",
         "--dashboard-host=127.0.0.1",

@@ -23,10 +23,10 @@ from docker.types import DeviceRequest, Mount, Ulimit
 
 from appliance import console, hub
 from appliance.errors import PreflightError, RecipeError
-from appliance.launch.command import new_run_dir, print_plan
+from appliance.launch.command import new_run_dir
 from appliance.launch.side_job import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.report import examine
+from appliance.preflight.report import examine, print_plan
 from appliance.recipe.rules import PATHS
 from appliance.recipe.schema import Recipe
 from appliance.record.code import code_of
@@ -157,28 +157,43 @@ def _client() -> docker.DockerClient:
 
 def _start(client: docker.DockerClient, order: Order) -> Container:
     try:
-        return client.containers.run(
-            order.image,
-            list(order.argv),
-            detach=True,
-            user=order.user,
-            working_dir=order.folder,
-            mounts=order.mounts(),
-            environment={HUB_TOKEN_VARIABLE: _TOKEN} if order.token else None,
-            read_only=True,
-            tmpfs={"/tmp": "exec,mode=1777"},
-            shm_size=order.shm_bytes,
-            ulimits=_GPU_LIMITS if order.gpus else [],
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
-            network_mode=order.network or None,
-            device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if order.gpus else None,
-        )
-    except ImageNotFound as error:
-        flavour = "image-gpu" if order.gpus else "image"
-        raise PreflightError(f"there is no image {order.image}", hint=f"build it with `make {flavour}`") from error
+        try:
+            container = _created(client, order)
+        except ImageNotFound:
+            if order.image.startswith(f"{IMAGE_NAME}:"):
+                flavour = "image-gpu" if order.gpus else "image"
+                hint = f"build it with `make {flavour}`"
+                raise PreflightError(f"there is no image {order.image}", hint=hint) from None
+            console.say(f"fetching {order.image}")
+            client.images.pull(order.image)
+            container = _created(client, order)
+        try:
+            container.start()
+        except APIError:
+            container.remove(force=True, v=True)
+            raise
     except APIError as error:
         raise PreflightError(f"the container does not start: {error.explanation or error}") from error
+    return container
+
+
+def _created(client: docker.DockerClient, order: Order) -> Container:
+    return client.containers.create(
+        order.image,
+        list(order.argv),
+        user=order.user,
+        working_dir=order.folder,
+        mounts=order.mounts(),
+        environment={HUB_TOKEN_VARIABLE: _TOKEN} if order.token else None,
+        read_only=True,
+        tmpfs={"/tmp": "exec,mode=1777"},
+        shm_size=order.shm_bytes,
+        ulimits=_GPU_LIMITS if order.gpus else [],
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges:true"],
+        network_mode=order.network or None,
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if order.gpus else None,
+    )
 
 
 def _follow(container: Container, *, heard: list[int]) -> None:

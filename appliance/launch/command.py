@@ -20,7 +20,7 @@ from appliance.launch.side_job import raise_on_errors, stop_on_errors
 from appliance.launch.train import Step, run_training
 from appliance.plan.derive import steps_of
 from appliance.preflight.finding import Finding, has_error
-from appliance.preflight.report import as_json, examine, lines, plan_as
+from appliance.preflight.report import as_json, examine, lines, print_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
@@ -185,12 +185,6 @@ def run_check(recipe: Recipe, *, typed: str, json_mode: bool) -> None:
         can = [] if has_error(findings) else [f"{typed}: this host can run {its}"]
         console.show("\n".join([*lines(findings), *can]))
     raise_on_errors(findings)
-
-
-def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool, full: bool = False) -> None:
-    """On stdout, the findings with it."""
-    text = plan_as(plan, recipe=recipe, findings=findings, json_mode=json_mode, full=full, columns=console.columns())
-    (console.out if json_mode else console.show)(text)
 
 
 def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:

@@ -11,11 +11,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from appliance import console
-from appliance.errors import ApplianceError, EngineError, Interrupted, PreflightError, error_class
+from appliance.errors import ApplianceError, EngineError, PreflightError, error_class
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity, lines
@@ -25,7 +25,6 @@ from appliance.recipe.text import full_path
 from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write
-from appliance.signals import handled
 from appliance.tasks.prepare import is_prepared
 
 _LOOK_EVERY_S = 0.2
@@ -68,13 +67,10 @@ def run_child(
     if code:
         failure = first_failure(folder)
         is_told = failure is not None and failure.exit_code not in (None, ApplianceError.exit_code)
-        if is_told and failure.hint:
-            raise (error_class(failure.error) or EngineError).retold(failure.what, hint=failure.hint)
-        kept = _keep(log, beside=folder, command=command)
-        if is_told:
-            raise (error_class(failure.error) or EngineError).retold(failure.what, hint=f"its log: {kept}")
-        message = failure.what if failure else f"{command}: {module[0]} ended with code {code}"
-        raise EngineError(message, hint=f"its log: {kept}")
+        kind = (error_class(failure.error) if is_told else None) or EngineError
+        what = failure.what if failure else f"{command}: {module[0]} ended with code {code}"
+        hint = failure.hint if is_told else ""
+        raise kind.retold(what, hint=hint or f"its log: {_keep(log, beside=folder, command=command)}")
 
 
 def _keep(log: Path, *, beside: Path, command: str) -> Path:
@@ -89,7 +85,7 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
-    with log.open("wb") as out, handled(_end, numbers=(signal.SIGTERM,)):
+    with log.open("wb") as out:
         process = subprocess.Popen(
             module_argv(*module),
             stdout=out,
@@ -107,10 +103,6 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
             process.wait()
     tick()
     return process.returncode
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("stopped by SIGTERM")  # what was begun is cleaned up, as it is after Ctrl-C
 
 
 @contextlib.contextmanager
@@ -161,7 +153,8 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
 def examine_for(plans: Iterable[RunPlan], *, host: HostFacts, about: frozenset[str]) -> None:
     """Say what preflight finds about the plans, of the codes that the command needs. Raises PreflightError when one is
     an error."""
-    found = [finding for plan in plans for finding in judge(plan, host=host, inputs=read_inputs(plan, ask_hub=True))]
+    read = partial(read_inputs, ask_hub=True, run_code=False)  # nothing here uses the task's code
+    found = [finding for plan in plans for finding in judge(plan, host=host, inputs=read(plan))]
     stop_on_errors([finding for finding in dict.fromkeys(found) if finding.code in about])
 
 

@@ -48,7 +48,6 @@ from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
 from appliance.terms.environment import (
     LOG_DIR_VARIABLE,
-    LONGEST_RAY_DIR,
     PLAN_VARIABLE,
     RAY_DIR_VARIABLE,
     RAY_OWN,
@@ -373,12 +372,9 @@ def make_ray_dir(wanted: str) -> Path:
     """Make the folder, private to this user: Ray opens its own one in it to everybody, and the token lies beside that.
     What a run that was killed left there is removed first.
 
-    Raises PreflightError when it cannot be made, is too long for a socket, or belongs to somebody else.
+    Raises PreflightError when it cannot be made, or belongs to somebody else.
     """
     folder = Path(wanted)
-    if len(os.fsencode(folder)) > LONGEST_RAY_DIR:
-        problem = f"{folder}: too long for Ray's sockets, which have {LONGEST_RAY_DIR} bytes for it"
-        raise PreflightError(problem, hint="set TMPDIR to a short path such as /tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
             found = folder.lstat()

@@ -104,10 +104,6 @@ class Ports:
     base: int = DEFAULT_BASE
 
     @property
-    def control(self) -> int:
-        return self.base
-
-    @property
     def client(self) -> int:
         return self.base + 7
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from appliance import hub
+from appliance import console, hub
 from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import estimates, judge
@@ -79,30 +79,25 @@ def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool
     return hub.data_commit(name) if name and ask_hub and not (original and original.data == name) else ""
 
 
-def commits_for(recipe: Recipe) -> dict[str, str]:
-    """For build_plan: the commits that the recipe's `model.revision` and `task.data` are; empty without one, and where
-    that cannot be told."""
+def plan_in(folder: Path, recipe: Recipe, *, host: HostFacts | None = None) -> tuple[RunPlan, HostFacts]:
+    """For a command that is no training: the plan of its work in a folder, with the commits that `model.revision` and
+    `task.data` are, where they are named and the hub tells. host: None: it is read. Raises as build_plan."""
+    host = host or read_host(folder)
     name, wanted = hub_name(recipe), recipe.model.revision
     commit = hub.revision(name, of=wanted)[0] if name and wanted else ""
-    return {"commit": commit, "data_commit": _data_commit(recipe, original=None, ask_hub=True)}
+    of_the_data = _data_commit(recipe, original=None, ask_hub=True)
+    return build_plan(recipe, run_dir=folder, host=host, commit=commit, data_commit=of_the_data), host
 
 
-def plan_as(
-    plan: RunPlan,
-    *,
-    recipe: Recipe,
-    findings: list[Finding],
-    json_mode: bool,
-    full: bool = False,
-    columns: int | None = None,
-) -> str:
-    """The plan with the findings attached, as JSON or as text. full, columns: as plan_text."""
+def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool, full: bool = False) -> None:
+    """On stdout, the findings with it. full: with the resolved recipe and the child."""
     if json_mode:
         document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": plan.model_dump(mode="json")}
-        return json.dumps({**document, "findings": as_json(findings)}, indent=2)
+        console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
+        return
     needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan))
-    recipe_yaml = to_yaml(recipe) if full else ""
-    return plan_text(plan, needs=needs, findings=lines(findings), recipe_yaml=recipe_yaml, columns=columns)
+    text, columns = to_yaml(recipe) if full else "", console.columns()
+    console.show(plan_text(plan, needs=needs, findings=lines(findings), recipe_yaml=text, columns=columns))
 
 
 def plan_text(

@@ -28,10 +28,8 @@ from appliance.launch.side_job import (
     work_folder,
 )
 from appliance.launch.train import Step
-from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
-from appliance.preflight.probes import read_host
-from appliance.preflight.report import commits_for
+from appliance.preflight.report import plan_in
 from appliance.processes import module_argv
 from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
 from appliance.profile.uaq import SCALING
@@ -58,8 +56,7 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
     """Make the recipe's profile, or find it, and show it. output: a folder; None leaves it in the cache. Raises
     RecipeError for a scheme without a profile, PreflightError, EngineError and NumericsError as the child does."""
     with work_folder(recipe.cluster.run_dir, command=_COMMAND) as folder:
-        host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
+        plan, host = plan_in(folder, recipe)
         if plan.profile is None:
             message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
             hint = f"use {' or '.join(f'`{each}`' for each in PROFILED)}, and quantization.profile `auto`"
@@ -78,8 +75,7 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
     nothing: raises RecipeError for an output that is there, PreflightError for one that cannot be written."""
     beside = output.parent / f"{output.stem}-profile"  # unlike with_name it takes `.`, which is then there already
     with work_folder(recipe.cluster.run_dir, command="setup") as folder:
-        host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
+        plan, host = plan_in(folder, recipe)
         _refuse_existing(output, *((beside,) if plan.profile else ()))
         examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         with new_folder(output.absolute().parent, option="-o"):

@@ -9,10 +9,9 @@ Legend: T response tokens of one step, sequence after sequence, padding already 
     chi2 = mean(w^2) - 1                     the chi-square divergence of the trainer from the rollout
     ppl_gap = mean over sequences of exp(-mean(log p_trainer)) - exp(-mean(log p_rollout)), positive where the trainer
               is the less sure of what was sampled
-By length every statistic is a function of sums over a group of tokens, of x, d = w - 1, d^2 and d - x:
-    weight mean = 1 + mean(d)   weight std = sqrt(mean(d^2) - mean(d)^2)   chi2 = mean(d^2) + 2 mean(d)
-    ess = (1 + mean(d))^2 / (1 + chi2)
-d and not w, because w is near 1: a spread of 1e-6 is lost in the last digits of w^2, and is 1e-12 in d^2.
+Every statistic is a function of sums over a group of tokens, of x, w, w^2, d = w - 1, d^2 and d - x:
+    weight std = sqrt(mean(d^2) - mean(d)^2)   chi2 = mean(d^2) + 2 mean(d)
+of d, because w is near 1: a spread of 1e-6 is lost in the last digits of w^2, and is 1e-12 in d^2.
 
 Where it is to be none, both sides trace one sequence: `first_difference` is the layer to look at.
 """
@@ -30,12 +29,12 @@ from torch import Tensor
 from appliance.errors import NumericsError
 
 BUCKET_EDGES = (16, 64, 256, 1024, 4096, 16384)  # tokens; the longest sequence of each bucket, the last has no end
-_NOT_FINITE = "a log-probability of this step's rollouts is not finite"
+FARTHEST = 300.0  # nats below 0: with log-probs within it squared weights and perplexities are finite, and their sums
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One step's mismatch; units in the module's legend, probabilities and fractions 0..1."""
+    """Of one step; units in the module's legend, probabilities and fractions 0..1, weights before truncation."""
 
     k3_kl: float
     kl: float
@@ -49,31 +48,9 @@ class Mismatch:
 
 
 def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None) -> Mismatch:
-    """Statistics before truncation, and the share of tokens whose weight is above `cap` (0 where cap is None).
-
-    trainer_T, rollout_T: [T] log-probabilities in nats, T > 0.  cap: > 0.
-    Raises NumericsError when a value is not finite, ValueError when T is 0 or the lengths differ.
-    Source: Yao et al. 2025 (weights), Schulman 2020, "Approximating KL divergence" (k1, k3).
-    """
-    if trainer_T.shape != rollout_T.shape or trainer_T.numel() == 0:
-        raise ValueError(f"two equally long, non-empty vectors are needed, got {trainer_T.shape} and {rollout_T.shape}")
-    trainer, rollout = trainer_T.double(), rollout_T.double()
-    x_T = trainer - rollout
-    w_T = x_T.exp()
-    if not bool((torch.isfinite(x_T) & torch.isfinite(w_T)).all()):  # exp(-inf) is a finite weight, and exp(800) is not
-        raise NumericsError(_NOT_FINITE)
-    diff_T = (trainer.exp() - rollout.exp()).abs()
-    return Mismatch(
-        k3_kl=float((torch.expm1(x_T) - x_T).mean()),
-        kl=float(-x_T.mean()),
-        probs_diff_mean=float(diff_T.mean()),
-        probs_diff_max=float(diff_T.max()),
-        weight_mean=float(w_T.mean()),
-        weight_std=float(w_T.std(correction=0)),
-        weight_max=float(w_T.max()),
-        ess=min(1.0, float(w_T.sum() ** 2 / (w_T.numel() * (w_T**2).sum()))),  # rounding can reach 1 + 2^-52
-        truncated_fraction=0.0 if cap is None else float((w_T > cap).double().mean()),
-    )
+    """As measure_by_length, of tokens that belong to no sequences."""
+    one_S = torch.tensor([trainer_T.numel()])
+    return measure_by_length(trainer_T, rollout_T=rollout_T, length_S=one_S, cap=cap).whole
 
 
 @dataclass(frozen=True)
@@ -90,21 +67,13 @@ class LargestDifference:
 
 
 @dataclass(frozen=True)
-class LengthBucket:
-    """Sequences of `min_tokens` to `max_tokens` response tokens (None: no end), and the mismatch of their tokens. Units
-    in the module's legend; fractions 0..1; weights before truncation."""
+class LengthBucket(Mismatch):
+    """Sequences of `min_tokens` to `max_tokens` response tokens (None: no end), and the mismatch of their tokens."""
 
     min_tokens: int
     max_tokens: int | None
     num_sequences: int
     num_tokens: int
-    kl: float
-    k3_kl: float
-    weight_mean: float
-    weight_std: float
-    weight_max: float
-    ess: float
-    truncated_fraction: float
     ppl_gap: float
     chi2: float
     largest: LargestDifference
@@ -125,7 +94,8 @@ def measure_by_length(
 
     trainer_T, rollout_T: [T] log-probabilities in nats, T > 0.  length_S: [S] int64, tokens of each sequence, sum T; a
     sequence without tokens counts nowhere.  cap: > 0, None where nothing is truncated.  edges: growing, tokens.
-    Raises NumericsError when a value is not finite, ValueError when the lengths do not fit.
+    Raises NumericsError when a value is not finite, which no pair within FARTHEST causes, ValueError when the lengths
+    do not fit.  Source: Yao et al. 2025 (weights), Schulman 2020, "Approximating KL divergence" (k1, k3).
     """
     length_S = length_S.cpu().long()
     if trainer_T.shape != rollout_T.shape or trainer_T.numel() == 0 or int(length_S.sum()) != trainer_T.numel():
@@ -144,13 +114,14 @@ def measure_by_length(
 
 @dataclass(frozen=True)
 class _Sequences:
-    """What is left of each sequence: sums over its tokens (in the order of _reduce), its largest weight and difference.
-    row_S: its row in the batch.  position_S: of the largest difference."""
+    """What is left of each sequence: sums over its tokens (in the order of _reduce), the largest weight and
+    differences.  row_S: its row in the batch.  position_S: of the largest difference."""
 
     row_S: Tensor
     length_S: Tensor
     sums_SC: Tensor
     weight_max_S: Tensor
+    diff_max_S: Tensor
     largest_S: Tensor
     position_S: Tensor
     ppl_gap_S: Tensor
@@ -160,13 +131,14 @@ def _reduce(trainer_T: Tensor, rollout_T: Tensor, *, length_S: Tensor, cap: floa
     row_S = length_S.nonzero().flatten()
     length_S = length_S[row_S]
     x_T = trainer_T - rollout_T
-    d_T = torch.expm1(x_T)
-    above_T = torch.zeros_like(x_T) if cap is None else (x_T.exp() > cap).double()
-    columns = (x_T, d_T, d_T * d_T, d_T - x_T, above_T, trainer_T, rollout_T)
+    w_T, d_T = x_T.exp(), torch.expm1(x_T)
+    above_T = torch.zeros_like(x_T) if cap is None else (w_T > cap).double()
+    diff_T = (trainer_T.exp() - rollout_T.exp()).abs()
+    columns = (x_T, w_T, w_T * w_T, d_T, d_T * d_T, d_T - x_T, above_T, diff_T, trainer_T, rollout_T)
     sums_SC = torch.stack([torch.segment_reduce(each_T, "sum", lengths=length_S) for each_T in columns], dim=1)
     ppl_S2 = (-sums_SC[:, -2:] / length_S[:, None]).exp()
     if not bool(torch.isfinite(sums_SC).all() & torch.isfinite(ppl_S2).all()):  # a sum keeps what is not finite
-        raise NumericsError(_NOT_FINITE)
+        raise NumericsError("a log-probability of this step's rollouts is not finite, or far from any that is sampled")
     most_S = torch.segment_reduce(x_T.abs(), "max", lengths=length_S)
     is_most_T = x_T.abs() == most_S.repeat_interleave(length_S)
     place_T = torch.arange(len(x_T), dtype=torch.float64).where(is_most_T, math.inf)  # exact up to 2^53
@@ -175,7 +147,8 @@ def _reduce(trainer_T: Tensor, rollout_T: Tensor, *, length_S: Tensor, cap: floa
         row_S=row_S,
         length_S=length_S,
         sums_SC=sums_SC,
-        weight_max_S=torch.segment_reduce(d_T, "max", lengths=length_S) + 1,
+        weight_max_S=torch.segment_reduce(w_T, "max", lengths=length_S),
+        diff_max_S=torch.segment_reduce(diff_T, "max", lengths=length_S),
         largest_S=x_T[place_S],
         position_S=place_S - (length_S.cumsum(0) - length_S),
         ppl_gap_S=ppl_S2[:, 0] - ppl_S2[:, 1],
@@ -184,8 +157,8 @@ def _reduce(trainer_T: Tensor, rollout_T: Tensor, *, length_S: Tensor, cap: floa
 
 def _bucket(sequences: _Sequences, inside_S: Tensor, *, low: int, high: int | None) -> LengthBucket:
     num_tokens = int(sequences.length_S[inside_S].sum())
-    x, d, d_squared, k3, above_cap, *_ = (sequences.sums_SC[inside_S].sum(dim=0) / num_tokens).tolist()
-    chi2 = d_squared + 2 * d
+    means = sequences.sums_SC[inside_S].sum(dim=0) / num_tokens
+    x, w, w_squared, d, d_squared, k3, above_cap, diff, *_ = means.tolist()
     largest = sequences.largest_S[inside_S].abs().argmax()
     return LengthBucket(
         min_tokens=low,
@@ -194,13 +167,15 @@ def _bucket(sequences: _Sequences, inside_S: Tensor, *, low: int, high: int | No
         num_tokens=num_tokens,
         kl=-x,
         k3_kl=k3,
-        weight_mean=1 + d,
+        probs_diff_mean=diff,
+        probs_diff_max=float(sequences.diff_max_S[inside_S].max()),
+        weight_mean=w,
         weight_std=math.sqrt(max(0.0, d_squared - d**2)),  # rounding can reach below 0
         weight_max=float(sequences.weight_max_S[inside_S].max()),
-        ess=min(1.0, (1 + d) ** 2 / (1 + chi2)),  # and above 1
+        ess=min(1.0, w**2 / w_squared),  # and above 1
         truncated_fraction=above_cap,
         ppl_gap=float(sequences.ppl_gap_S[inside_S].mean()),
-        chi2=chi2,
+        chi2=d_squared + 2 * d,
         largest=LargestDifference(
             nats=float(sequences.largest_S[inside_S][largest]),
             sequence=int(sequences.row_S[inside_S][largest]),

@@ -65,11 +65,15 @@ def copy(name: str, *, target: Path) -> Path:
     """Copy a recipe to a file or into a folder; returns the new file. Never overwrites: raises RecipeError."""
     content = text(name)  # first: what cannot be read leaves no empty file
     destination = target / find(name).name if os.path.isdir(target) else target
+    is_made = False
     try:
         with destination.open("x", encoding="utf-8") as file:
+            is_made = True
             file.write(content)
     except FileExistsError:
         raise RecipeError([(f"{destination}: the file exists", "give another name")]) from None
     except OSError as error:
+        if is_made:
+            destination.unlink()
         raise RecipeError([(f"{destination}: cannot be written: {error.strerror}", "")]) from error
     return destination

@@ -37,20 +37,13 @@ PATHS = (
 )
 OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "rewards", "tools", "max_turns")
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-AVAILABLE_ALGORITHMS = tuple(kind for kind in AlgorithmKind if kind is not AlgorithmKind.PPO)  # which needs a critic
 
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
+    rules = (_model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
     rules = (*rules, _batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
-
-
-def _availability(recipe: Recipe) -> Iterator[Broken]:
-    if recipe.algorithm.kind not in AVAILABLE_ALGORITHMS:
-        message = f"`{recipe.algorithm.kind}` is not available in this version"
-        yield Broken(("algorithm.kind",), message, f"use one of {listed(AVAILABLE_ALGORITHMS)}")
 
 
 def _model(recipe: Recipe) -> Iterator[Broken]:

@@ -31,7 +31,6 @@ class AlgorithmKind(StrEnum):
     DAPO = "dapo"
     DR_GRPO = "dr-grpo"
     GSPO = "gspo"
-    PPO = "ppo"
 
 
 PRESETS: dict[AlgorithmKind, dict[str, str]] = {

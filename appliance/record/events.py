@@ -286,15 +286,15 @@ class Tail:
         self._path = path
         self._offset = 0
 
-    def read(self, *, most: int | None = None) -> list[str]:
+    def read(self, *, most: int | None = None, half: bool = False) -> list[str]:
         """The lines that were completed since the last call, without their line ends. Raises OSError. most: this many
-        at once, the others with the next call; None: all."""
+        at once, the others with the next call; None: all.  half: a last line that is not, too: nobody completes it."""
         lines: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             for raw in itertools.islice(file, most):
-                if raw.endswith(b"\n"):
-                    lines.append(raw[:-1].decode(errors="replace"))
+                if half or raw.endswith(b"\n"):
+                    lines.append(raw.removesuffix(b"\n").decode(errors="replace"))
                     self._offset += len(raw)
         return lines
 

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import time
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +31,7 @@ RUN_FILE = "run.json"
 LOGS = "logs"
 STOP_FILE = ".stop"
 _LOCK_FILE = ".lock"
+_LOOKING_TAKES_S = 1.0
 
 
 class RunStatus(StrEnum):
@@ -65,13 +67,24 @@ class Session:
         self.record = record
         self._lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_lock()
         except BlockingIOError:
             if must_lock:
                 self.release()
                 raise
         except OSError:  # a network file system may have no locks; has_launcher then believes run.json
             pass
+
+    def _take_lock(self) -> None:
+        """Who just looks has it for a moment."""
+        deadline = time.monotonic() + _LOOKING_TAKES_S
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     @property
     def log_dir(self) -> Path:
@@ -180,7 +193,7 @@ def has_launcher(run_dir: Path) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
     except OSError:
         return True
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
-from appliance.record.events import Tail
+from appliance.record.events import LINES_AT_ONCE, Tail
 from appliance.record.liveness import STACKS_FOLDER
 from appliance.record.session import has_launcher, log_dir, read_record
 from appliance.report import summary
@@ -36,37 +36,44 @@ def print_logs(
         folder = log_dir(run_dir, attempt=attempt or read_record(run_dir).attempt)
     except (OSError, ValueError) as error:
         raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
-    if follow:
-        _follow(folder, which=which, run_dir=run_dir, pause=pause)
-    with reading(run_dir):
-        chosen = _chosen(run, folder=folder, which=which)  # raises where there is none
-    if follow:
-        return
-    for path in chosen:
-        console.say(f"== {summary.typed_path(path)}")
-        for line in _lines(path, run_dir=run_dir):
-            _show(line)
+    tails: dict[Path, Tail] = {}
+    lives = True
+    while lives:
+        lives = follow and has_launcher(run_dir)
+        with reading(run_dir):
+            found = _logs(folder, which=which)
+        for path in found:
+            if path not in tails:
+                console.say(f"== {summary.typed_path(path)}")
+                tails[path] = Tail(path)
+            for line in _lines(tails[path], run_dir=run_dir, half=not lives):
+                _show(line)
+        if lives:
+            pause(_LOOK_EVERY_S)
+    if not tails:
+        raise _none(run, folder=folder, which=which)
 
 
-def _lines(path: Path, *, run_dir: Path) -> Iterator[str]:
+def _lines(tail: Tail, *, run_dir: Path, half: bool) -> Iterator[str]:
     """As they are read: a log may be long. What goes wrong with a line that was given is not our reading."""
-    with reading(run_dir), path.open(errors="replace") as file:
-        for line in file:
-            yield line.rstrip("\n")
+    while True:
+        with reading(run_dir):
+            lines = tail.read(most=LINES_AT_ONCE, half=half)
+        if not lines:
+            return
+        yield from lines
 
 
-def _chosen(run: str, *, folder: Path, which: str | None) -> list[Path]:
-    found = _logs(folder, which=which)
-    if found:
-        return found
+def _none(run: str, *, folder: Path, which: str | None) -> RecipeError:
+    """Why there is nothing to show."""
     attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
     if attempts and int(folder.name) not in attempts:
         numbers = ", ".join(map(str, attempts))
-        raise RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"there are those of: {numbers}")])
+        return RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"there are those of: {numbers}")])
     there = [path.stem for path in _logs(folder, which=None)]
     if which is None or not there:
-        raise RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
-    raise RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
+        return RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
+    return RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
 
 
 def _logs(folder: Path, *, which: str | None) -> list[Path]:
@@ -77,26 +84,6 @@ def _logs(folder: Path, *, which: str | None) -> list[Path]:
     if which is None:
         return [logs[name] for name in order]
     return stacks if which == STACKS_FOLDER else [logs[name] for name in order if name == which]
-
-
-def _follow(folder: Path, *, which: str | None, run_dir: Path, pause: Callable[[float], None]) -> None:
-    """Until the run's launcher is gone, and once more."""
-    tails: dict[Path, Tail] = {}
-    lives = True
-    while lives:
-        lives = has_launcher(run_dir)
-        with reading(run_dir):
-            found = _logs(folder, which=which)
-        for path in found:
-            if path not in tails:
-                console.say(f"== {summary.typed_path(path)}")
-                tails[path] = Tail(path)
-            with reading(run_dir):
-                lines = tails[path].read()
-            for line in lines:
-                _show(line)
-        if lives:
-            pause(_LOOK_EVERY_S)
 
 
 def _show(line: str) -> None:

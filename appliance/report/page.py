@@ -102,6 +102,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         events=rows,
         events_left_out=left_out,
         validation=validation,
+        val_how=view.state.val_how,
         validation_by_step=_by_step(validation) if _are_short(validation) else [],
         training=training,
         training_is_short=_are_short(training),

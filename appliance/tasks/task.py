@@ -168,6 +168,8 @@ class Task:
             )
         if "val" in found:
             held = found["val"].problems[: size or None]
+            if len(held) < size:
+                notes.append(f"val: its {len(held)} problems are fewer than `task.val_size`, {size}; all are taken")
         elif left and (usual or not val_sets):
             key = f"task.{_key(usual)}.size" if usual else "task.val_size"
             faults += _cannot_hold_out(left, path=train_file or "the data set", val_size=size, key=key)

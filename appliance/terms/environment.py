@@ -34,7 +34,7 @@ IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # vLLM's core with who
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/join.py
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
 ENGINE_VENDOR = "appliance"  # under this name trainer/verl_engine.py registers an engine of verl's
-LONGEST_RAY_DIR = 36  # bytes of the folder that has RAY_OWN in it
+_LONGEST_RAY_DIR = 36  # bytes of the folder that has RAY_OWN in it
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 _KUBERNETES_VARIABLE = "RAY_ENABLE_K8S_TOKEN_AUTH"  # has Kubernetes judge tokens, which knows none of ours
 _VERL_SOCKET = "rl-colocate-zmq-"
@@ -184,4 +184,4 @@ def temporary_env(folder: Path) -> dict[str, str]:
 def short_root(temporary: Path, *, length: int) -> Path:
     """Where a folder may lie that has RAY_OWN in it: a long temporary folder is not used. length: of its name, bytes. A
     socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them."""
-    return temporary if len(os.fsencode(temporary)) + 1 + length <= LONGEST_RAY_DIR else Path("/tmp")
+    return temporary if len(os.fsencode(temporary)) + 1 + length <= _LONGEST_RAY_DIR else Path("/tmp")

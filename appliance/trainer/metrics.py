@@ -35,7 +35,7 @@ from transfer_queue import KVBatchMeta
 from appliance.corrections.objective import KlPlace
 from appliance.errors import TrainingError
 from appliance.guard.policy import Action
-from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_length, measure_mismatch
+from appliance.quant.mismatch import FARTHEST, Mismatch, MismatchByLength, measure_by_length
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
@@ -71,8 +71,8 @@ class StepTelemetry:
 
     tokens_mean: of a sequence, those that count.
 
-    nonfinite_fraction: tokens of which a log-probability is not finite, 0..1. Where there are some, no number of
-    `mismatch` is finite either, and in `by_length` they count as equal.  seconds: that measuring took.
+    nonfinite_fraction: tokens of which a log-probability is not finite or beyond FARTHEST, 0..1. Where there are some,
+    no number of `mismatch` is finite, and in `by_length` they count as equal.  seconds: that measuring took.
 
     differing_tokens: whose two log-probs are not the same float32.
 
@@ -141,23 +141,23 @@ def _compared(trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: fl
     broken = float((~finite_pairs(trainer_T, rollout_T)).double().mean())
     if broken:
         trainer_T, rollout_T = with_finite_pairs(trainer_T, rollout_T)
-    mismatch = measure_mismatch(trainer_T, rollout_T=rollout_T, cap=cap)
+    by_length = measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap)
+    unknown = Mismatch(**{field.name: math.nan for field in dataclasses.fields(Mismatch)})
     return {
-        "mismatch": Mismatch(**dict.fromkeys(dataclasses.asdict(mismatch), math.nan)) if broken else mismatch,
-        "by_length": measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap),
+        "mismatch": unknown if broken else by_length.whole,
+        "by_length": by_length,
         "nonfinite_fraction": broken,
         "differing_tokens": differing,
     }
 
 
 def finite_pairs(trainer: Tensor, rollout: Tensor) -> Tensor:
-    """Where both log-probs are finite, and the weight that they make is. As measure_mismatch asks for it."""
-    x = trainer.double() - rollout.double()
-    return torch.isfinite(x) & torch.isfinite(x.exp())
+    """Where both log-probs are what measure_by_length takes."""
+    return (trainer.abs() <= FARTHEST) & (rollout.abs() <= FARTHEST)
 
 
 def with_finite_pairs(trainer: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
-    """Both at 0 nats where one of them is not finite: nothing may be learned from such a step, but its numbers must
+    """Both at 0 nats where they are no finite pair: nothing may be learned from such a step, but its numbers must
     pass through what follows."""
     good = finite_pairs(trainer, rollout)
     return trainer.where(good, 0.0), rollout.where(good, 0.0)

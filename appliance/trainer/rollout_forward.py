@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 from verl.utils.tensordict_utils import get
@@ -311,6 +312,7 @@ class RolloutForward:
             head_dim=size,
             cos_sin=self._cos_sin(positions_T.device),
             scale=size**-0.5,
+            window=_window_of(config),
             trace=trace,
         )
         x: Tensor = batch.note("model.embed_tokens", model.model.embed_tokens(input_ids)[0])
@@ -329,6 +331,12 @@ class RolloutForward:
             with_entropy=self.holds or not torch.is_grad_enabled(),
         )
         return CausalLMOutputForPPO(log_probs=log_probs_T[None], entropy=None if entropy_T is None else entropy_T[None])
+
+
+def _window_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that a token sees at most, in vLLM: with layers of several kinds its dense families have none at all."""
+    is_alike = all(each == "sliding_attention" for each in getattr(config, "layer_types", None) or ())
+    return getattr(config, "sliding_window", None) or None if is_alike else None
 
 
 _PRESENT: list[RolloutForward] = []  # of this process: verl builds the model, and another of its objects sends weights

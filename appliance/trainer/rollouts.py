@@ -30,7 +30,7 @@ from tensordict import TensorDict, is_non_tensor
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from appliance.errors import EngineError, TrainingError
+from appliance.errors import EngineError, TrainingError, last_line
 from appliance.record.liveness import Heartbeat
 from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Graded, Shaping, set_metrics
@@ -194,7 +194,7 @@ class Rollouts:
         if isinstance(error, EngineError):
             raise error
         kind = EngineError if isinstance(error, RayError) else TrainingError
-        raise kind(f"rollouts failed: {type(error).__name__}: {_last_line(error)}", hint=_HINT) from error
+        raise kind(f"rollouts failed: {type(error).__name__}: {last_line(error)}", hint=_HINT) from error
 
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled():
@@ -408,7 +408,7 @@ def _named(error: RayError, *, engine: int) -> EngineError:
     elif "EngineDeadError" in type(error).__name__:  # Ray names the cause so
         problem = "died: its core process is gone"
     else:
-        problem = f"failed: {type(error).__name__}: {_last_line(error)}"
+        problem = f"failed: {type(error).__name__}: {last_line(error)}"
     return EngineError(f"rollout engine {engine} {problem}", hint=_HINT)
 
 
@@ -496,8 +496,3 @@ def _rows(batch: TensorDict) -> list[dict[str, Any]]:
     """A batch of verl's data set, row by row."""
     columns = {key: value.tolist() if is_non_tensor(value) else value for key, value in batch.items()}
     return [{key: column[index] for key, column in columns.items()} for index in range(len(batch))]
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no message"

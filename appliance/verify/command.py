@@ -18,10 +18,9 @@ from appliance.launch.side_job import (
     run_child,
     work_folder,
 )
-from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
-from appliance.preflight.report import commits_for
+from appliance.preflight.report import plan_in
 from appliance.profile.job import find_profile, job_of_plan
 from appliance.quant.files import read_file_header
 from appliance.recipe.schema import Recipe, SchemeChoice
@@ -45,10 +44,8 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
     """
     with work_folder(recipe.cluster.run_dir, command="verify") as folder:
         host = read_host(folder)
-        plans = [
-            build_plan(each, run_dir=folder, host=host, **commits_for(each))
-            for each in _recipes(recipe, schemes=schemes, emulate=emulate)
-        ]
+        asked_for = _recipes(recipe, schemes=schemes, emulate=emulate)
+        plans = [plan_in(folder, each, host=host)[0] for each in asked_for]
         plan, asked = plans[0], _asked(plans)
         _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
         examine_for(plans, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)

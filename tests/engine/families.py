@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=1,
         tie_word_embeddings=False,
     ),
-    "mistral": _family("Mistral", head_dim=32, intermediate_size=224, sliding_window=None, tie_word_embeddings=False),
+    "mistral": _family("Mistral", head_dim=32, intermediate_size=224, sliding_window=24, tie_word_embeddings=False),
     # Layer 0 is dense, layers 1 and 2 have experts; vLLM's own kernel pads the experts' 48 to 64.
     "qwen3-moe": _family(
         "Qwen3Moe",

@@ -16,8 +16,7 @@ from trainings import FEW, Finished, train
 from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace, Loss
 from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe
-from appliance.recipe.rules import AVAILABLE_ALGORITHMS
-from appliance.recipe.schema import Algorithm, Optimizer, Recipe
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Optimizer, Recipe
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.terms.settings import Dtype, Schedule
 
@@ -107,7 +106,7 @@ CLOSED: dict[str, set[str]] = {  # the values of what has few
     "advantage": set(Advantage),
     "aggregate": set(Aggregate),
     "dtype": set(Dtype),
-    "kind": set(AVAILABLE_ALGORITHMS),
+    "kind": set(AlgorithmKind),
     "kl": {f"{each} in {place}" for each in Estimator for place in KlPlace} - {"k1 in loss"},
     "loss": set(Loss),
     "schedule": set(Schedule),

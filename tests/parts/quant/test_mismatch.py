@@ -86,7 +86,8 @@ def test_the_sign_of_kl() -> None:
 
 def test_identical_policies_are_exactly_zero_apart() -> None:
     log_probs_T = -torch.rand(1000).mul(20)
-    assert measure_mismatch(log_probs_T, rollout_T=log_probs_T.clone(), cap=2.0) == Mismatch(
+    found = measure_mismatch(log_probs_T, rollout_T=log_probs_T.clone(), cap=2.0)
+    wanted = Mismatch(
         k3_kl=0.0,
         kl=0.0,
         probs_diff_mean=0.0,
@@ -97,6 +98,7 @@ def test_identical_policies_are_exactly_zero_apart() -> None:
         ess=1.0,
         truncated_fraction=0.0,
     )
+    assert dataclasses.asdict(found).items() >= dataclasses.asdict(wanted).items()
 
 
 def test_no_cap_truncates_nothing() -> None:
@@ -138,22 +140,20 @@ def test_a_value_that_is_not_finite_raises(bad: float, side: str) -> None:
     rollout_T = good_T if side == "trainer" else bad_T
     with pytest.raises(NumericsError) as raised:
         measure_mismatch(trainer_T, rollout_T=rollout_T, cap=2.0)
-    assert raised.value.message == "a log-probability of this step's rollouts is not finite"
+    assert raised.value.message.startswith("a log-probability of this step's rollouts is not finite")
 
 
 def test_a_weight_that_overflows_raises() -> None:
     with pytest.raises(NumericsError) as raised:
         measure_mismatch(torch.tensor([-1.0]), rollout_T=torch.tensor([-800.0]), cap=2.0)
-    assert raised.value.message == "a log-probability of this step's rollouts is not finite"
+    assert raised.value.message.startswith("a log-probability of this step's rollouts is not finite")
 
 
 @pytest.mark.parametrize(("trainer", "rollout"), [(0, 0), (3, 2), (2, 3), (0, 1), (1, 0)])
 def test_empty_and_unequal_vectors_raise(trainer: int, rollout: int) -> None:
     with pytest.raises(ValueError) as raised:
         measure_mismatch(torch.zeros(trainer), rollout_T=torch.zeros(rollout), cap=2.0)
-    assert str(raised.value) == (
-        f"two equally long, non-empty vectors are needed, got torch.Size([{trainer}]) and torch.Size([{rollout}])"
-    )
+    assert str(raised.value).startswith(f"{trainer} and {rollout} log-probabilities for {trainer} tokens: ")
 
 
 LOG_PROB = st.floats(min_value=-30, max_value=0)
@@ -181,10 +181,11 @@ def test_the_bounds_of_every_field(pairs: list[tuple[float, float]]) -> None:
 
 
 def assert_same_step(one: Mismatch, other: Mismatch) -> None:
-    """To the rounding of sums of up to 100 terms: relative where all terms have one sign, else of the largest term."""
-    largest_term = {"kl": 30.0, "k3_kl": 30.0, "weight_std": one.weight_max}
+    """To the rounding of sums of up to 100 terms: relative where all terms have one sign, else of the largest term; for
+    a standard deviation the root of it, of a difference of squares."""
+    tolerances = {"kl": 30e-13, "k3_kl": 30e-13, "weight_std": math.sqrt(1e-13) * (1 + one.weight_max)}
     for field in dataclasses.fields(Mismatch):
-        tolerance = 1e-13 * largest_term.get(field.name, 0.0)
+        tolerance = tolerances.get(field.name, 0.0)
         found, wanted = getattr(one, field.name), getattr(other, field.name)
         assert math.isclose(found, wanted, rel_tol=1e-11, abs_tol=tolerance), (field.name, found, wanted)
 

@@ -12,7 +12,6 @@ import pytest
 from hub_variables import set_hub
 from plans import HOST, make_plan, make_rollout
 
-from appliance.cluster import node_report
 from appliance.cluster.node_report import (
     NodeReport,
     describe_node,
@@ -262,7 +261,7 @@ def test_a_node_tries_the_patches_that_the_plan_wants(tmp_path: Path, monkeypatc
     name = min(name for each in plan.attestations for name in each.patches)
     assert describe_node(plan).patches == ()
     unfit = {**recorded(), name: dataclasses.replace(recorded()[name], source_sha256="0" * 64)}
-    monkeypatch.setattr(node_report, "recorded", lambda: unfit)
+    monkeypatch.setattr("appliance.preflight.inputs.recorded", lambda: unfit)
     target = unfit[name].target
     assert describe_node(plan).patches == ((name, f"the source of {target} is not the one it was made for"),)
 

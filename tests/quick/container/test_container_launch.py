@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from docker.errors import APIError, ImageNotFound
 from hub_variables import set_hub
 from plans import HOST, make_plan, own_plan
 
@@ -125,14 +127,41 @@ def docker_was_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Order], Any]:
     """What the engine gets for an order, whose container ends well."""
     client = MagicMock()
     monkeypatch.setattr(launch, "_client", lambda: client)
-    client.containers.run.return_value.wait.return_value = {"StatusCode": 0}
-    client.containers.run.return_value.attach.return_value = []
+    client.containers.create.return_value.wait.return_value = {"StatusCode": 0}
+    client.containers.create.return_value.attach.return_value = []
 
     def told(order: Order) -> Any:
         assert run_in_container(order) == 0
-        return client.containers.run.call_args
+        return client.containers.create.call_args
 
     return told
+
+
+@pytest.mark.parametrize(
+    ("image", "pulls", "message"),
+    [
+        ("flashrl-appliance:cpu", 0, "there is no image flashrl-appliance:cpu"),
+        ("registry.example/it:1", 1, "the container does not start: no such host"),
+    ],
+)
+def test_an_image_that_is_not_there(image: str, pulls: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry is asked for one that the user has named."""
+    client = MagicMock()
+    monkeypatch.setattr(launch, "_client", lambda: client)
+    client.containers.create.side_effect = ImageNotFound("none")
+    client.images.pull.side_effect = APIError("no such host")
+    with pytest.raises(PreflightError) as raised:
+        run_in_container(dataclasses.replace(order(), image=image))
+    assert (raised.value.message, client.images.pull.call_count) == (message, pulls)
+
+
+def test_a_container_that_does_not_start_is_removed(docker_was_told: Callable[[Order], Any]) -> None:
+    container = launch._client().containers.create.return_value
+    container.start.side_effect = APIError("no runtime")
+    with pytest.raises(PreflightError) as raised:
+        docker_was_told(order())
+    assert raised.value.message == "the container does not start: no runtime"
+    container.remove.assert_called_once_with(force=True, v=True)
 
 
 def test_the_hubs_token_is_a_file_inside_too(token: Path, docker_was_told: Callable[[Order], Any]) -> None:
@@ -291,7 +320,7 @@ def test_a_container_that_saves_is_not_removed_because_nobody_reads(
     gone = MagicMock()
     gone.flush.side_effect = BrokenPipeError
     monkeypatch.setattr(sys, stream, gone)
-    container = launch._client().containers.run.return_value
+    container = launch._client().containers.create.return_value
     container.attach.return_value = said()
     docker_was_told(order())
     assert after == ["saved"]

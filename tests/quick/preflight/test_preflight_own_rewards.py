@@ -11,6 +11,7 @@ import pytest
 from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
 
 from appliance.files import digest_of
+from appliance.launch.side_job import OF_A_PROFILE, examine_for
 from appliance.preflight import inputs
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
@@ -177,6 +178,18 @@ def test_a_marked_answer_that_ends_the_process_is_to_blame_itself(tmp_path: Path
 
 def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
     assert of_program(tmp_path, "def f(response): return 0.0", truth="") is None
+
+
+def test_commands_that_are_no_training_do_not_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its findings they say none."""
+    file = tmp_path / "rewards.py"
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(response, truth): return 0.0")
+    rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1000)]
+    plan = planned(tmp_path, reward_plan("f", file=file), rows=rows)
+    assert read_inputs(plan, ask_hub=True).reward_problem is not None and (tmp_path / "ran").exists()
+    (tmp_path / "ran").unlink()
+    examine_for((plan,), host=HOST, about=OF_A_PROFILE)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_files_that_are_not_there_are_told_before_any_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,8 @@
+import errno
+import io
+import os
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +44,26 @@ def test_copy_overwrites_nothing(tmp_path):
         library.copy("arithmetic-tiny-int8", target=target)
     assert raised.value.problems == [(f"{target}: the file exists", "give another name")]
     assert target.read_text() == "precious"
+
+
+def test_a_copy_that_has_no_room_leaves_nothing(tmp_path, monkeypatch):
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode="r", **how: Full(path) if mode == "x" else opened(path, mode))
+    with pytest.raises(RecipeError) as raised:
+        library.copy("arithmetic-tiny-int8", target=tmp_path / "mine.yaml")
+    assert raised.value.problems[0][0].endswith("cannot be written: No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Full(io.StringIO):
+    """A new file on a disk that is full."""
+
+    def __init__(self, path):
+        super().__init__()
+        path.touch(exist_ok=False)
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_copy_to_nowhere(tmp_path):

@@ -50,7 +50,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`, `tiny-calculator`")),
         (
             ("algorithm.kind=ppo",),
-            ("algorithm.kind: `ppo` is not available in this version", "use one of `grpo`, `dapo`, `dr-grpo`, `gspo`"),
+            ("algorithm.kind: unknown value `ppo`", "use one of `grpo`, `dapo`, `dr-grpo`, `gspo`"),
         ),
         (
             ("correction.method=none", "correction.cap=2.5"),

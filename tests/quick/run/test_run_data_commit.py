@@ -10,7 +10,7 @@ from stopped_runs import save, stopped
 
 from appliance.launch.resume import find_target, original_plan
 from appliance.plan.build import build_plan
-from appliance.preflight.report import commits_for, examine
+from appliance.preflight.report import examine, plan_in
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
@@ -45,7 +45,7 @@ def commit_of(plan: RunPlan) -> str:
 def test_the_hub_is_asked_once_and_its_problems_have_a_key_of_their_own(tmp_path: Path, asked: list[str]) -> None:
     plan = examine(recipe(), run_dir=tmp_path / "small-1", ask_hub=True)[0]
     assert (commit_of(plan), asked) == (NEW, [NAME])
-    assert plan.task == planned(tmp_path, **commits_for(recipe())).task
+    assert plan.task == plan_in(tmp_path / "small-1", recipe(), host=HOST)[0].task
     others = {planned(tmp_path, data_commit=each).task.train_parquet for each in ("", OLD, NEW)}
     assert plan.task.train_parquet in others and len(others) == 3
     assert commit_of(examine(recipe(), run_dir=tmp_path / "small-1", ask_hub=False)[0]) == ""

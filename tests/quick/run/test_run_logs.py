@@ -52,6 +52,16 @@ def test_stacks_of_a_stall(session: Session, tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == "Thread 1\n"
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_the_last_words_of_a_process_that_died(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str], follow: bool
+) -> None:
+    finish(session)
+    (session.log_dir / "train.log").write_text("whole\nlast wor")
+    print_logs("small-1", run_root=tmp_path, follow=follow)
+    assert capsys.readouterr().out == "whole\nlast wor\n"
+
+
 def test_log_of_an_earlier_attempt(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finish(session)
     earlier = session.run_dir / "logs" / "7"
