@@ -10,15 +10,14 @@ twice as slowly.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Cause, Guard, Health, Report, Signals, Watch, Watches, judge, watch
+from appliance.guard.signals import Cause, Guard, Health, Report, Signals, Watches, judge, watch
 from appliance.terms.schemes import Scheme
 
-SCHEMA_VERSION = 2
 CHANGE_DELAY = 1  # steps after a decision whose rollouts were made before it takes effect
 _MOST_DOUBLINGS = 6
 
@@ -67,7 +66,6 @@ class Measures:
     scheme: Scheme
     bf16_layer_fraction: float
     tight: bool
-    stop: bool
 
 
 def ladder(policy: Policy) -> tuple[Level, ...]:
@@ -105,7 +103,6 @@ def measures(level: Level | None, *, policy: Policy) -> Measures:
         scheme=levels[at].scheme,
         bf16_layer_fraction=levels[at].bf16_layer_fraction,
         tight=any(each.rung is Rung.TIGHTEN for each in levels[: at + 1]),
-        stop=levels[at].rung is Rung.STOP,
     )
 
 
@@ -164,35 +161,11 @@ class GovernorState:
     descended: bool = False
     relapses: int = 0
     watches: Watches = field(default_factory=Watches)
+    schema_version: Literal[2] = 2
 
     @property
     def stopped(self) -> bool:
         return self.level is not None and self.level.rung is Rung.STOP
-
-    def to_json(self) -> str:
-        """Goes back through from_json to an equal state: every number in it is finite."""
-        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> GovernorState:
-        """Raises ValueError when the text is not a state of this version."""
-        raw = json.loads(text)
-        if not isinstance(raw, dict) or raw.pop("schema_version", None) != SCHEMA_VERSION:
-            raise ValueError(f"not a governor's state of version {SCHEMA_VERSION}")
-        try:
-            level, memory = raw.pop("level"), raw.pop("watches")
-            watches = Watches(
-                rewards=tuple(memory["rewards"]),
-                first_rewards=tuple(memory.get("first_rewards", ())),  # a state of an earlier version has none
-                best_reward=memory["best_reward"],
-                first_entropies=tuple(memory["first_entropies"]),
-                watches=tuple(Watch(**each) for each in memory["watches"]),
-            )
-            if level is not None:
-                level = Level(Rung(level["rung"]), Scheme(level["scheme"]), level["bf16_layer_fraction"])
-            return cls(level=level, watches=watches, **{**raw, "recent_bad": tuple(raw["recent_bad"])})
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"a governor's state that cannot be read: {error}") from error
 
 
 def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, tuple[Decision, ...]]:

@@ -65,7 +65,6 @@ class MismatchBounds:
     k3_kl: Bounds = field(default=Bounds.below(K3_KL))
     weight_mean: Bounds = Bounds(bad=WEIGHT_MEAN, fine=(0.75, 1.5))
     weight_std: Bounds = field(default=Bounds.below(WEIGHT_STD))
-    weight_max: Bounds = Bounds(bad=(-math.inf, math.inf), fine=(-math.inf, math.inf))  # k3 and std have it
     ess: Bounds = field(default=Bounds.above(ESS))
     truncated_fraction: Bounds = field(default=Bounds.below(TRUNCATED_FRACTION))
 

@@ -31,7 +31,6 @@ class Signals:
     k3_kl: float | None = None
     weight_mean: float | None = None
     weight_std: float | None = None
-    weight_max: float | None = None
     ess: float | None = None
     truncated_fraction: float | None = None
     grad_norm: float | None = None
@@ -226,10 +225,6 @@ def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches
     return replace(before, rewards=rewards, first_rewards=first, best_reward=best, first_entropies=entropies)
 
 
-def _gradient(value: float, memory: Watches, limits: Collapse) -> Cause | None:
-    return None
-
-
 def _log_probs(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     return outside("nonfinite_fraction", value, (0.0, 0.0))
 
@@ -270,7 +265,7 @@ def _runaway_length(value: float, memory: Watches, limits: Collapse) -> Cause | 
 
 
 _CONDITIONS: dict[Guard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {
-    Guard.GRADIENT: ("grad_norm", _gradient),
+    Guard.GRADIENT: ("grad_norm", lambda *_: None),  # any that is finite will do
     Guard.LOG_PROBS: ("nonfinite_fraction", _log_probs),
     Guard.REWARD: ("reward_mean", _reward),
     Guard.ENTROPY: ("entropy", _entropy),

@@ -10,11 +10,12 @@ from appliance.files import write_whole
 from appliance.guard.governor import Decision, GovernorState, Measures, ladder, measures, observe, place, resume
 from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
 from appliance.guard.signals import Signals
+from appliance.record.checkpoints import GUARD_FILE
 from appliance.record.events import append_event
+from appliance.record.lines import as_json, read
 from appliance.record.plan import RunPlan
 from appliance.trainer.metrics import StepTelemetry
 
-STATE_FILE = "guard.json"
 FLOW_ON_GPU = 0.1  # of guard.k3_kl: with one flow a step is to be at least so much nearer. To be measured on a GPU
 
 
@@ -65,7 +66,6 @@ def signals_of(
         k3_kl=mismatch.k3_kl,
         weight_mean=mismatch.weight_mean,
         weight_std=mismatch.weight_std,
-        weight_max=mismatch.weight_max,
         ess=mismatch.ess,
         truncated_fraction=None if cap is None else mismatch.truncated_fraction,
         equal_group_fraction=telemetry.equal_group_fraction,
@@ -83,15 +83,15 @@ class Governor:
         self._run_dir = Path(plan.run_dir)
         self._planned = plan.correction.resolved
         self._policy = policy_of(plan)
-        kept = self._run_dir / STATE_FILE
-        state = GovernorState.from_json(kept.read_text()) if kept.exists() else GovernorState()
+        kept = self._run_dir / GUARD_FILE
+        state = read(kept, GovernorState) if kept.exists() else GovernorState()
         self.had_stopped = state.stopped
         self._state = resume(state, policy=self._policy)
 
     def after_step(self, signals: Signals) -> Decision | None:
         """Each decision as an event with its numbers. Returns the one to stop the run, where there is one."""
         self._state, decisions = observe(self._state, signals, policy=self._policy)
-        write_whole(self._run_dir / STATE_FILE, self._state.to_json() + "\n", durable=False)  # a checkpoint has its own
+        write_whole(self._run_dir / GUARD_FILE, as_json(self._state) + "\n", durable=False)  # a checkpoint has its own
         for decision in decisions:
             append_event(
                 self._run_dir,

@@ -18,7 +18,7 @@ from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors
 from appliance.terms.schemes import Scheme
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, worst_layers
 
-PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
+PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 

@@ -20,7 +20,7 @@ from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.precision import BF16, RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.stopping import StopAsked
 
-PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
+PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 

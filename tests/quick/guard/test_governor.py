@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from appliance.guard.governor import Decision, GovernorState, Move, Rung, ladder, observe, resume
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
+from appliance.record.lines import as_json, parse
 from appliance.terms.schemes import Scheme
 
 K3_BAD, K3_BETWEEN, K3_FINE = 0.03, 0.01, 0.001
@@ -148,7 +149,6 @@ def test_a_value_that_is_not_finite_is_bad(value: float) -> None:
         ("weight_mean", 2.1, "weight_mean 2.1 above 2"),
         ("weight_mean", 0.4, "weight_mean 0.4 below 0.5"),
         ("weight_std", 1.5, "weight_std 1.5 above 1"),
-        ("weight_max", math.nan, "weight_max nan not finite"),
         ("ess", 0.29, "ess 0.29 below 0.3"),
         ("truncated_fraction", 0.06, "truncated_fraction 0.06 above 0.05"),
     ],
@@ -168,7 +168,6 @@ def test_each_signal_of_the_mismatch_climbs_with_its_numbers(signal: str, bad: f
         ("weight_mean", 0.5),
         ("weight_mean", 2.0),
         ("weight_std", 1.0),
-        ("weight_max", 1e9),
         ("ess", 0.3),
         ("truncated_fraction", 0.05),
     ],
@@ -217,7 +216,7 @@ def test_a_resumed_governor_goes_on_as_if_nothing_had_happened() -> None:
     whole, made = run(trace, policy=QUICK)
     for cut in range(len(trace)):
         first, before = run(trace[:cut], policy=QUICK)
-        again = GovernorState.from_json(first.to_json())
+        again = parse(as_json(first), GovernorState, place="here")
         assert again == first
         second, after = run(trace[cut:], policy=QUICK, state=again, start=cut + 1)
         assert (second, before + after) == (whole, made)
@@ -252,15 +251,15 @@ def test_resuming_changes_nothing_but_a_stop(policy: Policy, length: int) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "not a governor's state of version 2"),
-        ('{"schema_version": 1}', "not a governor's state of version 2"),
-        ('{"schema_version": 2}', "a governor's state that cannot be read: 'level'"),
+        ("[]", "here: not of schema_version 2"),
+        ('{"schema_version": 1}', "here: not of schema_version 2"),
+        ('{"schema_version": 2, "cooling": "x"}', "here: cooling is not one that this program writes: "),
     ],
 )
 def test_a_state_that_cannot_be_read_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError) as raised:
-        GovernorState.from_json(text)
-    assert str(raised.value) == said
+        parse(text, GovernorState, place="here")
+    assert str(raised.value).startswith(said)
 
 
 # Anything a step can bring, and any policy.
@@ -333,7 +332,7 @@ def test_properties_of_every_sequence(trace: list[Signals], policy: Policy) -> N
     # A transition starts where the one before ended.
     assert all(later.before == earlier.after for earlier, later in itertools.pairwise(ladder_moves))
     # Written and read back, every state is the same; the same input gives the same answer.
-    assert all(GovernorState.from_json(state.to_json()) == state for state in states)
+    assert all(parse(as_json(state), GovernorState, place="here") == state for state in states)
     assert replay(trace, policy) == (states, made)
 
 

@@ -12,6 +12,7 @@ import pytest
 from appliance.guard.governor import Decision, GovernorState, Move, observe
 from appliance.guard.policy import Action, Collapse, Patience, Policy
 from appliance.guard.signals import Guard, Signals
+from appliance.record.lines import as_json, parse
 from appliance.terms.schemes import Scheme
 
 POLICY = Policy(Scheme.INT8, cooling_steps=3)
@@ -233,6 +234,6 @@ def test_equal_samples_of_an_own_reward_that_never_rose_stop_the_run(stuck: floa
 
 def test_a_state_of_before_own_rewards_can_be_read() -> None:
     state, _ = run([{}] * 12)
-    kept = json.loads(state.to_json())
+    kept = json.loads(as_json(state))
     assert len(kept["watches"].pop("first_rewards")) == 10
-    assert GovernorState.from_json(json.dumps(kept)).watches == replace(state.watches, first_rewards=())
+    assert parse(json.dumps(kept), GovernorState, place="here").watches == replace(state.watches, first_rewards=())

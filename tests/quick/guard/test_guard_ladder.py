@@ -63,21 +63,21 @@ def test_only_allowed_actions_are_on_the_ladder(count: int, scheme: Scheme) -> N
 def test_measures_of_each_level() -> None:
     policy = Policy(Scheme.INT8, actions=EVERYTHING)
     found = {level.text: measures(level, policy=policy) for level in ladder(policy)}
-    untouched = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
-    tight = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=True, stop=False)
-    bf16 = Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=True, stop=False)
+    untouched = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)
+    tight = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=True)
+    bf16 = Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=True)
     assert found["observe"] == found["warn"] == measures(None, policy=policy) == untouched
     assert found["tighten"] == tight
     assert found["raise-precision (int8, 25% of layers in bf16)"].bf16_layer_fraction == 0.25
     assert found["raise-precision (int8, 25% of layers in bf16)"].tight
     assert found["bf16"] == bf16
-    assert found["stop"] == Measures(Scheme.BF16, 1.0, tight=True, stop=True)
+    assert found["stop"] == Measures(Scheme.BF16, 1.0, tight=True)
 
 
 def test_nothing_is_tightened_where_tightening_is_forbidden() -> None:
     policy = Policy(Scheme.INT8, actions=frozenset({Action.BF16, Action.STOP}))
     found = measures(ladder(policy)[-2], policy=policy)
-    assert found == Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=False, stop=False)
+    assert found == Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=False)
 
 
 def test_a_level_that_a_changed_policy_lost_becomes_the_next_lower_one() -> None:
