@@ -98,7 +98,6 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
             max_concurrent_sequences=256,
             max_batched_tokens=4096,
             chunked_prefill=False,
-            num_agent_workers=1,
             bucket_mib=64,
         ),
         profile=None,

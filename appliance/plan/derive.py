@@ -32,7 +32,6 @@ SCALED_FOLDER = "scaled"
 _TOKENS_OF_AN_ENGINE_STEP = {True: 4096, False: 8192}  # by "is a CPU"
 _TOKENS_OF_A_FORWARD = {True: 16384, False: 4096}  # by "is built-in": logits of a 150 000-word vocabulary are large
 _BUCKET_MIB = {True: 64, False: 512}  # by "is built-in"
-_MOST_AGENT_WORKERS = 8
 _ATTENTIONS = {
     Attention.AUTO: "ours: PyTorch's kernels for sequences that lie in a row, without padding",
     Attention.FLASH_ATTENTION_2: "as given: by the package flash-attn; `auto` needs none",
@@ -130,9 +129,6 @@ def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
     longest, sequences = recipe.task.longest, math.ceil(_sequences_of_a_step(recipe) / recipe.topology.engines)
     at_once = f"at most {most}" if sequences > most else "all"
     batched = max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu])
-    workers = min(_MOST_AGENT_WORKERS, recipe.topology.gpus), f"one per GPU, at most {_MOST_AGENT_WORKERS}"
-    if is_cpu:
-        workers = 1, "each is a process that imports verl"
     return EnginePlan(
         max_model_tokens=book.note("engine.max_model_tokens", longest, "longest prompt and longest response"),
         max_concurrent_sequences=book.note(
@@ -144,7 +140,6 @@ def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
         ),
         chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
-        num_agent_workers=book.note("rollout.agent_workers", *workers),
         bucket_mib=_BUCKET_MIB[bool(recipe.model.builtin)],
     )
 

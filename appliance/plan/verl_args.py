@@ -18,7 +18,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 ENTRY_MODULE = "appliance.trainer.entry"
-REWARDS_FILE = Path(__file__).resolve().parents[1] / "trainer" / "rewards.py"
 STORAGE_UNITS = {True: 1, False: 8}  # of the TransferQueue, a process each, by "is a CPU"
 FILTER_METRIC = "acc"  # of reward_extra_info, by trainer/rollouts.py: the grade, not the reward with its penalty
 WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
@@ -172,11 +171,6 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ROLLOUT}.logprobs_mode", "processed_logprobs"),  # after temperature, as the trainer's
         (f"{ROLLOUT}.enable_chunked_prefill", plan.engine.chunked_prefill),
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", trainer.micro_batch_sequences),
-        (f"{ROLLOUT}.agent.num_workers", plan.engine.num_agent_workers),
-        (f"{ROLLOUT}.val_kwargs.do_sample", False),
-        (f"{ROLLOUT}.val_kwargs.temperature", 0.0),
-        (f"{ROLLOUT}.val_kwargs.top_p", 1.0),
-        (f"{ROLLOUT}.val_kwargs.n", 1),
         (f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_parallel),
         (f"{ROLLOUT}.gpu_memory_utilization", trainer.gpu_memory_utilization),
         (f"{ROLLOUT}.enforce_eager", rollout.eager),
@@ -190,8 +184,6 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"+{VLLM}.worker_extension_cls", WORKER_EXTENSION),
         (f"+{VLLM}.distributed_executor_backend", "uni" if one_process else "mp"),
         ("reward.num_workers", 0),  # trainer/rollouts.py scores where the samples arrive
-        ("reward.custom_reward_function.path", str(REWARDS_FILE)),
-        ("reward.custom_reward_function.name", "compute_score"),
         ("trainer.device", "cpu" if plan.is_cpu else "cuda"),
         ("trainer.nnodes", plan.nodes),
         ("trainer.n_gpus_per_node", plan.gpus_per_node),

@@ -280,8 +280,6 @@ class EnginePlan(Frozen):
     """Of one engine step."""
     chunked_prefill: bool
     """Whether long prompts are read in parts, between steps of generation."""
-    num_agent_workers: int
-    """Processes that send prompts to the engines."""
     bucket_mib: int
     """Weights are sent in parts of this size; shared memory of this size is held."""
 

@@ -8,8 +8,6 @@ A reward function that raises, hangs, dies or returns no finite number says noth
 such a sample gets the mean reward of the others of its prompt: its advantage is 0, so it teaches nothing, and the mean
 of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong (0, or the
 least of its set where rewards go below 0): there the mean must not become better by failures.
-
-verl loads `compute_score` from this file (`reward.custom_reward_function`).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from appliance.record.events import append_event
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
-from appliance.tasks.library import TASKS, rewards_of
+from appliance.tasks.library import rewards_of
 from appliance.tasks.task import Response, Reward
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
@@ -48,15 +46,6 @@ _LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
 
 T = TypeVar("T")
 _loaded: Sequence[Reward] | BaseException  # in a process of the pool, or why there are none
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **kwargs: Any
-) -> float:
-    """The reward in [0, 1]. data_source: the task's name.  Raises ValueError for a task that we do not have."""
-    if data_source not in TASKS:
-        raise ValueError(f"no task is called {data_source!r}, the tasks are {', '.join(TASKS)}")
-    return TASKS[data_source].score(response=solution_str, truth=ground_truth)
 
 
 def num_workers(cores: int) -> int:
@@ -242,7 +231,7 @@ def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -
     faulthandler.cancel_dump_traceback_later()
 
 
-class _Answer(NamedTuple, Generic[T]):  # no dataclass: verl loads this file as a module that nobody finds by its name
+class _Answer(NamedTuple, Generic[T]):
     value: T
     raised: str = ""
 

@@ -11,7 +11,6 @@ from plans import make_plan
 
 from appliance.tasks import built_in
 from appliance.tasks.library import TASKS, TINY_MODELS, TaskKind, builtin_model_key, data_key
-from appliance.trainer.rewards import compute_score
 
 
 def key(kind: str, *, model: str = "m", **changes: object) -> str:
@@ -71,31 +70,6 @@ def test_score_finds_the_reward_by_the_kind() -> None:
     assert TASKS["arithmetic"].score(response="12", truth="12") == 1.0
     assert TASKS["gsm8k"].score(response="12", truth="12") == 0.0
     assert TASKS["gsm8k"].score(response="#### 12", truth="12") == 1.0
-
-
-def test_compute_score_is_what_verl_calls() -> None:
-    reward = compute_score(
-        data_source="arithmetic",
-        solution_str="12",
-        ground_truth="12",
-        extra_info={"index": 0},
-        reward_router_address="",
-    )
-    assert reward == 1.0
-
-
-def test_compute_score_refuses_an_unknown_task() -> None:
-    with pytest.raises(ValueError, match=r"^no task is called 'maths', the tasks are arithmetic, gsm8k, dapo-math$"):
-        compute_score("maths", "12", "12")
-
-
-def test_rewards_file_loads_as_verl_loads_it() -> None:
-    from verl.utils.import_utils import load_extern_object
-
-    import appliance.trainer.rewards as rewards
-
-    function = load_extern_object(rewards.__file__, "compute_score")
-    assert function(data_source="gsm8k", solution_str="#### $3", ground_truth="3") == 1.0
 
 
 def test_tasks_import_without_torch() -> None:
