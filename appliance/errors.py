@@ -129,16 +129,12 @@ class Interrupted(ApplianceError):
 
 def first_line(error: BaseException) -> str:
     """Of an error of somebody else's, for a message of ours: the first line of its text, or what kind it is."""
-    return _lines(error)[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def last_line(error: BaseException) -> str:
-    """The same with the last line, which of a traceback is what was raised."""
-    return _lines(error)[-1].strip()
-
-
-def _lines(error: BaseException) -> list[str]:
-    return str(error).strip().splitlines() or [type(error).__name__]
+    """The same of its last line, for a message that has its kind: in a traceback it is what was raised."""
+    return (str(error).strip().splitlines() or ["no message"])[-1].strip()
 
 
 def _classes(root: type[ApplianceError]) -> Iterator[type[ApplianceError]]:

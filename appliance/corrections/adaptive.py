@@ -20,8 +20,9 @@ Source: arXiv 2605.13907 (AIS).  Legend: base.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from appliance.corrections.base import CLAMP, Corrected, Correction, Part, token_weights
@@ -53,34 +54,23 @@ class Adaptive(Correction):
 
     def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
         """Raises NumericsError when an advantage is not finite."""
-        return replace(self, share=mixing(sum((moments(part, cap=self.cap) for part in parts), Moments())))
+        sums: Counter[str] = Counter()
+        for part in parts:
+            sums.update(moments(part, cap=self.cap))
+        return replace(self, share=mixing(sums))
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
         return super().metrics(sums) | {"adaptive_share": self.share}
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Sums over the tokens of a step or of a part of it; parts add up."""
-
-    tokens: int = 0
-    weight: float = 0.0
-    weight_squared: float = 0.0
-    k3: float = 0.0
-    corrected_squared: float = 0.0
-    uncorrected_squared: float = 0.0
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
-
-
-def moments(part: Part, *, cap: float) -> Moments:
+def moments(part: Part, *, cap: float) -> dict[str, float]:
+    """Sums over the tokens of a part of a step; parts add up."""
     real_BT = part.real_BT.bool()
     x_T = part.x_BT[real_BT].clamp(-CLAMP, CLAMP)
     w_T, advantage_T = x_T.exp(), part.advantages_BT.detach().double()[real_BT]
     if not bool(advantage_T.isfinite().all()):
         raise NumericsError("an advantage of this step is not finite")
-    return Moments(
+    return dict(
         tokens=int(real_BT.sum()),
         weight=float(w_T.sum()),
         weight_squared=float(w_T.square().sum()),
@@ -90,11 +80,12 @@ def moments(part: Part, *, cap: float) -> Moments:
     )
 
 
-def mixing(found: Moments) -> float:
+def mixing(sums: Mapping[str, float]) -> float:
     """The share, 0..1. A step without tokens gets 0; without any advantage nothing is amplified."""
-    if not found.tokens:
+    tokens, plain = sums.get("tokens"), sums.get("uncorrected_squared")
+    if not tokens:
         return 0.0
-    reliability = min(1.0, found.weight**2 / (found.tokens * found.weight_squared))  # rounding can pass 1
-    severity = -math.expm1(-max(0.0, found.k3) / found.tokens / K3_SCALE)
-    amplification = max(1.0, found.corrected_squared / found.uncorrected_squared) if found.uncorrected_squared else 1.0
+    reliability = min(1.0, sums["weight"] ** 2 / (tokens * sums["weight_squared"]))  # rounding can pass 1
+    severity = -math.expm1(-max(0.0, sums["k3"]) / tokens / K3_SCALE)
+    amplification = max(1.0, sums["corrected_squared"] / plain) if plain else 1.0
     return reliability * severity / amplification

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from ray.exceptions import RayTaskError
 
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, last_line
 from appliance.files import is_full, is_refused, sync_to_disk
 from appliance.quant.uaq import MARK_FILE
 from appliance.record.checkpoints import (
@@ -221,10 +221,9 @@ class Checkpoints:
 
     def _failed(self, folder: Path, error: Exception) -> CheckpointError:
         """The error that ends the run. What was half written goes, to leave room for saying so."""
-        last = str(error).strip().rpartition("\n")[2] or "no message"
         full = _full_folder(self._run_dir, error)
         shutil.rmtree(partial_of(folder), ignore_errors=True)
-        why = f"no space left at {full}" if full else f"{type(error).__name__}: {last}"
+        why = f"no space left at {full}" if full else f"{type(error).__name__}: {last_line(error)}"
         refused = not full and is_refused(getattr(error, "cause", error))
         if refused:
             why = f"{folder.parent} cannot be written"

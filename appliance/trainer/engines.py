@@ -23,7 +23,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from appliance.errors import ApplianceError, EngineError
+from appliance.errors import ApplianceError, EngineError, last_line
 from appliance.record.attestations import set_attestations_aside
 from appliance.sync.precision import AS_PLANNED, Generation, Precision, write_generation
 
@@ -133,8 +133,7 @@ def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:
         cause = getattr(error, "cause", None)  # what was raised inside a Ray worker
         if isinstance(cause, ApplianceError):
             raise cause from error
-        last = (str(error).strip().splitlines() or ["no message"])[-1]
-        raise EngineError(f"the new rollout engines did not start: {last}", hint="see the log") from error
+        raise EngineError(f"the new rollout engines did not start: {last_line(error)}", hint="see the log") from error
 
 
 def _end(replicas: list[RolloutReplica]) -> tuple[int, ...]:

@@ -19,7 +19,15 @@ from pathlib import Path
 
 from appliance.cluster.form import cluster_of
 from appliance.cluster.ray_command import cpus_for_ray
-from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
+from appliance.errors import (
+    ApplianceError,
+    GuardStop,
+    Interrupted,
+    ProcessDied,
+    SavedAndStopped,
+    TrainingError,
+    last_line,
+)
 from appliance.record.checkpoints import step_of
 from appliance.record.events import append_event, append_failure, first_failure
 from appliance.record.liveness import WORKER_HOOK, keep_stacks
@@ -87,7 +95,7 @@ def translate(error: Exception) -> ApplianceError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, ApplianceError):
         return cause
-    last = (str(error).strip().splitlines() or ["no message"])[-1]
+    last = last_line(error)
     if type(error).__name__ in _OF_DEAD_ACTORS:  # heard before the watch of the processes saw it
         return ProcessDied(f"a worker died: {last}", hint="the log has its last words")
     return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the whole story")

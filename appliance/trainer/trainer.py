@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
@@ -313,8 +312,6 @@ class Trainer(PPOTrainerSync):
 
     def _save_workers(self, folder: Path, step: int) -> None:
         self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, step, max_ckpt_to_keep=None)
-        if self.use_critic:
-            self.critic_wg.save_checkpoint(str(folder / str(Role.Critic)), None, step, max_ckpt_to_keep=None)
 
     def _restart_engines(self, why: str) -> None:
         """New rollout engines in place of the present ones, in the precision that is wanted, and what they say checked;

@@ -181,7 +181,7 @@ class Turns:
             async for place, group in ask(ids, seeds=seeds, num_samples=num_samples):
                 versions[place] = group.weights_version
                 begun[place] = [
-                    _Conversation(openings[place], session, list(openings[place].messages), _first(drawn))
+                    _Conversation(openings[place], session, list(openings[place].messages), one_turn(drawn))
                     for session, drawn in enumerate(group.samples)
                 ]
                 yield place, begun[place]
@@ -275,12 +275,8 @@ def _tool(name: str, answer: Answer) -> dict[str, Any]:
     return {"role": "tool", "name": name, "content": answer.text}
 
 
-def _first(drawn: Drawn) -> Spoken:
-    return Spoken(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, "")
-
-
-def one_turn(drawn: Drawn, *, text: str) -> Spoken:
-    """A sample of a run without tools."""
+def one_turn(drawn: Drawn, *, text: str = "") -> Spoken:
+    """A sample of a run without tools, or the first of several turns, whose text comes later."""
     return Spoken(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, text)
 
 
