@@ -31,7 +31,7 @@ def smoothing_of(model_config: Any) -> Smoothing:
     Raises EngineError when the profile cannot be read.
     """
     config = getattr(model_config.hf_config, "quantization_config", None)
-    if not config or config["quant_method"] != METHOD_NAME:
+    if not config or config.get("quant_method") != METHOD_NAME:
         return Smoothing()
     profile = quantisation_from_config(config).profile
     return load_smoothing(Path(profile)) if profile else Smoothing()

@@ -14,7 +14,7 @@ from typing import Any
 from rich.progress import Progress
 
 from appliance import console
-from appliance.errors import EngineError, RecipeError
+from appliance.errors import RecipeError
 from appliance.launch.outcome import Child
 from appliance.launch.side_job import (
     OF_A_PROFILE,
@@ -231,16 +231,11 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
     job = job_of_plan(plan, target=str(output.absolute()) if output else "")
     found = find_profile(job)
     if found is None:
-        _run(job, env=dict(plan.env))
-        found = find_profile(job)
+        found = _run(job, env=dict(plan.env))
     else:
         console.say("found in the cache: nothing to do")
         if output is not None:
             place_profile(found, target=output)
-    if output is None and found is None:
-        raise EngineError(
-            f"{job.model}: its profile is in the cache, by a name that only the hub can tell", hint="use -o"
-        )
     return output or found
 
 

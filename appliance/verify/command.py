@@ -22,7 +22,6 @@ from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.profile.job import find_profile, job_of_plan
-from appliance.quant.files import read_file_header
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, why_not
@@ -54,8 +53,8 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         rows, reference = [], None
         eager = any(each.rollout.eager for each in plans)  # all alike: they are compared
         for each, own_plan in asked:
-            if each.profile:
-                each = _with_profile(each, profile=_profile(own_plan))
+            if each.profile:  # the one that is there, in place of the one that a run would have in its folder
+                each = each.replace(profile=str(_profile(own_plan) or ""))
             seen = _look(each, plan=plan, eager=eager, host=host, folder=folder)
             rows += judge(each, seen=seen, reference=reference)
             reference = reference if each.scheme.quantised else seen.first
@@ -95,12 +94,6 @@ def _profile(plan: RunPlan) -> Path | None:
             "checked without one"
         )
     return found
-
-
-def _with_profile(asked: Quantisation, *, profile: Path | None) -> Quantisation:
-    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
-    kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
-    return asked.replace(profile=str(profile or ""), ignore=tuple(dict.fromkeys((*asked.ignore, *kept))))
 
 
 def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: HostFacts) -> None:

@@ -13,7 +13,6 @@ import pytest
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
-from appliance.quant.profile import Origin, Profile, Settings, Smoothing, write_profile
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -85,17 +84,6 @@ def test_a_scheme_of_the_command_line_gets_what_a_run_in_it_would_get(settings: 
 def test_emulate_is_for_the_recipes_own_schemes_too(settings: tuple[str, ...]) -> None:
     found = asked(settings, "rollout.scheme=fp8", emulate=True)
     assert found == [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.FP8, emulated=True)]
-
-
-def test_the_runs_profile_is_used_where_it_is_made(settings: tuple[str, ...], tmp_path: Path) -> None:
-    """With the layers that it keeps in BF16; where none is made yet the engine has none."""
-    kept = Settings(ignore=("model.layers.1.mlp.down_proj",))
-    write_profile(Profile(Origin("calibrated", "m"), Scheme.INT8, kept, Smoothing()), folder=tmp_path)
-    planned = Quantisation(scheme=Scheme.INT8, ignore=("a",), profile="/run/profile")
-    assert command._with_profile(planned, profile=tmp_path) == Quantisation(
-        scheme=Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)
-    )
-    assert command._with_profile(planned, profile=None) == Quantisation(scheme=Scheme.INT8, ignore=("a",))
 
 
 def test_engines_are_without_graphs_where_one_has_quantised_experts(
