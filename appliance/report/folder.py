@@ -33,7 +33,6 @@ from appliance.record.events import (
     parse_event,
     parse_memory,
     parse_metrics,
-    read_metrics,
 )
 from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
@@ -113,7 +112,6 @@ class StepHistory:
     """
 
     def __init__(self) -> None:
-        self.last_step = -1
         self.count = 0
         self.curves: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.known: defaultdict[str, Thinned] = defaultdict(Thinned)
@@ -139,11 +137,6 @@ class StepHistory:
         for step in steps:
             self._judge(step)
         self.count += len(steps)
-        self.last_step = lines[-1].step if lines else self.last_step
-
-    def follows(self, lines: Sequence[StepMetrics]) -> bool:
-        """Whether these lines are later ones, in order."""
-        return all(before < after for before, after in itertools.pairwise([self.last_step, *(o.step for o in lines)]))
 
     def _extend_parts(self, steps: Sequence[StepMetrics]) -> None:
         xs, parts = [float(step.step) for step in steps], [step_parts(step) for step in steps]
@@ -436,7 +429,6 @@ class RunReader:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._state: RunState | None = None  # before the first look
-        self._is_ordered = True
 
     def view(self) -> RunView:
         """As it is now. Raises RecipeError when the folder cannot be read as a run, OSError."""
@@ -444,7 +436,7 @@ class RunReader:
         if self._state is None:
             self._begin(plan)
         self._read_events()
-        self._read_steps(plan)
+        self._read_steps()
         while lines := self._memory_tail.read(most=LINES_AT_ONCE):
             self._memory.extend([*filter(None, map(parse_memory, lines))])
         self._updates.read()
@@ -478,24 +470,12 @@ class RunReader:
             self._state = fold(self._state, event)
             self._events.add(event)
 
-    def _read_steps(self, plan: RunPlan) -> None:
-        """Where steps were done again, which a resume cuts out of the file, all is read anew, in their order."""
-        while self._is_ordered and (raw := self._step_tail.read(most=LINES_AT_ONCE)):
+    def _read_steps(self) -> None:
+        while raw := self._step_tail.read(most=LINES_AT_ONCE):
             lines = [*filter(None, map(parse_metrics, raw))]
-            self._is_ordered = self._steps.follows(lines)
-            if self._is_ordered:
-                self._take(lines)
-        if not self._is_ordered:
-            self._begin(plan)
-            self._read_events()
-            ordered = read_metrics(self._run_dir)
-            while lines := [*itertools.islice(ordered, LINES_AT_ONCE)]:
-                self._take(lines)
-
-    def _take(self, lines: Sequence[StepMetrics]) -> None:
-        for line in lines:
-            self._state = fold(self._state, line)
-        self._steps.extend(lines)
+            for line in lines:
+                self._state = fold(self._state, line)
+            self._steps.extend(lines)
 
 
 def _lines_of(tail: Tail) -> Iterator[str]:
