@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from appliance.errors import RecipeError, SyncError
 from appliance.page.stacked import Band, merged
@@ -38,7 +37,7 @@ from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import SampleReader, StepSamples
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
-from appliance.record.state import Judgement, RunState, fold, judge
+from appliance.record.state import Judgement, RunState, Some, fold, judge
 from appliance.report.display import step_parts
 from appliance.sync.precision import Generation, read_generation
 from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
@@ -55,7 +54,6 @@ DOING = {  # the phases of what a run does
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
 _MOST_NAMES = 10
-_MOST_KEPT = 1000  # of a kind of event
 _MOST_LISTED = 400
 _MOST_BANDS = 4096
 _LEAST_OF_ALL = 1 / 2000  # of a run's time: a band that is shorter is too narrow to be drawn
@@ -67,8 +65,6 @@ _DOING_IN = {phase: name for name, phases in DOING.items() for phase in phases}
 _NOT_LISTED = frozenset({"phase", "progress"})
 _NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.default is None)
 
-Kept = TypeVar("Kept")
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -77,28 +73,6 @@ class Attempt:
     number: int
     time: float
     after: int
-
-
-class Some(Generic[Kept]):
-    """Things as they come, and of many some, evenly, with the first and the newest."""
-
-    def __init__(self, *, most: int = _MOST_KEPT) -> None:
-        self.count = 0
-        self.newest: Kept | None = None
-        self._most = most
-        self._every = 1
-        self._kept: list[Kept] = []
-
-    def add(self, item: Kept) -> None:
-        if self.count % self._every == 0:
-            self._kept.append(item)
-            if len(self._kept) > self._most:
-                self._kept, self._every = self._kept[::2], 2 * self._every
-        self.count, self.newest = self.count + 1, item
-
-    def all(self) -> list[Kept]:
-        is_last = (self.count - 1) % self._every == 0
-        return self._kept if is_last or self.newest is None else [*self._kept, self.newest]
 
 
 class StepHistory:
@@ -207,13 +181,13 @@ class EventHistory:
         self.newest = event.time
 
     def _list(self, event: Event) -> None:
-        self.by_kind[event.kind].add((self.num_listed, event))
+        self.by_kind[event.kind] = self.by_kind[event.kind].and_one((self.num_listed, event))
         self.num_listed += 1
         self._last.append(event)
         if len(self._first) < _MOST_LISTED:
             self._first.append(event)
         if event.kind == "note" and event.why == "preflight":
-            self.findings.add(event.what)
+            self.findings = self.findings.and_one(event.what)
 
     def _close(self, end: float) -> None:
         self._bands[-1:] = self._last_until(end)
@@ -234,7 +208,7 @@ class EventHistory:
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Event]:
         """In their order; of very many some."""
-        return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].all())]
+        return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].with_last())]
 
     def listed(self) -> tuple[list[Event], int]:
         """Everything that happened but phases and progress; of very many the first and the last, and how many are left

@@ -15,10 +15,10 @@ import pytest
 from appliance.page.stacked import Band, merged
 from appliance.record.events import Tail, append_event, parse_metrics
 from appliance.record.samples import SAMPLES_FILE, SampleReader
-from appliance.record.state import Numbers
+from appliance.record.state import Some
 from appliance.report import folder
 from appliance.report.figures import bands
-from appliance.report.folder import RunReader, Some, UpdateHistory, read_view
+from appliance.report.folder import RunReader, UpdateHistory, read_view
 from appliance.report.page import page
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 
@@ -115,21 +115,17 @@ def test_what_was_read_is_not_read_again(
         assert run.view().steps.count == step and len(read) == step + 1
 
 
-def test_of_many_numbers_some_are_kept_and_both_ends() -> None:
-    numbers = few = Numbers()
+def test_of_many_things_some_are_kept_and_both_ends() -> None:
+    things = few = Some[int]()
+    assert not things and things.with_last() == ()
     for value in range(5000):
-        numbers = numbers.and_one(float(value))
-        few = numbers if value == 999 else few
-    assert few.some == tuple(map(float, range(1000)))
-    assert (numbers.count, numbers.every, numbers.some) == (5000, 8, tuple(map(float, range(0, 5000, 8))))
-    assert (numbers.first, numbers.last) == ((0, 1, 2, 3, 4), (4995, 4996, 4997, 4998, 4999))
-    some: Some[int] = Some(most=10)
-    for value in range(10):
-        some.add(value)
-    assert some.all() == [*range(10)]
-    for value in range(10, 99):
-        some.add(value)
-    assert (some.all(), some.count, some.newest) == ([0, 16, 32, 48, 64, 80, 96, 98], 99, 98)
+        things = things.and_one(value)
+        few = things if value == 999 else few
+    assert few.some == few.with_last() == tuple(range(1000))
+    assert (things.count, things.every, things.some) == (5000, 8, tuple(range(0, 5000, 8)))
+    assert things.with_last() == (*range(0, 5000, 8), 4999)
+    assert things.and_one(5000).with_last() == tuple(range(0, 5001, 8))
+    assert (things.first, things.last) == ((0, 1, 2, 3, 4), (4995, 4996, 4997, 4998, 4999))
 
 
 def test_of_many_validations_some_are_kept_evenly(tmp_path: Path, make_run: Callable[..., Path]) -> None:
