@@ -61,13 +61,6 @@ def _is_torn(descriptor: int) -> bool:
     return True
 
 
-def end_torn_line(path: Path) -> None:
-    """What a full disk or a kill left of a line gets its end, so that the next line is one. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.write(b"\n")
-
-
 def append_failure(run_dir: Path, error: ApplianceError) -> None:
     """Append a `failure` event: the one line, the class, the hint and the exit code of an error of ours."""
     append_event(
