@@ -61,6 +61,11 @@ FILES_OF_BUILTIN = frozenset(  # of the folder of a model that is made on the sp
 )
 
 
+def make_task(**changes: object) -> TaskPlan:
+    """All of what there is to train on; changes: fields of TaskPlan in place of those of `make_plan`."""
+    return make_plan(Path("/runs/a-1")).task.replace(**{"train_size": 0, **changes})
+
+
 def make_plan(run_dir: Path, **changes: object) -> RunPlan:
     """changes: fields of RunPlan in place of the ones below."""
     data = run_dir.parent / "data"

@@ -161,7 +161,16 @@ def look(run: PlannedRun) -> Existing:
         return Existing.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
-    if recipe != _as_begun(run) or not (_other_commit(run) or _has_its_problems(run)) or not _has_its_code(run):
+    try:
+        original = _original(run)
+        is_of_this_recipe = (
+            recipe == _as_begun(run, original)
+            and (_other_commit(run, original) or has_problems_of(run.plan, run_dir=folder))
+            and original.code == {each.copy_name: each.sha256 for each in code_of(run.plan)}
+        )
+    except RecipeError:  # its plan cannot be read
+        return Existing.OTHER
+    if not is_of_this_recipe:
         return Existing.OTHER
     return Existing.DONE if has_result(record) else Existing.UNFINISHED
 
@@ -170,49 +179,35 @@ def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
     """Rewards are compared, so all runs train one commit of a model on the hub. Raises PreflightError with the way on.
     runs: that are there already.  file: of the comparison."""
     for run in runs:
-        if began_with := _other_commit(run):
+        if began_with := _other_commit(run, _original(run)):
             model = run.plan.model
             message = f"{run.label}: {model.hub_name}: {model.revision or 'main'} is {model.commit} on the hub now, "
             hint = f"to go on with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
             raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
 
 
-def _other_commit(run: PlannedRun) -> str:
+def _original(run: PlannedRun) -> OriginalPlan:
+    """What the run that is there began with. Raises RecipeError when its plan cannot be read."""
+    original = original_plan(Target(run.run_dir, RunRecord()), alone=True)
+    assert original is not None, "the record is one of a run that has begun"
+    return original
+
+
+def _other_commit(run: PlannedRun, original: OriginalPlan) -> str:
     """The commit that the run began with, where the same revision is another one now. Empty where it is not, or nobody
     knows: an offline hub."""
-    original, model = _original_plan(run), run.plan.model
-    if original is None or original.model != model.hub_name or not model.commit or original.commit == model.commit:
+    model = run.plan.model
+    if original.model != model.hub_name or not model.commit or original.commit == model.commit:
         return ""
     return original.commit
 
 
-def _as_begun(run: PlannedRun) -> str:
+def _as_begun(run: PlannedRun, original: OriginalPlan) -> str:
     """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
-    original = _original_plan(run)
     model = run.recipe.model
-    if original is not None and model.revision and original.commit == model.revision:
+    if model.revision and original.commit == model.revision:
         model = model.model_copy(update={"revision": original.revision or None})
     return to_yaml(run.recipe.model_copy(update={"model": model}))
-
-
-def _original_plan(run: PlannedRun) -> OriginalPlan | None:
-    """None where the run's plan cannot be read."""
-    try:
-        return original_plan(Target(run.run_dir, read_record(run.run_dir)), alone=True)
-    except (RecipeError, OSError, ValueError):
-        return None
-
-
-def _has_its_code(run: PlannedRun) -> bool:
-    original = _original_plan(run)
-    return original is None or original.code == {each.copy_name: each.sha256 for each in code_of(run.plan)}
-
-
-def _has_its_problems(run: PlannedRun) -> bool:
-    try:
-        return has_problems_of(run.plan, run_dir=run.run_dir)
-    except RecipeError:  # its plan cannot be read
-        return False
 
 
 def has_result(record: RunRecord) -> bool:

@@ -47,7 +47,7 @@ from appliance.record.checkpoints import (
     step_of,
 )
 from appliance.record.code import changed_code, copy_code
-from appliance.record.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
+from appliance.record.events import METRICS_FILE, append_event
 from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, LoraPlan, ModelPlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
@@ -438,7 +438,6 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     logs = log_dir(run_dir, attempt=attempt)
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
-    end_torn_line(run_dir / EVENTS_FILE)
     copy_code(plan, logs=logs)
     for each in changed_code(plan):
         what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, field
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from pydantic.dataclasses import dataclass
 
@@ -61,13 +59,6 @@ def _is_torn(descriptor: int) -> bool:
             return False
         time.sleep(_BETWEEN_LOOKS_S)
     return True
-
-
-def end_torn_line(path: Path) -> None:
-    """What a full disk or a kill left of a line gets its end, so that the next line is one. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.write(b"\n")
 
 
 def append_failure(run_dir: Path, error: ApplianceError) -> None:
@@ -234,49 +225,8 @@ def read_events(run_dir: Path) -> Iterator[Event]:
 
 
 def read_metrics(run_dir: Path) -> Iterator[StepMetrics]:
-    """Each step once, in their order, as they are read; of a step that was done again the later line. Raises OSError.
-
-    The file is a few stretches in which steps only grow, one for each time that steps were done again. They are read
-    side by side.
-    """
-    path = run_dir / METRICS_FILE
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        stretches = [_metrics_between(file, *ends) for ends in reversed(_stretches(file))]
-        done = -1
-        for line in heapq.merge(*stretches, key=attrgetter("step")):  # of equal ones the later stretch's comes first
-            if line.step > done:
-                yield line
-                done = line.step
-
-
-@dataclass(frozen=True, config=STRICT)
-class _Numbered:
-    """What tells the order of a line of metrics."""
-
-    step: Count
-
-
-def _stretches(file: BinaryIO) -> list[tuple[int, int]]:
-    """(start, end) in bytes; a line that is none may lie anywhere."""
-    starts, at, before = [0], 0, -1
-    for raw in file:
-        if (line := parse_line(raw.decode(errors="replace"), _Numbered)) is not None:
-            if line.step <= before:
-                starts.append(at)
-            before = line.step
-        at += len(raw)
-    return [*itertools.pairwise((*starts, at))]
-
-
-def _metrics_between(file: BinaryIO, start: int, end: int) -> Iterator[StepMetrics]:
-    while start < end:
-        file.seek(start)  # others read it, too
-        raw = file.readline()
-        start += len(raw)
-        if (line := parse_metrics(raw.decode(errors="replace").removesuffix("\n"))) is not None:
-            yield line
+    """As read_events. Each step once: of one that is done again a resume has cut the earlier line."""
+    return (line for line in map(parse_metrics, lines_of(run_dir / METRICS_FILE)) if line is not None)
 
 
 class Tail:

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.record.events import REWARD, VALIDATION, Event, StepMetrics
@@ -13,8 +14,9 @@ from appliance.record.events import REWARD, VALIDATION, Event, StepMetrics
 GREEDY = "greedy"
 _STEPS_FOR_AN_ESTIMATE = 20
 _ENDS = 5
-_MOST_NUMBERS = 1000
+_MOST_KEPT = 1000
 
+Kept = TypeVar("Kept")
 BySet = Mapping[str, Mapping[str, float]]  # `avg@<n>`, then `pass@<k>`, by the name of the validation
 
 
@@ -31,29 +33,33 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Numbers as they come, in memory that does not grow. first, last: the first and the last five.  some: all, and
+class Some(Generic[Kept]):
+    """Things as they come, in memory that does not grow. first, last: the first and the last five.  some: all, and
     where there are many one in `every`."""
 
     count: int = 0
-    first: tuple[float, ...] = ()
-    last: tuple[float, ...] = ()
-    some: tuple[float, ...] = ()
+    first: tuple[Kept, ...] = ()
+    last: tuple[Kept, ...] = ()
+    some: tuple[Kept, ...] = ()
     every: int = 1
 
     def __bool__(self) -> bool:
         return self.count > 0
 
-    def and_one(self, value: float) -> Numbers:
-        some = self.some if self.count % self.every else (*self.some, value)
-        is_full = len(some) > _MOST_NUMBERS
-        return Numbers(
+    def and_one(self, item: Kept) -> Some[Kept]:
+        some = self.some if self.count % self.every else (*self.some, item)
+        is_full = len(some) > _MOST_KEPT
+        return Some(
             self.count + 1,
-            (*self.first, value)[:_ENDS],
-            (*self.last, value)[-_ENDS:],
+            (*self.first, item)[:_ENDS],
+            (*self.last, item)[-_ENDS:],
             some[::2] if is_full else some,
             2 * self.every if is_full else self.every,
         )
+
+    def with_last(self) -> tuple[Kept, ...]:
+        """`some`, and the last one where it is none of them."""
+        return (*self.some, *self.last[-1:]) if (self.count - 1) % self.every else self.some
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ class RunState:
     phase_since: float = 0.0
     work: Work | None = None
     last: StepMetrics | None = None
-    rewards: Numbers = Numbers()
-    tokens_per_s: Numbers = Numbers()
+    rewards: Some[float] = Some()
+    tokens_per_s: Some[float] = Some()
     step_ends_s: tuple[float, ...] = ()
     val_first: float | None = None
     val_last: float | None = None

@@ -163,14 +163,15 @@ def panel(plan: RunPlan, state: RunState, *, now: float, columns: int, ascii_onl
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    for label, text in _rows(state, now=now, bars=columns >= _FEWEST_COLUMNS_FOR_BARS, ascii_only=ascii_only):
-        table.add_row(printable(label), Text(printable(text)) if isinstance(text, str) else text)
+    shown = draw.IN_ASCII if ascii_only else {}
+    for label, text in _rows(state, now=now, bars=columns >= _FEWEST_COLUMNS_FOR_BARS):
+        table.add_row(printable(label), Text(printable(text).translate(shown)) if isinstance(text, str) else text)
     return Panel(table, title=Text(title(plan)), title_align="left")
 
 
-def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Iterator[tuple[str, str | Text]]:
+def _rows(state: RunState, *, now: float, bars: bool) -> Iterator[tuple[str, str | Text]]:
     def bar(done: float, total: float) -> str:
-        return draw.bar(done, total=total, width=_BAR_WIDTH, ascii_only=ascii_only) + "  " if bars else ""
+        return draw.bar(done, total=total, width=_BAR_WIDTH) + "  " if bars else ""
 
     work, last, left = state.work, state.last, remaining_s(state, now=now)
     about = "" if left is None else f"about {draw.duration(left)} left"
@@ -182,7 +183,7 @@ def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Itera
     until = f"  {about}" if about and work is None and state.step < state.steps else ""
     yield "step", f"{bar(state.step, state.steps)}{state.step} of {state.steps}{until}"
     if state.rewards:
-        spark = draw.sparkline(state.rewards.some, width=_SPARK_WIDTH, ascii_only=ascii_only) if bars else ""
+        spark = draw.sparkline(state.rewards.some, width=_SPARK_WIDTH) if bars else ""
         yield "reward", f"{state.rewards.last[-1]:.3f}  {spark}".rstrip()
     if last is not None and (rewards := rewards_text(last)):
         yield "rewards", rewards
@@ -191,7 +192,7 @@ def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Itera
         yield from set_rows(state)
     if last is not None:
         yield "speed", f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
-        yield "step time", _times_text(last, bars=bars, ascii_only=ascii_only)
+        yield "step time", _times_text(last, bars=bars)
         yield "mismatch", _mismatch_text(last)
         if level := _guarded(last):
             yield "guard", level
@@ -223,15 +224,14 @@ def validation_text(state: RunState) -> str:
     return ", ".join(part for part in (before, now) if part) + samples
 
 
-def _times_text(step: StepMetrics, *, bars: bool, ascii_only: bool) -> str:
+def _times_text(step: StepMetrics, *, bars: bool) -> str:
     parts = step_parts(step)
     if not bars or not parts:
         return _plain_times(step).removeprefix("took ")
     legend = "  ".join(
-        f"{draw.split_fill(index, ascii_only=ascii_only)} {name} {seconds:.1f}"
-        for index, (name, seconds) in enumerate(parts.items())
+        f"{fill} {name} {seconds:.1f}" for fill, (name, seconds) in zip(draw.FILLS, parts.items(), strict=False)
     )
-    picture = draw.split_bar([*parts.values()], width=_BAR_WIDTH, ascii_only=ascii_only)
+    picture = draw.split_bar([*parts.values()], width=_BAR_WIDTH)
     return f"{draw.number(step.step_s, digits=1)} s  {picture}\n{legend}"
 
 

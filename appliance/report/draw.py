@@ -1,4 +1,4 @@
-"""Strings that draw: durations, sparklines, bars. Pure; `ascii_only` for terminals that have no block characters."""
+"""Strings that draw: durations, sparklines, bars. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 _SPARKS = "▁▂▃▄▅▆▇█"
-_SPARKS_ASCII = "_.-=+*#@"
-_FILLS = "█▓▒░·"
-_FILLS_ASCII = "#=+-."
+FILLS = "█▓▒░·"  # of the parts of a whole
+IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░·", "_.-=+*%#=+-.")  # for terminals that have no block characters
 
 
 def duration(seconds: float) -> str:
@@ -30,35 +29,29 @@ def tokens_per_s(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f} tokens/s"
 
 
-def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float], *, width: int) -> str:
     """The values from left to right in at most `width` characters; more values than that are averaged in groups."""
     if not values:
         return ""
-    levels, size = _SPARKS_ASCII if ascii_only else _SPARKS, math.ceil(len(values) / width)
+    size = math.ceil(len(values) / width)
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     shown = [sum(group) / len(group) for group in groups]
     low, high = min(shown), max(shown)
-    return "".join(levels[round((value - low) / ((high - low) or 1.0) * (len(levels) - 1))] for value in shown)
+    return "".join(_SPARKS[round((value - low) / ((high - low) or 1.0) * (len(_SPARKS) - 1))] for value in shown)
 
 
-def bar(done: float, *, total: float, width: int, ascii_only: bool = False) -> str:
+def bar(done: float, *, total: float, width: int) -> str:
     """A bar of `width` characters between brackets; full only when all is done."""
     share = min(1.0, max(0.0, done / total)) if total > 0 else 0.0
     filled = math.floor(share * width)
-    full, empty = ("#", "-") if ascii_only else ("█", "░")
-    return f"[{full * filled}{empty * (width - filled)}]"
+    return f"[{'█' * filled}{'░' * (width - filled)}]"
 
 
-def split_bar(parts: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
-    """The parts of a whole, each in a pattern of its own (see `split_fill`), `width` characters together."""
+def split_bar(parts: Sequence[float], *, width: int) -> str:
+    """The parts of a whole, each in its pattern of FILLS, `width` characters together."""
     whole = sum(parts)
     if whole <= 0:
         return ""
     edges = [round(sum(parts[: index + 1]) / whole * width) for index in range(len(parts))]
     lengths = [b - a for a, b in zip([0, *edges], edges, strict=False)]
-    return "".join(split_fill(index, ascii_only=ascii_only) * length for index, length in enumerate(lengths))
-
-
-def split_fill(index: int, *, ascii_only: bool = False) -> str:
-    """The pattern of part `index`, 0..4."""
-    return (_FILLS_ASCII if ascii_only else _FILLS)[index]
+    return "".join(FILLS[index] * length for index, length in enumerate(lengths))

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from appliance.errors import RecipeError, SyncError
 from appliance.page.stacked import Band, merged
@@ -33,13 +32,12 @@ from appliance.record.events import (
     parse_event,
     parse_memory,
     parse_metrics,
-    read_metrics,
 )
 from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import SampleReader, StepSamples
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
-from appliance.record.state import Judgement, RunState, fold, judge
+from appliance.record.state import Judgement, RunState, Some, fold, judge
 from appliance.report.display import step_parts
 from appliance.sync.precision import Generation, read_generation
 from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
@@ -56,7 +54,6 @@ DOING = {  # the phases of what a run does
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
 _MOST_NAMES = 10
-_MOST_KEPT = 1000  # of a kind of event
 _MOST_LISTED = 400
 _MOST_BANDS = 4096
 _LEAST_OF_ALL = 1 / 2000  # of a run's time: a band that is shorter is too narrow to be drawn
@@ -68,8 +65,6 @@ _DOING_IN = {phase: name for name, phases in DOING.items() for phase in phases}
 _NOT_LISTED = frozenset({"phase", "progress"})
 _NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.default is None)
 
-Kept = TypeVar("Kept")
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -78,28 +73,6 @@ class Attempt:
     number: int
     time: float
     after: int
-
-
-class Some(Generic[Kept]):
-    """Things as they come, and of many some, evenly, with the first and the newest."""
-
-    def __init__(self, *, most: int = _MOST_KEPT) -> None:
-        self.count = 0
-        self.newest: Kept | None = None
-        self._most = most
-        self._every = 1
-        self._kept: list[Kept] = []
-
-    def add(self, item: Kept) -> None:
-        if self.count % self._every == 0:
-            self._kept.append(item)
-            if len(self._kept) > self._most:
-                self._kept, self._every = self._kept[::2], 2 * self._every
-        self.count, self.newest = self.count + 1, item
-
-    def all(self) -> list[Kept]:
-        is_last = (self.count - 1) % self._every == 0
-        return self._kept if is_last or self.newest is None else [*self._kept, self.newest]
 
 
 class StepHistory:
@@ -113,7 +86,6 @@ class StepHistory:
     """
 
     def __init__(self) -> None:
-        self.last_step = -1
         self.count = 0
         self.curves: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.known: defaultdict[str, Thinned] = defaultdict(Thinned)
@@ -139,11 +111,6 @@ class StepHistory:
         for step in steps:
             self._judge(step)
         self.count += len(steps)
-        self.last_step = lines[-1].step if lines else self.last_step
-
-    def follows(self, lines: Sequence[StepMetrics]) -> bool:
-        """Whether these lines are later ones, in order."""
-        return all(before < after for before, after in itertools.pairwise([self.last_step, *(o.step for o in lines)]))
 
     def _extend_parts(self, steps: Sequence[StepMetrics]) -> None:
         xs, parts = [float(step.step) for step in steps], [step_parts(step) for step in steps]
@@ -214,13 +181,13 @@ class EventHistory:
         self.newest = event.time
 
     def _list(self, event: Event) -> None:
-        self.by_kind[event.kind].add((self.num_listed, event))
+        self.by_kind[event.kind] = self.by_kind[event.kind].and_one((self.num_listed, event))
         self.num_listed += 1
         self._last.append(event)
         if len(self._first) < _MOST_LISTED:
             self._first.append(event)
         if event.kind == "note" and event.why == "preflight":
-            self.findings.add(event.what)
+            self.findings = self.findings.and_one(event.what)
 
     def _close(self, end: float) -> None:
         self._bands[-1:] = self._last_until(end)
@@ -241,7 +208,7 @@ class EventHistory:
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Event]:
         """In their order; of very many some."""
-        return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].all())]
+        return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].with_last())]
 
     def listed(self) -> tuple[list[Event], int]:
         """Everything that happened but phases and progress; of very many the first and the last, and how many are left
@@ -436,7 +403,6 @@ class RunReader:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._state: RunState | None = None  # before the first look
-        self._is_ordered = True
 
     def view(self) -> RunView:
         """As it is now. Raises RecipeError when the folder cannot be read as a run, OSError."""
@@ -444,7 +410,7 @@ class RunReader:
         if self._state is None:
             self._begin(plan)
         self._read_events()
-        self._read_steps(plan)
+        self._read_steps()
         while lines := self._memory_tail.read(most=LINES_AT_ONCE):
             self._memory.extend([*filter(None, map(parse_memory, lines))])
         self._updates.read()
@@ -478,24 +444,12 @@ class RunReader:
             self._state = fold(self._state, event)
             self._events.add(event)
 
-    def _read_steps(self, plan: RunPlan) -> None:
-        """Where steps were done again, which a resume cuts out of the file, all is read anew, in their order."""
-        while self._is_ordered and (raw := self._step_tail.read(most=LINES_AT_ONCE)):
+    def _read_steps(self) -> None:
+        while raw := self._step_tail.read(most=LINES_AT_ONCE):
             lines = [*filter(None, map(parse_metrics, raw))]
-            self._is_ordered = self._steps.follows(lines)
-            if self._is_ordered:
-                self._take(lines)
-        if not self._is_ordered:
-            self._begin(plan)
-            self._read_events()
-            ordered = read_metrics(self._run_dir)
-            while lines := [*itertools.islice(ordered, LINES_AT_ONCE)]:
-                self._take(lines)
-
-    def _take(self, lines: Sequence[StepMetrics]) -> None:
-        for line in lines:
-            self._state = fold(self._state, line)
-        self._steps.extend(lines)
+            for line in lines:
+                self._state = fold(self._state, line)
+            self._steps.extend(lines)
 
 
 def _lines_of(tail: Tail) -> Iterator[str]:

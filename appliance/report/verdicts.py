@@ -195,9 +195,9 @@ def _guard(view: RunView) -> _Said:
     told = view.events.by_kind["guard"]
     if not view.plan.guard.actions:
         return Word.OPEN, "it may do nothing: guard.actions is empty"
-    if told.newest is None:
+    if not told:
         return Word.FINE, "no step gave it a reason to"
-    _, last = told.newest
+    _, last = told.last[-1]
     times = "once" if told.count == 1 else f"{told.count} times"
     return Word.WARN, f"{times}, the last: {last.what} ({last.why})"
 

@@ -109,16 +109,7 @@ def task_of(plan: TaskPlan) -> Task:
 
 def splits_of(plan: TaskPlan) -> Splits:
     """Its problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
-    task = task_of(plan)
-    found = task.splits(
-        difficulty=plan.difficulty,
-        train_file=plan.train_file,
-        val_file=plan.val_file,
-        seed=plan.seed,
-        train_size=plan.train_size,
-        val_size=plan.val_size,
-        val_sets=plan.val_sets,
-    )
+    found = task_of(plan).splits(plan)
     if plan.train_size > (most := len(found.train)):
         message = f"task.train_size: {plan.train_size} is more than the {most} problems there are to train on"
         raise RecipeError([(message, "lower it, or use 0 for all of them")])

@@ -4,7 +4,7 @@ Problems come out of rows, of files or of the hub, or are made by the task: disj
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ from typing import Protocol
 from appliance.errors import RecipeError, first_line
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
-from appliance.record.plan import ValSetPlan
+from appliance.record.plan import TaskPlan, ValSetPlan
 from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
 
 
@@ -128,17 +128,7 @@ class Task:
         self.import_reward()
         return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
 
-    def splits(
-        self,
-        *,
-        difficulty: int,
-        train_file: str,
-        val_file: str,
-        seed: int,
-        train_size: int,
-        val_size: int,
-        val_sets: Sequence[ValSetPlan] = (),
-    ) -> Splits:
+    def splits(self, plan: TaskPlan) -> Splits:
         """What the task makes, or reads: from files or, without a train_file, from the hub.
 
         A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
@@ -146,23 +136,23 @@ class Task:
         a val_file. No problem of any of them is trained on. Raises RecipeError for bad rows of all files at once, for
         sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
-        usual = next((each for each in val_sets if not each.file), None)
-        size = usual.size if usual else val_size
+        usual = next((each for each in plan.val_sets if not each.file), None)
+        size = usual.size if usual else plan.val_size
         if self.make is not None:
-            made = self.make(difficulty=difficulty, seed=seed, train_size=train_size, val_size=size)
+            made = self.make(difficulty=plan.difficulty, seed=plan.seed, train_size=plan.train_size, val_size=size)
             return replace(made, val=[], val_sets={usual.name: made.val}) if usual else made
-        files = {_key(each): each.file for each in val_sets if each.file}
-        found = self._read(train_file, val_file, files)
+        files = {_key(each): each.file for each in plan.val_sets if each.file}
+        found = self._read(plan.train_file, plan.val_file, files)
         notes = [note for name, each in found.items() for note in _counts(name, each)]
         train = found.pop("train").problems
         seen = {problem.messages for each in found.values() for problem in each.problems}
         left = [problem for problem in train if problem.messages not in seen]
         if shared := len(train) - len(left):
             notes.append(f"train: {shared} problems are in the validation data as well and are left out")
-        faults = [fault for each in val_sets if each.file for fault in _too_few(each, found[_key(each)])]
+        faults = [fault for each in plan.val_sets if each.file for fault in _too_few(each, found[_key(each)])]
         held: list[Problem] = []
         if train and not left:
-            message = f"{train_file or 'the data set'}: each of its problems is in the validation data as well"
+            message = f"{plan.train_file or 'the data set'}: each of its problems is in the validation data as well"
             faults.append(
                 (message, "none is left to train on: validate on others, or leave that file out and give a size")
             )
@@ -170,16 +160,16 @@ class Task:
             held = found["val"].problems[: size or None]
             if len(held) < size:
                 notes.append(f"val: its {len(held)} problems are fewer than `task.val_size`, {size}; all are taken")
-        elif left and (usual or not val_sets):
+        elif left and (usual or not plan.val_sets):
             key = f"task.{_key(usual)}.size" if usual else "task.val_size"
-            faults += _cannot_hold_out(left, path=train_file or "the data set", val_size=size, key=key)
-            left, held = _hold_out(left, seed=seed, val_size=size)
+            faults += _cannot_hold_out(left, path=plan.train_file or "the data set", val_size=size, key=key)
+            left, held = _hold_out(left, seed=plan.seed, val_size=size)
         if faults:
             raise RecipeError(faults)
-        random.Random(f"{seed}-train").shuffle(left)
-        made = Splits(train=left[: train_size or None], val=[] if val_sets else held, notes=tuple(notes))
+        random.Random(f"{plan.seed}-train").shuffle(left)
+        made = Splits(train=left[: plan.train_size or None], val=[] if plan.val_sets else held, notes=tuple(notes))
         by_set = {
-            each.name: found[_key(each)].problems[: each.size or None] if each.file else held for each in val_sets
+            each.name: found[_key(each)].problems[: each.size or None] if each.file else held for each in plan.val_sets
         }
         return replace(made, val_sets=by_set)
 

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import io
 import json
-import lzma
 import re
 import shutil
 import subprocess
@@ -217,29 +216,6 @@ def code(*, python: str) -> Iterator[tuple[str, bytes]]:
     yield "accept.sh", RUN.format(python=python).encode()
 
 
-class Cut(io.RawIOBase):
-    """A file that is many, each of at most so many bytes."""
-
-    def __init__(self, folder: Path, *, most: int) -> None:
-        self._folder, self._most, self._left = folder, most, 0
-        self.parts: list[Path] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        given = memoryview(data)
-        while given:
-            if not self._left:
-                self.parts.append(self._folder / f"part-{len(self.parts) + 1:02d}")
-                self._left = self._most
-            piece, given = given[: self._left], given[self._left :]
-            with self.parts[-1].open("ab") as file:
-                file.write(piece)
-            self._left -= len(piece)
-        return len(data)
-
-
 def pack(
     files: Iterable[tuple[str, bytes]],
     *,
@@ -254,21 +230,23 @@ def pack(
     python: that the host must have, such as 3.12; empty: any.  glibc: as of glibc_of.
     """
     folder.mkdir(parents=True)
-    cut = Cut(folder, most=most)
-    with lzma.open(cut, "wb", preset=preset) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
-        for path, content in files:
-            info = tarfile.TarInfo(path)
-            is_program = content.startswith((b"\x7fELF", b"#!"))  # Ray's are among them
-            info.size, info.mode = len(content), 0o755 if is_program else 0o644
-            archive.addfile(info, io.BytesIO(content))
-    listed = [
-        {"name": part.name, "bytes": part.stat().st_size, "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
-        for part in cut.parts
-    ]
+    parts, listed = [], []
+    with tempfile.TemporaryFile() as whole:
+        with tarfile.open(fileobj=whole, mode="w:xz", preset=preset) as archive:
+            for path, content in files:
+                info = tarfile.TarInfo(path)
+                is_program = content.startswith((b"\x7fELF", b"#!"))  # Ray's are among them
+                info.size, info.mode = len(content), 0o755 if is_program else 0o644
+                archive.addfile(info, io.BytesIO(content))
+        whole.seek(0)
+        while content := whole.read(most):
+            parts.append(part := folder / f"part-{len(parts) + 1:02d}")
+            part.write_bytes(content)
+            listed.append({"name": part.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
     needs = {"python": python, "glibc": list(glibc[0]), "glibc_of": glibc[1]}
     (folder / LIST).write_text(json.dumps({"schema_version": 1, **needs, "parts": listed}, indent=1) + "\n")
     shutil.copy(ROOT / "container" / "bundle" / "put_together.py", folder)
-    return cut.parts
+    return parts
 
 
 def main() -> int:

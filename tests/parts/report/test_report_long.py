@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -14,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from appliance.page.stacked import Band, merged
-from appliance.record.events import Tail, append_event, parse_event, parse_metrics, read_metrics
+from appliance.record.events import Tail, append_event, parse_metrics
 from appliance.record.samples import SAMPLES_FILE, SampleReader
-from appliance.record.state import Numbers
+from appliance.record.state import Some
 from appliance.report import folder
 from appliance.report.figures import bands
-from appliance.report.folder import RunReader, Some, UpdateHistory, read_view
+from appliance.report.folder import RunReader, UpdateHistory, read_view
 from appliance.report.page import page
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 
@@ -116,65 +115,17 @@ def test_what_was_read_is_not_read_again(
         assert run.view().steps.count == step and len(read) == step + 1
 
 
-def test_steps_that_are_done_again_under_a_reader_count_once(
-    tmp_path: Path, make_run: Callable[..., Path], metrics_line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = make_run(tmp_path, done=6)
-    run = RunReader(run_dir)
-    assert run.view().steps.count == 6
-    for steps in ((5, 6), (6, 7)):
-        with (run_dir / "metrics.jsonl").open("a") as file:
-            file.writelines(json.dumps(metrics_line(step, reward_mean=0.7)) + "\n" for step in steps)
-        view = run.view()
-        assert (view.steps.count, view.state.rewards.count, view.steps.last_step) == (steps[1], steps[1], steps[1])
-        assert view.state.rewards.last[-2:] == (0.7, 0.7)
-    read: list[str] = []
-    monkeypatch.setattr(folder, "parse_event", lambda line: read.append(line) or parse_event(line))
-    assert run.view().steps.count == 7
-    assert read == (run_dir / "events.jsonl").read_text().splitlines()  # each once
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_lines_in_any_order_are_each_step_once_and_the_later_one(tmp_path: Path, seed: int) -> None:
-    chosen = random.Random(seed)
-    steps = [chosen.randrange(12) for _ in range(30)] if seed % 2 else [*range(9), *range(4, 11), *range(2, 6), 10]
-    lines = [json.dumps({"step": step, "time_s": place}) for place, step in enumerate(steps)]
-    lines.insert(chosen.randrange(len(lines)), '{"step": 3, "ti')
-    lines.insert(chosen.randrange(len(lines)), '{"step": 3, "time_s": "none"}')
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    last = {step: place for place, step in enumerate(steps)}
-    assert [(line.step, line.time_s) for line in read_metrics(tmp_path)] == sorted(last.items())
-
-
-def test_steps_only_grow_also_in_a_file_that_changes_under_its_reader(tmp_path: Path) -> None:
-    def write(*steps: int) -> None:
-        lines = [
-            json.dumps({"step": step, "time_s": 1.0, "more": "-" * 9000}) + "\n" for step in steps
-        ]  # past a buffer
-        (tmp_path / "metrics.jsonl").write_text("".join(lines))
-
-    write(1, 5, 6, 7, 8)
-    lines = read_metrics(tmp_path)
-    assert next(lines).step == 1
-    write(1, 5, 2, 4, 8)
-    assert [line.step for line in lines] == [5, 8]
-
-
-def test_of_many_numbers_some_are_kept_and_both_ends() -> None:
-    numbers = few = Numbers()
+def test_of_many_things_some_are_kept_and_both_ends() -> None:
+    things = few = Some[int]()
+    assert not things and things.with_last() == ()
     for value in range(5000):
-        numbers = numbers.and_one(float(value))
-        few = numbers if value == 999 else few
-    assert few.some == tuple(map(float, range(1000)))
-    assert (numbers.count, numbers.every, numbers.some) == (5000, 8, tuple(map(float, range(0, 5000, 8))))
-    assert (numbers.first, numbers.last) == ((0, 1, 2, 3, 4), (4995, 4996, 4997, 4998, 4999))
-    some: Some[int] = Some(most=10)
-    for value in range(10):
-        some.add(value)
-    assert some.all() == [*range(10)]
-    for value in range(10, 99):
-        some.add(value)
-    assert (some.all(), some.count, some.newest) == ([0, 16, 32, 48, 64, 80, 96, 98], 99, 98)
+        things = things.and_one(value)
+        few = things if value == 999 else few
+    assert few.some == few.with_last() == tuple(range(1000))
+    assert (things.count, things.every, things.some) == (5000, 8, tuple(range(0, 5000, 8)))
+    assert things.with_last() == (*range(0, 5000, 8), 4999)
+    assert things.and_one(5000).with_last() == tuple(range(0, 5001, 8))
+    assert (things.first, things.last) == ((0, 1, 2, 3, 4), (4995, 4996, 4997, 4998, 4999))
 
 
 def test_of_many_validations_some_are_kept_evenly(tmp_path: Path, make_run: Callable[..., Path]) -> None:

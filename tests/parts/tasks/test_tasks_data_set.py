@@ -9,6 +9,7 @@ import datasets
 import huggingface_hub
 import pytest
 from datasets.arrow_writer import ArrowWriter
+from plans import make_task
 
 from appliance.errors import RecipeError
 from appliance.record.plan import OwnPlan
@@ -58,7 +59,7 @@ def splits(name: str = "me/sums", *, config: str = "", split: str = "train", com
         code=(),
         commit=commit,
     )
-    return own.task(plan).splits(difficulty=2, train_file="", val_file="", seed=0, train_size=0, val_size=2)
+    return own.task(plan).splits(make_task(val_size=2))
 
 
 def refusal(**given: str) -> tuple[str, str]:

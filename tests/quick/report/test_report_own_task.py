@@ -73,7 +73,7 @@ def test_panel_summary_and_status_show_every_validation_and_which_one_counts(
         "hard": "avg@4 0.250 (0.125 before), pass@4 0.600 (0.300 before)",
         "held_out": "avg@1 -3.500 (-3.500 before), pass@1 0.000 (0.000 before)",
     }
-    rows = dict(display._rows(state, now=0.0, bars=False, ascii_only=False))
+    rows = dict(display._rows(state, now=0.0, bars=False))
     assert rows["rewards"] == "math 0.12  short -2.50"
     assert rows["validation"] == "0.125 before, 0.250 after step 2  (30 problems, hard avg@4)"
     assert rows.items() >= sets.items()

@@ -15,6 +15,7 @@ from plans import make_guard
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.guard.policy import Action
+from appliance.launch.resume import cut_lines
 from appliance.record.events import append_event
 from appliance.record.plan import read_plan
 from appliance.record.session import RunRecord, RunStatus, Session
@@ -146,6 +147,7 @@ def test_a_step_that_was_done_again_is_there_once_and_attempts_are_marked(
 ) -> None:
     run_dir = make_run(tmp_path, done=6, attempt=2)
     append_event(run_dir, kind="resume", what="attempt 2 goes on after step 4", step=4, attempt=2)
+    assert cut_lines(run_dir / "metrics.jsonl", after=4, attempt=1) is not None
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(metrics_line(step, reward_mean=0.7)) + "\n" for step in (5, 6, 7))
     view = read_view(run_dir)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from plans import make_task
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch import data as command
@@ -51,7 +52,7 @@ def test_a_file_is_in_verls_schema_and_counted(tmp_path: Path, source: str, caps
 def test_what_it_makes_a_recipe_reads(tmp_path: Path, source: str) -> None:
     make_data("dapo-math-17k", folder=tmp_path, sources=(source,))
     path = str(tmp_path / "dapo-math-17k.parquet")
-    made = dapo_math.TASK.splits(difficulty=0, train_file=path, val_file="", seed=0, train_size=0, val_size=1)
+    made = dapo_math.TASK.splits(make_task(train_file=path, val_size=1))
     assert (len(made.train), len(made.val), made.notes) == (2, 1, ())
 
 

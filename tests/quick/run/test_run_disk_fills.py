@@ -12,7 +12,7 @@ from stopped_runs import resumed, save, steps_in, stopped
 from appliance.errors import PreflightError
 from appliance.launch.resume import begin_attempt
 from appliance.record.checkpoints import find_newest
-from appliance.record.events import append_event, append_line, end_torn_line
+from appliance.record.events import append_event, append_line
 from appliance.record.session import create_session, read_record
 
 HINT = "free some space, or set cluster.run_dir to a roomier place"
@@ -68,14 +68,5 @@ def test_a_line_that_only_begins_to_fit_is_an_error(disk_of: Callable[[str], Pat
         append_line(path, {"long": "x" * (1 << 16)})
     assert os.stat(path).st_size > 1000
     filler.unlink()
-    end_torn_line(path)
     append_event(disk, kind="note", what="heard again")
     assert [line[:8] for line in path.read_text().splitlines()] == ['{"first"', '{"long":', '{"time":']
-
-
-@pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"a\n", b"a\n"), (b"a\nb", b"a\nb\n")])
-def test_only_a_torn_line_gets_an_end(tmp_path: Path, before: bytes, after: bytes) -> None:
-    end_torn_line(tmp_path / "none")
-    (tmp_path / "some").write_bytes(before)
-    end_torn_line(tmp_path / "some")
-    assert (tmp_path / "some").read_bytes() == after

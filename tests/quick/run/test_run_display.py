@@ -80,9 +80,12 @@ def test_narrow_terminals_get_no_bars(tmp_path: Path, small_plan: Callable, step
 def test_ascii_terminals_get_ascii(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=100)
     assert console.options.ascii_only
-    console.print(
-        display.panel(small_plan(tmp_path), training(step_line), now=130.0, columns=100, ascii_only=True)
-    )  # a character outside ASCII would raise
+    plan, state = small_plan(tmp_path), training(step_line)
+    console.print(display.panel(plan, state, now=130.0, columns=100, ascii_only=True))  # another character would raise
+    text = drawn(plan, state, ascii_only=True)
+    assert "[######------------------------]" in text and "0.400  __...--===++#" in text
+    assert "####################===++++++-" in text
+    assert "# rollout 2.6  = log-probs 0.4  + update 0.8  - sync 0.1  . rest 0.1" in text
 
 
 def test_bad_verdict_is_a_word_and_not_only_a_colour(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
@@ -236,13 +239,13 @@ def test_durations() -> None:
 def test_sparkline_averages_what_does_not_fit() -> None:
     assert draw.sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
     assert draw.sparkline([0, 0, 7, 7], width=2) == "▁█"
-    assert draw.sparkline([0.5, 0.5], width=8, ascii_only=True) == "__"
+    assert draw.sparkline([0.5, 0.5], width=8) == "▁▁"
     assert draw.sparkline([], width=8) == ""
 
 
 def test_bar_is_full_only_at_the_end() -> None:
     assert draw.bar(99, total=100, width=4) == "[███░]"
-    assert draw.bar(100, total=100, width=4, ascii_only=True) == "[####]"
+    assert draw.bar(100, total=100, width=4) == "[████]"
     assert draw.bar(0, total=0, width=4) == "[░░░░]"
 
 

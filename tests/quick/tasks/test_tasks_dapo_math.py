@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from plans import make_task
 
 from appliance.errors import RecipeError
 from appliance.tasks.built_in import dapo_math
@@ -64,11 +65,8 @@ def aime_file(folder: Path) -> str:
     return write(folder / "aime-2024.parquet", rows, AIME_SCHEMA)
 
 
-SIZES = {"seed": 0, "train_size": 0, "val_size": 512}
-
-
 def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) -> None:
-    made = TASK.splits(difficulty=0, train_file=train_file(tmp_path), val_file=aime_file(tmp_path), **SIZES)
+    made = TASK.splits(make_task(train_file=train_file(tmp_path), val_file=aime_file(tmp_path)))
     assert {problem.truth for problem in made.train} == {"0", "2", "4", "6", "8", "12"}
     assert [problem.truth for problem in made.val] == ["200", "202", "10"]
     assert made.train[0].prompt.startswith(BEFORE)
@@ -83,10 +81,7 @@ def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) 
 
 def test_the_seed_orders_and_holds_out(tmp_path: Path) -> None:
     path = train_file(tmp_path)
-    made = [
-        TASK.splits(difficulty=0, train_file=path, val_file="", seed=seed, train_size=0, val_size=2)
-        for seed in (0, 0, 1)
-    ]
+    made = [TASK.splits(make_task(train_file=path, seed=seed, val_size=2)) for seed in (0, 0, 1)]
     assert made[0] == made[1] != made[2]
     assert (len(made[0].train), len(made[0].val)) == (5, 2)
     assert not set(made[0].train) & set(made[0].val)
@@ -136,7 +131,7 @@ def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(difficulty=0, train_file="", val_file="", **SIZES)
+        TASK.splits(make_task())
     ((message, hint),) = caught.value.problems
     words = "no data file is given, and BytedTsinghua-SIA/DAPO-Math-17k cannot be had from the hub: "
     assert message.startswith(words)
@@ -155,7 +150,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return files[file]
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    made = TASK.splits(difficulty=0, train_file="", val_file="", **SIZES)
+    made = TASK.splits(make_task())
     assert (len(made.train), len(made.val)) == (6, 3)
     assert asked == [(dapo_math.TRAIN.hub, "dataset"), (dapo_math.VAL.hub, "dataset")]
 

@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from plans import make_task
 
 from appliance.errors import RecipeError
 from appliance.tasks.built_in.gsm8k import INSTRUCTION, TASK, final_number, score
@@ -141,7 +142,7 @@ def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
 def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
     train, val = write(tmp_path / "train.jsonl", "{"), str(tmp_path / "none.jsonl")
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(difficulty=0, train_file=train, val_file=val, seed=0, train_size=0, val_size=0)
+        TASK.splits(make_task(train_file=train, val_file=val, val_size=0))
     assert caught.value.message.splitlines() == [
         f"{train}:1: not JSON: Expecting property name enclosed in double quotes at column 2",
         f"{val}: no such file",
@@ -150,10 +151,7 @@ def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
 
 def test_splits_hold_out_validation_by_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(50)], row(7))
-    made = [
-        TASK.splits(difficulty=0, train_file=path, val_file="", seed=seed, train_size=0, val_size=10)
-        for seed in (0, 0, 1)
-    ]
+    made = [TASK.splits(make_task(train_file=path, seed=seed, val_size=10)) for seed in (0, 0, 1)]
     assert made[0] == made[1]
     assert set(made[0].val) != set(made[2].val)
     assert (len(made[0].train), len(made[0].val)) == (40, 10)
@@ -164,7 +162,7 @@ def test_splits_hold_out_validation_by_the_seed(tmp_path: Path) -> None:
 def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val_size: int) -> None:
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(5)])
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(difficulty=0, train_file=path, val_file="", seed=0, train_size=0, val_size=val_size)
+        TASK.splits(make_task(train_file=path, val_size=val_size))
     message = f"task.val_size: {val_size} of the 5 problems in {path} leaves none for one side"
     assert caught.value.problems == [(message, "use 1 to 4, or give task.val_file")]
 
@@ -172,7 +170,7 @@ def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val
 def test_splits_take_the_first_of_each_file(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", *[row(number) for number in range(9)])
     val = write(tmp_path / "val.jsonl", *[row(number) for number in range(100, 109)])
-    made = TASK.splits(difficulty=0, train_file=train, val_file=val, seed=0, train_size=4, val_size=3)
+    made = TASK.splits(make_task(train_file=train, val_file=val, train_size=4, val_size=3))
     assert len(made.train) == 4
     assert [each.truth for each in made.val] == ["100", "101", "102"]
 
@@ -199,7 +197,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """A row that is there twice counts once, one of both splits is validated."""
     train = [row(1200), row(3), row(1200), row(3, answer=9), row(5)]
     asked = on_the_hub(monkeypatch, tmp_path, train=train, test=[row(5), row(7)])
-    made = TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
+    made = TASK.splits(make_task(val_size=0))
     files = ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
     assert asked == [("openai/gsm8k", file, "dataset") for file in files]
     assert {each.truth for each in made.train} == {"1200", "3"} and len(made.train) == 2
@@ -215,7 +213,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_the_hub(monkeypatch, tmp_path, train=[json.dumps({"question": "How many?", "answer": "three"}), row(3)])
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
+        TASK.splits(make_task(val_size=0))
     assert caught.value.problems == [("openai/gsm8k:1: the field `answer` has no number after `####`", HINT)]
 
 
@@ -225,7 +223,7 @@ def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
+        TASK.splits(make_task(val_size=0))
     ((message, hint),) = caught.value.problems
     assert message.startswith("no data file is given, and openai/gsm8k cannot be had from the hub: ")
     assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from plans import make_task
 from three_forms import REWARDS, data_of
 
 from appliance.errors import RecipeError
@@ -25,7 +26,6 @@ from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
 from appliance.tasks.task import Response
 
 EXACT = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
-SIZES = {"difficulty": 2, "seed": 0, "train_size": 0}
 SAID = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 2?"}]
 
 
@@ -264,9 +264,7 @@ def test_what_was_left_out_is_told(tmp_path: Path) -> None:
 
 def splits(path: Path, *, val_size: int, seed: int = 0, train_size: int = 0, **given: str) -> Any:
     task = own.task(plan_of(**given))
-    return task.splits(
-        difficulty=2, train_file=str(path), val_file="", seed=seed, train_size=train_size, val_size=val_size
-    )
+    return task.splits(make_task(train_file=str(path), seed=seed, train_size=train_size, val_size=val_size))
 
 
 def test_what_is_held_out_does_not_depend_on_the_order_of_rows(file: Path) -> None:
@@ -313,7 +311,7 @@ def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path
                 **{key: value for key, value in given.items() if key != "train_file"}, rewards=(reward,), code=files
             )
         )
-        found = task.splits(**SIZES, train_file=str(tmp_path / given["train_file"]), val_file="", val_size=64)
+        found = task.splits(make_task(train_file=str(tmp_path / given["train_file"]), val_size=64))
         rewards = task.rewards()
         seen[form] = [
             (

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from plans import make_task
 
 from appliance.errors import RecipeError
 from appliance.record.plan import OwnPlan, RewardPlan, ValSetPlan
@@ -37,8 +38,7 @@ def file_of(folder: Path, name: str, *, first: int, count: int) -> Path:
 
 
 def splits(task: Task, train: Path | str, *val_sets: ValSetPlan, train_size: int = 0) -> Splits:
-    sizes = {"train_size": train_size, "val_size": 512}
-    return task.splits(difficulty=2, train_file=str(train), val_file="", seed=0, **sizes, val_sets=val_sets)
+    return task.splits(make_task(train_file=str(train), train_size=train_size, val_sets=val_sets))
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -91,7 +91,7 @@ def test_sets_of_files_and_one_that_is_held_out_share_nothing_with_training(tmp_
 
 def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path, task: Task) -> None:
     train = file_of(tmp_path, "train", first=0, count=40)
-    plain = task.splits(difficulty=2, train_file=str(train), val_file="", seed=0, train_size=0, val_size=8)
+    plain = task.splits(make_task(train_file=str(train), val_size=8))
     made = splits(task, train, val_set("held", size=8))
     assert (made.train, made.val_sets) == (plain.train, {"held": plain.val})
 
@@ -124,6 +124,6 @@ def test_bad_rows_of_every_file_are_said_at_once(tmp_path: Path, task: Task) -> 
 
 
 def test_a_task_that_makes_its_problems_makes_those_of_its_set() -> None:
-    plain = arithmetic.TASK.splits(difficulty=2, train_file="", val_file="", seed=0, train_size=64, val_size=32)
+    plain = arithmetic.TASK.splits(make_task(train_size=64, val_size=32))
     made = splits(arithmetic.TASK, "", val_set("unseen", size=32), train_size=64)
     assert (made.train, made.val_sets, made.val) == (plain.train, {"unseen": plain.val}, [])
