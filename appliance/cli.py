@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from appliance import console
 from appliance.errors import ApplianceError, RecipeError
@@ -25,7 +26,21 @@ def _end(code: int | None, **_: object) -> None:
     raise typer.Exit(code or 0)
 
 
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # as behind `| head`: Typer would make it 1, our own fault
+            raise typer.Exit(console.READER_GONE) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:  # it suggests some of these, and none that is hidden
+            self.commands = {name: each for name, each in self.commands.items() if not each.hidden}
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="appliance",
     help="Reinforcement learning of language models with INT8 rollouts: one recipe, one command.",
     no_args_is_help=True,

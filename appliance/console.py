@@ -120,6 +120,9 @@ def table(
     return plain_text(drawn, columns=columns if is_folded else _WIDEST)
 
 
+READER_GONE = 141  # 128 + SIGPIPE
+
+
 def out(text: str) -> None:
     """One piece of data on stdout, written at once; a character that its encoding lacks as `\\xe9`.
 

@@ -18,7 +18,7 @@ ApplianceError                 1          our own fault
 ├── SavedAndStopped           75          a signal, after the state was saved
 └── Interrupted              130          Ctrl-C
 
-Besides it: console.StdoutError (3), what stdout says when it cannot be written.
+Besides it: console.StdoutError (3), what stdout says when it cannot be written, and console.READER_GONE (141).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from appliance.errors import ApplianceError, RecipeError
 from appliance.recipe.text import full_path
-from flashrl_compat.names import BY_NAME, NAMES, Name, listed
+from flashrl_compat.names import BY_NAME, IN_FILES, NAMES, Name, listed
 
 CONFIG_VARIABLE = "FLASHRL_CONFIG"
 LM_HEAD_VARIABLE = "FLASHRL_LMHEAD_FP32"
@@ -104,6 +104,8 @@ def _config(value: str, problems: list[Problem]) -> Name | Path | HubFile | None
     if found := _HUB_FILE.fullmatch(value):
         return HubFile(repo=found[1], path=found[2])
     hint = f"use one of {listed(NAMES)}, a YAML file in FlashRL's format, or `user/repo/file.yaml` on the hub"
+    if (near := value.lower().replace("-", "_")) in IN_FILES:
+        hint = f"did you mean `{near}`? {hint}" if near in BY_NAME else f"`{near}` is for `fn:` of a file; {hint}"
     fact = f"there is no file {value}" if value.endswith((".yaml", ".yml")) else f"unknown value `{value[:60]}`"
     problems.append((f"{CONFIG_VARIABLE}: {fact}", hint))
     return None

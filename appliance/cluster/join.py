@@ -58,7 +58,9 @@ def join_head(
     head = head if ":" in head else f"{head}:{DEFAULT_BASE}"
     host, _, at = head.rpartition(":")
     if not host or not (at.isascii() and at.isdigit() and len(at) <= 5 and int(at) <= _LAST_PORT):
-        raise RecipeError([(f"--head: `{head}` is not host:port", "give it as host:port")])
+        raise RecipeError(
+            [(f"--head: `{head}` is not host:port", f"give it as host:port, with a port up to {_LAST_PORT}")]
+        )
     if problem := path_problem(str(token_file.absolute())):
         raise RecipeError([(f"--token-file {token_file}: {problem}", "give the path of the head's token file")])
     try:

@@ -11,7 +11,7 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.launch.resume import warn_of_rejected
 from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
 from appliance.recipe.text import full_path
-from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, in_order
+from appliance.record.checkpoints import ADAPTER_FOLDER, checkpoint_folder, damage, find_newest, in_order
 from appliance.record.session import cannot_write
 from appliance.report.folder import find_run, reading
 
@@ -22,8 +22,8 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
     """Make the folder `output`, which must not be there. step: of the checkpoint, None for the newest whole one.
     adapter: LoRA's alone.
 
-    Raises RecipeError for a run or a step that is not there, PreflightError for a damaged checkpoint or an output that
-    cannot be written.
+    Raises RecipeError for a run, a step or an adapter that is not there, PreflightError for a damaged checkpoint or an
+    output that cannot be written.
     """
     run_dir, target = find_run(run, run_root=run_root), full_path(str(output))
     if os.path.lexists(target):
@@ -31,6 +31,9 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
         raise RecipeError([(f"-o: {target} is there already and is not overwritten", hint)])
     with reading(run_dir):
         checkpoint = _checkpoint(run_dir, step=step)
+        if adapter and not (checkpoint / "actor" / ADAPTER_FOLDER).is_dir():
+            hint = "leave --adapter out: its checkpoints have the whole model"
+            raise RecipeError([(f"--adapter: {run_dir} trained no adapter (model.lora)", hint)])
     with new_folder(target.parent, option="-o"):
         try:
             with folder_elsewhere(command="export") as folder:

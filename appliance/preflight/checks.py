@@ -38,6 +38,9 @@ _THREADS_PER_CORE = 64
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
     """What stands against running the plan on this host, and what the user should know."""
     model_bytes = inputs.model_bytes or bytes_by_shape(inputs.model_shape)
+    schemes = list(device.schemes(plan, host))
+    is_slow = any(each.code == "scheme-slow" for each in schemes)  # said once, unless `bench` has measured it
+    may_gain = inputs.stored is not None or not is_slow
     checks = (
         _python(host),
         judge_stack(plan, host, inputs.stack),
@@ -47,7 +50,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _libraries(plan, host),
         device.wanted(plan, host),
         device.attention(plan, host),
-        device.schemes(plan, host),
+        schemes,
         device.experts(plan, host=host, shape=inputs.model_shape),
         _profile_and_uaq(inputs),
         device.flow(plan, shape=inputs.model_shape, expected_kl=inputs.expected_kl),
@@ -56,7 +59,9 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         device.parallel(plan, inputs.model_shape),
         device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
-        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored) if plan.device == CPU or host.gpus else (),
+        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored)
+        if may_gain and (plan.device == CPU or host.gpus)
+        else (),
         _folder(host),
         judge_disk(plan, inputs.disks, model_bytes=model_bytes, shape=inputs.model_shape, written=inputs.written),
         _memory(plan, host, inputs.model_shape),

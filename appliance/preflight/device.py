@@ -135,7 +135,7 @@ def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
             yield error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
         elif plan.device == CPU and (fast := replica.scheme.spec.fast_cpu_flags) and not host.cpu_flags & set(fast):
             number = replica.scheme.spec.number
-            message = f"this processor has no VNNI and no AMX: {number} runs, but slower than BF16"
+            message = f"this processor has no VNNI and no AMX: {number} runs, no faster than BF16"
             yield warning("scheme-slow", place, message, "use `auto` or `bf16`")
 
 

@@ -314,8 +314,10 @@ def _problem(found: Heard, *, within_s: float, is_own: bool) -> RewardProblem | 
     doing = found.words.get("doing", "the rewards of the first problems")
     if "verdict" not in found.words:
         if found.is_late:
-            return RewardProblem(f"{doing}: no end after {within_s:g} s")
-        return RewardProblem(f"{doing}: its process ended with {found.code}: {found.printed}")
+            remedy = "mend what takes so long, or raise task.reward_timeout_s"
+            return RewardProblem(f"{doing}: no end after {within_s:g} s", remedy=remedy)
+        message = f"{doing}: its process ended with {found.code}: {found.printed}"
+        return RewardProblem(message, remedy="mend the file: a reward leaves its process alone")
     verdict = Verdict(**found.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))

@@ -214,8 +214,11 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
     explanation looks for a similar name."""
     found = []
     for each in error.errors(include_url=False):
+        if each["type"] == "too_short" and each["input"]:
+            continue  # a list is short of its faulty values, which are told themselves
         path = tuple(str(part) for part in each["loc"] if part != "[key]")  # pydantic's mark: the key itself is meant
-        found.append((f"{_place(tree, path, file=file)}: {'.'.join(path)}", path, each))
+        place = _place(tree, path[:-1] if each["type"] == "missing" else path, file=file)
+        found.append((f"{place}: {'.'.join(path)}", path, each))
     found.sort(key=lambda one: line_of(one[0], file=file))
     for number, (what, _, each) in enumerate(found):
         message, hint = explain(each) if number < MOST_SHOWN else (each["msg"], "")

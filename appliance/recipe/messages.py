@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from appliance.recipe.schema import SECTIONS, Recipe, Reward, ValSet
+from appliance.recipe.schema import SECTIONS, Lora, Recipe, Reward, ValSet
 from appliance.recipe.text import scalar
 from appliance.terms.schemes import listed
 
@@ -31,7 +31,7 @@ _BOUNDS = {
     "less_than_equal": ("must be at most", "le"),
 }
 
-_NESTED = {"rewards": Reward, "val_sets": ValSet}  # keys of `task` whose values have keys of their own
+_NESTED = {"rewards": Reward, "val_sets": ValSet, "lora": Lora}  # keys whose values have keys of their own
 
 
 def explain(error: ErrorDetails) -> tuple[str, str]:
@@ -39,9 +39,13 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
     kind, value, path, context = error["type"], error["input"], error["loc"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key", _similar_key([str(part) for part in path])
+    if kind == "missing":
+        return "it is missing", _rewards_hint(None) if path[:2] == ("task", "rewards") else ""
     if kind in _KINDS:
         is_reward = path[:2] == ("task", "rewards") and len(path) < 4
         hint = _rewards_hint(value) if is_reward else _quoting_hint(kind, value)
+        if kind == "string_type" and value is None:
+            hint = _leaving_out(path)
         return f"expected {_KINDS[kind]}, got {shown(value)}", hint
     if kind in _BOUNDS:
         text, name = _BOUNDS[kind]
@@ -78,7 +82,7 @@ def _in_yaml(value: bool | int | float) -> str:
 
 def _similar_key(path: list[str]) -> str:
     """Where an unknown key may belong."""
-    if len(path) == 4 and path[1] in _NESTED:
+    if len(path) > 2 and path[1] in _NESTED:
         return similar(path[-1], of=_NESTED[path[1]].model_fields)
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
     fields = section.model_fields if section else Recipe.model_fields
@@ -92,9 +96,11 @@ def _leaving_out(path: tuple[int | str, ...]) -> str:
     """How a key has no value: not all of them take null. Empty for what is no key of a recipe."""
     section = SECTIONS.get(str(path[0]))
     field = section.model_fields.get(str(path[1])) if section and len(path) > 1 else None
-    if field is None:
+    if field and isinstance(path[-1], str) and (nested := _NESTED.get(str(path[1]))) and len(path) > 2:
+        field = nested.model_fields.get(path[-1])
+    if field is None or field.is_required():
         return ""
-    if len(path) > 2:
+    if isinstance(path[-1], int):
         return "remove it from the list"
     return "null leaves it out" if field.default is None else f"its default is `{field.default}`"
 
@@ -111,6 +117,10 @@ def _quoting_hint(kind: str, value: Any) -> str:
         return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     if kind == "string_type" and isinstance(value, int | float):
         return f'put it in quotes: "{_in_yaml(value)}"'
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"write `[{value[:60]}]`"
+    if kind == "tuple_type" and isinstance(value, int | float):
+        return "give numbers in brackets, with commas between them"
     return ""
 
 

@@ -11,8 +11,9 @@ from pydantic.fields import FieldInfo
 from appliance.recipe.schema import SECTIONS, Recipe
 
 HEAD = """\
-# Every key of a recipe with its default, and what it means. Only `model.builtin` and `trainer.steps` have no default:
-# one of `model.path` and `model.builtin`, and one of `trainer.steps` and `trainer.epochs`, must be given.
+# Every key of a recipe with its default, and what it means.
+# Only `model.builtin` and `trainer.steps` have no default: one of `model.path` and `model.builtin`, and one of
+# `trainer.steps` and `trainer.epochs`, must be given.
 # Scalars follow YAML 1.2: `1e-6` is a number, `on` is text. Anchors, aliases and duplicate keys are refused.
 """
 EXAMPLES = {"name": "reference", "model.builtin": "tiny-arithmetic", "trainer.steps": 40}

@@ -218,9 +218,8 @@ def _asked(task: Task) -> Iterator[Broken]:
         return
     if task.prompt != Task.model_fields["prompt"].default:
         keys = ("task.template", "task.prompt")
-        yield Broken(
-            keys, "`template` and `prompt` exclude each other", "remove one; a template names its fields itself"
-        )
+        hint = "a template names its fields itself: remove one; an inherited `prompt` goes with `prompt: prompt`"
+        yield Broken(keys, "`template` and `prompt` exclude each other", hint)
     hint = "write {field} or {field.inner} for a field's value, {{ and }} for braces"
     try:
         if not any(name for _, name in template_parts(task.template)):

@@ -24,6 +24,7 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 8
 MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255  # Linux takes 4096 and 255; a run needs some below it
 MAX_PATTERN = 200  # characters: deeper ones would end re's own recursion
+_WRITE = "close brackets and quotes, indent with spaces, put a text with `: ` or ` #` in quotes"
 _MAX_DIGITS = 18  # fits an int64; a longer row of digits is a slip or an attack
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
@@ -100,7 +101,7 @@ def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}:{mark.line + 1}" if mark else file
-        return None, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", "")]
+        return None, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", _WRITE)]
     except yaml.YAMLError as error:
         return None, [*reader.problems, (f"{file}: not YAML: {str(error).splitlines()[0]}", "")]
     except (ValueError, OverflowError):  # PyYAML's own: the number of an escape or of a %YAML line

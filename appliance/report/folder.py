@@ -368,7 +368,9 @@ def find_run(run: str, *, run_root: Path) -> Path:
         if os.path.isfile(folder / RUN_FILE):  # unlike Path.is_file it takes any text
             return folder.absolute()
     names = sorted(path.parent.name for path in run_root.glob(f"*/{RUN_FILE}"))
-    hint = f"runs in {run_root}: {', '.join(names[-_MOST_NAMES:])}" if names else f"there are no runs in {run_root}"
+    root = run_root if run_root.is_absolute() else f"./{run_root}"
+    there = f"runs in {root}: {', '.join(names[-_MOST_NAMES:])}" if names else f"there are no runs in {root}"
+    hint = f"{there}; or give the run's folder"
     raise RecipeError([(f"run `{run}`: no folder of that path or name with a {RUN_FILE}", hint)])
 
 

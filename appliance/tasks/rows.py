@@ -91,7 +91,7 @@ class ProblemSet:
 def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: int | None = None) -> ProblemSet:
     """Never raises for the file. name: as faults call it, empty: by its path.  most_rows: look at no more."""
     name, hint = name or str(path), source.hint
-    kind = "parquet" if str(path).endswith(PARQUET) else "JSON-lines"
+    kind = "parquet" if str(path).endswith(PARQUET) else "JSON-lines or parquet"
     try:
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end

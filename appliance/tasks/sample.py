@@ -9,6 +9,7 @@ may print, end the process or never end. It says what is being done, and at the 
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -16,12 +17,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from appliance.record.plan import TaskPlan
+from appliance.record.plan import RewardPlan, TaskPlan
 from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, Reward, Task
-from appliance.tasks.user_code import UserCodeError, voice
+from appliance.tasks.user_code import UserCodeError, load_module, voice
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
 _SHOWN = 60  # characters of a truth
@@ -61,10 +62,22 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     try:
         rewards = task.rewards()
     except UserCodeError as error:
-        return Verdict(len(problems), failure=str(error))
+        return Verdict(len(problems), failure=str(error), remedy=error.remedy)
     except (Exception, SystemExit) as error:  # the boundary of the user's code
-        return Verdict(len(problems), failure=f"the import of {files} failed: {in_words(error)}")
-    return _judge_own(problems, task=task, rewards=rewards, tell=tell)
+        failure = f"the import of {files} failed: {in_words(error)}"
+        return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
+    verdict = _judge_own(problems, task=task, rewards=rewards, tell=tell)
+    takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
+    if takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
+        first = f"there is none, and `{takers[0]}` takes it as `truth`: task.truth names its field"
+        return Verdict(len(problems), len(problems), first=first)
+    return verdict
+
+
+def _takes_truth(reward: RewardPlan) -> bool:
+    """Whether it cannot be called without."""
+    takes = inspect.signature(getattr(load_module(reward.file), reward.function)).parameters
+    return "truth" in takes and takes["truth"].default is inspect.Parameter.empty
 
 
 def _prepared(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:

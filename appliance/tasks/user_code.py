@@ -10,6 +10,7 @@ that it names, by name, or all of them where it takes `**`: what it requires bes
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -30,6 +31,7 @@ from typing import IO, Any
 from appliance.processes import module_argv
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
+from appliance.terms.schemes import listed
 
 FORMS = (
     "f(response, truth, *, row, messages), of which it needs no more than it names; "
@@ -52,14 +54,26 @@ Values = dict[str, object]
 
 
 class UserCodeError(ValueError):
-    """The user's file has no such function, or one that cannot be called as a reward, or it returned no reward."""
+    """The user's file has no such function, or one that cannot be called as a reward, or it returned no reward.
+
+    remedy: against it, empty for the usual one.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 def load_function(file: str, name: str, *, given: Given, sha256: str | None = None) -> Callable[[Response], object]:
     """sha256: as of load_module. Raises what the file raises when it is imported, and UserCodeError."""
-    function = getattr(load_module(file, sha256=sha256), name, None)
+    module = load_module(file, sha256=sha256)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise UserCodeError(f"{file}: there is no function `{name}` in it")
+        functions = {key: each for key, each in vars(module).items() if inspect.isfunction(each)}
+        there = [key for key, each in functions.items() if each.__module__ == module.__name__]
+        near = difflib.get_close_matches(name, there, n=1)
+        remedy = f"did you mean `{near[0]}`?" if near else f"use one of {listed(there)}" if there else "define it there"
+        raise UserCodeError(f"{file}: there is no function `{name}` in it", remedy=remedy)
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):

@@ -112,11 +112,8 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
 
 
 def _export_adapter(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
-    """Raises PreflightError where the run trained none, or the target cannot be written."""
+    """Raises PreflightError where the target cannot be written."""
     source = checkpoint / "actor" / ADAPTER_FOLDER
-    if not source.is_dir():
-        hint = "leave --adapter out: its checkpoints have the whole model"
-        raise PreflightError(f"{run_dir} trained no adapter (model.lora)", hint=hint)
     with _writing(target), whole_folder(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)
 

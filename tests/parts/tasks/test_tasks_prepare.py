@@ -246,7 +246,7 @@ def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Pat
         "what": f"{missing}: no such file",
         "why": "",
         "error": "RecipeError",
-        "hint": NO_FILE.format("JSON-lines"),
+        "hint": NO_FILE.format("JSON-lines or parquet"),
         "exit_code": 2,
     }
     assert not (tmp_path / "cache").exists()

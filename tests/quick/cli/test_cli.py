@@ -470,6 +470,23 @@ def test_no_recipe_name_of_that_kind(appliance):
     )
 
 
+def test_no_hidden_command_is_suggested(appliance):
+    done = appliance("help")
+    assert done.returncode == 2
+    assert "No such command 'help'." in done.stderr and "health" not in done.stderr
+    assert "Did you mean 'status'" in appliance("statu").stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_gone_is_no_fault_of_ours(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "appliance", "recipes", "ls"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_status_of_no_run(appliance):
     done = appliance("status", "nothing")
     assert done.returncode == 2

@@ -97,7 +97,9 @@ def test_join_names_the_ports_that_somebody_has(tmp_path: Path) -> None:
 def test_join_refuses_what_is_no_address(tmp_path: Path, address: str) -> None:
     with pytest.raises(RecipeError) as caught:
         join_head(address, token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
-    assert caught.value.message == f"--head: `{address}` is not host:port"
+    assert caught.value.problems == [
+        (f"--head: `{address}` is not host:port", "give it as host:port, with a port up to 65535")
+    ]
 
 
 def test_join_refuses_a_token_file_that_cannot_be(tmp_path: Path) -> None:

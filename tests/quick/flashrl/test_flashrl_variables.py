@@ -45,9 +45,19 @@ def test_each_name_of_flashrl_has_a_scheme() -> None:
     }
 
 
-@pytest.mark.parametrize("value", ["int4", "INT8", "fp8-channel", "fp8_block", "user/repo", "/nowhere/at/all"])
-def test_another_value_is_refused_with_the_legal_ones(value: str) -> None:
-    assert problems_of(CONFIG=value) == [(f"FLASHRL_CONFIG: unknown value `{value}`", LEGAL)]
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("int4", ""),
+        ("INT8", "did you mean `int8`? "),
+        ("fp8-channel", "did you mean `fp8_channel`? "),
+        ("fp8_block", "`fp8_block` is for `fn:` of a file; "),
+        ("user/repo", ""),
+        ("/nowhere/at/all", ""),
+    ],
+)
+def test_another_value_is_refused_with_the_legal_ones(value: str, meant: str) -> None:
+    assert problems_of(CONFIG=value) == [(f"FLASHRL_CONFIG: unknown value `{value}`", meant + LEGAL)]
 
 
 def test_a_file_that_is_not_there_is_refused_as_a_file() -> None:

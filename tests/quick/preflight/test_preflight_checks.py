@@ -95,7 +95,7 @@ def test_nothing_to_say():
         (
             {"cpu_flags": frozenset({"avx2"})},
             (
-                "warning: rollout.scheme: this processor has no VNNI and no AMX: INT8 runs, but slower than BF16",
+                "warning: rollout.scheme: this processor has no VNNI and no AMX: INT8 runs, no faster than BF16",
                 "use `auto` or `bf16`",
             ),
         ),
@@ -103,6 +103,12 @@ def test_nothing_to_say():
 )
 def test_host(facts, finding):
     assert findings(**facts) == [finding]
+
+
+def test_a_slow_scheme_is_said_once():
+    for flags, codes in ((frozenset({"avx2"}), ["scheme-slow"]), (frozenset({"avx512_vnni"}), ["gain"])):
+        found = judge(planned(), host=dataclasses.replace(HOST, cpu_flags=flags), inputs=INPUTS)
+        assert [each.code for each in found if each.place == "rollout.scheme"] == codes
 
 
 @pytest.mark.parametrize(

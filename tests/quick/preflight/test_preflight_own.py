@@ -25,7 +25,7 @@ WRONG = {
     "a path of another folder": (
         ["train_file=data/rows.jsonl"],
         "{cwd}/data/rows.jsonl: no such file",
-        NO_FILE.format("JSON-lines"),
+        NO_FILE.format("JSON-lines or parquet"),
     ),
     "no validation file": (["val_file=v.parquet"], "{cwd}/v.parquet: no such file", NO_FILE.format("parquet")),
     "all held out": (

@@ -63,6 +63,12 @@ def test_what_a_function_does_beside_its_value_disturbs_nothing(tmp_path: Path, 
 
 IMPORT, CALL = "the import of {file}", "{file}:f on the truth of row 1"
 FAILED = "{file}:f failed on the truth of row 1: "
+REMEDIES = {
+    "the import of {file} failed": "mend the file, or install what it imports",
+    "there is no function": "use one of `g`",
+    "no end after": "mend what takes so long, or raise task.reward_timeout_s",
+    "its process ended": "mend the file: a reward leaves its process alone",
+}
 LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list of one"
 
 
@@ -109,7 +115,9 @@ def test_a_function_that_gives_no_reward_is_an_error_that_names_file_and_functio
 ) -> None:
     if "no end after 4 s" in message:
         monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
-    assert of_program(tmp_path, program) == RewardProblem(message.format(file=tmp_path / "rewards.py"))
+    found = of_program(tmp_path, program)
+    remedy = next((each for words, each in REMEDIES.items() if words in message), RewardProblem("").remedy)
+    assert found == RewardProblem(message.format(file=tmp_path / "rewards.py"), remedy=remedy)
 
 
 SLOW = "import time\ndef f(response, truth):\n    time.sleep(0.3)\n    return response == f'<answer>{truth}</answer>'"
@@ -144,6 +152,13 @@ def test_a_judge_that_fails_has_a_hint_of_its_own(tmp_path: Path) -> None:
     assert found == RewardProblem(failed, remedy=remedy)
 
 
+def test_a_function_that_is_not_there_is_looked_for_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("from json import dumps\ndef exact(response): return 1.0\ndef other(response): return 1.0")
+    found = reward_problem(planned(tmp_path, reward_plan("exatc", file=file)))
+    assert found == RewardProblem(f"{file}: there is no function `exatc` in it", remedy="did you mean `exact`?")
+
+
 def test_a_function_of_another_form_is_an_error_that_shows_the_three(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(text, label): return 1.0")
     file = tmp_path / "rewards.py"
@@ -173,11 +188,19 @@ def test_a_reward_that_raises_on_a_marked_answer_has_no_right_one_in_it(tmp_path
 
 def test_a_marked_answer_that_ends_the_process_is_to_blame_itself(tmp_path: Path) -> None:
     message = "the rewards on the truth of row 1, marked as an answer: its process ended with 3: no message"
-    assert of_program(tmp_path, RAISES.format(0, "__import__('os')._exit(3)")) == RewardProblem(message)
+    found = of_program(tmp_path, RAISES.format(0, "__import__('os')._exit(3)"))
+    assert found == RewardProblem(message, remedy=REMEDIES["its process ended"])
 
 
 def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
     assert of_program(tmp_path, "def f(response): return 0.0", truth="") is None
+    assert of_program(tmp_path, "def f(response, truth=''): return 0.0", truth="") is None
+
+
+def test_a_function_that_takes_a_truth_is_told_that_there_is_none(tmp_path: Path) -> None:
+    found = of_program(tmp_path, "def f(response, truth): return response == truth", truth="")
+    none = "there is none, and `f` takes it as `truth`: task.truth names its field"
+    assert found == RewardProblem(f"in 3 of 3 sampled rows the right answer earns nothing: {none}", is_rare=True)
 
 
 def test_commands_that_are_no_training_do_not_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +238,10 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
         file.write_text(program)
         plan = planned(tmp_path, reward_plan("f", file=file))
         found = reward_problem(plan.replace(task=plan.task.replace(train_file="")))
-        assert found == (RewardProblem(f"the import of {file} failed: {message}") if message else None)
+        failed = RewardProblem(
+            f"the import of {file} failed: {message}", remedy=REMEDIES["the import of {file} failed"]
+        )
+        assert found == (failed if message else None)
 
 
 def test_rows_of_the_hub_are_graded_once_a_run_has_made_its_data(tmp_path: Path) -> None:

@@ -118,4 +118,5 @@ def test_a_reward_function_that_raises_is_told(tmp_path: Path) -> None:
 def test_a_reward_function_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_STARTS_WITHIN_S", 0.0)
     found = reward_problem(planned(tmp_path, "arithmetic", None, reward_timeout_s=0.001))
-    assert found == RewardProblem("the rewards of the first problems: no end after 0.001 s")
+    remedy = "mend what takes so long, or raise task.reward_timeout_s"
+    assert found == RewardProblem("the rewards of the first problems: no end after 0.001 s", remedy=remedy)

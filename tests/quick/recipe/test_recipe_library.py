@@ -118,3 +118,7 @@ def test_a_folder_is_there_but_no_recipe(tmp_path, monkeypatch, name):
         library.find(name)
     hint = "a recipe is a plain file; `appliance recipes ls` lists the shipped ones"
     assert raised.value.problems == [("a-folder: not a file", hint)]
+
+
+def test_the_line_of_the_reference_is_a_sentence():
+    assert library.summary("reference") == "Every key of a recipe with its default, and what it means."

@@ -7,6 +7,7 @@ from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import SchemeChoice
 
+WRITE = "close brackets and quotes, indent with spaces, put a text with `: ` or ` #` in quotes"
 MINIMAL = "model:\n  builtin: tiny-arithmetic\ntrainer:\n  steps: 3\n"
 
 
@@ -106,7 +107,7 @@ def test_a_recipe_is_a_mapping(write, text):
 
 def test_a_broken_file_is_told_alone(write):
     assert problems_of(write("a: [1\n")) == [
-        ("r.yaml:2: not YAML: expected ',' or ']', but got '<stream end>'", ""),
+        ("r.yaml:2: not YAML: expected ',' or ']', but got '<stream end>'", WRITE),
     ]
 
 
@@ -144,7 +145,7 @@ def test_set_problems_name_the_option(write):
             ("--set a..b=1: expected KEY=VALUE", usage),
             ("--set extends=x: `extends` cannot be set here", "write it into a recipe file"),
             ("--set task.seed=.nan: not a finite number: `.nan`", ""),
-            ("--set seed=[1: not YAML: expected ',' or ']', but got '<stream end>'", ""),
+            ("--set seed=[1: not YAML: expected ',' or ']', but got '<stream end>'", WRITE),
             ("--set nme=x: nme: unknown key", "did you mean `name`?"),
         ]
     )
@@ -271,7 +272,7 @@ def test_nothing_after_the_equals_sign_is_null():
     with pytest.raises(RecipeError) as raised:
         load_recipe("arithmetic-tiny-int8", sets=("quantization.profile=",))
     assert raised.value.problems == [
-        ("--set quantization.profile=: quantization.profile: expected text, got nothing", "")
+        ("--set quantization.profile=: quantization.profile: expected text, got nothing", "its default is `auto`")
     ]
 
 
@@ -280,6 +281,44 @@ def test_an_empty_list_is_told_in_our_words():
         load_recipe("arithmetic-tiny-int8", sets=("rollout.replicas=[]",))
     fact = "--set rollout.replicas=[]: rollout.replicas: expected at least one value, got none"
     assert raised.value.problems == [(fact, "null leaves it out")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message", "hint"),
+    [
+        ("model.lora.r", "8", "unknown key", "use one of `rank`, `alpha`, `targets`, `dropout`"),
+        ("model.lora.targets", "[]", "expected at least one value, got none", "null leaves it out"),
+        ("task.prompt", "null", "expected text, got nothing", "its default is `prompt`"),
+        ("logging.backends", "wandb", "expected a list, got the text `wandb`", "write `[wandb]`"),
+        (
+            "optimizer.betas",
+            "0.9",
+            "expected a list, got `0.9`",
+            "give numbers in brackets, with commas between them",
+        ),
+    ],
+)
+def test_the_hint_fits_the_key(key, value, message, hint):
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-lora-int8", sets=(f"{key}={value}",))
+    assert raised.value.problems == [(f"--set {key}={value}: {key}: {message}", hint)]
+
+
+def test_a_list_of_wrong_values_is_not_called_empty():
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-lora-int8", sets=("model.lora.targets=[q]",))
+    ((message, _),) = raised.value.problems
+    assert message == "--set model.lora.targets=[q]: model.lora.targets.0: unknown value `q`"
+
+
+def test_a_missing_key_is_told_where_its_mapping_stands():
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-int8", sets=("task.rewards=[{nam: math}]",))
+    place = "--set task.rewards=[{nam: math}]: task.rewards.0"
+    assert raised.value.problems == [
+        (f"{place}.name: it is missing", "write `[{name: math}]`"),
+        (f"{place}.nam: unknown key", "did you mean `name`?"),
+    ]
 
 
 @pytest.mark.parametrize(

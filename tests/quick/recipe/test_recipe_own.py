@@ -38,7 +38,7 @@ RULES = {
         ("task.train_file=a.jsonl", "task.prompt=q", "task.template='{q}?'"),
         (
             "task.template: `template` and `prompt` exclude each other",
-            "remove one; a template names its fields itself",
+            "a template names its fields itself: remove one; an inherited `prompt` goes with `prompt: prompt`",
         ),
     ),
     "a box": (

@@ -104,7 +104,10 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ),
         ),
         ((*ICEPOP, "correction.bounds=[0, 5]"), ("correction.bounds.0: must be greater than 0, got `0`", "")),
-        ((*ICEPOP, "correction.bounds=0.5"), ("correction.bounds: expected a list, got `0.5`", "")),
+        (
+            (*ICEPOP, "correction.bounds=0.5"),
+            ("correction.bounds: expected a list, got `0.5`", "give numbers in brackets, with commas between them"),
+        ),
         (
             ("task.train_file=x.jsonl",),
             ("task.train_file: `arithmetic` makes its own problems", "remove it"),

@@ -2,6 +2,8 @@ import pytest
 
 from appliance.recipe.text import MAX_BYTES, parse, scalar
 
+WRITE = "close brackets and quotes, indent with spaces, put a text with `: ` or ` #` in quotes"
+
 
 def problems_of(text: str | bytes) -> list[tuple[str, str]]:
     return parse(text if isinstance(text, bytes) else text.encode(), file="r.yaml")[1]
@@ -102,7 +104,7 @@ def test_not_utf8():
 
 
 def test_not_yaml_names_the_line():
-    assert problems_of("a: 1\nb: [1, 2\nc: 3\n") == [("r.yaml:3: not YAML: expected ',' or ']', but got ':'", "")]
+    assert problems_of("a: 1\nb: [1, 2\nc: 3\n") == [("r.yaml:3: not YAML: expected ',' or ']', but got ':'", WRITE)]
 
 
 def test_control_characters():

@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_made_is_no_fault_of_what_was_typed(source: str)
             ("a",),
             ("--from: 1 given, and `gsm8k` is made of 2", "for gsm8k-train.parquet, gsm8k-val.parquet"),
         ),
-        ("aime-2024", ("none.jsonl",), ("none.jsonl: no such file", NO_FILE.format("JSON-lines"))),
+        ("aime-2024", ("none.jsonl",), ("none.jsonl: no such file", NO_FILE.format("JSON-lines or parquet"))),
     ],
 )
 def test_what_cannot_be_made(tmp_path: Path, name: str, sources: tuple[str, ...], problem: tuple[str, str]) -> None:

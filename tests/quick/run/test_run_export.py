@@ -73,6 +73,10 @@ def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> No
         run_export(str(run_dir), run_root=tmp_path, step=4, output=tmp_path / "out")
     why = "actor/huggingface/config.json has other content than was saved"
     assert caught.value.message == f"{run_dir}/checkpoints/global_step_4 is damaged: {why}"
+    with pytest.raises(RecipeError) as refused:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out", adapter=True)
+    hint = "leave --adapter out: its checkpoints have the whole model"
+    assert refused.value.problems == [(f"--adapter: {run_dir} trained no adapter (model.lora)", hint)]
     (tmp_path / "out").mkdir()
     with pytest.raises(RecipeError, match="is there already and is not overwritten"):
         run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")

@@ -87,14 +87,18 @@ def test_unknown_run_names_those_there_are(tmp_path: Path, small_plan: Callable)
     with pytest.raises(RecipeError) as caught:
         find_run("smal", run_root=tmp_path)
     assert caught.value.problems == [
-        ("run `smal`: no folder of that path or name with a run.json", f"runs in {tmp_path}: small-1")
+        (
+            "run `smal`: no folder of that path or name with a run.json",
+            f"runs in {tmp_path}: small-1; or give the run's folder",
+        )
     ]
 
 
-def test_no_runs_at_all(tmp_path: Path) -> None:
+def test_no_runs_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError) as caught:
-        find_run("a", run_root=tmp_path / "runs")
-    assert caught.value.problems[0][1] == f"there are no runs in {tmp_path / 'runs'}"
+        find_run("a", run_root=Path("runs"))
+    assert caught.value.problems[0][1] == "there are no runs in ./runs; or give the run's folder"
 
 
 def test_broken_run_folder_is_told(tmp_path: Path) -> None:

@@ -91,12 +91,12 @@ def test_check_rows_finds_nothing_in_good_rows(tmp_path: Path) -> None:
 
 def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
-    assert TASK.check_rows(path) == [(f"{path}: no such file", NO_FILE.format("JSON-lines"))]
+    assert TASK.check_rows(path) == [(f"{path}: no such file", NO_FILE.format("JSON-lines or parquet"))]
 
 
 def test_check_rows_names_a_folder(tmp_path: Path) -> None:
     message = f"{tmp_path}: cannot be read: Is a directory"
-    assert TASK.check_rows(tmp_path) == [(message, "give the path of a readable JSON-lines file")]
+    assert TASK.check_rows(tmp_path) == [(message, "give the path of a readable JSON-lines or parquet file")]
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
