@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 from torch.nn import Module
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, rebuild_ipc
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
+    BucketedWeightReceiver,
+    rebuild_ipc,
+    rebuild_shared_memory,
+)
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 
@@ -42,6 +45,7 @@ class DrainingReceiver(BucketedWeightReceiver):
 
     def receive_weights(self, on_bucket_received: Callable[[Bucket, bool], None]) -> None:
         self._last_seen = False
+        self._owed = False
         self._init_socket()
         try:
             self._init_buffer()
@@ -49,27 +53,36 @@ class DrainingReceiver(BucketedWeightReceiver):
                 metadata = self._receive()
                 on_bucket_received(self._bucket(metadata), self._last_seen)
                 if not self._last_seen:
-                    self.socket.send(b"")
+                    self._answer()
         finally:
             self._drain()
-            self._ack_pending = self._owes  # verl's _cleanup gives the last answer, after the buffer is released
+            self._ack_pending = self._owed  # verl's _cleanup gives the last answer, after the buffer is released
             self._cleanup()
+
+    def _init_buffer(self) -> None:
+        metadata = self.socket.recv_pyobj()
+        self._owed = True
+        if self.use_shm:
+            self.buffer, self.shm = rebuild_shared_memory(metadata["name"], metadata["size"], dtype=torch.uint8)
+        else:
+            self.buffer = rebuild_ipc(metadata, self.device.index)
+        self._answer()
 
     def _receive(self) -> dict:
         metadata = self.socket.recv_pyobj()
         self._last_seen = metadata["is_last"]
+        self._owed = True
         return metadata
 
-    @property
-    def _owes(self) -> bool:
-        """Whether the sender waits for an answer."""
-        return bool(self.socket.get(zmq.EVENTS) & zmq.POLLOUT)
+    def _answer(self) -> None:
+        self.socket.send(b"")
+        self._owed = False
 
     def _drain(self) -> None:
         """Answer what is still to come: nothing after a complete update."""
         while not self._last_seen:
-            if self._owes:
-                self.socket.send(b"")
+            if self._owed:
+                self._answer()
             self._receive()
 
     def _bucket(self, metadata: dict) -> Bucket:

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     # commands beside the run
     "profile": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
     "bench": {*TOOLS, "engine", "launch", "plan", "preflight", "recipe", "record", "terms"},
-    "verify": {*TOOLS, "engine", "launch", "plan", "preflight", "profile", "quant", "recipe", "record", "terms"},
+    "verify": {*TOOLS, "engine", "launch", "plan", "preflight", "profile", "recipe", "record", "terms"},
     "compare": {
         *TOOLS,
         *("corrections", "launch", "page", "plan", "preflight", "profile", "recipe", "record", "report"),
