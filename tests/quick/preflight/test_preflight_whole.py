@@ -106,7 +106,8 @@ def test_this_host_can_train_the_demo(tmp_path: Path) -> None:
     recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={tmp_path}",))
     _, _, findings = examine(recipe, run_dir=tmp_path / "a-1", ask_hub=True)
     assert [each.text for each in findings if each.severity is Severity.ERROR] == []
-    assert [each.code for each in findings if each.severity is Severity.INFO] == ["gain"]
+    is_slow = "scheme-slow" in {each.code for each in findings}  # a processor without VNNI
+    assert [each.code for each in findings if each.severity is Severity.INFO] == ([] if is_slow else ["gain"])
 
 
 def test_a_run_root_that_cannot_be_written_is_one_finding(tmp_path: Path) -> None:
