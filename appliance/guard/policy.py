@@ -45,8 +45,8 @@ class Bounds:
 
     @classmethod
     def above(cls, share: float) -> Bounds:
-        """Of a share whose best value is 1: bad below, fine above twice of it."""
-        return cls(bad=(share, math.inf), fine=(min(1.0, 2 * share), math.inf))
+        """Of a share whose best value is 1: bad below, fine above twice of it, or half way to 1 where that is less."""
+        return cls(bad=(share, math.inf), fine=(min(2 * share, (1 + share) / 2), math.inf))
 
 
 @dataclass(frozen=True)

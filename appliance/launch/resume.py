@@ -67,7 +67,7 @@ from appliance.record.session import (
 from appliance.sync.records import SYNC_FOLDER
 from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype
+from appliance.terms.settings import Dtype, Schedule
 
 _CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
@@ -79,6 +79,7 @@ _HARMLESS = {
     *("name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization", "trainer.steps"),
     *("trainer.epochs", "trainer.validate_before", "trainer.validate_every", "trainer.max_restarts"),
 }
+_LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks that is not constant
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
             f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)
-            and not is_harmless(key)
+            and not (is_harmless(key) and (recipe.optimizer.schedule is Schedule.CONSTANT or key not in _LENGTH))
             and not _is_begun_with(key, recipe, target=target)
         ]
     if (own := own_of(recipe)) and target.record.attempt:

@@ -62,6 +62,7 @@ from appliance.errors import NumericsError, TrainingError
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
+from appliance.tasks.grading import exact_in_sums
 
 SEQUENCES_AT_ONCE = 64  # float64 copies of a batch of long sequences would not fit beside it
 REAL, KEPT, WEIGHTS = "loss_mask", "response_mask", "rollout_is_weights"  # verl's names; the first is never changed
@@ -453,12 +454,14 @@ def gdpo(
     advantages_BT = torch.zeros_like(real_BT)
     if not kept_B.any():
         return advantages_BT
+    of = max(graded.values())
+    exact = {name: [exact_in_sums(value, of=of) for value in np.array(parts[name])[kept_B].tolist()] for name in names}
     advantages_BT[kept_B], _ = compute_gdpo_outcome_advantage(
         real_BT[kept_B],  # of rewards that are given one by one it takes the device
         real_BT[kept_B],
         uid_B[kept_B],
         config={"gdpo_reward_keys": names, "gdpo_reward_weights": [weights[name] for name in names]},  # type: ignore[arg-type]
-        non_tensor_batch={name: np.array(parts[name])[kept_B] for name in names},
+        non_tensor_batch={name: np.array(values) for name, values in exact.items()},
         batch={"prompts": real_BT.new_zeros(int(kept_B.sum()), 0), "attention_mask": mask_BT[kept_B].long()},
     )
     return advantages_BT

@@ -20,8 +20,8 @@ FLOW_ON_GPU = 0.1  # of guard.k3_kl: with one flow a step is to be at least so m
 
 
 def policy_of(plan: RunPlan) -> Policy:
-    """The recipe's thresholds, and the rest of the policy by its defaults. A signal is fine again at half of its bound
-    (ESS: twice), and the bad steps may be spread over twice as many, less one."""
+    """The recipe's thresholds, and the rest of the policy by its defaults. The bad steps may be spread over twice
+    as many, less one."""
     guard = plan.guard
     nearer = FLOW_ON_GPU if plan.trainer.one_flow and not plan.is_cpu else 1.0
     return Policy(
@@ -56,12 +56,13 @@ def signals_of(
     is_exact: as Step.is_exact.
     """
     mismatch = telemetry.mismatch
-    names = ["reward_mean", "entropy", "response_tokens_mean"]
+    names = ["entropy", "response_tokens_mean"]
     adapts = bool(line.get("overflow_fraction")) and float(line["grad_scale"]) >= 1  # FP16 on the way to its factor
     if not telemetry.nonfinite_fraction and not adapts:  # else there was no update, and so no gradient
         names.append("grad_norm")
     return Signals(
         step=int(line["step"]),
+        reward_mean=float(line.get("generated_reward_mean", line["reward_mean"])),  # also of what a filter left out
         differing_fraction=telemetry.differing_fraction if is_exact else None,
         k3_kl=mismatch.k3_kl,
         weight_mean=mismatch.weight_mean,

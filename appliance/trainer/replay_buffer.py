@@ -14,6 +14,7 @@ would generate for ever.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -99,12 +100,15 @@ class DynamicSampling:
 
     def end_step(self, verl: dict[str, Any], *, rollouts: Rollouts, rollout_s: float) -> dict[str, float]:
         """The step's line of metrics, and the count begins anew. verl: the step's metrics. filtered_prompts: all
-        samples equally right.  discarded_prompts: good, but the step was full."""
+        samples equally right.  discarded_prompts: good, but the step was full.  generated_reward_mean: of all that was
+        generated, which is what the guards judge: what a filter leaves is never all right."""
         prompts = rollouts.generated_prompts - self._prompts_before
         tokens = rollouts.generated_tokens - self._tokens_before
         self._prompts_before, self._tokens_before = rollouts.generated_prompts, rollouts.generated_tokens
         self._asked = self._at_first
-        return {
+        rewards = rollouts.take_rewards()
+        means = {"generated_reward_mean": statistics.fmean(rewards)} if rewards else {}
+        return means | {
             "generated_prompts": prompts,
             "filtered_prompts": int(verl.get("training/filter_groups/evicted_samples", 0)),
             "discarded_prompts": int(verl.get("training/filter_groups/discarded_surplus_samples", 0)),

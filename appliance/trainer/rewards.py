@@ -5,9 +5,10 @@ stops itself by `signal.alarm`, which works on a main thread only, and the big n
 processor inside one instruction that no signal interrupts. pebble's pool ends such a process and starts another one.
 
 A reward function that raises, hangs, dies or returns no finite number says nothing about the response. In training
-such a sample gets the mean reward of the others of its prompt: its advantage is 0, so it teaches nothing, and the mean
-of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong (0, or the
-least of its set where rewards go below 0): there the mean must not become better by failures.
+such a sample gets the mean reward of the others of its prompt, so the mean of the group stays what it is, and where
+advantages are differences from it, it teaches nothing. (0 would teach that the response was wrong. OPO weighs that mean
+by length and REINFORCE++ takes the step's: there it teaches what its prompt taught.) In validation it counts as wrong
+(0, or the least of its set where rewards go below 0): there the mean must not become better by failures.
 """
 
 from __future__ import annotations
@@ -260,12 +261,13 @@ def note_idle_death(run_dir: Path) -> None:
     append_event(run_dir, kind="note", what=IDLE_DEATH, why="no reward is lost: the next response starts another one")
 
 
-def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
-    """Per sample of one prompt; a fault gets the mean of those without one, 0 where there is none. The mean is exact:
-    that of equal numbers is that number, and a group of them stays one for DAPO's filter."""
-    known = [each.accuracy for each in graded if each.fault is None]
-    mean = statistics.mean(known) if 0 < len(known) < len(graded) else 0.0
-    return [mean if each.fault is not None else each.accuracy for each in graded]
+def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
+    """Per sample of one prompt; one that is not known gets the mean of those that are, 0 where there is none. The mean
+    is exact: that of equal numbers is that number, and a group of them stays one for DAPO's filter."""
+    given = list(values)
+    those = [value for value, is_known in zip(given, known, strict=True) if is_known]
+    mean = statistics.mean(those) if 0 < len(those) < len(given) else 0.0
+    return [value if is_known else mean for value, is_known in zip(given, known, strict=True)]
 
 
 def neutral_parts(graded: Sequence[Graded]) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import hashlib
 import math
+import statistics
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
@@ -35,7 +36,7 @@ from appliance.record.liveness import Heartbeat
 from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Graded, Shaping, set_metrics
 from appliance.tasks.task import Response
-from appliance.trainer.rewards import RewardPool, known_parts, neutral_accuracies, neutral_parts, reward_means
+from appliance.trainer.rewards import RewardPool, known_parts, neutral, neutral_parts, reward_means
 from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
@@ -124,6 +125,7 @@ class Rollouts:
     ) -> None:
         self._turns = turns
         self._tally = Tally()
+        self._rewarded: list[float] = []
         self.serve_by(servers)
         self._seed = seed
         self._seeds = PromptSeeds(seed)
@@ -166,6 +168,11 @@ class Rollouts:
         """Of what was generated for training since they were taken last; nothing of a run without tools."""
         found, self._tally = self._tally, Tally()
         return found.metrics() if self._turns is not None else {}
+
+    def take_rewards(self) -> list[float]:
+        """The mean reward of each prompt that a filter was given since they were taken last."""
+        found, self._rewarded = self._rewarded, []
+        return found
 
     def finish(self) -> None:
         """Raises as `wait`."""
@@ -381,11 +388,13 @@ class Rollouts:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
         if not validate:
             self._tally.extend(group.samples)
-        known = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
-        accuracies = [shaping.comparable(each) for each in known]
+        is_known = [validate or each.fault is None for each in graded]
+        accuracies, rewards = _shaped(graded, group=group, shaping=shaping, known=is_known)
+        if not (validate or self._in_order):  # a filter chooses among them
+            self._rewarded.append(statistics.fmean(rewards))
         return row["uid"], [
-            _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
-            for session, accuracy in enumerate(accuracies)
+            _fields(prompt, group=group, session=session, accuracy=accuracy, reward=reward)
+            for session, (accuracy, reward) in enumerate(zip(accuracies, rewards, strict=True))
         ]
 
 
@@ -424,13 +433,24 @@ def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> N
             prompt.group.set_exception(error)
 
 
-def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
+def _shaped(
+    graded: Sequence[Graded], *, group: SpokenGroup, shaping: Shaping, known: Sequence[bool]
+) -> tuple[list[float], list[float]]:
+    """(accuracies, rewards) of a prompt's samples. One that is not known has the others' mean of both, and no penalty
+    for its own length."""
+    accuracies = [shaping.comparable(each) for each in neutral((each.accuracy for each in graded), known=known)]
+    lengths = (each.generated for each in group.samples)
+    shaped = (shaping.reward(each, num_tokens=of) for each, of in zip(accuracies, lengths, strict=True))
+    return accuracies, [shaping.comparable(each) for each in neutral(shaped, known=known)]
+
+
+def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, reward: float) -> dict[str, Any]:
     """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). `acc` is what it validates by,
     and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC)."""
     sample, prompt_ids = group.samples[session], prompt.token_ids
     response_mask = _ints(sample.mask)
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
-    rewards[-1] = shaping.reward(accuracy, num_tokens=sample.generated)  # the last token is the model's
+    rewards[-1] = reward  # the last token is the model's
     input_ids = _ints(prompt_ids + sample.token_ids)
     return prompt.row | {
         "session_id": session,

@@ -115,6 +115,15 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
         np.testing.assert_allclose(found.numpy(), whitened(sum(each), mask) * mask, atol=1e-4)
 
 
+@pytest.mark.parametrize("samples", [3, 6, 8, 16])
+def test_gdpo_teaches_nothing_where_no_group_differs(samples: int) -> None:
+    """Whitened over the step, what float32 rounds of a mean would be an advantage of 1."""
+    uids = [str(prompt) for prompt in range(16) for _ in range(samples)]
+    parts = {"right": [1.0] * len(uids), "short": [0.1 * (int(uid) + 1) for uid in uids]}
+    mask = torch.ones(len(uids), 3)
+    assert not gdpo(parts, weights={"right": 1.0, "short": 0.5}, uids=uids, mask_BT=mask).any()
+
+
 def test_gdpo_leaves_out_what_has_lost_its_grade() -> None:
     """As if the response were not there, and where it leaves one alone in its group, not that one either."""
     rewards, mask, group = make_batch(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -89,6 +90,11 @@ class Counted:
 
     generated_prompts: int = 0
     generated_tokens: int = 0
+    rewarded: Sequence[float] = ()
+
+    def take_rewards(self) -> Sequence[float]:
+        found, self.rewarded = self.rewarded, ()
+        return found
 
 
 def test_a_step_that_needs_too_many_prompts_ends_the_run() -> None:
@@ -114,13 +120,14 @@ def test_each_step_counts_anew() -> None:
     sampling = DynamicSampling(at_first=32, max_prompts=64)
     refill = sampling.limited(lambda num_prompts: None)
     refill(32)
-    rollouts.generated_prompts, rollouts.generated_tokens = 64, 6400
+    rollouts.generated_prompts, rollouts.generated_tokens, rollouts.rewarded = 64, 6400, [1.0, -1.0, 1.0, 1.0]
     verl = {"training/filter_groups/evicted_samples": 30, "training/filter_groups/discarded_surplus_samples": 2}
     assert sampling.end_step(verl, rollouts=rollouts, rollout_s=10.0) == {
         "generated_prompts": 64,
         "filtered_prompts": 30,
         "discarded_prompts": 2,
         "rollout_tokens_per_s": 640.0,
+        "generated_reward_mean": 0.5,
     }
     refill(32)
     rollouts.generated_prompts, rollouts.generated_tokens = 96, 8400

@@ -55,7 +55,7 @@ def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
     assert (found.climb_bad, found.climb_window, found.descend_fine, found.cooling_steps) == (2, 3, 7, 1)
     bounds = found.mismatch
     assert (bounds.k3_kl.bad[1], bounds.weight_std.bad[1], bounds.truncated_fraction.bad[1]) == (0.1, 3.0, 0.2)
-    assert (bounds.ess.bad[0], bounds.ess.fine[0]) == (0.6, 1.0)
+    assert (bounds.ess.bad[0], bounds.ess.fine[0]) == (0.6, 0.8)
     assert found.collapse.gradient.stop_after == 9
 
 
@@ -103,6 +103,8 @@ def test_signals_are_the_steps_own_numbers() -> None:
     assert (found.k3_kl, found.ess, found.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
     assert (found.weight_mean, found.weight_std) == (mismatch.weight_mean, mismatch.weight_std)
     assert found.equal_group_fraction == 0.125
+    filtered = signals_of({**line, "generated_reward_mean": 0.9}, telemetry=telemetry, cap=1.2)
+    assert filtered.reward_mean == 0.9  # of what a filter left nothing is all right
 
 
 def test_what_a_mask_drops_is_no_truncated_share() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.guard.governor import Decision, GovernorState, Move, Rung, ladder, observe, resume
-from appliance.guard.policy import Action, Policy
+from appliance.guard.policy import Action, Bounds, Policy
 from appliance.guard.signals import Signals
 from appliance.record.lines import as_json, parse
 from appliance.terms.schemes import Scheme
@@ -209,6 +209,11 @@ def test_the_failure_of_the_science_notes_is_met_in_time() -> None:
     assert not state.stopped
     _, unhelped = run([0.002 + 0.023 * step / 1000 for step in range(1, 1001)], policy=policy)
     assert [(each.step, each.action) for each in unhelped][-1] == (592, Action.STOP)
+
+
+@pytest.mark.parametrize(("share", "fine"), [(0.3, 0.6), (0.5, 0.75), (0.9, 0.95)])
+def test_a_share_can_be_fine_again_whatever_is_bad(share: float, fine: float) -> None:
+    assert Bounds.above(share).fine == (pytest.approx(fine), math.inf)
 
 
 def test_a_resumed_governor_goes_on_as_if_nothing_had_happened() -> None:

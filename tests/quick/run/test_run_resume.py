@@ -136,6 +136,16 @@ def test_what_a_change_of_the_recipe_means(tmp_path: Path, small_plan: Callable)
     refuse_changes(changed, target=target, force=True)
 
 
+def test_a_learning_rate_that_sinks_has_its_steps(tmp_path: Path, small_plan: Callable) -> None:
+    """It would jump: verl's schedule takes the new number of steps with the old place."""
+    run_dir = stopped(small_plan(tmp_path))
+    (run_dir / "recipe.yaml").write_text(to_yaml(recipe("optimizer.schedule=cosine")))
+    with pytest.raises(RecipeError) as caught:
+        refuse_changes(recipe("optimizer.schedule=cosine", "trainer.steps=99"), target=target_of(run_dir), force=False)
+    ((message, hint),) = caught.value.problems
+    assert message.startswith("trainer.steps: the run has ") and hint.startswith("give what the run has, ")
+
+
 def test_the_harmless_keys_are_these_and_no_others() -> None:
     """Each is a key of the recipe; what is not here decides what is computed."""
     keys = {

@@ -11,13 +11,17 @@ import pytest
 
 from appliance.errors import GuardStop
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer.rewards import RewardFaults, neutral_accuracies, neutral_parts, reward_means
+from appliance.trainer.rewards import RewardFaults, neutral, neutral_parts, reward_means
 
 FAILED = Graded(0.0, Fault.TIMED_OUT, "no grade after 30 s")
 
 
+def neutralised(graded: list[Graded]) -> list[float]:
+    return neutral((each.accuracy for each in graded), known=[each.fault is None for each in graded])
+
+
 def test_fault_gets_the_mean_of_its_group_so_that_its_advantage_is_0() -> None:
-    accuracies = neutral_accuracies([Graded(1.0), FAILED, Graded(0.0), Graded(1.0), FAILED])
+    accuracies = neutralised([Graded(1.0), FAILED, Graded(0.0), Graded(1.0), FAILED])
     assert accuracies == [1.0, 2 / 3, 0.0, 1.0, 2 / 3]
     mean = sum(accuracies) / len(accuracies)
     assert abs(mean - 2 / 3) < 1e-15  # of the three that were graded; float64 rounding of five terms
@@ -25,11 +29,11 @@ def test_fault_gets_the_mean_of_its_group_so_that_its_advantage_is_0() -> None:
 
 
 def test_group_without_a_grade_is_equal_and_teaches_nothing() -> None:
-    assert neutral_accuracies([FAILED, FAILED]) == [0.0, 0.0]
+    assert neutralised([FAILED, FAILED]) == [0.0, 0.0]
 
 
 def test_grades_stay_as_they_are() -> None:
-    assert neutral_accuracies([Graded(1.0), Graded(0.25)]) == [1.0, 0.25]
+    assert neutralised([Graded(1.0), Graded(0.25)]) == [1.0, 0.25]
 
 
 def end(faults: RewardFaults, *, graded: int, last: Graded | None = FAILED, **kinds: int) -> int:
@@ -75,11 +79,11 @@ def test_share_that_is_just_allowed_goes_on_and_one_more_stops(tmp_path: Path) -
 def test_equal_grades_with_a_fault_stay_equal_to_the_last_bit() -> None:
     """DAPO's filter looks for groups without any spread; three times 0.1 over three is not 0.1 in floats."""
     assert (0.1 + 0.1 + 0.1) / 3 != 0.1
-    assert neutral_accuracies([Graded(0.1), Graded(0.1), FAILED, Graded(0.1)]) == [0.1] * 4
+    assert neutralised([Graded(0.1), Graded(0.1), FAILED, Graded(0.1)]) == [0.1] * 4
 
 
 def test_rewards_of_any_size_have_a_mean() -> None:
-    assert neutral_accuracies([Graded(1e15), Graded(-3e15), FAILED]) == [1e15, -3e15, -1e15]
+    assert neutralised([Graded(1e15), Graded(-3e15), FAILED]) == [1e15, -3e15, -1e15]
 
 
 def test_a_fault_has_the_means_of_its_groups_rewards() -> None:
