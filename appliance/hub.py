@@ -227,7 +227,12 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
 
     patterns = [*MODEL_FILES, *([REMOTE_CODE] if with_code else [])]
     ask = functools.partial(
-        snapshot_download, name, revision=revision or None, allow_patterns=patterns, tqdm_class=_beating(beat)
+        snapshot_download,
+        name,
+        revision=revision or None,
+        allow_patterns=patterns,
+        ignore_patterns="consolidated*",  # Mistral's own format beside the other one: all weights once more
+        tqdm_class=_beating(beat),
     )
     try:
         return Path(ask())

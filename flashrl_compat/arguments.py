@@ -17,6 +17,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
+from appliance.engine.kernel_proof import ROUNDS
 from appliance.errors import ApplianceError, RecipeError
 from appliance.patch import Patch, apply_patch
 from appliance.terms.devices import CPU, gpu_of_product, why_not
@@ -99,6 +100,9 @@ def _require_provable(config: Any) -> None:
     if config.lora_config is not None:
         fact = "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven"
         problems.append((fact, "merge the adapters in the trainer"))
+    if config.model_config.dtype not in ROUNDS:
+        fact = f"--dtype {str(config.model_config.dtype).removeprefix('torch.')}: no weight update of it is proven"
+        problems.append((fact, "use bfloat16 or float16"))
     if transfer is not None and transfer.backend == "sparse_nccl":
         fact = "--weight-transfer-config: `sparse_nccl` writes into the kernels' tensors, where nothing is proven"
         problems.append((fact, "use `nccl` or `ipc`; without a GPU `shm`"))

@@ -14,9 +14,11 @@ from appliance.sync.manifest import MANIFEST_NAME, Manifest, directive, record
 from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME
 
 
-def with_manifest(weights: Iterable[tuple[str, Tensor]], *, number: int) -> Iterator[tuple[str, Tensor]]:
-    """One whole weight update: (name, tensor) of each weight, FP32 rounded to BF16 as engines have it, and two tensors
-    of bytes, first and last.
+def with_manifest(
+    weights: Iterable[tuple[str, Tensor]], *, number: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Tensor]]:
+    """One whole weight update: (name, tensor) of each weight, FP32 rounded to `dtype`, the engine's, and two tensors of
+    bytes, first and last.
 
     weights: all of a checkpoint's, each once, on any device.  number: of the update, from 1: how many this engine has
     had, and one.  An engine under FLASHRL_CONFIG generates nothing until all of it has arrived as it was sent.
@@ -26,7 +28,7 @@ def with_manifest(weights: Iterable[tuple[str, Tensor]], *, number: int) -> Iter
     device = None
     for name, tensor in weights:
         sent = tensor.detach()
-        sent = sent.to(torch.bfloat16) if sent.dtype is torch.float32 else sent
+        sent = sent.to(dtype) if sent.dtype is torch.float32 else sent
         if device is None:
             device = sent.device
             yield DIRECTIVE_NAME, start.to(device)

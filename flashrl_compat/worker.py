@@ -6,13 +6,11 @@ each as one weight update, and speaks as the last one.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
@@ -62,10 +60,12 @@ class ProvenWorker(Worker):
             raise SyncError(
                 "weight update: weights in a kernel's own format cannot be proven", hint="send checkpoints'"
             )
-        checkpoint = weights_path or self.vllm_config.model_config.model
+        runner, by = self.model_runner, "reload_weights"
         if weights_iterator is None:
-            weights_iterator = _weights(self.model_runner.get_model(), checkpoint, vllm_config=self.vllm_config)
-        by = f"reload_weights of {checkpoint}"
+            if weights_path is not None:  # and the next one without a path loads it again
+                runner.model_config.model, runner.model_config.revision = weights_path, None
+            by = f"reload_weights of {runner.model_config.model}"
+            weights_iterator = _weights(runner, load_config=self.vllm_config.load_config)
         self.appliance_ways_in.begin(by)
         self.appliance_ways_in.load(weights_iterator, by=by)
         self.appliance_ways_in.finish()
@@ -88,9 +88,7 @@ class ProvenWorker(Worker):
         return state.version, state.open, state.broken
 
 
-def _weights(model: Module, checkpoint: str, *, vllm_config: Any) -> Iterator[tuple[str, Tensor]]:
+def _weights(runner: Any, *, load_config: Any) -> Iterator[tuple[str, Tensor]]:
     """As vLLM's own loader reads them, whatever loader the engine was started with."""
-    model_config = copy.copy(vllm_config.model_config)
-    model_config.model, model_config.revision = checkpoint, None
-    load_config = dataclasses.replace(vllm_config.load_config, load_format="auto", use_tqdm_on_load=False)
-    return DefaultModelLoader(load_config).get_all_weights(model_config, model)
+    load_config = dataclasses.replace(load_config, load_format="auto", use_tqdm_on_load=False)
+    return DefaultModelLoader(load_config).get_all_weights(runner.model_config, runner.get_model())

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from appliance.engine.experts import ExpertGemm, pack_experts_anew
 from appliance.engine.precision import PrecisionSwitch
@@ -62,6 +63,11 @@ class _Running:
     bytes: int = 0
     digest_s: float = 0.0
     proof_s: float = 0.0
+
+
+def is_derived(name: str) -> bool:
+    """Whether it is a buffer that old checkpoints and some senders bring and vLLM computes itself."""
+    return any(each in name for each in AutoWeightsLoader.ROTARY_EMBEDS_UNUSED_WEIGHTS)
 
 
 class WeightUpdate:
@@ -212,7 +218,7 @@ class WeightUpdate:
             fits = self._proof.take(name, folded, known=known)
             self._now.proof_s += time.perf_counter() - started
             given = self._give(name, folded)
-        if not given and not self.is_tied_head(name):
+        if not (given or self.is_tied_head(name) or is_derived(name)):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
         if not fits:  # vLLM's own words for it come first, but its loaders take some (a bias that is too long)
             shape = list(tensor.shape)

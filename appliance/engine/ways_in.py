@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.kernel_proof import ROTATION
-from appliance.engine.update import WeightUpdate, incomplete_layers, loadable_elements, tied_layers
+from appliance.engine.update import WeightUpdate, incomplete_layers, is_derived, loadable_elements, tied_layers
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
 from appliance.sync.manifest import MANIFEST_NAME, digest
@@ -107,6 +107,8 @@ class WaysIn:
         with self._broken_by_an_error():
             for name, tensor in weights:
                 is_head = self.update.is_tied_head(name)
+                if is_derived(name) and not self._open:
+                    continue
                 if is_head and self._version and not self._open and self._is_the_embedding(tensor):
                     continue  # some senders' state has it, after the last layer
                 if not self._open:

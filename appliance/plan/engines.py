@@ -52,6 +52,8 @@ def plan_rollout(
         _require_one_flow(
             planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability, experts=experts
         )
+        if Action.RAISE_PRECISION in recipe.guard.actions:
+            _require_finer(planned, forward=recipe.trainer.forward, capability=capability)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -94,6 +96,15 @@ def _require_one_flow(
         raise RecipeError([(message, "use rollout.scheme: fp8-block")])
     if experts:
         raise RecipeError([(f"{place}: `{forward}` does not know experts", hint)])
+
+
+def _require_finer(rollout: RolloutPlan, *, forward: Forward, capability: tuple[int, int] | None) -> None:
+    """The governor may lead to them. Raises RecipeError."""
+    for scheme in rollout.scheme.spec.finer:
+        has_kernel = scheme is not Scheme.FP8_BLOCK or capability is None or capability[0] == HOPPER
+        if not (has_kernel and forward.knows(scheme)):
+            message = f"guard.actions: `raise-precision` leads to `{scheme}`, which `{forward}` cannot compute here"
+            raise RecipeError([(message, "leave it out, or use trainer.forward: bf16")])
 
 
 def _why_so_often(recipe: Recipe) -> str:

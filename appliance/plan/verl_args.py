@@ -182,6 +182,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ROLLOUT}.max_num_batched_tokens", plan.engine.max_batched_tokens),
         (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", plan.engine.bucket_mib),
         (f"+{VLLM}.worker_extension_cls", WORKER_EXTENSION),
+        (f"+{VLLM}.config_format", "hf"),  # what the trainer reads; vLLM would prefer Mistral's own
         (f"+{VLLM}.distributed_executor_backend", "uni" if one_process else "mp"),
         ("reward.num_workers", 0),  # trainer/rollouts.py scores where the samples arrive
         ("trainer.device", "cpu" if plan.is_cpu else "cuda"),

@@ -168,6 +168,9 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         return
     if why := why_unknown(shape.architectures):
         yield error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
+    if shape.quantised:
+        message = f"{plan.model.path}: its weights are quantised already ({shape.quantised})"
+        yield error("architecture", "model.path", message, "use the model that they were made from")
     longest = plan.task.longest
     if 0 < shape.max_positions < longest:
         message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"

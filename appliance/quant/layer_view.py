@@ -86,7 +86,7 @@ class LayerView:
             unit.members[0]
             for unit in self.units
             if all(is_ignored(prefix + name, ignore) for name in unit.layer)
-            or (unit.fused and is_ignored(prefix + unit.fused, ignore))
+            or (unit.fused and prefix + unit.fused in ignore)  # vLLM has its parts matched by patterns, not itself
         )
 
     def weights(self, unit: Unit) -> list[Tensor]:

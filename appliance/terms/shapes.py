@@ -11,6 +11,7 @@ from typing import Any
 
 from appliance.terms.families import FAMILIES
 
+_QUANTISED = "quantization_config"
 _LARGEST = 2**31  # of a size of a model; what is larger is not one
 
 
@@ -51,6 +52,8 @@ class ModelShape:
     """Of a layer with experts; 0 in a dense model."""
     expert_intermediate: int = 0
     """Width of one expert's MLP."""
+    quantised: str = ""
+    """How the checkpoint's weights are, where they are."""
 
     @property
     def is_dense(self) -> bool:
@@ -153,4 +156,5 @@ def read_shape(config: Path) -> ModelShape | None:
         tied=raw.get("tie_word_embeddings") is True,
         experts=next(filter(None, map(number, _EXPERTS)), 0),
         expert_intermediate=number("moe_intermediate_size"),
+        quantised=str(found.get("quant_method", "")) if isinstance(found := raw.get(_QUANTISED), dict) else "",
     )

@@ -226,6 +226,8 @@ class RolloutForward:
             self.follow(AS_PLANNED)
             return
         self._config = model.config
+        if why := _why_unlike(model.config):
+            raise TrainingError(f"trainer.forward: rollout does not know {why}", hint=_HINT)
         self._cos_sin = _cos_sin_of(model)
         layers = [
             DecoderLayer(
@@ -252,7 +254,7 @@ class RolloutForward:
         ignore = (*told.ignore, *self._kept)
         for layer in self.linears():
             layer.forget()
-            kept = is_ignored(layer.name, ignore) or all(is_ignored(name, ignore) for name in layer.part_names)
+            kept = layer.name in ignore or all(is_ignored(name, ignore) for name in layer.part_names)
             layer.scheme = Scheme.BF16 if kept else told.scheme
 
     def note_sent(self, manifest: Manifest) -> None:
@@ -334,9 +336,21 @@ class RolloutForward:
 
 
 def _window_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that a token sees at most, in vLLM: with layers of several kinds its dense families have none at all."""
-    is_alike = all(each == "sliding_attention" for each in getattr(config, "layer_types", None) or ())
-    return getattr(config, "sliding_window", None) or None if is_alike else None
+    """Tokens that a token sees at most, in vLLM."""
+    slides = all(each == "sliding_attention" for each in getattr(config, "layer_types", None) or ())
+    return getattr(config, "sliding_window", None) or None if slides else None
+
+
+def _why_unlike(config: PreTrainedConfig) -> str:
+    """What a checkpoint asks for that vLLM has, and this forward has not; transformers has some of it neither."""
+    if len(set(getattr(config, "layer_types", None) or ())) > 1:
+        return "layers with and without a sliding window"
+    others = {
+        "logit_scale": getattr(config, "logit_scale", None) or 1,
+        "partial_rotary_factor": config.rope_parameters.get("partial_rotary_factor", 1),
+        "head_dtype": int(getattr(config, "head_dtype", None) is None),
+    }
+    return ", ".join(name for name, value in others.items() if value != 1)
 
 
 _PRESENT: list[RolloutForward] = []  # of this process: verl builds the model, and another of its objects sends weights

@@ -374,4 +374,6 @@ def _scaled(logits_RV: Tensor, *, num_tokens: int, temperature: float) -> Tensor
     """A copy in float32; -inf for what is never sampled."""
     logits_RV = logits_RV.to(torch.float32, copy=True)
     logits_RV[:, num_tokens:] = -torch.inf
-    return logits_RV if temperature == 1 else logits_RV.div_(temperature)
+    if temperature == 1:
+        return logits_RV
+    return logits_RV.div_(logits_RV.new_full((len(logits_RV), 1), temperature))  # CUDA multiplies by a number's inverse
