@@ -52,7 +52,7 @@ def plan_rollout(
         _require_one_flow(
             planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability, experts=experts
         )
-        if Action.RAISE_PRECISION in recipe.guard.actions:
+        if Action.RAISE_PRECISION in (recipe.guard.actions or ()):  # it is none of the usual
             _require_finer(planned, forward=recipe.trainer.forward, capability=capability)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))

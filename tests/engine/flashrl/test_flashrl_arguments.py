@@ -249,6 +249,13 @@ def test_an_engine_with_parts_of_layers_or_experts_is_refused(
     assert problems_of(folder, **arguments) == [(f"{fact}, and no weight update of it is proven", hint)]
 
 
+def test_an_engine_in_fp32_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    assert engine_config(model, dtype="float32")
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    message = "--dtype float32: no weight update of it is proven"
+    assert problems_of(model, dtype="float32") == [(message, "use bfloat16 or float16")]
+
+
 def test_engines_beside_each_other_are_no_parts(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     flashrl.setenv("FLASHRL_CONFIG", "int8")
     assert engine_config(model, data_parallel_size=2).parallel_config.data_parallel_size == 2

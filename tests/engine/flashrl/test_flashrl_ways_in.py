@@ -109,6 +109,12 @@ def test_every_way_ends_in_the_engine_of_the_new_weights(
             assert (engine.generate(), engine.llm.llm_engine.get_weight_version()) == (says, str(version))
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
     assert (engine.generate(), engine.llm.llm_engine.get_weight_version()) == (new, str(version + 1))
+    by_tensor(engine, first)
+    engine.llm.collective_rpc("reload_weights")  # vLLM's own takes the folder that it was given last
+    assert engine.generate() == new
+    buffer = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16))  # which it computes itself
+    engine.model.load_weights([buffer, *first, buffer])
+    assert engine.generate() == old
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

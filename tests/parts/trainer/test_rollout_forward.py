@@ -16,7 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from appliance.errors import NumericsError
 from appliance.quant import codec_int8

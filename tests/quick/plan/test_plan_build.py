@@ -161,6 +161,21 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     assert raised.value.problems == [problem]
 
 
+@pytest.mark.parametrize(
+    ("sets", "problem"),
+    [
+        (("trainer.forward=linears", "rollout.scheme=fp8-channel", "quantization.emulate=true"), "`linears`"),
+        (("trainer.forward=rollout", "rollout.scheme=fp8-channel", "cluster.device=l4"), "`rollout`"),
+    ],
+)
+def test_the_governor_leads_one_flow_to_no_scheme_that_it_cannot_compute(sets: tuple[str, ...], problem: str) -> None:
+    assert planned(*sets).trainer.one_flow or problem == "`linears`"
+    with pytest.raises(RecipeError) as raised:
+        planned(*sets, "guard.actions=[raise-precision]")
+    message = f"guard.actions: `raise-precision` leads to `fp8-block`, which {problem} cannot compute here"
+    assert raised.value.problems == [(message, "leave it out, or use trainer.forward: bf16")]
+
+
 def test_a_given_profile_is_used_by_schemes_for_which_none_is_made():
     scheme = ("rollout.scheme=fp8-block", "quantization.emulate=true")
     plan = planned(*scheme, "quantization.profile=/mine")

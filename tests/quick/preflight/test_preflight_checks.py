@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
-from appliance.terms.shapes import KNOWN, ModelShape
+from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))
 
@@ -357,6 +358,15 @@ def test_a_profile_that_is_none_is_a_finding():
     found = findings(inputs=with_inputs(profile_problem=problem))
     remedy = "point to a folder made by `appliance profile`, or use `auto`"
     assert found == [(f"error: quantization.profile: {problem}", remedy)]
+
+
+def test_a_model_that_is_quantised_already(tmp_path):
+    config = {"architectures": ["Qwen2ForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path / "config.json")
+    message = f"error: model.path: {tmp_path}: its weights are quantised already (gptq)"
+    found = findings("model.builtin=null", f"model.path={tmp_path}", inputs=with_inputs(model_shape=shape))
+    assert found == [(message, "use the model that they were made from")]
 
 
 def test_a_model_class_that_the_engine_does_not_know(tmp_path):

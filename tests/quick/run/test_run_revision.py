@@ -249,6 +249,7 @@ def test_a_download_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monk
     hub.download_model(NAME, revision="", beat=Heartbeat().beat, with_code=True)
     assert [each["revision"] for each in told] == [OLD, None]
     assert ["*.py" in each["allow_patterns"] for each in told] == [False, True]
+    assert {each["ignore_patterns"] for each in told} == {"consolidated*"}
     bar = told[0]["tqdm_class"](total=2, disable=True)
     assert not (tmp_path / HEARTBEAT_FILE).exists()
     bar.update(1)
