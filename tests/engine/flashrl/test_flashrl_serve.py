@@ -218,7 +218,8 @@ def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Pat
     assert child.returncode != 0
     said = child.stderr.splitlines()
     assert "appliance.errors.RecipeError: FLASHRL_CONFIG: unknown value `fp8-block`" in said
-    assert any(line.startswith("hint: use one of `bf16`, `fp8`, `fp8_vllm`") for line in said)
+    hint = "hint: `fp8_block` is for `fn:` of a file; use one of `bf16`, `fp8`, `fp8_vllm`"
+    assert any(line.startswith(hint) for line in said)
 
 
 def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
