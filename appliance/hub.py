@@ -22,6 +22,7 @@ _MAIN = "main"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
+_MISTRALS = "consolidated"  # all weights once more, in a format of its own that only vLLM reads
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ANSWERS_WITHIN_S = 5
 
@@ -82,8 +83,13 @@ def missing_parts(folder: Path) -> tuple[str, ...]:
 
 def weight_bytes(folder: Path) -> int:
     """Size of the files of weights in a folder; 0 when there are none, or this user may not look."""
+    return sum(os.path.getsize(file) for file in weight_files(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Sorted; none where this user may not look."""
     found = folder.glob(_WEIGHTS) if os.path.isdir(folder) else ()  # Path.glob raises where this user may not look
-    return sum(os.path.getsize(file) for file in found if os.path.isfile(file))
+    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(_MISTRALS))
 
 
 # Asking the hub
@@ -231,7 +237,7 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
         name,
         revision=revision or None,
         allow_patterns=patterns,
-        ignore_patterns="consolidated*",  # Mistral's own format beside the other one: all weights once more
+        ignore_patterns=f"{_MISTRALS}*",
         tqdm_class=_beating(beat),
     )
     try:

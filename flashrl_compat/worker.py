@@ -90,5 +90,5 @@ class ProvenWorker(Worker):
 
 def _weights(runner: Any, *, load_config: Any) -> Iterator[tuple[str, Tensor]]:
     """As vLLM's own loader reads them, whatever loader the engine was started with."""
-    load_config = dataclasses.replace(load_config, load_format="auto", use_tqdm_on_load=False)
+    load_config = dataclasses.replace(load_config, load_format="hf", use_tqdm_on_load=False)
     return DefaultModelLoader(load_config).get_all_weights(runner.model_config, runner.get_model())

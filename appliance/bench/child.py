@@ -72,6 +72,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         trust_remote_code=workload.trust_remote_code,
         skip_tokenizer_init=True,
         dtype=job.dtype.in_torch,
+        config_format="hf",  # as a run's
         load_format="dummy" if workload.shapes else "auto",
         tensor_parallel_size=job.tensor_parallel,
         enforce_eager=scheme in job.eager,

@@ -70,6 +70,7 @@ def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Res
         str(model),
         trust_remote_code=job.trust_remote_code,
         skip_tokenizer_init=True,
+        config_format="hf",  # as a run's
         dtype="bfloat16",
         enforce_eager=job.enforce_eager,
         max_model_len=job.max_prompt_tokens + job.max_response_tokens,

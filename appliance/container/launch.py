@@ -169,8 +169,9 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
             container = _created(client, order)
         try:
             container.start()
-        except APIError:
-            container.remove(force=True, v=True)
+        except (APIError, SystemExit):  # the latter of a signal
+            with suppress(APIError):
+                container.remove(force=True, v=True)
             raise
     except APIError as error:
         raise PreflightError(f"the container does not start: {error.explanation or error}") from error

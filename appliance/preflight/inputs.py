@@ -321,6 +321,8 @@ def _problem(found: Heard, *, within_s: float, is_own: bool) -> RewardProblem | 
     verdict = Verdict(**found.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))
+    if verdict.doubt:
+        return RewardProblem(verdict.doubt, is_rare=True)
     if not verdict.wrong:
         return None
     share = f"{verdict.wrong} of {verdict.sampled}"

@@ -35,7 +35,7 @@ class Verdict:
     """wrong: how many of the sampled problems have wrong rewards.  first: what is wrong with the first of them.
 
     failure: why there are no rewards at all, in words that name the file; empty where there are.  remedy: against it,
-    where a reward has one of its own.
+    where a reward has one of its own.  doubt: what is odd about them.
     """
 
     sampled: int
@@ -43,6 +43,7 @@ class Verdict:
     first: str = ""
     failure: str = ""
     remedy: str = ""
+    doubt: str = ""
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
@@ -69,8 +70,8 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     verdict = _judge_own(problems, task=task, rewards=rewards, tell=tell)
     takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
     if takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
-        first = f"there is none, and `{takers[0]}` takes it as `truth`: task.truth names its field"
-        return Verdict(len(problems), len(problems), first=first)
+        doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
+        return Verdict(len(problems), doubt=doubt)
     return verdict
 
 

@@ -437,11 +437,12 @@ def _shaped(
     graded: Sequence[Graded], *, group: SpokenGroup, shaping: Shaping, known: Sequence[bool]
 ) -> tuple[list[float], list[float]]:
     """(accuracies, rewards) of a prompt's samples. One that is not known has the others' mean of both, and no penalty
-    for its own length."""
+    for its own length; where none is, each is as a wrong one."""
     accuracies = [shaping.comparable(each) for each in neutral((each.accuracy for each in graded), known=known)]
     lengths = (each.generated for each in group.samples)
     shaped = (shaping.reward(each, num_tokens=of) for each, of in zip(accuracies, lengths, strict=True))
-    return accuracies, [shaping.comparable(each) for each in neutral(shaped, known=known)]
+    rewards = neutral(shaped, known=known) if any(known) else [shaping.wrong] * len(accuracies)
+    return accuracies, [shaping.comparable(each) for each in rewards]
 
 
 def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, reward: float) -> dict[str, Any]:

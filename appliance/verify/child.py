@@ -25,6 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from appliance.engine.attest import live_scheme
 from appliance.engine.sync import SyncWorkerExtension
 from appliance.errors import ApplianceError, EngineError
+from appliance.hub import weight_files
 from appliance.verify.job import CheckResult, EngineOutput, Job, LayerProbe, Worker
 
 WORKER = "appliance.verify.child.VerifyWorker"
@@ -71,6 +72,7 @@ def _engine(job: Job) -> LLM:
         job.model,
         trust_remote_code=job.trust_remote_code,
         skip_tokenizer_init=True,
+        config_format="hf",  # as a run's
         dtype=job.dtype.in_torch,
         enforce_eager=job.enforce_eager,
         max_model_len=job.prompt_tokens + job.new_tokens,
@@ -164,7 +166,7 @@ class VerifyWorker(SyncWorkerExtension):
 def _checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors in the type of the engine, in the order of the files. model_config: vLLM's.  Raises EngineError
     without files."""
-    files = sorted(_folder(model_config.model, revision=model_config.revision).glob("*.safetensors"))
+    files = weight_files(_folder(model_config.model, revision=model_config.revision))
     if not files:
         raise EngineError(f"verify: {model_config.model} has no safetensors files to read")
     for file in files:

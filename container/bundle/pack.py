@@ -231,7 +231,7 @@ def pack(
     """
     folder.mkdir(parents=True)
     parts, listed = [], []
-    with tempfile.TemporaryFile() as whole:
+    with tempfile.TemporaryFile(dir=folder) as whole:
         with tarfile.open(fileobj=whole, mode="w:xz", preset=preset) as archive:
             for path, content in files:
                 info = tarfile.TarInfo(path)

@@ -275,7 +275,7 @@ def test_a_sample_without_a_grade_has_the_others_mean_reward_whatever_its_length
         accuracies, rewards = module._shaped(graded, group=group, shaping=shaping, known=[True, True, True, False])
         assert accuracies[3] == pytest.approx(2 / 3, rel=1e-12)
         assert rewards[3] == pytest.approx(sum(rewards[:3]) / 3, rel=1e-12)
-    assert module._shaped(graded, group=group, shaping=shaping, known=[False] * 4) == ([0.0] * 4, [0.0] * 4)
+    assert module._shaped(graded, group=group, shaping=shaping, known=[False] * 4) == ([0.0] * 4, [-1.0] * 4)
 
 
 def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,8 +199,9 @@ def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
 
 def test_a_function_that_takes_a_truth_is_told_that_there_is_none(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(response, truth): return response == truth", truth="")
-    none = "there is none, and `f` takes it as `truth`: task.truth names its field"
-    assert found == RewardProblem(f"in 3 of 3 sampled rows the right answer earns nothing: {none}", is_rare=True)
+    assert found == RewardProblem(
+        "`f` takes a `truth`, and the rows have none: task.truth names its field", is_rare=True
+    )
 
 
 def test_commands_that_are_no_training_do_not_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
