@@ -42,6 +42,7 @@ from appliance.sync.manifest import (
 )
 from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.sync.records import Acknowledgement
+from appliance.terms.families import packed_parts
 from appliance.terms.schemes import Scheme
 
 Bucket = list[tuple[str, Tensor]]
@@ -201,8 +202,6 @@ class WeightUpdate:
     def _load_one(self, name: str, tensor: Tensor) -> None:
         if not self._now.is_open:
             self._begin_reload(AS_PLANNED)
-        if name in self._now.names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
-            self._fail(f"{name} came twice", f"brought {name} twice")
         if self._now.manifest is not None:
             self._fail(f"{name} came after the list of what was sent", f"brought {name} after its end")
         if self._needs_manifest:
@@ -211,6 +210,17 @@ class WeightUpdate:
             self._now.digest_s += time.perf_counter() - started
         if not all_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
+        layer, parts = packed_parts(name)
+        if not parts or tensor.ndim != 3:
+            return self._load_part(name, tensor)
+        for expert, weight in enumerate(tensor):
+            for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
+                self._load_part(f"{layer}.{expert}.{part}.weight", own)
+
+    def _load_part(self, name: str, tensor: Tensor) -> None:
+        """By a checkpoint's name: experts one by one, which is how they are proven."""
+        if name in self._now.names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
+            self._fail(f"{name} came twice", f"brought {name} twice")
         with self._naming(name):
             folded = fold(name, tensor, smoothing=self._now.smoothing)
             known = self._now.arrived[name].digest if name in self._now.arrived and folded is tensor else ""

@@ -17,6 +17,14 @@ GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"  # of all expe
 EXPERT_PARTS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}  # of one expert, as checkpoints have them
 ONE_EXPERT = re.compile(r"mlp\.experts\.\d+\.(?:gate|up)_proj\.weight")  # what GATE_UP stands for
 
+
+def packed_parts(name: str) -> tuple[str, tuple[str, ...]]:
+    """Of all experts' weights in one tensor [E, N, K], as transformers 5 has them: the name of their layer, and the
+    parts of an expert's that are stacked along N. Empty of any other name."""
+    found = next((packed for packed in EXPERT_PARTS if name.endswith(packed)), "")
+    return (name.removesuffix(found) + EXPERTS, EXPERT_PARTS[found]) if found else ("", ())
+
+
 _DECODER_LAYER = re.compile(r"(?P<prefix>.*\.layers\.\d+\.)(?P<rest>.+)")
 
 

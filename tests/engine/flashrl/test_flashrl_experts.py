@@ -21,6 +21,8 @@ from test_flashrl_ways_in import (
     swapped,
 )
 
+from appliance.errors import SyncError
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SCHEMES = ("bf16", "int8")
@@ -58,6 +60,45 @@ def test_every_way_ends_in_the_engine_of_the_new_experts(
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(experts / "2")})
     assert engine.generate() == new
     assert engine.llm.llm_engine.get_weight_version() == str(2 * len(WAYS) + 1)
+
+
+def packed(weights: Weights) -> Weights:
+    """As transformers 5 names its parameters: a layer's experts in two tensors."""
+    import torch
+
+    found, given = dict(weights), []
+    for name, tensor in weights:
+        layer, _, part = name.partition(".experts.")
+        if not part:
+            given.append((name, tensor))
+        elif part == "0.gate_proj.weight":
+            gate, up, down = (
+                torch.stack([found[f"{layer}.experts.{expert}.{each}_proj.weight"] for expert in range(5)])
+                for each in ("gate", "up", "down")
+            )
+            given.append((f"{layer}.experts.gate_up_proj", torch.cat([gate, up], dim=1)))
+            given.append((f"{layer}.experts.down_proj", down))
+    return given
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_of_a_layer_in_one_tensor_are_proven_one_by_one(
+    experts: Path, told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """With and without digests, and never twice."""
+    from flashrl_compat.sender import with_manifest
+
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(experts / "1")
+    old = engine.generate()
+    first, second = (packed(read_checkpoint(experts / name)) for name in "12")
+    by_tensor(engine, lent(second))
+    assert engine.generate() == told[scheme]
+    by_tensor(engine, list(with_manifest(first, number=2)))
+    assert engine.generate() == old
+    twice = [each for each in second if each[0].endswith("gate_up_proj")][:1] * 2
+    with pytest.raises(SyncError, match=r"experts\.0\.gate_proj\.weight came twice"):
+        by_tensor(engine, twice)
 
 
 def experts_first(folder: Path) -> Weights:
