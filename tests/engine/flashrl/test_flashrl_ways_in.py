@@ -112,8 +112,8 @@ def test_every_way_ends_in_the_engine_of_the_new_weights(
     by_tensor(engine, first)
     engine.llm.collective_rpc("reload_weights")  # vLLM's own takes the folder that it was given last
     assert engine.generate() == new
-    buffer = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16))  # which it computes itself
-    engine.model.load_weights([buffer, *first, buffer])
+    buffers = [(f"model.layers.{each}.self_attn.rotary_emb.inv_freq", torch.ones(16)) for each in (0, 1)]
+    engine.model.load_weights([buffers[0], *first[:3], buffers[1], *first[3:], buffers[0]])  # it computes them itself
     assert engine.generate() == old
 
 
