@@ -143,6 +143,8 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
     known.closed = ""
     is_new = states[0].version > known.version
     if is_new:
+        if not core.is_scheduler_paused():  # it came whole in one call: what is in flight has met the old weights
+            _end_what_is_in_flight(core)
         _tell_of_mixed(core, old=known.version, new=states[0].version)
         known.version = states[0].version
         core.set_weight_version(str(known.version))
@@ -151,6 +153,12 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
             if not core.model_executor.is_sleeping:  # else the call that wakes its cache resumes
                 core.resume_scheduler()
     return is_new
+
+
+def settle(core: Any) -> None:
+    """Of a core in the trainer's own process, which may have updated the model past it. Raises SyncError."""
+    if _follow(core, settles=True):
+        core._reset_caches()
 
 
 def _tell_of_mixed(core: Any, *, old: int, new: int) -> None:
@@ -166,8 +174,13 @@ def _close(core: Any, why: str, *, broken: bool) -> None:
     breaks, known.broken = broken and not known.broken, broken or known.broken
     known.closed = why
     if breaks or not core.is_scheduler_paused():
-        known.paused = True
-        core.pause_scheduler("abort", clear_cache=False)
+        _end_what_is_in_flight(core)
+
+
+def _end_what_is_in_flight(core: Any) -> None:
+    """As aborted. The engine is paused then."""
+    _known(core).paused = True
+    core.pause_scheduler("abort", clear_cache=False)
 
 
 def why_closed(ranks: list[WeightState]) -> str:
@@ -190,8 +203,8 @@ def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
         is_alone = hasattr(self, "output_queue")
-        if not is_alone and _follow(self, settles=True):
-            self._reset_caches()  # in the trainer's own process, which may have updated the model past the core
+        if not is_alone:
+            settle(self)
         known = _known(self)
         if not known.closed or (self.is_scheduler_paused() and not known.paused):
             original(self, request, request_wave)

@@ -14,9 +14,11 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from appliance.errors import SyncError
 from appliance.patch import Patch, apply_patch
+from flashrl_compat.core import settle
 
 ASYNC = Patch(
     name="flashrl-server-says-why",
@@ -82,13 +84,24 @@ def _says_why(original: Callable[..., Any]) -> Callable[..., Any]:
 def _raises_why(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any) -> list[Any]:
+        core = getattr(self.engine_core, "engine_core", None)  # in this process
+        if core is not None:
+            settle(core)
         outputs = original(self)
         if why := next(filter(None, map(_refused, outputs)), ""):
             self.abort_request(list(self.output_processor.request_states), True)  # no later call waits for them
             raise SyncError(why)
-        return outputs
+        return outputs if core is None else [*outputs, *_ended(self, core)]
 
     return step
+
+
+def _ended(engine: Any, core: Any) -> list[Any]:
+    """What an update has aborted, as a core in another process says itself."""
+    ids = [each for each in engine.output_processor.request_states if each not in core.scheduler.requests]
+    ended = [EngineCoreOutput(each, [], finish_reason=FinishReason.ABORT) for each in ids]
+    outputs: list[Any] = engine.output_processor.process_outputs(ended).request_outputs
+    return outputs
 
 
 def _forgets(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import Engine, free_engine, start_engine
+from engines import Engine, free_engine, read_checkpoint, start_engine
 
 from appliance.engine.ways_in import WeightState
 from appliance.errors import SyncError
@@ -49,8 +49,15 @@ def test_a_core_in_another_process_says_why(two_checkpoints: tuple[Path, Path], 
     envs.disable_envs_cache()  # and the next one is in this process again
     llm, core = engine.llm, engine.llm.llm_engine.engine_core
     before = engine.generate()
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    llm.llm_engine.add_request("flies", {"prompt_token_ids": [1, 2, 3]}, params)
+    llm.llm_engine.step()
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
+    ends = []
+    while llm.llm_engine.has_unfinished_requests():
+        ends += [(each.request_id, each.outputs[0].finish_reason) for each in llm.llm_engine.step() if each.finished]
+    assert ends == [("flies", "abort")]
     core.call_utility("pause_scheduler", "keep", False)
-    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     llm.llm_engine.add_request("waits", {"prompt_token_ids": [1, 2, 3]}, params)
     llm.start_weight_update()
     with pytest.raises(Exception, match="layers did not receive all their weights"):
@@ -112,4 +119,33 @@ def test_a_request_that_the_user_kept_over_an_update_is_told_of(
     while llm.has_unfinished_requests():
         ends += [(each.request_id, len(each.outputs[0].token_ids)) for each in llm.step() if each.finished]
     assert ends == [("kept", 8), ("new", 8)]
+    free_engine(engine)
+
+
+@pytest.mark.parametrize("past_the_core", [False, True])
+def test_a_request_in_flight_ends_with_an_update_that_is_whole_at_once(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, past_the_core: bool
+) -> None:
+    """By one call of the core, or by the trainer's own process between two steps: as aborted, whoever waits for it."""
+    from vllm import SamplingParams
+
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    fresh = start(two_checkpoints[1])
+    wanted = fresh.generate()
+    free_engine(fresh)
+    engine = start(two_checkpoints[0])
+    llm = engine.llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    for name in ("one", "two"):
+        llm.add_request(name, {"prompt_token_ids": [1, 2, 3]}, params)
+    llm.step()
+    llm.step()
+    if past_the_core:
+        engine.model.load_weights(read_checkpoint(two_checkpoints[1]))
+    else:
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
+    ends = [(each.request_id, each.outputs[0].finish_reason) for each in llm.step()]
+    assert ends == [("one", "abort"), ("two", "abort")]
+    assert not llm.has_unfinished_requests()
+    assert engine.generate() == wanted
     free_engine(engine)
