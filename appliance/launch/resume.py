@@ -69,7 +69,7 @@ from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Schedule
 
-_CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
+_CLAIMED = frozenset({LOGS, CODE_FOLDER, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
 _MODEL = "model"
 

@@ -165,7 +165,7 @@ def newest_run_dir(root: Path, *, name: str) -> Path | None:
 
 
 def _highest(root: Path, *, name: str) -> int:
-    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    pattern = re.compile(re.escape(name) + r"-([1-9][0-9]*)")  # as it is written, so that a number has one name
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
     return max((int(match[1]) for match in map(pattern.fullmatch, names) if match), default=0)
 

@@ -83,7 +83,8 @@ def test_without_a_whole_checkpoint_the_run_starts_from_the_beginning(tmp_path: 
 
 def test_a_folder_that_was_only_claimed_gets_its_first_attempt(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path, steps=9)
-    (tmp_path / "small-1").mkdir()
+    for name in ("code", "logs/1"):
+        (tmp_path / "small-1" / name).mkdir(parents=True)
     target = target_of(tmp_path / "small-1")
     assert target.record.attempt == 0
     refuse_changes(recipe(), target=target, force=False)

@@ -21,6 +21,7 @@ from appliance.record.session import (
     create_session,
     free_run_dir,
     has_launcher,
+    newest_run_dir,
     read_record,
 )
 
@@ -130,9 +131,10 @@ def test_who_looks_does_not_take_the_run_from_its_launcher(tmp_path: Path, small
 
 def test_free_name_is_after_the_highest(tmp_path: Path) -> None:
     assert free_run_dir(tmp_path / "none", name="a") == tmp_path / "none" / "a-1"
-    for name in ("a-2", "a-10", "a-b-77", "a-11.old", "b-40"):
+    for name in ("a-2", "a-10", "a-b-77", "a-11.old", "b-40", "a-012", "a-\u0661\u0663"):
         (tmp_path / name).mkdir()
     assert free_run_dir(tmp_path, name="a") == tmp_path / "a-11"
+    assert newest_run_dir(tmp_path, name="a") == tmp_path / "a-10"
 
 
 def test_ray_dir_is_private_and_replaces_a_leftover(tmp_path: Path) -> None:
