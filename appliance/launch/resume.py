@@ -169,7 +169,7 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     if force:
         return
     kept, problems, missing = target.run_dir / "recipe.yaml", [], []
-    if kept.is_file():
+    if kept.is_file() and target.record.attempt:
         before, now = _flat(load_recipe(str(kept))), _flat(recipe)
         problems = [
             f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"

@@ -85,6 +85,7 @@ def test_a_folder_that_was_only_claimed_gets_its_first_attempt(tmp_path: Path, s
     plan = small_plan(tmp_path, steps=9)
     for name in ("code", "logs/1"):
         (tmp_path / "small-1" / name).mkdir(parents=True)
+    (tmp_path / "small-1" / "recipe.yaml").touch()  # its launcher died in the midst of it
     target = target_of(tmp_path / "small-1")
     assert target.record.attempt == 0
     refuse_changes(recipe(), target=target, force=False)
