@@ -129,6 +129,21 @@ def test_who_looks_does_not_take_the_run_from_its_launcher(tmp_path: Path, small
             assert has_launcher(session.run_dir)
 
 
+def test_without_locks_the_launcher_lives_until_run_json_says_the_end(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", has_none)
+    with create(small_plan(tmp_path)) as session:
+        assert has_launcher(session.run_dir)
+        session.finish(state=RunStatus.FAILED, exit_code=5, reason="a worker died")
+    assert not has_launcher(session.run_dir)
+    (session.run_dir / "run.json").unlink()
+    assert has_launcher(session.run_dir)
+
+
 def test_free_name_is_after_the_highest(tmp_path: Path) -> None:
     assert free_run_dir(tmp_path / "none", name="a") == tmp_path / "none" / "a-1"
     for name in ("a-2", "a-10", "a-b-77", "a-11.old", "b-40", "a-012", "a-\u0661\u0663"):
