@@ -150,6 +150,8 @@ def damage(folder: Path) -> list[str]:
         return [f"no {MANIFEST_FILE}"]
     except (OSError, ValueError) as error:
         return [f"{MANIFEST_FILE} cannot be read: {error}"]
+    if step_of(folder) not in (None, step := manifest.facts.step):
+        return [f"{MANIFEST_FILE} is of step {step}"]
     found = {path.relative_to(folder).as_posix() for path in _files(folder)}
     more = [f"{path} is not in the manifest" for path in sorted(found - {file.path for file in manifest.files})]
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
