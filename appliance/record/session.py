@@ -185,8 +185,8 @@ def read_record(run_dir: Path) -> RunRecord:
 
 
 def has_launcher(run_dir: Path) -> bool:
-    """Whether a launcher holds the run's lock. Where that cannot be told (no locks, or not our folder), whether run.json
-    says no end."""
+    """Whether a launcher holds the run's lock. Where that cannot be told (no locks, or not our folder): whether
+    run.json says no end."""
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -112,6 +112,17 @@ def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_pat
     assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_line_comes_back_when_nobody_asks_for_that_validation_now(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=5)
+    run_dir = stopped(plan)
+    save(run_dir, 5, line={"step": 5, "time_s": 5.0})
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]  # and this attempt dies before it
+    for _ in range(2):
+        begin_attempt(plan.replace(steps=9), resume=resumed(run_dir), recipe_yaml="").release()
+        assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_last_line_without_a_copy_or_with_its_validation_stays(tmp_path: Path, small_plan: Callable) -> None:
     for name, line in (("small-1", None), ("small-2", {"step": 5, "time_s": 5.0, "val_reward_mean": 0.0})):
         plan = small_plan(tmp_path, name=name, steps=5)
