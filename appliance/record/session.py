@@ -180,8 +180,17 @@ def write_record(run_dir: Path, record: RunRecord, *, durable: bool = True) -> N
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes."""
-    return read(run_dir / RUN_FILE, RunRecord)
+    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes.
+
+    A crash of the host may leave it empty (`Session.update`): the run was going on, and its logs count its attempts.
+    """
+    try:
+        return read(run_dir / RUN_FILE, RunRecord)
+    except ValueError:
+        if (run_dir / RUN_FILE).read_bytes().strip(b"\0"):
+            raise
+    attempts = [int(each.name) for each in (run_dir / LOGS).glob("[1-9]*") if each.name.isdecimal()]
+    return RunRecord(RunStatus.RUNNING, attempt=max(attempts, default=1))
 
 
 def has_launcher(run_dir: Path) -> bool:
