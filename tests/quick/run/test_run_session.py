@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.train import keep_ray_logs, make_ray_dir
 from appliance.record.plan import RunPlan, read_plan
@@ -109,6 +110,25 @@ def test_error_inside_a_session_marks_the_run_as_failed(tmp_path: Path, small_pl
     record = read_record(session.run_dir)
     assert (record.state, record.exit_code) == (RunStatus.FAILED, 3)
     assert record.reason == "PreflightError: /tmp/x: no space left"
+
+
+def test_a_run_whose_reader_went_away_has_the_exit_code_of_its_launcher(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, pytest.raises(BrokenPipeError), create(small_plan(tmp_path)) as session:
+        monkeypatch.setattr("sys.stdout", stdout)
+        try:
+            console.out("{}")
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for what it still holds
+    record = read_record(session.run_dir)
+    assert (record.state, record.exit_code, record.reason) == (
+        RunStatus.FAILED,
+        141,
+        "ReaderGone: [Errno 32] Broken pipe",
+    )
 
 
 def test_lock_tells_whether_the_launcher_lives(tmp_path: Path, small_plan: Callable) -> None:
