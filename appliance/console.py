@@ -28,6 +28,15 @@ _WIDEST = 100_000  # columns that no table has
 _FOLDED = 16  # columns that a text keeps at least
 
 
+READER_GONE = 141  # 128 + SIGPIPE
+
+
+class ReaderGone(BrokenPipeError):
+    """Nobody reads stdout any more."""
+
+    exit_code = READER_GONE
+
+
 class StdoutError(OSError):
     """What stdout says when it cannot be written, as on a full disk or a closed terminal."""
 
@@ -120,20 +129,17 @@ def table(
     return plain_text(drawn, columns=columns if is_folded else _WIDEST)
 
 
-READER_GONE = 141  # 128 + SIGPIPE
-
-
 def out(text: str) -> None:
     """One piece of data on stdout, written at once; a character that its encoding lacks as `\\xe9`.
 
-    Raises BrokenPipeError when nobody reads any more, StdoutError when it cannot be written.
+    Raises ReaderGone when nobody reads any more, StdoutError when it cannot be written.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
+    except BrokenPipeError as error:
+        raise ReaderGone(error.errno, error.strerror) from error
     except OSError as error:
         raise StdoutError(error.errno, error.strerror) from error
 

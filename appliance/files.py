@@ -76,8 +76,14 @@ def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
     try:
         yield folder
         folder.chmod(0o755)  # mkdtemp makes it private; what is made here may be shared
-        if not (others_count and target.exists()):
+        for path in (*folder.rglob("*"), folder):
+            sync_to_disk(path)
+        try:
             folder.rename(target)
+        except OSError:  # there is one that is not empty
+            if not (others_count and target.is_dir()):
+                raise
+        sync_to_disk(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # renamed it is not there
 

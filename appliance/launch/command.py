@@ -120,8 +120,7 @@ class Attempts:
         """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
 
         def again(found: CheckpointSearch) -> int:
-            name = run_dir.name
-            target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=name)
+            target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=None)
             assert target is not None, "a run's own folder is a target"
             return self.go_on(target, force=True, found=found)
 

@@ -112,6 +112,7 @@ def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
     rows = task.source
     assert rows is not None, "only a task that reads rows has data sets"
     found = without_faults(read_file(source, source=rows))[0] if source else file.read(rows)
+    about.unlink(missing_ok=True)  # what it says is of the file before
     with whole_file(target) as partial:
         write_parquet({file.split: found.problems}, path=partial, kind=task.kind)
     made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)

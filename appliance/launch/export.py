@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os.path
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.files import partial_prefix
 from appliance.launch.resume import warn_of_rejected
 from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
 from appliance.recipe.text import full_path
@@ -34,7 +38,7 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
         if adapter and not (checkpoint / "actor" / ADAPTER_FOLDER).is_dir():
             hint = "leave --adapter out: its checkpoints have the whole model"
             raise RecipeError([(f"--adapter: {run_dir} trained no adapter (model.lora)", hint)])
-    with new_folder(target.parent, option="-o"):
+    with new_folder(target.parent, option="-o"), _nothing_half_made(target):
         try:
             with folder_elsewhere(command="export") as folder:
                 run_child(
@@ -48,6 +52,18 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
     console.say(f"the {'adapter' if adapter else 'model'} of {checkpoint.name} is in {target}")
     console.out(str(target))
     return 0
+
+
+@contextlib.contextmanager
+def _nothing_half_made(target: Path) -> Iterator[None]:
+    """A child that a signal has us end leaves what it had begun: as large as a model, hidden, in the user's folder."""
+    before = set(target.parent.iterdir())
+    try:
+        yield
+    finally:
+        for each in set(target.parent.iterdir()) - before:
+            if each.name.startswith(partial_prefix(target)):
+                shutil.rmtree(each, ignore_errors=True)
 
 
 def _checkpoint(run_dir: Path, *, step: int | None) -> Path:

@@ -41,13 +41,14 @@ from appliance.record.checkpoints import (
     hash_file,
     in_order,
     is_leaving,
+    line_of,
     owed_line,
     read_manifest,
     set_aside,
     step_of,
 )
 from appliance.record.code import changed_code, copy_code
-from appliance.record.events import METRICS_FILE, append_event
+from appliance.record.events import METRICS_FILE, append_event, append_line, read_metrics
 from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, LoraPlan, ModelPlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
@@ -69,7 +70,7 @@ from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Schedule
 
-_CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
+_CLAIMED = frozenset({LOGS, CODE_FOLDER, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
 _MODEL = "model"
 
@@ -169,7 +170,7 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     if force:
         return
     kept, problems, missing = target.run_dir / "recipe.yaml", [], []
-    if kept.is_file():
+    if kept.is_file() and target.record.attempt:
         before, now = _flat(load_recipe(str(kept))), _flat(recipe)
         problems = [
             f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"
@@ -455,6 +456,8 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
         if cut is not None:
             what = f"the lines of {name} after step {max(0, last)} are cut off"
             append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
+    if checkpoint is not None and not owed and _plan_before(run_dir).steps == resume.step:
+        _bring_back_line(run_dir, checkpoint=checkpoint)
     _restore(run_dir, checkpoint=checkpoint)
     for folder in (SYNC_FOLDER, ATTEST_FOLDER, _MODEL):
         if (run_dir / folder).exists():
@@ -472,6 +475,13 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
         if (run_dir / name).is_file() and not (logs / name).exists():
             shutil.copyfile(run_dir / name, logs / name)
         write_whole(run_dir / name, text)
+
+
+def _bring_back_line(run_dir: Path, *, checkpoint: Path) -> None:
+    """Of the last step: an attempt may have died before the validation that it waits for, which nobody asks for now."""
+    line = line_of(checkpoint)
+    if line and all(each.step != line["step"] for each in read_metrics(run_dir)):
+        append_line(run_dir / METRICS_FILE, line)
 
 
 def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:

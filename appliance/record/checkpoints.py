@@ -150,6 +150,8 @@ def damage(folder: Path) -> list[str]:
         return [f"no {MANIFEST_FILE}"]
     except (OSError, ValueError) as error:
         return [f"{MANIFEST_FILE} cannot be read: {error}"]
+    if step_of(folder) not in (None, step := manifest.facts.step):
+        return [f"{MANIFEST_FILE} is of step {step}"]
     found = {path.relative_to(folder).as_posix() for path in _files(folder)}
     more = [f"{path} is not in the manifest" for path in sorted(found - {file.path for file in manifest.files})]
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
@@ -309,6 +311,11 @@ def read_saved(run_dir: Path) -> list[Facts]:
     return saved
 
 
+def line_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What metrics.jsonl got of its step; None where it has no copy. Raises OSError and ValueError."""
+    return json.loads((checkpoint / STATE_FILE).read_text()).get("line")
+
+
 def owed_line(run_dir: Path, *, checkpoint: Path | None, plan: RunPlan) -> dict[str, Any] | None:
     """The last step's line as its checkpoint has it, when a stop cut the validation that belongs into it and it is
     nowhere written; else None.
@@ -317,7 +324,7 @@ def owed_line(run_dir: Path, *, checkpoint: Path | None, plan: RunPlan) -> dict[
     """
     if checkpoint is None or step_of(checkpoint) != plan.steps or not plan.validate_every:
         return None
-    line = json.loads((checkpoint / STATE_FILE).read_text()).get("line")
+    line = line_of(checkpoint)
     if not line or line.get("val_reward_mean") is not None:
         return None
     is_written = any(each.step == plan.steps and each.val_reward_mean is not None for each in read_metrics(run_dir))

@@ -165,7 +165,7 @@ def newest_run_dir(root: Path, *, name: str) -> Path | None:
 
 
 def _highest(root: Path, *, name: str) -> int:
-    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    pattern = re.compile(re.escape(name) + r"-([1-9][0-9]*)")  # as it is written, so that a number has one name
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
     return max((int(match[1]) for match in map(pattern.fullmatch, names) if match), default=0)
 
@@ -180,25 +180,44 @@ def write_record(run_dir: Path, record: RunRecord, *, durable: bool = True) -> N
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes."""
-    return read(run_dir / RUN_FILE, RunRecord)
+    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes.
+
+    A crash of the host may leave it empty (`Session.update`): the run was going on, and its logs count its attempts.
+    """
+    try:
+        return read(run_dir / RUN_FILE, RunRecord)
+    except ValueError:
+        if (run_dir / RUN_FILE).read_bytes().strip(b"\0"):
+            raise
+    attempts = [int(each.name) for each in (run_dir / LOGS).glob("[1-9]*") if each.name.isdecimal()]
+    return RunRecord(RunStatus.RUNNING, attempt=max(attempts, default=1))
 
 
 def has_launcher(run_dir: Path) -> bool:
-    """Whether a launcher holds the run's lock. True where that cannot be told: no locks, or not our folder."""
+    """Whether a launcher holds the run's lock. Where that cannot be told (no locks, or not our folder): whether
+    run.json says no end."""
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        return True
+        return _has_no_end(run_dir)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return _has_no_end(run_dir)
     finally:
         os.close(descriptor)
     return False
+
+
+def _has_no_end(run_dir: Path) -> bool:
+    try:
+        return read_record(run_dir).exit_code is None
+    except (OSError, ValueError):
+        return True
 
 
 def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir") -> PreflightError:

@@ -49,7 +49,19 @@ def test_a_folder_appears_full_or_not_at_all(tmp_path: Path) -> None:
     assert [each.name for each in target.iterdir()] == ["all"] and oct(target.stat().st_mode)[-3:] == "755"
 
 
-def test_who_was_first_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = tmp_path / "model", []
+    with whole_folder(target) as folder:
+        (folder / "profile").mkdir()
+        (folder / "profile" / "scales").touch()
+        monkeypatch.setattr(os, "fsync", lambda fd: seen.append((os.readlink(f"/proc/self/fd/{fd}"), target.exists())))
+    *before, after = seen
+    synced = (folder, folder / "profile", folder / "profile" / "scales")
+    assert sorted(before) == [(str(each), False) for each in synced]
+    assert after == (str(tmp_path), True)
+
+
+def test_who_was_first_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "model"
 
     def make(name: str, **how: bool) -> None:
@@ -60,4 +72,7 @@ def test_who_was_first_keeps_its_folder(tmp_path: Path) -> None:
     make("second", others_count=True)
     with pytest.raises(OSError, match="not empty"):
         make("third")
+    with monkeypatch.context() as patch:  # it looked before the first one was there
+        patch.setattr(Path, "exists", lambda path: False)
+        make("fourth", others_count=True)
     assert [each.name for each in tmp_path.rglob("*")] == ["model", "first"]

@@ -20,7 +20,8 @@ from appliance.launch.resume import (
 )
 from appliance.record.checkpoints import CheckpointSearch, owed_line
 from appliance.record.events import first_failure
-from appliance.record.session import RunStatus, read_record
+from appliance.record.session import RunRecord, RunStatus, read_record
+from appliance.report.folder import read_run
 
 
 def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan: Callable) -> None:
@@ -83,12 +84,28 @@ def test_without_a_whole_checkpoint_the_run_starts_from_the_beginning(tmp_path: 
 
 def test_a_folder_that_was_only_claimed_gets_its_first_attempt(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path, steps=9)
-    (tmp_path / "small-1").mkdir()
+    for name in ("code", "logs/1"):
+        (tmp_path / "small-1" / name).mkdir(parents=True)
+    (tmp_path / "small-1" / "recipe.yaml").touch()  # its launcher died in the midst of it
     target = target_of(tmp_path / "small-1")
     assert target.record.attempt == 0
     refuse_changes(recipe(), target=target, force=False)
     begin_attempt(plan, resume=find_start(target), recipe_yaml="").release()
     assert read_record(tmp_path / "small-1").attempt == 1
+
+
+@pytest.mark.parametrize("left", [b"", bytes(90)], ids=["empty", "zeros"])
+def test_a_run_goes_on_whose_record_a_crash_of_the_host_left_empty(
+    tmp_path: Path, small_plan: Callable, left: bytes
+) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    save(run_dir, 3)
+    for attempt in (2, 3):
+        begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+        (run_dir / "run.json").write_bytes(left)
+        assert read_run(run_dir)[1] == RunRecord(RunStatus.STOPPED, attempt=attempt, reason="its launcher is gone")
+    assert resumed(run_dir).step == 3
 
 
 def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_path: Path, small_plan: Callable) -> None:
@@ -108,6 +125,17 @@ def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_pat
     assert owed_line(run_dir, checkpoint=folder, plan=plan) is None
     begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
     assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_line_comes_back_when_nobody_asks_for_that_validation_now(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=5)
+    run_dir = stopped(plan)
+    save(run_dir, 5, line={"step": 5, "time_s": 5.0})
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]  # and this attempt dies before it
+    for _ in range(2):
+        begin_attempt(plan.replace(steps=9), resume=resumed(run_dir), recipe_yaml="").release()
+        assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_last_line_without_a_copy_or_with_its_validation_stays(tmp_path: Path, small_plan: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_the_newest_whole_one_is_found_and_what_was_passed_over_is_said(tmp_path
             Rejected(newer, "data.pt has other content than was saved"),
         ),
     )
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_gone_on_from(tmp_path: Path) -> None:
+    """The step counts for data and metrics, and the weights would be another one's."""
+    older = save(tmp_path, 2)
+    copy = shutil.copytree(older, checkpoint_folder(tmp_path, step=7))
+    assert find_newest(tmp_path) == CheckpointSearch(older, rejected=(Rejected(copy, "manifest.json is of step 2"),))
 
 
 def test_nothing_whole_is_an_answer(tmp_path: Path) -> None:

@@ -118,6 +118,22 @@ def test_another_source_is_made_anew(tmp_path: Path, source: str) -> None:
     assert pq.read_table(tmp_path / "aime-2024.parquet").num_rows == 1
 
 
+def test_a_file_that_nothing_tells_of_is_not_taken_for_the_one_before(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (other := tmp_path / "other.jsonl").write_text(json.dumps({"problem": "What is 9?", "answer": "9"}))
+    make_data("dapo-math-17k", folder=tmp_path / "made", sources=(source,))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(command, "write_whole", interrupted)
+        make_data("dapo-math-17k", folder=tmp_path / "made", sources=(str(other),))
+    make_data("dapo-math-17k", folder=tmp_path / "made", sources=(source,))
+    assert pq.read_table(tmp_path / "made" / "dapo-math-17k.parquet").num_rows == 3
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_half_a_file_is_never_there(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, path: Path, **kwargs: object) -> None:
         path.write_text("half")

@@ -109,6 +109,24 @@ def test_half_a_model_does_not_stay(run_dir: Path, tmp_path: Path, monkeypatch) 
     assert not [each for each in tmp_path.iterdir() if "out" in each.name]
 
 
+def test_an_export_that_is_stopped_leaves_nothing_beside_what_was_there(run_dir: Path, tmp_path: Path, monkeypatch):
+    child = "import sys, time\nfrom pathlib import Path\nfrom appliance.files import whole_folder\n"
+    child += "with whole_folder(Path(sys.argv[3])) as folder:\n    (folder / 'half').touch()\n    time.sleep(60)\n"
+    (tmp_path / "slow_child.py").write_text(child)
+    (mine := tmp_path / "mine" / ".out-of-mine").mkdir(parents=True)
+    monkeypatch.setattr(export, "CHILD_MODULE", "slow_child")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+
+    def stopped(seconds: float) -> None:
+        if list(mine.parent.glob("*/half")):
+            raise SystemExit(130)
+
+    monkeypatch.setattr("time.sleep", stopped)
+    with pytest.raises(SystemExit):
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=mine.parent / "out")
+    assert list(mine.parent.iterdir()) == [mine]
+
+
 def test_the_log_of_a_failure_is_ours_alone(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
     """In a temporary folder for all users, where somebody else's log may have the name."""
     (temporary := tmp_path / "temporary" / "export-failed.log").mkdir(parents=True)

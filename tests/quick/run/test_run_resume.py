@@ -342,9 +342,11 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
         attempt()
 
 
-def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["small-1", "moved by hand"])
+def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whatever the folder is called now: --resume takes its path."""
     sets = ("trainer.steps=9", "trainer.max_restarts=1", f"cluster.run_dir={tmp_path}")
-    run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
+    run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / name, host=HOST))
     save(run_dir, 3)
     hashed: list[str] = []
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.train import keep_ray_logs, make_ray_dir
 from appliance.record.plan import RunPlan, read_plan
@@ -21,6 +22,7 @@ from appliance.record.session import (
     create_session,
     free_run_dir,
     has_launcher,
+    newest_run_dir,
     read_record,
 )
 
@@ -110,6 +112,25 @@ def test_error_inside_a_session_marks_the_run_as_failed(tmp_path: Path, small_pl
     assert record.reason == "PreflightError: /tmp/x: no space left"
 
 
+def test_a_run_whose_reader_went_away_has_the_exit_code_of_its_launcher(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, pytest.raises(BrokenPipeError), create(small_plan(tmp_path)) as session:
+        monkeypatch.setattr("sys.stdout", stdout)
+        try:
+            console.out("{}")
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for what it still holds
+    record = read_record(session.run_dir)
+    assert (record.state, record.exit_code, record.reason) == (
+        RunStatus.FAILED,
+        141,
+        "ReaderGone: [Errno 32] Broken pipe",
+    )
+
+
 def test_lock_tells_whether_the_launcher_lives(tmp_path: Path, small_plan: Callable) -> None:
     with create(small_plan(tmp_path)) as session:
         assert has_launcher(session.run_dir)
@@ -128,11 +149,27 @@ def test_who_looks_does_not_take_the_run_from_its_launcher(tmp_path: Path, small
             assert has_launcher(session.run_dir)
 
 
+def test_without_locks_the_launcher_lives_until_run_json_says_the_end(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", has_none)
+    with create(small_plan(tmp_path)) as session:
+        assert has_launcher(session.run_dir)
+        session.finish(state=RunStatus.FAILED, exit_code=5, reason="a worker died")
+    assert not has_launcher(session.run_dir)
+    (session.run_dir / "run.json").unlink()
+    assert has_launcher(session.run_dir)
+
+
 def test_free_name_is_after_the_highest(tmp_path: Path) -> None:
     assert free_run_dir(tmp_path / "none", name="a") == tmp_path / "none" / "a-1"
-    for name in ("a-2", "a-10", "a-b-77", "a-11.old", "b-40"):
+    for name in ("a-2", "a-10", "a-b-77", "a-11.old", "b-40", "a-012", "a-\u0661\u0663"):
         (tmp_path / name).mkdir()
     assert free_run_dir(tmp_path, name="a") == tmp_path / "a-11"
+    assert newest_run_dir(tmp_path, name="a") == tmp_path / "a-10"
 
 
 def test_ray_dir_is_private_and_replaces_a_leftover(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_unhealthy_steps_are_counted(step_line: Callable) -> None:
     assert folded(step_line(1), step_line(2, mismatch_k3_kl=0.02), step_line(3, is_ess=0.1)).unhealthy_steps == 2
 
 
+def test_of_several_failures_of_an_attempt_the_first_counts() -> None:
+    """As it does for another attempt: a rank that fails, then the standstill of those that wait for it."""
+    first, then, later = event("failure", "a layer"), event("failure", "no progress"), event("failure", "of attempt 2")
+    assert folded(first, then).failure == first
+    assert folded(first, then, event("resume", "attempt 2"), later).failure == later
+
+
 def test_unknown_events_change_nothing_but_the_start() -> None:
     assert folded(event("sweep", "ended x")) == RunState(steps=10, phase_since=100.0)
 
