@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shlex
@@ -282,6 +283,20 @@ def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(
     assert is_written(news=False, now=300.0)  # what was new then is written now
     assert not is_written(news=False, now=340.0)
     assert is_written(news=False, now=700.0)  # so that the page of a slow run does not look forsaken
+
+
+def test_a_page_that_took_long_is_written_within_a_minute_all_the_same(
+    tmp_path: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of a long run that is resumed reads all of it. After five minutes it would look forsaken."""
+    run_dir = make_run(tmp_path)
+    clock, live = itertools.count(step=40.0), LivePage(run_dir)
+    with monkeypatch.context() as slow:
+        slow.setattr("appliance.report.page.time.perf_counter", lambda: next(clock))
+        live.tick(news=True, now=100.0)
+    (run_dir / "report.html").unlink()
+    live.tick(news=False, now=160.0)
+    assert (run_dir / "report.html").exists()
 
 
 def test_a_page_that_cannot_be_made_costs_no_run(
