@@ -185,20 +185,30 @@ def read_record(run_dir: Path) -> RunRecord:
 
 
 def has_launcher(run_dir: Path) -> bool:
-    """Whether a launcher holds the run's lock. True where that cannot be told: no locks, or not our folder."""
+    """Whether a launcher holds the run's lock. Where that cannot be told (no locks, or a folder that is not ours)
+    `run.json` is believed."""
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        return True
+        return _has_no_end(run_dir)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return _has_no_end(run_dir)
     finally:
         os.close(descriptor)
     return False
+
+
+def _has_no_end(run_dir: Path) -> bool:
+    try:
+        return read_record(run_dir).exit_code is None
+    except (OSError, ValueError):
+        return True
 
 
 def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir") -> PreflightError:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -126,6 +127,22 @@ def test_who_looks_does_not_take_the_run_from_its_launcher(tmp_path: Path, small
         threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
         with Session(session.run_dir, record=session.record, must_lock=True):
             assert has_launcher(session.run_dir)
+
+
+@pytest.mark.parametrize("lacks", ["locks", "rights"])
+def test_where_nobody_can_ask_for_the_lock_run_json_is_believed(
+    lacks: str, tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run on such a file system has a launcher for ever: none resumes or restarts, and logs are followed on."""
+    if lacks == "locks":
+        monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
+    with create(small_plan(tmp_path)) as session:
+        if lacks == "rights":
+            (session.run_dir / ".lock").unlink()
+            (session.run_dir / ".lock").mkdir()  # as one of another user: refused to root, too
+        assert has_launcher(session.run_dir)
+        session.finish(state=RunStatus.FAILED, exit_code=5, reason="gone")
+    assert not has_launcher(session.run_dir)
 
 
 def test_free_name_is_after_the_highest(tmp_path: Path) -> None:
