@@ -61,6 +61,7 @@ class RunResult:
     steps: each once; a validation before training has no reward.
     seconds: of its attempts, each from its first event to its last; pauses between them do not count.
     busy: share of the cores that others kept busy before it started, None: not known.
+    ended: unix s of its last event, 0 for one without.
     """
 
     arm: str
@@ -73,6 +74,7 @@ class RunResult:
     rewards: tuple[float, ...]
     seconds: float
     busy: float | None
+    ended: float = 0.0
 
     @property
     def final(self) -> float | None:
@@ -92,7 +94,7 @@ def read_result(run: PlannedRun) -> RunResult | None:
         return None
     if not has_result(record):
         return None
-    seconds, share = _read_events(run.run_dir)
+    seconds, share, ended = _read_events(run.run_dir)
     return RunResult(
         arm=run.arm,
         seed=run.seed,
@@ -104,11 +106,12 @@ def read_result(run: PlannedRun) -> RunResult | None:
         rewards=read_final(run.run_dir),
         seconds=seconds,
         busy=share,
+        ended=ended,
     )
 
 
-def _read_events(run_dir: Path) -> tuple[float, float | None]:
-    """(seconds of the attempts, share of the cores that others kept busy before, where it is known)."""
+def _read_events(run_dir: Path) -> tuple[float, float | None, float]:
+    """(seconds of the attempts, share of the cores that others kept busy before or None, unix s of the last sign)."""
     attempts: list[list[float]] = []  # the first and the last sign of each
     share = None
     for event in read_events(run_dir):
@@ -118,7 +121,7 @@ def _read_events(run_dir: Path) -> tuple[float, float | None]:
             attempts.append([event.time, event.time])
         else:
             attempts[-1][1] = event.time
-    return sum(end - start for start, end in attempts), share
+    return sum(end - start for start, end in attempts), share, attempts[-1][1] if attempts else 0.0
 
 
 def note_busy(run_dir: Path, *, share: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.compare import command, results
 from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run, set_aside
-from appliance.compare.command import _ready
+from appliance.compare.command import _ready, _where
 from appliance.compare.file import load_comparison
 from appliance.compare.results import (
     Job,
@@ -232,6 +232,16 @@ def test_a_pause_is_no_time_of_a_run(planned: list[PlannedRun]) -> None:
         append_line(run.run_dir / "events.jsonl", {"time": time_s, "kind": kind, "what": "", "share": 0.0})
     result = read_result(run)
     assert result is not None and result.seconds == 25.0 and not result.is_busy
+
+
+def test_a_table_that_is_made_anew_has_the_days_of_its_runs(planned: list[PlannedRun], tmp_path: Path) -> None:
+    results = []
+    for run, days in zip(planned, (2, 4), strict=True):
+        end(run, state=RunStatus.DONE, code=0)
+        append_line(run.run_dir / "events.jsonl", {"time": 86400.0 * days - 43200, "kind": "phase", "what": "done"})
+        results.append(read_result(run))
+    assert _where(tmp_path, results).partition(":")[0] == "Taken on 1970-01-02 to 1970-01-04"
+    assert _where(tmp_path, results[:1]).partition(":")[0] == "Taken on 1970-01-02"
 
 
 def test_the_share_that_others_take_is_of_now_and_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
