@@ -3,6 +3,7 @@ machines, its pages in Markdown and HTML, which are pure."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -164,7 +165,8 @@ def _train(
             resume=run.resume,
         )
         if code not in _SIGNALLED:
-            note_busy(run.run_dir, share=busy)
+            with contextlib.suppress(OSError):  # a full disk: its times are then no measurements
+                note_busy(run.run_dir, share=busy)
         if code in _SIGNALLED or asked_to_stop(run.run_dir):  # it may have come with a fault, or when all was done
             raise _stopped(command)
         if code in (0, GuardStop.exit_code):

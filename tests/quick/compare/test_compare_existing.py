@@ -139,6 +139,20 @@ def test_after_a_signal_no_other_run_is_started(
     assert noted == (code not in (130, 75))
 
 
+def test_a_disk_that_fills_up_is_the_fault_of_the_run_alone(
+    planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(plan: RunPlan, **_: object) -> int:
+        Path(plan.run_dir).mkdir(parents=True)
+        (Path(plan.run_dir) / "events.jsonl").symlink_to("/dev/full")  # it takes no note
+        return 5
+
+    monkeypatch.setattr(command, "run_training", train)
+    monkeypatch.setattr(command, "busy_share", lambda: 0.0)
+    failed = command._train(planned, total=2, stop=lambda: None, command="appliance compare c.yaml")
+    assert failed == [(planned[0], 5), (planned[1], 5)]
+
+
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
     with create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False):
         pass
