@@ -293,6 +293,8 @@ def train_in_container(
     as make_order and run_in_container do, PreflightError where a folder for the run cannot be made."""
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     argv = (*inner_argv(arguments), *without_home(recipe))
+    if resume.startswith("~"):
+        argv += ("--resume", os.path.expanduser(resume))
     order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user, resume=resume)
     for written in (Path(each) for each, read_only in order.folders if not read_only):
         try:

@@ -114,6 +114,17 @@ def test_a_run_that_is_resumed_is_mounted_wherever_it_lies(named: str, tmp_path:
     assert order(resume=str(tmp_path)).folders == order(resume="auto").folders == order().folders
 
 
+def test_a_run_below_the_home_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell does that in `--resume=~/runs/a-1`; inside, `~` is another folder."""
+    told = []
+    monkeypatch.setattr(launch, "run_in_container", lambda order: told.append(order.argv))
+    monkeypatch.setenv("HOME", "/srv/me")
+    plan, line = make_plan(tmp_path / "runs" / "a-1"), ("train", "a", "--resume=~/runs/a-1")
+    recipe = load_recipe("arithmetic-tiny-int8")
+    train_in_container(plan, recipe, typed="a", arguments=line, image=None, resume="~/runs/a-1")
+    assert told == [(*line, "--resume", "/srv/me/runs/a-1")]
+
+
 def test_the_folder_of_the_runs_is_there_before_docker_mounts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
