@@ -111,7 +111,7 @@ def fold(state: RunState, news: Event | StepMetrics) -> RunState:
         case "note" | "guard" | "cluster":
             return _changed(state, note=event.what)
         case "failure":
-            return _changed(state, failure=event)
+            return _changed(state, failure=state.failure or event)  # what fails later fails because of it
         case "stop":
             return _changed(state, stop=event)
         case "resume":
