@@ -175,10 +175,18 @@ def read_final(run_dir: Path) -> tuple[float, ...]:
 def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work. Raises
     EngineError when the engine fails, RecipeError when the plan of a run cannot be read."""
-    waiting = [run for run in runs if (run.run_dir / "model").is_dir() and not read_final(run.run_dir)]
+    waiting = [run for run in runs if _has_model(run.run_dir) and not read_final(run.run_dir)]
     at_once = len(waiting) if all(run.plan.device == CPU for run in waiting) else 1
     for start in range(0, len(waiting), max(1, at_once)):
         _validate(waiting[start : start + at_once], stop=stop)
+
+
+def _has_model(run_dir: Path) -> bool:
+    """As a result: a run that failed may go on, and end with another one."""
+    try:
+        return has_result(read_record(run_dir)) and (run_dir / "model").is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:

@@ -200,6 +200,23 @@ def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
     assert validated == [str(own), str(other)]
 
 
+def test_the_model_of_a_run_that_failed_is_not_validated(
+    planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go on and end with another one, which would have the rewards of this."""
+    validated: list[str] = []
+
+    def child(argv: list[str], **_: object) -> None:
+        validated.extend(Job.model_validate_json(Path(argv[1]).read_text()).run_dirs)
+
+    monkeypatch.setattr(results, "run_child", child)
+    for run, code in zip(planned, (5, 0), strict=True):
+        end(run, state=RunStatus.FAILED if code else RunStatus.DONE, code=code)
+        (run.run_dir / "model").mkdir()
+    validate_models(planned, stop=lambda: None)
+    assert validated == [str(planned[1].run_dir)]
+
+
 def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[PlannedRun]) -> None:
     run = planned[1]
     end(run, state=RunStatus.DONE, code=0)
