@@ -72,7 +72,7 @@ check_disk() {
 }
 
 step() { # what, command...: run it with its noise in the log, say how long it took
-    local start=$SECONDS
+    local start=$SECONDS advice= # which the command may set
     printf 'setup: %-58s ' "$1" >&2
     if ! "${@:2}" >>"$log" 2>&1; then
         printf 'failed\n\n' >&2

@@ -3,12 +3,13 @@ machines, its pages in Markdown and HTML, which are pure."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,15 +94,16 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
 
         failed = _train(todo, total=len(runs), stop=stop, command=command)
         validate_models(runs, stop=stop)
+    results = [result for result in map(read_result, runs) if result is not None]
     rows = judge(
-        [result for result in map(read_result, runs) if result is not None],
+        results,
         arms=[arm.name for arm in comparison.arms],
         baseline=comparison.baseline,
         margin=comparison.margin,
         seeds=len(comparison.seeds),
         against=comparison.against,
     )
-    shown = Shown(comparison, rows=rows, where=_where(folder), command=command)
+    shown = Shown(comparison, rows=rows, where=_where(folder, results), command=command)
     _write(shown, folder=folder)
     console.out(as_json(shown) if json_mode else table(shown, columns=console.columns()))
     console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
@@ -163,7 +165,8 @@ def _train(
             resume=run.resume,
         )
         if code not in _SIGNALLED:
-            note_busy(run.run_dir, share=busy)
+            with contextlib.suppress(OSError):  # a full disk: its times are then no measurements
+                note_busy(run.run_dir, share=busy)
         if code in _SIGNALLED or asked_to_stop(run.run_dir):  # it may have come with a fault, or when all was done
             raise _stopped(command)
         if code in (0, GuardStop.exit_code):
@@ -187,11 +190,13 @@ def _line(run: PlannedRun) -> str:
     return f"{run.label}: {climb}{steps[-1].step if steps else 0} steps in {draw.duration(result.seconds)}{end}"
 
 
-def _where(folder: Path) -> str:
+def _where(folder: Path, results: Sequence[RunResult]) -> str:
+    """The days on which the runs ended: the table may be made anew long after."""
     host = read_host(folder)
     gpus = f", {len(host.gpus)} x {host.gpus[0].product}" if host.gpus else ""
-    today = datetime.date.today().isoformat()
-    return f"Taken on {today}: {host.processor or 'unknown processor'}, {host.cores} cores{gpus}."
+    ended = [datetime.date.fromtimestamp(each.ended) for each in results if each.ended] or [datetime.date.today()]
+    days = " to ".join(dict.fromkeys(each.isoformat() for each in (min(ended), max(ended))))
+    return f"Taken on {days}: {host.processor or 'unknown processor'}, {host.cores} cores{gpus}."
 
 
 def _write(shown: Shown, *, folder: Path) -> None:

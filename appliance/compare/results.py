@@ -61,6 +61,7 @@ class RunResult:
     steps: each once; a validation before training has no reward.
     seconds: of its attempts, each from its first event to its last; pauses between them do not count.
     busy: share of the cores that others kept busy before it started, None: not known.
+    ended: unix s of its last event, 0 for one without.
     """
 
     arm: str
@@ -73,6 +74,7 @@ class RunResult:
     rewards: tuple[float, ...]
     seconds: float
     busy: float | None
+    ended: float = 0.0
 
     @property
     def final(self) -> float | None:
@@ -92,7 +94,7 @@ def read_result(run: PlannedRun) -> RunResult | None:
         return None
     if not has_result(record):
         return None
-    seconds, share = _read_events(run.run_dir)
+    seconds, share, ended = _read_events(run.run_dir)
     return RunResult(
         arm=run.arm,
         seed=run.seed,
@@ -104,11 +106,12 @@ def read_result(run: PlannedRun) -> RunResult | None:
         rewards=read_final(run.run_dir),
         seconds=seconds,
         busy=share,
+        ended=ended,
     )
 
 
-def _read_events(run_dir: Path) -> tuple[float, float | None]:
-    """(seconds of the attempts, share of the cores that others kept busy before, where it is known)."""
+def _read_events(run_dir: Path) -> tuple[float, float | None, float]:
+    """(seconds of the attempts, share of the cores that others kept busy before or None, unix s of the last sign)."""
     attempts: list[list[float]] = []  # the first and the last sign of each
     share = None
     for event in read_events(run_dir):
@@ -118,7 +121,7 @@ def _read_events(run_dir: Path) -> tuple[float, float | None]:
             attempts.append([event.time, event.time])
         else:
             attempts[-1][1] = event.time
-    return sum(end - start for start, end in attempts), share
+    return sum(end - start for start, end in attempts), share, attempts[-1][1] if attempts else 0.0
 
 
 def note_busy(run_dir: Path, *, share: float) -> None:
@@ -172,10 +175,18 @@ def read_final(run_dir: Path) -> tuple[float, ...]:
 def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work. Raises
     EngineError when the engine fails, RecipeError when the plan of a run cannot be read."""
-    waiting = [run for run in runs if (run.run_dir / "model").is_dir() and not read_final(run.run_dir)]
+    waiting = [run for run in runs if _has_model(run.run_dir) and not read_final(run.run_dir)]
     at_once = len(waiting) if all(run.plan.device == CPU for run in waiting) else 1
     for start in range(0, len(waiting), max(1, at_once)):
         _validate(waiting[start : start + at_once], stop=stop)
+
+
+def _has_model(run_dir: Path) -> bool:
+    """As a result: a run that failed may go on, and end with another one."""
+    try:
+        return has_result(read_record(run_dir)) and (run_dir / "model").is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:

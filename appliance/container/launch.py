@@ -6,6 +6,7 @@ a recipe means the same inside, and the run's folder lies where it would without
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -27,10 +28,14 @@ from appliance.launch.command import new_run_dir
 from appliance.launch.side_job import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.report import examine, print_plan
+from appliance.recipe import library
+from appliance.recipe.load import files_of
 from appliance.recipe.rules import PATHS
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import full_path
 from appliance.record.code import code_of
 from appliance.record.plan import RunPlan
+from appliance.record.session import RUN_FILE, cannot_write
 from appliance.signals import handled
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
@@ -76,34 +81,51 @@ class Order:
         return [*binds, Mount("/cache", f"{_CACHE_VOLUME}-{self.user.partition(':')[0]}", type="volume")]
 
 
-def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | None, folder: Path, user: str) -> Order:
+def make_order(
+    plan: RunPlan,
+    argv: Sequence[str],
+    *,
+    typed: str,
+    image: str | None,
+    folder: Path,
+    user: str,
+    resume: str = "never",
+) -> Order:
     """argv: of the program inside.  typed: the recipe's name or file.  image: None: the one that the device needs.
-    folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own."""
+    folder: the current one, absolute.  resume: as `train` has it.
+    Raises RecipeError where the folder cannot be mounted: it would hide the image's own."""
     if _hides_the_images_own(folder):
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
     model = "" if plan.model.builtin or plan.model.hub_name else plan.model.path
-    code = (str(Path(each.path).parent) for each in code_of(plan))  # it may import what lies beside it
-    inputs = (model, *plan.task.files, *code, profile)
-    read = [Path(each) for each in inputs if each.startswith("/")]
-    if Path(typed).is_file():
-        read.append(Path(typed).absolute().parent)  # what it extends lies beside it
-    written = [Path(plan.run_dir).parent]
+    code = [Path(each.path) for each in code_of(plan)]
+    read = [Path(each) for each in (model, *plan.task.files, profile) if each.startswith("/")]
+    read += [*(each.parent for each in code), *code]  # it may import what lies beside it
+    if Path(model).parent.name == "snapshots" and (blobs := Path(model).parent.with_name("blobs")).is_dir():
+        read.append(blobs)  # of the hub's cache: a snapshot is a folder of links to them
+    if (recipe := Path(typed)).is_file() and library.find(typed) == recipe:  # no shipped one, which the image has
+        extended = [each for each in files_of(recipe) if each.parent != library.folder()]
+        read += [recipe.absolute().parent, *(each.absolute() for each in extended)]
+    written = [Path(plan.run_dir).parent, *_holds_the_run(resume)]
     if plan.cluster:
         token = Path(plan.cluster.token_file)
         if token.exists():
             read.append(token)  # and nothing that lies beside it
         else:
             written.append(token.parent)  # the head makes it
-    folders = {str(folder): False}  # path: read-only. Docker mounts a path once: what is written is not read-only
-    for path, read_only in (*((each, False) for each in written), *((each, True) for each in read)):
-        path = Path("/" + os.path.normpath(path).lstrip("/"))  # to pathlib `//etc` lies elsewhere than `/etc`
-        if _hides_the_images_own(path):
-            hint = "use folders of their own for runs, models and data"
-            raise RecipeError([(f"--in-container: {path} would hide the image's own files", hint)])
-        if not path.is_relative_to(folder):
-            folders.setdefault(str(path), read_only)
+    wanted = [*((each, False) for each in written), *((each, True) for each in read)]
+    folders = {str(folder): False}  # path: read-only
+    for path, read_only in wanted:
+        typed_as = Path("/" + os.path.normpath(path).lstrip("/"))  # to pathlib `//etc` lies elsewhere than `/etc`
+        for place in (typed_as, Path(os.path.realpath(path))):  # what a mount has may be a link to elsewhere
+            if any(place.is_relative_to(each) and (read_only or not only) for each, only in folders.items()):
+                continue
+            if _hides_the_images_own(place):
+                hint = "use folders of their own for runs, models and data"
+                raise RecipeError([(f"--in-container: {place} would hide the image's own files", hint)])
+            folders[str(place)] = read_only
+            break
     is_cpu = plan.device == CPU
     return Order(
         image=image or f"{IMAGE_NAME}:{'cpu' if is_cpu else 'gpu'}",
@@ -116,6 +138,14 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
         network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
         token=hub.token_file() if _asks_hub(plan) else "",
     )
+
+
+def _holds_the_run(resume: str) -> list[Path]:
+    """The folder of the run that `--resume` names, or one of whose checkpoints it names; nothing where it names none,
+    which is said inside."""
+    path = full_path(resume)
+    found = (each for each in (path, *path.parents[:2]) if os.path.isfile(each / RUN_FILE))
+    return [each.parent for each in itertools.islice(found, 1)] if resume not in ("auto", "never") else []
 
 
 def _asks_hub(plan: RunPlan) -> bool:
@@ -251,17 +281,26 @@ def examine_and_train(
     elif dry_run:
         console.say("note: the plan of a run that is resumed is made in the container, and not shown by a dry run")
     stop_without(findings)
-    return 0 if dry_run else train_in_container(plan, recipe, typed=typed, arguments=sys.argv[1:], image=image)
+    if dry_run:
+        return 0
+    return train_in_container(plan, recipe, typed=typed, arguments=sys.argv[1:], image=image, resume=resume)
 
 
 def train_in_container(
-    plan: RunPlan, recipe: Recipe, *, typed: str, arguments: Sequence[str], image: str | None
+    plan: RunPlan, recipe: Recipe, *, typed: str, arguments: Sequence[str], image: str | None, resume: str = "never"
 ) -> int:
     """Train in the image instead of here. typed: the recipe's name or file.  arguments: our own command line.  Raises
-    as make_order and run_in_container do."""
+    as make_order and run_in_container do, PreflightError where a folder for the run cannot be made."""
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     argv = (*inner_argv(arguments), *without_home(recipe))
-    order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user)
+    if resume.startswith("~"):
+        argv += ("--resume", os.path.expanduser(resume))
+    order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user, resume=resume)
+    for written in (Path(each) for each, read_only in order.folders if not read_only):
+        try:
+            written.mkdir(parents=True, exist_ok=True)  # Docker mounts what is there
+        except OSError as error:
+            raise cannot_write(written, error) from error
     if _asks_hub(plan) and hub.is_token_in_a_variable():
         instead = (
             f"it has that of {order.token}" if order.token else "write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"

@@ -441,12 +441,12 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
     copy_code(plan, logs=logs)
-    for each in changed_code(plan):
-        what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
-        append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")
     how = f"goes on after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
     what = f"attempt {attempt + 1} {how}"
     append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)
+    for each in changed_code(plan):
+        what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
+        append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")
     _put_checkpoints_aside(resume)
     after = resume.step if checkpoint else -1
     # The last step's line is written again, whole, after the validation that a stop cut.

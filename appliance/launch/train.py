@@ -27,7 +27,7 @@ from appliance.preflight.access import write_token
 from appliance.preflight.finding import Finding, Severity
 from appliance.processes import find_processes, module_argv
 from appliance.record.code import code_of
-from appliance.record.events import MemoryWatch, RunTail, append_event, append_failure
+from appliance.record.events import Event, MemoryWatch, RunTail, append_event, append_failure
 from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
 from appliance.record.plan import RunPlan
 from appliance.record.session import (
@@ -191,10 +191,13 @@ class _Training:
         self._saved_step = saved_step
         self._memory = MemoryWatch(session.run_dir)
         self._tail = RunTail(session.run_dir)
+        self._untold: list[Event] = []
         self.state = RunState(steps=plan.steps)
-        if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news
+        if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news: from where this one goes on
             for item in self._tail.stream():
                 self.state = fold(self.state, item)
+                if isinstance(item, Event) and item.kind == "resume":
+                    self._untold = [item]
 
     def run(self, steps: Sequence[Step]) -> Outcome:
         with self._progress:
@@ -286,7 +289,7 @@ class _Training:
 
     def _tick(self) -> bool:
         """Whether there was news."""
-        news = self._tail.read()
+        news, self._untold = [*self._untold, *self._tail.read()], []
         for item in news:
             self.state = fold(self.state, item)
         with _reader_of(self._interrupts):

@@ -22,7 +22,7 @@ def read_container(run_root: Path) -> ContainerFacts | None:
     image = os.environ.get(IMAGE_VARIABLE, "")
     if not image:
         return None
-    mount_point, kind = mount_of(run_root, mounts=Path("/proc/self/mountinfo").read_text())
+    mount_point, kind = mount_of(Path(os.path.realpath(run_root)), mounts=Path("/proc/self/mountinfo").read_text())
     token = os.environ.get(HUB_TOKEN_VARIABLE, "")
     there = bool(token) and os.path.exists(token)
     unreadable = there and not os.access(token, os.R_OK)

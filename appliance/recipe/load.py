@@ -53,6 +53,14 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterab
     return recipe
 
 
+def files_of(recipe: Path) -> list[Path]:
+    """The file of a recipe that could be loaded, and after it those that it extends."""
+    files = [recipe]
+    while (extends := read_tree(files[-1], []).get("extends")) is not None and extends.value is not None:
+        files.append(library.find(str(extends.value), beside=files[-1].parent))
+    return files
+
+
 def to_yaml(recipe: Recipe) -> str:
     """YAML that `load_recipe` reads back to the same Recipe: what a run keeps as its `recipe.yaml`."""
     return yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True, width=120)

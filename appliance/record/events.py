@@ -243,9 +243,10 @@ class Tail:
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             for raw in itertools.islice(file, most):
-                if half or raw.endswith(b"\n"):
-                    lines.append(raw.removesuffix(b"\n").decode(errors="replace"))
-                    self._offset += len(raw)
+                if not (half or raw.endswith(b"\n")):
+                    break  # its end may come before a next look at the file, which would take it for a line
+                lines.append(raw.removesuffix(b"\n").decode(errors="replace"))
+                self._offset += len(raw)
         return lines
 
 

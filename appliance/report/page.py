@@ -249,7 +249,8 @@ class LivePage:
         started = time.perf_counter()
         self.write()
         self._written = now
-        self._next = now + max(_EVERY_S, _TIMES_ITS_COST * (time.perf_counter() - started))
+        cost = time.perf_counter() - started
+        self._next = now + min(_AT_LEAST_EVERY_S, max(_EVERY_S, _TIMES_ITS_COST * cost))
 
     def write(self) -> None:
         if self._broken:

@@ -98,13 +98,16 @@ def _mismatch(state: RunState) -> str:
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     """One or two things that this run's outcome suggests."""
     longer, lines = f"--set trainer.steps={2 * plan.steps}", []
+    one_scheme = not plan.trainer.quantises and len({each.scheme for each in plan.rollout.replicas}) == 1
+    other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
     if state.unhealthy_steps:
-        lines.append("the mismatch left its bounds: compare with --set rollout.scheme=bf16")
+        compare = one_scheme and other is Scheme.BF16
+        how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"
+        lines.append(f"the mismatch left its bounds: {how}")
     if not result(state).climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
-        other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
-        lines += [f"train longer: {longer}", f"compare: --set rollout.scheme={other}"]
+        lines += [f"train longer: {longer}", *([f"compare: --set rollout.scheme={other}"] if one_scheme else [])]
     return (*lines, f"appliance status {shlex.quote(folder)}")
 
 

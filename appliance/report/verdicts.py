@@ -90,7 +90,7 @@ def _reward(view: RunView) -> _Said:
     how = (
         f"{view.state.val_how}, {view.state.val_samples} problems"
         if found.validated
-        else "sampled, means of five steps"
+        else "sampled, means of at most five steps"
     )
     text = f"{draw.number(found.before)} before, {draw.number(found.after)} after ({how})"
     word = Word.FINE if found.climbed(view.plan) else Word.OPEN if view.is_live else Word.WARN

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.compare import command, results
 from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run, set_aside
-from appliance.compare.command import _ready
+from appliance.compare.command import _ready, _where
 from appliance.compare.file import load_comparison
 from appliance.compare.results import (
     Job,
@@ -139,6 +139,20 @@ def test_after_a_signal_no_other_run_is_started(
     assert noted == (code not in (130, 75))
 
 
+def test_a_disk_that_fills_up_is_the_fault_of_the_run_alone(
+    planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(plan: RunPlan, **_: object) -> int:
+        Path(plan.run_dir).mkdir(parents=True)
+        (Path(plan.run_dir) / "events.jsonl").symlink_to("/dev/full")  # it takes no note
+        return 5
+
+    monkeypatch.setattr(command, "run_training", train)
+    monkeypatch.setattr(command, "busy_share", lambda: 0.0)
+    failed = command._train(planned, total=2, stop=lambda: None, command="appliance compare c.yaml")
+    assert failed == [(planned[0], 5), (planned[1], 5)]
+
+
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
     with create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False):
         pass
@@ -184,6 +198,23 @@ def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
     own.unlink()  # the cache is elsewhere now
     validate_models([now], stop=lambda: None)
     assert validated == [str(own), str(other)]
+
+
+def test_the_model_of_a_run_that_failed_is_not_validated(
+    planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go on and end with another one, which would have the rewards of this."""
+    validated: list[str] = []
+
+    def child(argv: list[str], **_: object) -> None:
+        validated.extend(Job.model_validate_json(Path(argv[1]).read_text()).run_dirs)
+
+    monkeypatch.setattr(results, "run_child", child)
+    for run, code in zip(planned, (5, 0), strict=True):
+        end(run, state=RunStatus.FAILED if code else RunStatus.DONE, code=code)
+        (run.run_dir / "model").mkdir()
+    validate_models(planned, stop=lambda: None)
+    assert validated == [str(planned[1].run_dir)]
 
 
 def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[PlannedRun]) -> None:
@@ -232,6 +263,16 @@ def test_a_pause_is_no_time_of_a_run(planned: list[PlannedRun]) -> None:
         append_line(run.run_dir / "events.jsonl", {"time": time_s, "kind": kind, "what": "", "share": 0.0})
     result = read_result(run)
     assert result is not None and result.seconds == 25.0 and not result.is_busy
+
+
+def test_a_table_that_is_made_anew_has_the_days_of_its_runs(planned: list[PlannedRun], tmp_path: Path) -> None:
+    results = []
+    for run, days in zip(planned, (2, 4), strict=True):
+        end(run, state=RunStatus.DONE, code=0)
+        append_line(run.run_dir / "events.jsonl", {"time": 86400.0 * days - 43200, "kind": "phase", "what": "done"})
+        results.append(read_result(run))
+    assert _where(tmp_path, results).partition(":")[0] == "Taken on 1970-01-02 to 1970-01-04"
+    assert _where(tmp_path, results[:1]).partition(":")[0] == "Taken on 1970-01-02"
 
 
 def test_the_share_that_others_take_is_of_now_and_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:

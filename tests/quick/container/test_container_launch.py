@@ -83,6 +83,60 @@ def test_a_folder_is_mounted_once_and_to_write_where_the_run_writes(tmp_path: Pa
     assert made.folders == (("/srv/mine", False), (str(tmp_path), False))
 
 
+def test_where_links_lead_is_mounted_too(tmp_path: Path) -> None:
+    """The runs lie on a larger disk, the recipe beside another checkout; the model is a snapshot of the hub's cache."""
+    here, disk, cache = (tmp_path / name for name in ("here", "disk", "models--a--b"))
+    for each in (here, disk, cache / "blobs", cache / "snapshots" / "1"):
+        each.mkdir(parents=True)
+    (here / "runs").symlink_to(disk)
+    (disk / "real.yaml").write_text("extends: arithmetic-tiny-int8\n")
+    (here / "a.yaml").symlink_to(disk / "real.yaml")
+    model = str(cache / "snapshots" / "1")
+    made = order(folder=here, run_dir=str(here / "runs" / "a-1"), source=model, typed=str(here / "a.yaml"))
+    assert made.folders == ((str(here), False), (str(disk), False), (model, True), (str(cache / "blobs"), True))
+
+
+def test_a_recipe_that_is_extended_is_mounted_wherever_it_lies(tmp_path: Path) -> None:
+    """Alone: beside it may lie a whole home."""
+    recipe = tmp_path / "mine" / "a.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("extends: ../base.yaml\n")
+    (tmp_path / "base.yaml").write_text("extends: arithmetic-tiny-int8\n")
+    made = order(typed=str(recipe))
+    assert made.folders[1:] == ((str(recipe.parent), True), (str(tmp_path / "base.yaml"), True))
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints/global_step_2"])
+def test_a_run_that_is_resumed_is_mounted_wherever_it_lies(named: str, tmp_path: Path) -> None:
+    (tmp_path / "a-1").mkdir()
+    (tmp_path / "a-1" / "run.json").touch()
+    assert order(resume=str(tmp_path / "a-1" / named)).folders[1:] == ((str(tmp_path), False),)
+    assert order(resume=str(tmp_path)).folders == order(resume="auto").folders == order().folders
+
+
+def test_a_run_below_the_home_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell does that in `--resume=~/runs/a-1`; inside, `~` is another folder."""
+    told = []
+    monkeypatch.setattr(launch, "run_in_container", lambda order: told.append(order.argv))
+    monkeypatch.setenv("HOME", "/srv/me")
+    plan, line = make_plan(tmp_path / "runs" / "a-1"), ("train", "a", "--resume=~/runs/a-1")
+    recipe = load_recipe("arithmetic-tiny-int8")
+    train_in_container(plan, recipe, typed="a", arguments=line, image=None, resume="~/runs/a-1")
+    assert told == [(*line, "--resume", "/srv/me/runs/a-1")]
+
+
+def test_the_folder_of_the_runs_is_there_before_docker_mounts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = []
+    monkeypatch.setattr(launch, "run_in_container", lambda order: there.append((tmp_path / "new" / "runs").is_dir()))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    plan, recipe = make_plan(tmp_path / "new" / "runs" / "a-1"), load_recipe("arithmetic-tiny-int8")
+    train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None)
+    assert there == [True]
+
+
 def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
     cpu, gpu = order(), order(device="a100")
     assert (cpu.image, cpu.gpus, cpu.shm_bytes) == ("flashrl-appliance:cpu", False, 2 << 30)
@@ -202,7 +256,7 @@ def test_a_token_in_a_variable_stays_outside_and_it_is_said(
     monkeypatch.setattr(launch, "run_in_container", lambda order: 0)
     recipe = load_recipe("arithmetic-tiny-int8", sets=("model.path=Qwen/Qwen2.5-0.5B", "model.builtin=null"))
     for source, said in (("Qwen/Qwen2.5-0.5B", [NO_VARIABLE]), ("/models/qwen", [])):
-        plan = make_plan(Path("/srv/mine/runs/a-1"))
+        plan = make_plan(tmp_path / "runs" / "a-1")
         plan = plan.replace(model=plan.model.replace(source=source, path=source, builtin=""))
         assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
         assert capsys.readouterr().err.splitlines() == said

@@ -82,3 +82,21 @@ def test_setup_never_takes_another_torch_and_can_be_repeated(clone: Path) -> Non
             "https://download.pytorch.org/whl/cpu; where you have its wheel, set PIP_FIND_LINKS to the wheel's folder",
         ]
         assert list(clone.glob(".venv/lib/*/site-packages/torch*")) == []
+
+
+def test_setup_gives_a_later_failure_a_remedy_of_its_own(clone: Path, tmp_path: Path) -> None:
+    """After torch came from PyTorch's own index, which is not to blame any more."""
+    venv = tmp_path / "venv-python"
+    venv.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        "*--index-url*) exit 0;;\n"
+        "*torch-cpu.txt*) echo No matching distribution found for torch; exit 1;;\n"
+        "*setuptools.txt*) echo no network; exit 1;;\nesac\n"
+    )
+    venv.chmod(0o755)
+    made = f'case "$*" in *-m\\ venv*) mkdir -p .venv/bin; cp {venv} .venv/bin/python; exit;; esac'
+    result = set_up(clone, python=made)
+    assert result.returncode == 1
+    what, hint = result.stderr.splitlines()[-2:]
+    assert what.endswith(f"packages of cpu.txt and dev.txt: did not work, {clone}/.venv/setup.log has everything")
+    assert hint == "hint: run the same command again when that is mended"

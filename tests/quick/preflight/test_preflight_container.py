@@ -32,6 +32,19 @@ def test_nothing_to_say(facts: ContainerFacts | None) -> None:
     assert findings(facts) == []
 
 
+@pytest.mark.parametrize(("link", "target", "lasts"), [("out", "volume/runs", True), ("volume/runs", "in", False)])
+def test_runs_behind_a_link_are_on_the_volume_that_it_leads_to(
+    link: str, target: str, lasts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "volume").mkdir()
+    (tmp_path / link).symlink_to(tmp_path / target)
+    mounts = MOUNTS + f"25 21 8:1 /c {tmp_path}/volume rw - ext4 /dev/vda rw\n"
+    monkeypatch.setenv(IMAGE_VARIABLE, "cpu")
+    monkeypatch.setattr(Path, "read_text", lambda _: mounts)
+    found = read_container(tmp_path / link)
+    assert found is not None and found.run_root_lasts is lasts
+
+
 @pytest.mark.parametrize(
     ("facts", "judged", "finding"),
     [

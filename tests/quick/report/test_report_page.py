@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shlex
@@ -266,6 +267,12 @@ def test_a_run_that_cannot_be_read_is_not_told_as_a_page_that_cannot_be_written(
     assert refused.value.message == f"{run_dir}: cannot be read as a run: {what}"
 
 
+def test_a_reward_of_fewer_than_five_steps_is_no_mean_of_five(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    view = read_view(make_run(tmp_path, done=2, state=RunStatus.STOPPED, exit_code=75))
+    (said,) = [each.text for each in verdicts(view) if each.question == "Did the reward climb?"]
+    assert said == "0.230 before, 0.230 after (sampled, means of at most five steps)"
+
+
 def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(
     tmp_path: Path, make_run: Callable[..., Path]
 ) -> None:
@@ -282,6 +289,20 @@ def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(
     assert is_written(news=False, now=300.0)  # what was new then is written now
     assert not is_written(news=False, now=340.0)
     assert is_written(news=False, now=700.0)  # so that the page of a slow run does not look forsaken
+
+
+def test_a_page_that_took_long_is_written_within_a_minute_all_the_same(
+    tmp_path: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of a long run that is resumed reads all of it. After five minutes it would look forsaken."""
+    run_dir = make_run(tmp_path)
+    clock, live = itertools.count(step=40.0), LivePage(run_dir)
+    with monkeypatch.context() as slow:
+        slow.setattr("appliance.report.page.time.perf_counter", lambda: next(clock))
+        live.tick(news=True, now=100.0)
+    (run_dir / "report.html").unlink()
+    live.tick(news=False, now=160.0)
+    assert (run_dir / "report.html").exists()
 
 
 def test_a_page_that_cannot_be_made_costs_no_run(

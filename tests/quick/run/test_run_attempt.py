@@ -18,10 +18,14 @@ from appliance.launch.resume import (
     find_target,
     refuse_changes,
 )
+from appliance.launch.train import _Training
 from appliance.record.checkpoints import CheckpointSearch, owed_line
-from appliance.record.events import first_failure
+from appliance.record.events import append_event, first_failure
 from appliance.record.session import RunRecord, RunStatus, read_record
+from appliance.report.display import JsonProgress
 from appliance.report.folder import read_run
+from appliance.report.page import LivePage
+from appliance.signals import Interrupts
 
 
 def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan: Callable) -> None:
@@ -40,6 +44,26 @@ def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan:
     assert not (run_dir / "sync").exists() and not (run_dir / "attest").exists()
     assert events(run_dir, "resume") == [("attempt 2 goes on after step 3", "")]
     assert first_failure(run_dir) is None
+
+
+def test_machines_hear_where_an_attempt_goes_on(
+    tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps come again. What was told before is no news."""
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    save(run_dir, 3)
+    with begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n") as session:
+        training = _Training(plan, session, Interrupts(), JsonProgress(), LivePage(run_dir), saved_step=3)
+        append_event(run_dir, kind="phase", what="start")
+        training._tick()
+        training._tick()
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["type"], each["kind"], each["what"]) for each in said] == [
+        ("event", "resume", "attempt 2 goes on after step 3"),
+        ("event", "phase", "start"),
+    ]
+    assert said[0]["step"] == 3
 
 
 def test_damaged_half_written_and_later_ones_are_set_aside(tmp_path: Path, small_plan: Callable) -> None:

@@ -243,6 +243,8 @@ def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
         (f"{tmp_path / 'a' / 'rewards.py'} {what}", f"SHA-256 {digest(GOOD)}"),
         (f"{tmp_path / 'a' / 'tools.py'} {what}", f"SHA-256 {digest(TOOLS)}"),
     ]
+    kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert kinds[-3:] == ["resume", "note", "note"]  # else the page has the attempt before go on until now
 
 
 def told_of(run_dir: Path, word: str) -> list[tuple[str, str]]:

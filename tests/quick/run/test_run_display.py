@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
 from appliance.report.display import JsonProgress, LiveProgress, PlainProgress
+from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype
 
 FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val_samples": 512, "scheme": "int8"}')
@@ -224,6 +226,22 @@ def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, ste
         "appliance status runs/a",
     )
     assert summary.result(state) == summary.Result(0.2148, 0.2148, validated=False)
+
+
+def test_summary_advises_no_scheme_that_the_recipe_refuses(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    """One flow does not know BF16, and `scheme` excludes `replicas`; rollouts in BF16 are no remedy for themselves."""
+    well, ill = folded(step_line(1)), folded(step_line(1, is_weight_mean=3.0))
+    plan = small_plan(tmp_path)
+    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    in_bf16 = plan.rollout.replicas[0].replace(scheme=Scheme.BF16)
+    several = plan.replace(rollout=plan.rollout.replace(replicas=(plan.rollout.replicas[0], in_bf16)))
+    alone = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.BF16, replicas=(in_bf16,)))
+    for each, state in itertools.product((one_flow, several), (well, ill)):
+        assert not any("rollout.scheme" in line for line in summary.try_next(each, state, folder="a"))
+    assert not any("rollout.scheme=bf16" in line for line in summary.try_next(alone, ill, folder="a"))
+    assert summary.try_next(one_flow, ill, folder="a")[0] == ("the mismatch left its bounds: report.html shows when")
 
 
 def test_durations() -> None:

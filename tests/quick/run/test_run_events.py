@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, call
+
+import pytest
 
 from appliance.errors import SyncError
 from appliance.record.events import (
@@ -66,6 +69,17 @@ def test_tail_keeps_a_half_line_until_it_is_whole(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"o\nthree")
     assert tail.read() == ["two"]
+
+
+def test_tail_keeps_a_line_whose_end_comes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lines").write_bytes(b"one\ntwo\n")
+    seen = [iter([b"one\n", b"tw", b"o\n"]), iter([b"two\n"])]  # at the end of the file, and again when there is more
+    from_file = MagicMock()
+    from_file.__enter__.return_value.__iter__.side_effect = lambda: seen.pop(0)
+    monkeypatch.setattr(Path, "open", lambda *_: from_file)
+    tail = Tail(tmp_path / "lines")
+    assert (tail.read(), tail.read()) == (["one"], ["two"])
+    assert from_file.__enter__.return_value.seek.call_args_list == [call(0), call(4)]
 
 
 def test_tail_keeps_half_a_character(tmp_path: Path) -> None:

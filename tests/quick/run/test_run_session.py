@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -149,16 +150,19 @@ def test_who_looks_does_not_take_the_run_from_its_launcher(tmp_path: Path, small
             assert has_launcher(session.run_dir)
 
 
-def test_without_locks_the_launcher_lives_until_run_json_says_the_end(
-    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lacks", ["locks", "rights"])
+def test_where_nobody_can_ask_for_the_lock_run_json_is_believed(
+    lacks: str, tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def has_none(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", has_none)
+    """Else a run on such a file system has a launcher for ever: none resumes or restarts, and logs are followed on."""
+    if lacks == "locks":
+        monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
     with create(small_plan(tmp_path)) as session:
+        if lacks == "rights":
+            (session.run_dir / ".lock").unlink()
+            (session.run_dir / ".lock").mkdir()  # as one of another user: refused to root, too
         assert has_launcher(session.run_dir)
-        session.finish(state=RunStatus.FAILED, exit_code=5, reason="a worker died")
+        session.finish(state=RunStatus.FAILED, exit_code=5, reason="gone")
     assert not has_launcher(session.run_dir)
     (session.run_dir / "run.json").unlink()
     assert has_launcher(session.run_dir)
