@@ -150,7 +150,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     if shapes:
         key = dataclasses.replace(key, shapes=shapes.model.layer_slug)
         model = f"random weights, {shapes.layers} layers"
-    if why := _why_not_kept(key, device=plan.device, host=host, job=job):
+    if why := _why_not_kept(key, plan=plan, host=host, job=job):
         console.say(f"not kept for `auto`: {why}")
         return None
     return write_result(
@@ -163,7 +163,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     )
 
 
-def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> str:
+def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -> str:
     """Why a result would not be what its key says to `auto`, or an empty text."""
     installed = installed_versions()
     other = [name for name, version in key.versions if installed.get(name) != version]
@@ -171,14 +171,16 @@ def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> 
         return "the base of the comparison is not bf16"
     if job.dtype is not Dtype.BF16:
         return f"these engines are in {job.dtype}, and `auto` chooses for BF16's"
+    if plan.trainer.one_flow:
+        return "trainer.forward: rollout has engines of its own, and `auto` chooses for the usual ones"
     if other:
         return f"{', '.join(other)} installed in another version than runs use"
     if any(engine.ignore for engine in job.engines):
         return "quantization.ignore leaves layers in BF16"
     if any(engine.lm_head_fp32 for engine in job.engines):
         return "rollout.lm_head_fp32 makes every engine another one"
-    if device != CPU and not host.gpus_of(device):
-        return f"it was not measured on `{device}`"
+    if plan.device != CPU and not host.gpus_of(plan.device):
+        return f"it was not measured on `{plan.device}`"
     return ""
 
 

@@ -21,6 +21,7 @@ from appliance.recipe.load import load_recipe
 from appliance.terms.devices import why_not
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
+from plans import make_plan
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
@@ -113,9 +114,13 @@ def test_only_a_result_that_is_what_its_key_says_is_kept(
     key = ResultKey(device, processor="p", shapes="h1", versions=versions)
     job = make_job(memory_bytes=None).replace(engines=engines)
     host: HostFacts = dataclasses.replace(read_host(tmp_path), gpus=gpus)
-    assert _why_not_kept(key, device=device, host=host, job=job) == why
-    in_fp16 = _why_not_kept(key, device=device, host=host, job=job.replace(dtype=Dtype.FP16))
+    plan = make_plan(tmp_path, device=device)
+    assert _why_not_kept(key, plan=plan, host=host, job=job) == why
+    in_fp16 = _why_not_kept(key, plan=plan, host=host, job=job.replace(dtype=Dtype.FP16))
     assert bool(why) or in_fp16 == "these engines are in fp16, and `auto` chooses for BF16's"
+    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    slower = "trainer.forward: rollout has engines of its own, and `auto` chooses for the usual ones"
+    assert bool(why) or _why_not_kept(key, plan=one_flow, host=host, job=job) == slower
 
 
 @pytest.mark.parametrize(("int8", "pays"), [(105, "pays"), (104, "does not pay")])
