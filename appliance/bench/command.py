@@ -167,8 +167,10 @@ def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -
     """Why a result would not be what its key says to `auto`, or an empty text."""
     installed = installed_versions()
     other = [name for name, version in key.versions if installed.get(name) != version]
-    if job.schemes[0] is not Scheme.BF16 or len(job.schemes) < 2:
+    if job.schemes[0] is not Scheme.BF16:
         return "the base of the comparison is not bf16"
+    if len(job.schemes) < 2:
+        return "nothing was compared with bf16"
     if job.dtype is not Dtype.BF16:
         return f"these engines are in {job.dtype}, and `auto` chooses for BF16's"
     if plan.trainer.one_flow:

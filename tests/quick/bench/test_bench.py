@@ -83,6 +83,7 @@ A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
         (PLAIN, "cpu", (), None, ""),
         (PLAIN, "a100", (A100,), None, ""),
         (PLAIN[::-1], "cpu", (), None, "the base of the comparison is not bf16"),
+        (PLAIN[:1], "cpu", (), None, "nothing was compared with bf16"),
         (PLAIN, "cpu", (), "1.0", "torch installed in another version than runs use"),
         (
             (PLAIN[0], Quantisation(scheme=Scheme.INT8, ignore=("a",))),
