@@ -23,6 +23,7 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.profile.job import find_profile, job_of_plan
 from appliance.recipe.schema import Recipe, SchemeChoice
+from appliance.record.lines import finite
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, why_not
 from appliance.terms.environment import IN_ONE_PROCESS, PLAN_VARIABLE, THREADS_VARIABLE
@@ -171,15 +172,15 @@ def as_json(rows: list[Row]) -> str:
 
 
 def _plain(row: Row) -> dict[str, object]:
-    """A flat object per worker; nats, and names of layers."""
+    """A flat object per worker; nats, null for what is no number, and names of layers."""
     worker = {"rank": None, "kernels": {}, "layers": 0, "unmoved": [], "unreturned": []}
     if row.worker:
         worker |= {**row.worker.model_dump(mode="json"), "kernels": dict(row.worker.kernels)}
     return worker | {
         "scheme": str(row.scheme),
         "emulated": row.emulated,
-        "moved": row.moved,
+        "moved": finite(row.moved),
         "returned": row.returned,
-        "from_bf16": row.from_bf16,
+        "from_bf16": finite(row.from_bf16),
         "problems": list(row.problems),
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.verify.command import table
+from appliance.verify.command import as_json, table
 from appliance.verify.job import CheckResult, EngineOutput, Worker, judge
 
 INT8 = Quantisation(scheme=Scheme.INT8)
@@ -103,3 +104,12 @@ def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
         "int8    1       0.5 nats  11 of 12      bit for bit  0.25 nats  FAILED   8 x Kernel",
         "int8 worker 1: a gives the same with other weights",
     ]
+
+
+def test_an_engine_that_says_no_number_is_told_in_json() -> None:
+    """JSON has none for it."""
+    broken = SAID.replace(prompt_log_probs=((math.nan, math.inf),))
+    (row,) = judge(INT8, seen=SEEN.replace(first=broken, moved=math.nan), reference=BF16_SAID)
+    (worker,) = json.loads(as_json([row]), parse_constant=pytest.fail)["workers"]
+    assert (worker["moved"], worker["from_bf16"]) == (None, None)
+    assert worker["problems"] == ["the logits did not move with other weights"]
