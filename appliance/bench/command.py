@@ -115,6 +115,7 @@ def _recipe_workload(plan: RunPlan) -> Workload:
         prompts_parquet=plan.task.train_parquet,
         num_prompts=plan.prompts_per_step,
         samples_per_prompt=plan.rollout.samples_per_prompt,
+        most_at_once=plan.engine.max_concurrent_sequences,
         max_prompt_tokens=plan.task.max_prompt_tokens,
         new_tokens=plan.task.max_response_tokens,
         temperature=plan.rollout.temperature,

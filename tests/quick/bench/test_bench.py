@@ -21,7 +21,7 @@ from appliance.recipe.load import load_recipe
 from appliance.terms.devices import why_not
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
-from plans import make_plan
+from plans import HOST, make_plan
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
@@ -140,6 +140,14 @@ def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
         "it does)",
         "each engine had 3.00 GiB a worker for weights and KV cache together",
     ]
+
+
+def test_an_engine_has_as_many_sequences_at_once_as_in_a_run(tmp_path: Path) -> None:
+    """vLLM refuses more than it takes tokens in a step: on a CPU 4096."""
+    sets = ("batch.prompts_per_step=1024", "rollout.samples_per_prompt=8")
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=HOST)
+    assert _recipe_workload(plan).sequences == plan.engine.max_concurrent_sequences == 256
+    assert _recipe_workload(plan.replace(prompts_per_step=2)).sequences == 2 * 8
 
 
 def test_half_a_line_is_not_read(tmp_path: Path) -> None:
