@@ -32,7 +32,7 @@ from appliance.terms.settings import Quantisation
 from appliance.verify.job import CheckResult, Job, Row, judge, label
 
 CHILD = "appliance.verify.child"
-_MOST_PROMPT_TOKENS = 24
+_LEAST_PROMPT_TOKENS, _MOST_PROMPT_TOKENS = 2, 24  # the first one has no log-prob that could move
 _MOST_NEW_TOKENS = 16
 
 
@@ -113,7 +113,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         dtype=plan.trainer.dtype,
         tensor_parallel=plan.rollout.tensor_parallel,
         enforce_eager=eager,
-        prompt_tokens=min(plan.task.max_prompt_tokens, _MOST_PROMPT_TOKENS),
+        prompt_tokens=min(max(_LEAST_PROMPT_TOKENS, plan.task.max_prompt_tokens), _MOST_PROMPT_TOKENS),
         new_tokens=min(plan.task.max_response_tokens, _MOST_NEW_TOKENS),
         seed=plan.seed,
         result=str(result_file),
