@@ -19,6 +19,7 @@ from appliance.recipe.schema import (
     Correction,
     Forward,
     OldLogProbs,
+    Quantization,
     Recipe,
     Reward,
     SchemeChoice,
@@ -29,7 +30,7 @@ from appliance.tasks.library import OWN, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
-from appliance.terms.schemes import Scheme, listed
+from appliance.terms.schemes import PROFILED, Scheme, listed
 
 PATHS = (
     *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
@@ -309,6 +310,15 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
                 message = f"it comes from the profile, and `profile` {has}"
                 yield Broken((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
+        return
+    named = [scheme for scheme in _named_schemes(recipe) if scheme.quantised]
+    if named and SchemeChoice.AUTO not in recipe.rollout.schemes and not any(each in PROFILED for each in named):
+        for key in ("smoothing", "error_budget"):
+            value = getattr(quantization, key)
+            if value and value != Quantization.model_fields[key].default:
+                message = f"it is of a profile, and none is made for `{named[0]}`"
+                hint = f"remove it, or use {listed(PROFILED)}"
+                yield Broken((f"quantization.{key}", _scheme_key(recipe)), message, hint)
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:

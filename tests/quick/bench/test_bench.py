@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plans import HOST, make_plan
 
 from appliance.bench.command import _recipe_workload, _why_not_kept, table
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
@@ -21,7 +22,6 @@ from appliance.recipe.load import load_recipe
 from appliance.terms.devices import why_not
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
-from plans import HOST, make_plan
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
