@@ -22,6 +22,8 @@ from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, wr
 from appliance.plan.build import installed_versions
 from appliance.plan.engines import is_eager, layers_with_experts, quantises_experts
 from appliance.plan.host import HostFacts
+from appliance.plan.memory import is_estimated, kv_cache_beside
+from appliance.preflight.inputs import model_shape
 from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
@@ -29,6 +31,7 @@ from appliance.terms.devices import CPU, PAYS_FROM, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
+from appliance.terms.shapes import ModelShape
 
 
 def run_bench(
@@ -66,7 +69,7 @@ def run_bench(
             dtype=plan.trainer.dtype,
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
-            kv_bytes=recipe.rollout.kv_cache_gb * GIB,
+            kv_bytes=_kv_bytes(recipe, plan=plan, schemes=schemes, shape=None if parsed else model_shape(plan)),
             memory_bytes=int(kv_memory_gb * GIB) if kv_memory_gb else None,
             seed=recipe.seed,
             results=str(folder / "results.jsonl"),
@@ -96,6 +99,14 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
         ignore=recipe.quantization.ignore if scheme.quantised else (),
         lm_head_fp32=recipe.rollout.lm_head_fp32,
     )
+
+
+def _kv_bytes(recipe: Recipe, *, plan: RunPlan, schemes: tuple[Scheme, ...], shape: ModelShape | None) -> int:
+    """Of each engine, per worker, as in a run: on a GPU what its share of the memory leaves. shape: None where the
+    model's sizes are not known, or are not the recipe's; then what a recipe gives an engine on a CPU."""
+    if shape and is_estimated(plan, shape):
+        return kv_cache_beside(plan, shape, schemes=schemes)
+    return recipe.rollout.kv_cache_gb * GIB
 
 
 def _eager(
