@@ -43,7 +43,8 @@ def test_a_live_engine_has_no_problem() -> None:
     ("seen", "problem"),
     [
         (SEEN.replace(moved=0.0), "the logits did not move with other weights"),
-        (SEEN.replace(moved=float("nan")), "the logits did not move with other weights"),
+        (SEEN.replace(moved=float("nan")), "it says log-probs that are not finite"),
+        (SEEN.replace(moved=float("inf")), "it says log-probs that are not finite"),
         (SEEN.replace(returned=False), "tokens or log-probs did not return with the old weights"),
         (
             SEEN.replace(same_as_loaded=False),
@@ -93,7 +94,7 @@ def test_numbers_that_are_none_come_through_to_be_judged() -> None:
     nan = SAID.replace(log_probs=((float("nan"), -1.0),))
     read = CheckResult.model_validate_json(SEEN.replace(first=nan, moved=float("nan")).model_dump_json())
     assert math.isnan(read.moved) and math.isnan(read.first.log_probs[0][0])
-    assert problems(read) == ("the logits did not move with other weights",)
+    assert problems(read) == ("it says log-probs that are not finite",)
 
 
 def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
@@ -112,4 +113,4 @@ def test_an_engine_that_says_no_number_is_told_in_json() -> None:
     (row,) = judge(INT8, seen=SEEN.replace(first=broken, moved=math.nan), reference=BF16_SAID)
     (worker,) = json.loads(as_json([row]), parse_constant=pytest.fail)["workers"]
     assert (worker["moved"], worker["from_bf16"]) == (None, None)
-    assert worker["problems"] == ["the logits did not move with other weights"]
+    assert worker["problems"] == ["it says log-probs that are not finite"]
