@@ -22,6 +22,8 @@ from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, wr
 from appliance.plan.build import installed_versions
 from appliance.plan.engines import is_eager, layers_with_experts, quantises_experts
 from appliance.plan.host import HostFacts
+from appliance.plan.memory import is_estimated, kv_cache_beside
+from appliance.preflight.inputs import model_shape
 from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
@@ -29,6 +31,7 @@ from appliance.terms.devices import CPU, PAYS_FROM, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
+from appliance.terms.shapes import ModelShape
 
 
 def run_bench(
@@ -66,7 +69,7 @@ def run_bench(
             dtype=plan.trainer.dtype,
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
-            kv_bytes=recipe.rollout.kv_cache_gb * GIB,
+            kv_bytes=_kv_bytes(recipe, plan=plan, schemes=schemes, shape=None if parsed else model_shape(plan)),
             memory_bytes=int(kv_memory_gb * GIB) if kv_memory_gb else None,
             seed=recipe.seed,
             results=str(folder / "results.jsonl"),
@@ -98,6 +101,14 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
     )
 
 
+def _kv_bytes(recipe: Recipe, *, plan: RunPlan, schemes: tuple[Scheme, ...], shape: ModelShape | None) -> int:
+    """Of each engine, per worker, as in a run: on a GPU what its share of the memory leaves. shape: None where the
+    model's sizes are not known, or are not the recipe's; then what a recipe gives an engine on a CPU."""
+    if shape and is_estimated(plan, shape):
+        return kv_cache_beside(plan, shape, schemes=schemes)
+    return recipe.rollout.kv_cache_gb * GIB
+
+
 def _eager(
     recipe: Recipe, *, schemes: tuple[Scheme, ...], plan: RunPlan, has_recipes_model: bool
 ) -> tuple[Scheme, ...]:
@@ -115,6 +126,7 @@ def _recipe_workload(plan: RunPlan) -> Workload:
         prompts_parquet=plan.task.train_parquet,
         num_prompts=plan.prompts_per_step,
         samples_per_prompt=plan.rollout.samples_per_prompt,
+        most_at_once=plan.engine.max_concurrent_sequences,
         max_prompt_tokens=plan.task.max_prompt_tokens,
         new_tokens=plan.task.max_response_tokens,
         temperature=plan.rollout.temperature,
@@ -150,7 +162,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     if shapes:
         key = dataclasses.replace(key, shapes=shapes.model.layer_slug)
         model = f"random weights, {shapes.layers} layers"
-    if why := _why_not_kept(key, device=plan.device, host=host, job=job):
+    if why := _why_not_kept(key, plan=plan, host=host, job=job):
         console.say(f"not kept for `auto`: {why}")
         return None
     return write_result(
@@ -163,22 +175,26 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     )
 
 
-def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> str:
+def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -> str:
     """Why a result would not be what its key says to `auto`, or an empty text."""
     installed = installed_versions()
     other = [name for name, version in key.versions if installed.get(name) != version]
-    if job.schemes[0] is not Scheme.BF16 or len(job.schemes) < 2:
+    if job.schemes[0] is not Scheme.BF16:
         return "the base of the comparison is not bf16"
+    if len(job.schemes) < 2:
+        return "nothing was compared with bf16"
     if job.dtype is not Dtype.BF16:
         return f"these engines are in {job.dtype}, and `auto` chooses for BF16's"
+    if plan.trainer.one_flow:
+        return "trainer.forward: rollout has engines of its own, and `auto` chooses for the usual ones"
     if other:
         return f"{', '.join(other)} installed in another version than runs use"
     if any(engine.ignore for engine in job.engines):
         return "quantization.ignore leaves layers in BF16"
     if any(engine.lm_head_fp32 for engine in job.engines):
         return "rollout.lm_head_fp32 makes every engine another one"
-    if device != CPU and not host.gpus_of(device):
-        return f"it was not measured on `{device}`"
+    if plan.device != CPU and not host.gpus_of(plan.device):
+        return f"it was not measured on `{plan.device}`"
     return ""
 
 

@@ -48,6 +48,8 @@ class Workload(Frozen):
     """Where the prompts come from."""
     num_prompts: int
     samples_per_prompt: int = 1
+    most_at_once: int | None = None
+    """Sequences that an engine of a run has at one time; None: any number."""
     max_prompt_tokens: int = PROMPT_TOKENS
     new_tokens: int
     temperature: float = 1.0
@@ -58,7 +60,8 @@ class Workload(Frozen):
     @property
     def sequences(self) -> int:
         """How many are generated at once when there is room."""
-        return self.num_prompts * self.samples_per_prompt
+        whole = self.num_prompts * self.samples_per_prompt
+        return min(whole, self.most_at_once or whole)
 
 
 def _layers_of(name: str, *, layers: int) -> Shapes:

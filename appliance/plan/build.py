@@ -19,9 +19,9 @@ from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.plan.verl_args import argv
-from appliance.recipe.rules import broken_on_cpu
+from appliance.recipe.rules import broken_on_cpu, broken_without_profile
 from appliance.recipe.schema import LongPrompts, Recipe, Reward, SchemeChoice, ValSet
-from appliance.recipe.text import full_path
+from appliance.recipe.text import Broken, full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
@@ -110,8 +110,8 @@ def build_plan(
     automatic, why = _automatic(device, host=host, model=model, experts=experts, cache_dir=cache_dir, original=original)
     if SchemeChoice.AUTO in recipe.rollout.schemes:
         book.note("rollout.scheme", automatic, why)
-    if is_cpu and (broken := list(broken_on_cpu(recipe))):
-        raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
+    if is_cpu:
+        _refuse(broken_on_cpu(recipe))
     if original and original.data == recipe.task.data:
         data_commit = original.data_commit
     code = original.code if original else {}
@@ -122,6 +122,8 @@ def build_plan(
     rollout = engines.plan_rollout(
         recipe, automatic=automatic, run_dir=run_dir, capability=capability, experts=experts, book=book
     )
+    if SchemeChoice.AUTO in recipe.rollout.schemes:
+        _refuse(broken_without_profile(recipe, schemes=[each.scheme for each in rollout.replicas]))
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
     book.note("checkpoint.every_steps", *derive.every(recipe.checkpoint.every_steps, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe))
@@ -208,6 +210,11 @@ def build_plan(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     return plan.replace(argv=argv(plan))
+
+
+def _refuse(broken: Iterable[Broken]) -> None:
+    if problems := [(f"{each.keys[0]}: {each.message}", each.hint) for each in broken]:
+        raise RecipeError(problems)
 
 
 def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:

@@ -19,7 +19,7 @@ L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -192,8 +192,22 @@ def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes on one GPU, of the engine that has most; where that is reserved, in BF16."""
     in_bf16 = plan.guard.reserve_bf16 or any(replica.emulated for replica in plan.rollout.replicas)
     schemes = [Scheme.BF16] if in_bf16 else [replica.scheme for replica in plan.rollout.replicas]
-    linear = int(shape.linear_weights * max(scheme.spec.bytes_per_weight for scheme in schemes))
+    return max(_weights_in(scheme, plan, shape) for scheme in schemes)
+
+
+def _weights_in(scheme: Scheme, plan: RunPlan, shape: ModelShape) -> int:
+    linear = int(shape.linear_weights * scheme.spec.bytes_per_weight)
     return (linear + 2 * (shape.weights - shape.linear_weights)) // plan.rollout.tensor_parallel
+
+
+def kv_cache_beside(plan: RunPlan, shape: ModelShape, *, schemes: Sequence[Scheme]) -> int:
+    """Bytes of the KV cache of each of several engines that stand on one GPU at once, without a trainer: as in the run
+    where there is room, for one sequence at least. plan, shape: of `is_estimated`."""
+    limit = GPUS[plan.device].memory_gib * GIB
+    *_, of_the_run = _engine_awake(plan, shape, limit=limit)
+    others = sum(_weights_in(each, plan, shape) + _GRAPHS + _counts(plan, shape) + _CONTEXT for each in schemes)
+    room = limit * _LARGEST_SHARE // 100 - others
+    return max(one_sequence(plan, shape), min(of_the_run.size, room // len(schemes)))
 
 
 def _counts(plan: RunPlan, shape: ModelShape) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from appliance.corrections.registry import METHODS
@@ -19,6 +19,7 @@ from appliance.recipe.schema import (
     Correction,
     Forward,
     OldLogProbs,
+    Quantization,
     Recipe,
     Reward,
     SchemeChoice,
@@ -29,7 +30,7 @@ from appliance.tasks.library import OWN, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
-from appliance.terms.schemes import Scheme, listed
+from appliance.terms.schemes import PROFILED, Scheme, listed
 
 PATHS = (
     *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
@@ -309,6 +310,21 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
                 message = f"it comes from the profile, and `profile` {has}"
                 yield Broken((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
+    if SchemeChoice.AUTO not in recipe.rollout.schemes:
+        yield from broken_without_profile(recipe, schemes=_named_schemes(recipe))
+
+
+def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Broken]:
+    """What only a profile does, where none is made; `plan.build` asks again when `auto` finds a scheme."""
+    quantised = [scheme for scheme in schemes if scheme.quantised]
+    if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
+        return
+    for key in ("smoothing", "error_budget"):
+        value = getattr(recipe.quantization, key)
+        if value and value != Quantization.model_fields[key].default:
+            message = f"it is of a profile, and none is made for `{quantised[0]}`"
+            hint = f"remove it, or use {listed(PROFILED)}"
+            yield Broken((f"quantization.{key}", _scheme_key(recipe)), message, hint)
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:

@@ -8,7 +8,6 @@ with a colocated reward model, during validation: all by one call.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from appliance.errors import PreflightError, SyncError, TrainingError
 from appliance.guard.governor import Measures
 from appliance.quant.files import read_file_header
 from appliance.record.events import append_event
+from appliance.record.lines import json_object
 from appliance.record.plan import RunPlan, Switching
 from appliance.sync.precision import AS_PLANNED, Precision, write_wanted
 from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, check_sync, layer_errors_file
@@ -222,7 +222,7 @@ def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
     oldest_first = sorted(before, key=lambda path: int(path.parts[-3]))
     errors: dict[str, float] = {}  # an attempt that began with layers in BF16 has measured the others only
     for path in (*oldest_first, *([file] if file.exists() else [])):
-        errors |= json.loads(path.read_text())
+        errors |= json_object(path.read_text())  # a crash of the host may have left it empty
     return [(float(error), (name,)) for name, error in errors.items()]
 
 

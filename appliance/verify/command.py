@@ -23,6 +23,7 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.profile.job import find_profile, job_of_plan
 from appliance.recipe.schema import Recipe, SchemeChoice
+from appliance.record.lines import finite
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, why_not
 from appliance.terms.environment import IN_ONE_PROCESS, PLAN_VARIABLE, THREADS_VARIABLE
@@ -31,7 +32,7 @@ from appliance.terms.settings import Quantisation
 from appliance.verify.job import CheckResult, Job, Row, judge, label
 
 CHILD = "appliance.verify.child"
-_MOST_PROMPT_TOKENS = 24
+_LEAST_PROMPT_TOKENS, _MOST_PROMPT_TOKENS = 2, 24  # the first one has no log-prob that could move
 _MOST_NEW_TOKENS = 16
 
 
@@ -112,7 +113,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         dtype=plan.trainer.dtype,
         tensor_parallel=plan.rollout.tensor_parallel,
         enforce_eager=eager,
-        prompt_tokens=min(plan.task.max_prompt_tokens, _MOST_PROMPT_TOKENS),
+        prompt_tokens=min(max(_LEAST_PROMPT_TOKENS, plan.task.max_prompt_tokens), _MOST_PROMPT_TOKENS),
         new_tokens=min(plan.task.max_response_tokens, _MOST_NEW_TOKENS),
         seed=plan.seed,
         result=str(result_file),
@@ -171,15 +172,15 @@ def as_json(rows: list[Row]) -> str:
 
 
 def _plain(row: Row) -> dict[str, object]:
-    """A flat object per worker; nats, and names of layers."""
+    """A flat object per worker; nats, null for what is no number, and names of layers."""
     worker = {"rank": None, "kernels": {}, "layers": 0, "unmoved": [], "unreturned": []}
     if row.worker:
         worker |= {**row.worker.model_dump(mode="json"), "kernels": dict(row.worker.kernels)}
     return worker | {
         "scheme": str(row.scheme),
         "emulated": row.emulated,
-        "moved": row.moved,
+        "moved": finite(row.moved),
         "returned": row.returned,
-        "from_bf16": row.from_bf16,
+        "from_bf16": finite(row.from_bf16),
         "problems": list(row.problems),
     }

@@ -3,6 +3,7 @@ patch live? Imports no torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pydantic import ConfigDict
@@ -137,7 +138,9 @@ def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineO
     found = []
     if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
         found.append("the checkpoint's own weights, sent as an update, changed what it says")
-    if not seen.moved > 0:
+    if not math.isfinite(seen.moved):
+        found.append("it says log-probs that are not finite")
+    elif not seen.moved:
         found.append("the logits did not move with other weights")
     if not seen.returned:
         found.append("tokens or log-probs did not return with the old weights")

@@ -247,6 +247,8 @@ def test_an_attempt_that_began_with_layers_in_bf16_knows_their_errors(tmp_path: 
     assert worst_layers(plan, share=0.5) == ("b", "a")
     add_layer_errors(layer_errors_file(tmp_path, replica=0, rank=0), {"c": 0.25, "d": 0.35})
     assert worst_layers(plan, share=0.5) == ("b", "d")
+    (tmp_path / "logs" / "10" / "sync" / "layers-0-0.json").write_text("")  # of a host that crashed
+    assert worst_layers(plan, share=0.5) == ("a", "b")
 
 
 def test_a_wish_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -108,6 +108,23 @@ def test_engines_are_without_graphs_where_one_has_quantised_experts(
     assert [job["enforce_eager"] for job in jobs] == [True, True, True, True, False]
 
 
+def test_a_prompt_has_a_token_whose_log_prob_can_move(
+    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of a prompt has none."""
+    lengths: list[int] = []
+
+    def start(module: list[str], **_: object) -> None:
+        lengths.append(json.loads(Path(module[1]).read_text())["prompt_tokens"])
+        raise EngineError("enough")
+
+    monkeypatch.setattr(command, "run_child", start)
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*settings, "task.max_prompt_tokens=1"))
+    with pytest.raises(EngineError):
+        run_verify(recipe, schemes=(Scheme.BF16,), emulate=False, json_mode=False)
+    assert lengths == [2]
+
+
 def test_preflight_stops_it_before_an_engine_starts(
     settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

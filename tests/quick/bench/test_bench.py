@@ -9,18 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from plans import HOST, make_plan
 
-from appliance.bench.command import _recipe_workload, _why_not_kept, table
+from appliance.bench.command import _kv_bytes, _recipe_workload, _why_not_kept, table
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
 from appliance.errors import RecipeError
 from appliance.plan.bench_results import ResultKey
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.memory import GIB, moments, one_sequence
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import load_recipe
-from appliance.terms.devices import why_not
+from appliance.tasks.library import TINY_MODELS
+from appliance.terms.devices import GPUS, why_not
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
+from appliance.terms.shapes import KNOWN
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
@@ -82,6 +86,7 @@ A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
         (PLAIN, "cpu", (), None, ""),
         (PLAIN, "a100", (A100,), None, ""),
         (PLAIN[::-1], "cpu", (), None, "the base of the comparison is not bf16"),
+        (PLAIN[:1], "cpu", (), None, "nothing was compared with bf16"),
         (PLAIN, "cpu", (), "1.0", "torch installed in another version than runs use"),
         (
             (PLAIN[0], Quantisation(scheme=Scheme.INT8, ignore=("a",))),
@@ -113,9 +118,13 @@ def test_only_a_result_that_is_what_its_key_says_is_kept(
     key = ResultKey(device, processor="p", shapes="h1", versions=versions)
     job = make_job(memory_bytes=None).replace(engines=engines)
     host: HostFacts = dataclasses.replace(read_host(tmp_path), gpus=gpus)
-    assert _why_not_kept(key, device=device, host=host, job=job) == why
-    in_fp16 = _why_not_kept(key, device=device, host=host, job=job.replace(dtype=Dtype.FP16))
+    plan = make_plan(tmp_path, device=device)
+    assert _why_not_kept(key, plan=plan, host=host, job=job) == why
+    in_fp16 = _why_not_kept(key, plan=plan, host=host, job=job.replace(dtype=Dtype.FP16))
     assert bool(why) or in_fp16 == "these engines are in fp16, and `auto` chooses for BF16's"
+    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    slower = "trainer.forward: rollout has engines of its own, and `auto` chooses for the usual ones"
+    assert bool(why) or _why_not_kept(key, plan=one_flow, host=host, job=job) == slower
 
 
 @pytest.mark.parametrize(("int8", "pays"), [(105, "pays"), (104, "does not pay")])
@@ -134,6 +143,35 @@ def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
         "it does)",
         "each engine had 3.00 GiB a worker for weights and KV cache together",
     ]
+
+
+def test_an_engine_has_as_many_sequences_at_once_as_in_a_run(tmp_path: Path) -> None:
+    """vLLM refuses more than it takes tokens in a step: on a CPU 4096."""
+    sets = ("batch.prompts_per_step=1024", "rollout.samples_per_prompt=8")
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=HOST)
+    assert _recipe_workload(plan).sequences == plan.engine.max_concurrent_sequences == 256
+    assert _recipe_workload(plan.replace(prompts_per_step=2)).sequences == 2 * 8
+
+
+@pytest.mark.parametrize("name", ["dapo-32b-int8", "dapo-7b-int8", "qwen3-8b-int8", "qwen3-32b-fp8", "gsm8k-0.5b-int8"])
+def test_on_a_gpu_an_engine_has_the_kv_cache_of_a_run_where_all_fit(name: str, tmp_path: Path) -> None:
+    """vLLM refuses one that does not hold the longest sequence."""
+    recipe = load_recipe(name)
+    plan, schemes = build_plan(recipe, run_dir=tmp_path / "run", host=HOST), (Scheme.BF16, Scheme.INT8)
+    shape = KNOWN[plan.model.source]
+    limit = GPUS[plan.device].memory_gib * GIB
+    found = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=shape)
+    in_run = next(part.size for part in moments(plan, shape)[0].parts if part.what == "its KV cache")
+    assert one_sequence(plan, shape) <= found <= in_run
+    assert 2 * found + 3 * shape.linear_weights // plan.rollout.tensor_parallel < limit
+    assert _kv_bytes(recipe, plan=plan, schemes=schemes, shape=None) == recipe.rollout.kv_cache_gb * GIB
+
+
+def test_on_a_cpu_an_engine_has_the_recipes_kv_cache(tmp_path: Path) -> None:
+    recipe = load_recipe("arithmetic-tiny-int8", sets=("rollout.kv_cache_gb=3",))
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
+    shape = TINY_MODELS[plan.model.builtin].shape
+    assert _kv_bytes(recipe, plan=plan, schemes=(Scheme.BF16, Scheme.INT8), shape=shape) == 3 * GIB
 
 
 def test_half_a_line_is_not_read(tmp_path: Path) -> None:

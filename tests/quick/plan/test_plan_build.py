@@ -276,6 +276,15 @@ def test_an_engine_takes_as_many_sequences_at_once_as_vllm_would(device, most):
     assert f"{ROLLOUT}.max_num_seqs={most}" in plan.argv
 
 
+def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
+    asked = ("rollout.scheme=auto", "quantization.error_budget=0.02")
+    with pytest.raises(RecipeError) as raised:
+        planned(*asked, "cluster.device=b200")
+    message = "quantization.error_budget: it is of a profile, and none is made for `fp8`"
+    assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
+    assert planned(*asked, "cluster.device=h100").profile.error_budget == 0.02
+
+
 def test_in_fp16_auto_may_not_mean_a_scheme_that_engines_have_in_bf16_alone():
     fp16 = ("rollout.scheme=auto", "trainer.dtype=fp16", "quantization.profile=none")
     with pytest.raises(RecipeError, match="`auto` is `fp8` on b200, which engines have in BF16 alone"):

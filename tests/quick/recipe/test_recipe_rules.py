@@ -264,6 +264,20 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("quantization.smoothing: it comes from the profile, and `profile` is `none`", "remove one of them"),
         ),
         (
+            ("rollout.scheme=fp8", EMULATED, "quantization.error_budget=0.1"),
+            (
+                "quantization.error_budget: it is of a profile, and none is made for `fp8`",
+                "remove it, or use `int8`, `fp8-channel`",
+            ),
+        ),
+        (
+            ("rollout.scheme=fp8-block", EMULATED, "quantization.smoothing=0.7"),
+            (
+                "quantization.smoothing: it is of a profile, and none is made for `fp8-block`",
+                "remove it, or use `int8`, `fp8-channel`",
+            ),
+        ),
+        (
             ("cluster.device=b200",),
             ("rollout.scheme: vLLM has no INT8 kernels for b200 (Blackwell)", "use `fp8`, or `bf16`"),
         ),

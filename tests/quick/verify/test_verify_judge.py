@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.verify.command import table
+from appliance.verify.command import as_json, table
 from appliance.verify.job import CheckResult, EngineOutput, Worker, judge
 
 INT8 = Quantisation(scheme=Scheme.INT8)
@@ -42,7 +43,8 @@ def test_a_live_engine_has_no_problem() -> None:
     ("seen", "problem"),
     [
         (SEEN.replace(moved=0.0), "the logits did not move with other weights"),
-        (SEEN.replace(moved=float("nan")), "the logits did not move with other weights"),
+        (SEEN.replace(moved=float("nan")), "it says log-probs that are not finite"),
+        (SEEN.replace(moved=float("inf")), "it says log-probs that are not finite"),
         (SEEN.replace(returned=False), "tokens or log-probs did not return with the old weights"),
         (
             SEEN.replace(same_as_loaded=False),
@@ -92,7 +94,7 @@ def test_numbers_that_are_none_come_through_to_be_judged() -> None:
     nan = SAID.replace(log_probs=((float("nan"), -1.0),))
     read = CheckResult.model_validate_json(SEEN.replace(first=nan, moved=float("nan")).model_dump_json())
     assert math.isnan(read.moved) and math.isnan(read.first.log_probs[0][0])
-    assert problems(read) == ("the logits did not move with other weights",)
+    assert problems(read) == ("it says log-probs that are not finite",)
 
 
 def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
@@ -103,3 +105,12 @@ def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
         "int8    1       0.5 nats  11 of 12      bit for bit  0.25 nats  FAILED   8 x Kernel",
         "int8 worker 1: a gives the same with other weights",
     ]
+
+
+def test_an_engine_that_says_no_number_is_told_in_json() -> None:
+    """JSON has none for it."""
+    broken = SAID.replace(prompt_log_probs=((math.nan, math.inf),))
+    (row,) = judge(INT8, seen=SEEN.replace(first=broken, moved=math.nan), reference=BF16_SAID)
+    (worker,) = json.loads(as_json([row]), parse_constant=pytest.fail)["workers"]
+    assert (worker["moved"], worker["from_bf16"]) == (None, None)
+    assert worker["problems"] == ["it says log-probs that are not finite"]
