@@ -3,6 +3,7 @@ Every problem gets the place where the user wrote the key."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from appliance.recipe import library
 from appliance.recipe.messages import explain
 from appliance.recipe.rules import broken_rules
 from appliance.recipe.schema import SECTIONS, Recipe
-from appliance.recipe.text import MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
+from appliance.recipe.text import FLOAT, MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
 
 Path_ = tuple[str, ...]
 MOST_PARENTS = 4
@@ -53,9 +54,16 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterab
     return recipe
 
 
+class _Writer(yaml.SafeDumper):
+    """Puts into quotes what YAML 1.1 has as text and 1.2 as a number: `08`, `1e6`."""
+
+
+_Writer.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"({FLOAT.pattern})\Z"), [*"+-.0123456789"])
+
+
 def to_yaml(recipe: Recipe) -> str:
     """YAML that `load_recipe` reads back to the same Recipe: what a run keeps as its `recipe.yaml`."""
-    return yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(to_plain(recipe), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:

@@ -255,6 +255,12 @@ def test_the_resolved_recipe_has_the_bounds_of_its_loss(write, sets, bounds):
     assert (again.algorithm.clip_low, again.algorithm.clip_high, again.algorithm.dual_clip) == bounds
 
 
+@pytest.mark.parametrize("text", ["08", "1e6", "1.5e3", "7", "null", "1_000"])
+def test_a_text_that_looks_like_a_number_reads_back_as_text(write, text):
+    recipe = load_recipe(write(f'name: "{text}"\n{MINIMAL}'))
+    assert load_recipe(write(to_yaml(recipe))).name == recipe.name == text
+
+
 def test_messages_do_not_carry_a_whole_value(write):
     problems = problems_of(write(MINIMAL + f"seed: {'x' * 5000}\n"))
     assert all(len(message) < 200 for message, _ in problems), json.dumps(problems)
