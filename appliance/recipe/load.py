@@ -139,12 +139,13 @@ def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
 
 
 def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
-    """Mappings are merged key by key; anything else of `above` replaces what `below` has."""
+    """Mappings are merged key by key; anything else of `above` replaces what `below` has, as does an empty mapping that
+    is no section: `val_sets: {}`."""
     merged = dict(below)
     for key, node in above.items():
         old = below.get(key)
         if old is not None and isinstance(old.value, dict):
-            if isinstance(node.value, dict):
+            if isinstance(node.value, dict) and (node.value or key in SECTIONS):
                 node = Node(_merged(old.value, node.value), node.place)
             elif node.value is None and key in SECTIONS:  # one with nothing but comments
                 node = old

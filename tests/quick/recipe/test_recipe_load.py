@@ -295,6 +295,12 @@ def test_an_empty_list_is_told_in_our_words():
         ("model.lora.r", "8", "unknown key", "use one of `rank`, `alpha`, `targets`, `dropout`"),
         ("model.lora.targets", "[]", "expected at least one value, got none", "null leaves it out"),
         ("task.prompt", "null", "expected text, got nothing", "its default is `prompt`"),
+        (
+            "cluster.address",
+            "head",
+            "the text `head` is not an address",
+            "give host and port, such as `10.0.0.7:6379`",
+        ),
         ("logging.backends", "wandb", "expected a list, got the text `wandb`", "write `[wandb]`"),
         (
             "optimizer.betas",
