@@ -69,7 +69,7 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
         return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
     verdict = _judge_own(problems, task=task, rewards=rewards, tell=tell)
     takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
-    if takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
+    if problems and takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
         return Verdict(len(problems), doubt=doubt)
     return verdict

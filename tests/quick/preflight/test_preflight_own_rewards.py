@@ -234,6 +234,7 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     for program, message in (
         ("def f(response): return 1", ""),
+        ("def f(response, truth): return 1", ""),  # whether rows have one is not known yet
         ("1 / 0", "ZeroDivisionError: division by zero (rewards.py, line 1)"),
     ):
         file.write_text(program)
