@@ -108,7 +108,8 @@ def number(response: Response) -> float:
 
 _MARKS = (re.compile(r"(?is)<answer>(.*?)</answer>"), re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)"))
 _LINE = re.compile(r"####[ \t]*([^\n]*\S)")
-_MORE_MATHS = re.compile(r"[\d/^*=+\\]")
+_MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{2})")  # no unit, such as miles/hour
+_CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
 def marked_answer(text: str) -> str | None:
@@ -116,6 +117,7 @@ def marked_answer(text: str) -> str | None:
 
     Of `####` the last one with a number, as in GSM8K, without the unit behind it; without a number the last one.
     """
+    text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
     found = [(each.start(), each[1]) for mark in _MARKS for each in mark.finditer(text)]
     if (start := text.rfind("\\boxed{")) >= 0 and (inner := braced(text[start + len("\\boxed{") :])) is not None:
         found.append((start, inner))
