@@ -196,18 +196,19 @@ def length(response: Response, *, target: int) -> float:
     return min(1.0, max(0.0, 2.0 - len(response.text) / target))
 
 
-_FENCED = re.compile(r"(?s)```(?:python|py)?[ \t]*\n(.*?)```")
+_FENCED = re.compile(r"(?s)```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```")  # (language, what is in it)
+_PYTHON = ("", "python", "py", "python3")
 
 
 def code(response: Response) -> float:
-    """The share of tests that the program of the response passes: the last fenced block, else all of it.
+    """The share of tests that the program of the response passes: the last fenced block of Python, else all of it.
 
     The truth is JSON, `[{"input": ..., "output": ...}, ...]` or `{"inputs": [...], "outputs": [...]}`: texts for stdin
     and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
     limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
     """
     tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
-    found = _FENCED.findall(response.text)
+    found = [inner for language, inner in _FENCED.findall(response.text) if language.lower() in _PYTHON]
     with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
         program = Path(folder) / "main.py"
         program.write_text(found[-1] if found else response.text, errors="replace")
@@ -305,7 +306,7 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
         answer = asyncio.run(ask())
     except TimeoutError:
         raise ValueError(f"{url} gave no whole answer within {JUDGE_S:g} s") from None
-    if answer.is_error:
+    if not answer.is_success:  # it is not followed to another address: the recipe names the one that may be asked
         without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
         raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
     try:
