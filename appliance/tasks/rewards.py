@@ -196,7 +196,9 @@ def length(response: Response, *, target: int) -> float:
     return min(1.0, max(0.0, 2.0 - len(response.text) / target))
 
 
-_FENCED = re.compile(r"(?s)```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```")  # (language, what is in it)
+_FENCED = re.compile(  # (language, what is in it); within a line ``` may be a quotation's
+    r"(?ms)(?:^[ \t]*```[ \t]*([^\s`]*)[^\n`]*|```(?i:python3?|py)?[ \t]*)\n(.*?)```"
+)
 _PYTHON = ("", "python", "py", "python3")
 
 

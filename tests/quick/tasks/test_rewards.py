@@ -148,6 +148,8 @@ SUM = "print(sum(map(int, input().split())))"
         (SUM, 1.0),
         (f"Like this:\n```python\nprint(0)\n```\nor rather\n```python\n{SUM}\n```\nDone.", 1.0),
         (f"For\n```text\n1 2\n```\nthis:\n```Python3 main.py\n{SUM}\n```\nIt prints\n```text\n3\n```", 1.0),
+        (f"As ```a + b``` says\n```python\n{SUM}\n```", 1.0),
+        (f"So: ```py\n{SUM}```", 1.0),
         ("print(3)", 0.5),
         ("print(", 0.0),
         (f"{SUM}\nraise SystemExit(1)", 0.0),
