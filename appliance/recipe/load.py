@@ -167,7 +167,21 @@ def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting 
         return Setting(path, Node(None, place))
     node, found = parse(text.encode("utf-8", "surrogatepass"), file=place)
     problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
+    if not found and (comment := _comment(text)):
+        problems.append((f"{place}: `{comment[:40]}` would be a comment, and left out", "put the value into quotes"))
     return Setting(path, _placed(node or Node(Refused.VALUE, place), place=place))
+
+
+def _comment(text: str) -> str:
+    """What stands behind the value of a text that `parse` takes."""
+    ends = [event.end_mark.index for event in yaml.parse(text, Loader=yaml.SafeLoader) if _is_last(event, text)]
+    return text[max(ends, default=0) :].strip()
+
+
+def _is_last(event: yaml.Event, text: str) -> bool:
+    """Whether a value may end with it: a mapping or list without brackets ends where the next thing begins."""
+    is_end = isinstance(event, yaml.CollectionEndEvent) and text[: event.end_mark.index].endswith(("]", "}"))
+    return is_end or isinstance(event, yaml.ScalarEvent)
 
 
 def _placed(node: Node, *, place: str) -> Node:

@@ -282,6 +282,18 @@ def test_nothing_after_the_equals_sign_is_null():
     ]
 
 
+@pytest.mark.parametrize("value", ["it is #1", "#1", '"it" #1', "'it is' #1", "[it] #1", "{it: is} #1"])
+def test_an_option_is_not_cut_at_what_would_be_a_comment(value):
+    told = (f"--set task.system={value}: `#1` would be a comment, and left out", "put the value into quotes")
+    assert told in problems_of("arithmetic-tiny-int8", f"task.system={value}")
+
+
+@pytest.mark.parametrize("value", ["c#", '"c #1"', "  c", "'#1'", "é#é"])
+def test_a_number_sign_within_a_value_stays(value):
+    name = load_recipe("arithmetic-tiny-int8", sets=(f"model.path={value}", "model.builtin=null")).model.path
+    assert name == value.strip("\"' ")
+
+
 def test_an_empty_list_is_told_in_our_words():
     with pytest.raises(RecipeError) as raised:
         load_recipe("arithmetic-tiny-int8", sets=("rollout.replicas=[]",))
