@@ -252,9 +252,13 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
 def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
     """One file of a data set, in the cache; a download that broke off goes on where it was. Raises OSError. beat:
     called as bytes arrive."""
+    import httpx
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(name, file, repo_type="dataset", tqdm_class=_beating(beat)))
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", tqdm_class=_beating(beat)))
+    except httpx.HTTPError as error:  # a proxy's, or of a connection that broke
+        raise OSError(str(error)) from error
 
 
 def _beating(beat: Callable[[], None]) -> type[tqdm]:

@@ -3,6 +3,7 @@ test composes verl's own configuration with these and compares every value and i
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from pathlib import Path
@@ -116,8 +117,8 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{correction}.rollout_rs", None),
         (f"{correction}.rollout_rs_threshold", None),
         (f"{correction}.bypass_mode", trainer.reuses_log_probs),
-        ("data.train_files", plan.task.train_parquet),
-        ("data.val_files", plan.task.val_parquet),
+        ("data.train_files", glob.escape(plan.task.train_parquet)),  # `datasets` takes a path for a pattern
+        ("data.val_files", glob.escape(plan.task.val_parquet)),
         ("data.train_batch_size", plan.prompts_per_step),
         ("data.max_prompt_length", plan.task.max_prompt_tokens),
         ("data.max_response_length", plan.task.max_response_tokens),

@@ -151,7 +151,7 @@ def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
     if not task.train_file or task_of(task).checked_rows:
         return tuple(each for file in task.files for each in task_of(task).check_rows(file))
     try:
-        return tuple(too_few_problems(splits_of(task), prompts_per_step=plan.prompts_per_step))
+        return tuple(too_few_problems(len(splits_of(task).train), prompts_per_step=plan.prompts_per_step))
     except RecipeError as error:
         return tuple(error.problems)
 

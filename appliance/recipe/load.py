@@ -3,6 +3,7 @@ Every problem gets the place where the user wrote the key."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from appliance.recipe import library
 from appliance.recipe.messages import explain
 from appliance.recipe.rules import broken_rules
 from appliance.recipe.schema import SECTIONS, Recipe
-from appliance.recipe.text import MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
+from appliance.recipe.text import FLOAT, MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
 
 Path_ = tuple[str, ...]
 MOST_PARENTS = 4
@@ -61,9 +62,16 @@ def files_of(recipe: Path) -> list[Path]:
     return files
 
 
+class _Writer(yaml.SafeDumper):
+    """Puts into quotes what YAML 1.1 has as text and 1.2 as a number: `08`, `1e6`."""
+
+
+_Writer.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"({FLOAT.pattern})\Z"), [*"+-.0123456789"])
+
+
 def to_yaml(recipe: Recipe) -> str:
     """YAML that `load_recipe` reads back to the same Recipe: what a run keeps as its `recipe.yaml`."""
-    return yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(to_plain(recipe), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
@@ -139,12 +147,13 @@ def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
 
 
 def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
-    """Mappings are merged key by key; anything else of `above` replaces what `below` has."""
+    """Mappings are merged key by key; anything else of `above` replaces what `below` has, as does an empty mapping that
+    is no section: `val_sets: {}`."""
     merged = dict(below)
     for key, node in above.items():
         old = below.get(key)
         if old is not None and isinstance(old.value, dict):
-            if isinstance(node.value, dict):
+            if isinstance(node.value, dict) and (node.value or key in SECTIONS):
                 node = Node(_merged(old.value, node.value), node.place)
             elif node.value is None and key in SECTIONS:  # one with nothing but comments
                 node = old
@@ -166,7 +175,21 @@ def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting 
         return Setting(path, Node(None, place))
     node, found = parse(text.encode("utf-8", "surrogatepass"), file=place)
     problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
+    if not found and (comment := _comment(text)):
+        problems.append((f"{place}: `{comment[:40]}` would be a comment, and left out", "put the value into quotes"))
     return Setting(path, _placed(node or Node(Refused.VALUE, place), place=place))
+
+
+def _comment(text: str) -> str:
+    """What stands behind the value of a text that `parse` takes."""
+    ends = [event.end_mark.index for event in yaml.parse(text, Loader=yaml.SafeLoader) if _is_last(event, text)]
+    return text[max(ends, default=0) :].strip()
+
+
+def _is_last(event: yaml.Event, text: str) -> bool:
+    """Whether a value may end with it: a mapping or list without brackets ends where the next thing begins."""
+    is_end = isinstance(event, yaml.CollectionEndEvent) and text[: event.end_mark.index].endswith(("]", "}"))
+    return is_end or isinstance(event, yaml.ScalarEvent)
 
 
 def _placed(node: Node, *, place: str) -> Node:

@@ -44,7 +44,7 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
     if kind in _KINDS:
         is_reward = path[:2] == ("task", "rewards") and len(path) < 4
         hint = _rewards_hint(value) if is_reward else _quoting_hint(kind, value)
-        if kind == "string_type" and value is None:
+        if kind in ("string_type", "dict_type") and value is None:
             hint = _leaving_out(path)
         return f"expected {_KINDS[kind]}, got {shown(value)}", hint
     if kind in _BOUNDS:
@@ -57,6 +57,8 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
         return "expected text, got nothing", _leaving_out(path)
     if kind == "too_short":
         return "expected at least one value, got none", _leaving_out(path)
+    if kind == "string_pattern_mismatch" and path[-1] == "address":
+        return f"{shown(value)} is not an address", "give host and port, such as `10.0.0.7:6379`"
     if kind == "string_pattern_mismatch" and path[-1] == "revision":
         return f"{shown(value)} is not a revision", "give a commit, a tag or a branch of the model on the hub"
     if kind == "string_pattern_mismatch":

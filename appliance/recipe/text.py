@@ -30,7 +30,7 @@ _MAX_DIGITS = 18  # fits an int64; a longer row of digits is a slip or an attack
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 Scalar = None | bool | int | float | str
@@ -74,9 +74,9 @@ def scalar(text: str) -> Scalar:
         if len(text.lstrip("+-")) > _MAX_DIGITS:
             raise ValueError("a number of more than 18 digits")
         return int(text)
-    if _NOT_FINITE.fullmatch(text) or (_FLOAT.fullmatch(text) and not math.isfinite(float(text))):
+    if _NOT_FINITE.fullmatch(text) or (FLOAT.fullmatch(text) and not math.isfinite(float(text))):
         raise ValueError("not a finite number")
-    return float(text) if _FLOAT.fullmatch(text) else text
+    return float(text) if FLOAT.fullmatch(text) else text
 
 
 def odd_character(text: str) -> str:

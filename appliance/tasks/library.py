@@ -116,10 +116,11 @@ def splits_of(plan: TaskPlan) -> Splits:
     return found
 
 
-def too_few_problems(made: Splits, *, prompts_per_step: int) -> Faults:
-    if len(made.train) >= prompts_per_step:
+def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
+    """problems: to train on."""
+    if problems >= prompts_per_step:
         return []
-    message = f"task.train_file: {len(made.train)} problems are left to train on, a step takes {prompts_per_step}"
+    message = f"task.train_file: {problems} problems are left to train on, a step takes {prompts_per_step}"
     return [(message, "lower batch.prompts_per_step, or give more problems")]
 
 

@@ -122,7 +122,7 @@ def _make_data(plan: RunPlan) -> None:
         made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
         for note in too_long:
             append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
-    if too_few := too_few_problems(made, prompts_per_step=plan.prompts_per_step):
+    if too_few := too_few_problems(len(made.train), prompts_per_step=plan.prompts_per_step):
         raise RecipeError(too_few)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)

@@ -108,7 +108,8 @@ def number(response: Response) -> float:
 
 _MARKS = (re.compile(r"(?is)<answer>(.*?)</answer>"), re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)"))
 _LINE = re.compile(r"####[ \t]*([^\n]*\S)")
-_MORE_MATHS = re.compile(r"[\d/^*=+\\]")
+_MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{2})")  # no unit, such as miles/hour
+_CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
 def marked_answer(text: str) -> str | None:
@@ -116,6 +117,7 @@ def marked_answer(text: str) -> str | None:
 
     Of `####` the last one with a number, as in GSM8K, without the unit behind it; without a number the last one.
     """
+    text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
     found = [(each.start(), each[1]) for mark in _MARKS for each in mark.finditer(text)]
     if (start := text.rfind("\\boxed{")) >= 0 and (inner := braced(text[start + len("\\boxed{") :])) is not None:
         found.append((start, inner))
@@ -194,18 +196,21 @@ def length(response: Response, *, target: int) -> float:
     return min(1.0, max(0.0, 2.0 - len(response.text) / target))
 
 
-_FENCED = re.compile(r"(?s)```(?:python|py)?[ \t]*\n(.*?)```")
+_FENCED = re.compile(  # (language, what is in it); within a line ``` may be a quotation's
+    r"(?ms)(?:^[ \t]*```[ \t]*([^\s`]*)[^\n`]*|```(?i:python3?|py)?[ \t]*)\n(.*?)```"
+)
+_PYTHON = ("", "python", "py", "python3")
 
 
 def code(response: Response) -> float:
-    """The share of tests that the program of the response passes: the last fenced block, else all of it.
+    """The share of tests that the program of the response passes: the last fenced block of Python, else all of it.
 
     The truth is JSON, `[{"input": ..., "output": ...}, ...]` or `{"inputs": [...], "outputs": [...]}`: texts for stdin
     and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
     limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
     """
     tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
-    found = _FENCED.findall(response.text)
+    found = [inner for language, inner in _FENCED.findall(response.text) if language.lower() in _PYTHON]
     with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
         program = Path(folder) / "main.py"
         program.write_text(found[-1] if found else response.text, errors="replace")
@@ -303,7 +308,7 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
         answer = asyncio.run(ask())
     except TimeoutError:
         raise ValueError(f"{url} gave no whole answer within {JUDGE_S:g} s") from None
-    if answer.is_error:
+    if not answer.is_success:  # it is not followed to another address: the recipe names the one that may be asked
         without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
         raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
     try:

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from appliance.record.plan import RewardPlan, TaskPlan
 from appliance.tasks.grading import Graded, grade, in_words, weighed
@@ -67,12 +67,27 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     except (Exception, SystemExit) as error:  # the boundary of the user's code
         failure = f"the import of {files} failed: {in_words(error)}"
         return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
+    if plan.tools:
+        rewards = [replace(each, value=_with_messages(each.value, task=task)) for each in rewards]
     verdict = _judge_own(problems, task=task, rewards=rewards, tell=tell)
     takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
-    if takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
+    if problems and takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
         return Verdict(len(problems), doubt=doubt)
     return verdict
+
+
+def _with_messages(value: Callable[[Response], object], *, task: Task) -> Callable[[Response], object]:
+    """As a run with tools asks: here the response is all that was said."""
+    assert task.source is not None, "a task of the user's own reads its problems"
+    parse = task.source.parse
+
+    def of_one_turn(response: Response) -> object:
+        problem = parse(json.loads(response.row))
+        assert isinstance(problem, Problem), "a row that became a problem"
+        return value(replace(response, messages=(*problem.messages, ("assistant", response.text))))
+
+    return of_one_turn
 
 
 def _takes_truth(reward: RewardPlan) -> bool:

@@ -157,11 +157,12 @@ class Task:
                 (message, "none is left to train on: validate on others, or leave that file out and give a size")
             )
         key = f"task.{_key(usual)}.size" if usual else "task.val_size"
-        if "val" in found:
+        holds_out = usual is not None or not plan.val_sets
+        if holds_out and "val" in found:
             held = found["val"].problems[: size or None]
             if len(held) < size:
                 notes.append(f"val: its {len(held)} problems are fewer than `{key}`, {size}; all are taken")
-        elif left and (usual or not plan.val_sets):
+        elif holds_out and left:
             faults += _cannot_hold_out(left, path=plan.train_file or "the data set", val_size=size, key=key)
             left, held = _hold_out(left, seed=plan.seed, val_size=size)
         if faults:

@@ -19,12 +19,13 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from appliance.corrections.objective import Advantage, Aggregate
-from appliance.errors import ApplianceError, GuardStop
+from appliance.errors import ApplianceError, GuardStop, RecipeError
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
 from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
+from appliance.tasks.library import too_few_problems
 from appliance.terms.devices import CPU
 from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
@@ -111,6 +112,12 @@ class Trainer(PPOTrainerSync):
     def _setup(self) -> None:
         self._phase("load-model")
         super()._setup()
+
+    def _init_dataloader(self) -> None:
+        """What the cache had was made for another number of prompts, and nobody has counted it for this one."""
+        super()._init_dataloader()
+        if too_few := too_few_problems(len(self.train_dataset), prompts_per_step=self.plan.prompts_per_step):
+            raise RecipeError(too_few)
 
     def on_init_end(self) -> None:
         self.checkpoints = self._open_checkpoints()

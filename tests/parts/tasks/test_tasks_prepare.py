@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from plans import FILES_OF_BUILTIN, make_plan, make_rollout
 
 from appliance.errors import RecipeError
+from appliance.plan.verl_args import overrides
 from appliance.record.plan import RunPlan, ValSetPlan
 from appliance.tasks import prepare as preparation
 from appliance.tasks.library import TINY_MODELS
@@ -165,6 +167,23 @@ def test_parquet_is_what_verl_reads(small: RunPlan, tmp_path: Path) -> None:
     assert row["data_source"] == "arithmetic"
     assert row["extra_info"] == {"split": "val", "index": 3, "row": ""}
     assert not {row["raw_prompt"][0]["content"] for row in train} & {row["raw_prompt"][0]["content"] for row in val}
+
+
+@pytest.mark.parametrize("name", ["run [1]", "a*"])
+def test_verl_finds_the_data_in_a_folder_whose_name_reads_as_a_pattern(
+    small: RunPlan, tmp_path: Path, name: str
+) -> None:
+    from omegaconf import OmegaConf
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    folders = [tmp_path / name, tmp_path / "another"]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copy(small.task.train_parquet, folder)
+    plan = small.replace(task=small.task.replace(train_parquet=str(folders[0] / "train.parquet")))
+    file = dict(overrides(plan))["data.train_files"]
+    config = OmegaConf.create({"filter_overlong_prompts": False, "cache_dir": str(tmp_path)})
+    assert len(RLHFDataset([file], tokenizer=None, config=config)) == 20
 
 
 def gsm8k_plan(small: RunPlan, *, root: Path, max_prompt_tokens: int) -> RunPlan:

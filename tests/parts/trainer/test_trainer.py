@@ -19,7 +19,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.corrections.registry import correction_of
-from appliance.errors import AttestationError, GuardStop, TrainingError
+from appliance.errors import AttestationError, GuardStop, RecipeError, TrainingError
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.checkpoints import checkpoint_folder, read_manifest
 from appliance.record.plan import ExpectedAttestation
@@ -118,6 +118,22 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
+@pytest.mark.parametrize("problems", [31, 32])
+def test_problems_that_do_not_fill_a_step_end_the_run_before_the_model_is_loaded(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, problems: int
+) -> None:
+    """A cache that a run with smaller steps has filled: verl would divide by the 0 steps of an epoch, minutes later."""
+    monkeypatch.setattr(
+        PPOTrainerSync, "_init_dataloader", lambda self: setattr(self, "train_dataset", range(problems))
+    )
+    if problems == 32:
+        return trainer._init_dataloader()
+    with pytest.raises(RecipeError) as raised:
+        trainer._init_dataloader()
+    fact = "task.train_file: 31 problems are left to train on, a step takes 32"
+    assert raised.value.problems == [(fact, "lower batch.prompts_per_step, or give more problems")]
+
+
 ORDERS = {
     "on_init_end": [
         *("engines.watch", "phase attest", "correction.install", "attest_driver", "attest_trainers", "check_attested"),
@@ -212,7 +228,7 @@ def test_without_a_pass_the_update_is_the_proof(
 def test_every_hook_of_verls_is_overridden_once_and_by_name() -> None:
     """A hook that verl renames would not be called any more."""
     ours = {name for name in vars(Trainer) if callable(getattr(Trainer, name)) and not name.startswith("__")}
-    hooks = {*ORDERS, "_setup", "fit", "on_train_end"}
+    hooks = {*ORDERS, "_setup", "_init_dataloader", "fit", "on_train_end"}
     assert {name for name in ours if hasattr(PPOTrainerSync, name)} == hooks
     assert Trainer.__bases__ == (PPOTrainerSync,)
 

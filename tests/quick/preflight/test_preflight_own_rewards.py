@@ -165,6 +165,15 @@ def test_a_function_of_another_form_is_an_error_that_shows_the_three(tmp_path: P
     assert found == RewardProblem(f"{file}: `f(text, label)` is none of the three forms of a reward: {FORMS}")
 
 
+def test_with_tools_a_reward_is_asked_with_a_conversation(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def f(response, truth, *, messages): return float(messages[1]['content'] == truth)")
+    plan = planned(tmp_path, reward_plan("f", file=file))
+    assert plan.task.own is not None
+    found = reward_problem(plan.replace(task=plan.task.replace(own=plan.task.own.replace(tools="/a/tools.py"))))
+    assert found is None and reward_problem(plan) is not None
+
+
 def test_a_truth_that_earns_nothing_is_a_warning(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(response, truth): return response == truth.upper() + '.'")
     what = "the truth `2` as the response earns 0, an empty response 0"
@@ -234,6 +243,7 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     for program, message in (
         ("def f(response): return 1", ""),
+        ("def f(response, truth): return 1", ""),  # whether rows have one is not known yet
         ("1 / 0", "ZeroDivisionError: division by zero (rewards.py, line 1)"),
     ):
         file.write_text(program)

@@ -255,6 +255,12 @@ def test_the_resolved_recipe_has_the_bounds_of_its_loss(write, sets, bounds):
     assert (again.algorithm.clip_low, again.algorithm.clip_high, again.algorithm.dual_clip) == bounds
 
 
+@pytest.mark.parametrize("text", ["08", "1e6", "1.5e3", "7", "null", "1_000"])
+def test_a_text_that_looks_like_a_number_reads_back_as_text(write, text):
+    recipe = load_recipe(write(f'name: "{text}"\n{MINIMAL}'))
+    assert load_recipe(write(to_yaml(recipe))).name == recipe.name == text
+
+
 def test_messages_do_not_carry_a_whole_value(write):
     problems = problems_of(write(MINIMAL + f"seed: {'x' * 5000}\n"))
     assert all(len(message) < 200 for message, _ in problems), json.dumps(problems)
@@ -276,6 +282,18 @@ def test_nothing_after_the_equals_sign_is_null():
     ]
 
 
+@pytest.mark.parametrize("value", ["it is #1", "#1", '"it" #1', "'it is' #1", "[it] #1", "{it: is} #1"])
+def test_an_option_is_not_cut_at_what_would_be_a_comment(value):
+    told = (f"--set task.system={value}: `#1` would be a comment, and left out", "put the value into quotes")
+    assert told in problems_of("arithmetic-tiny-int8", f"task.system={value}")
+
+
+@pytest.mark.parametrize("value", ["c#", '"c #1"', "  c", "'#1'", "é#é"])
+def test_a_number_sign_within_a_value_stays(value):
+    name = load_recipe("arithmetic-tiny-int8", sets=(f"model.path={value}", "model.builtin=null")).model.path
+    assert name == value.strip("\"' ")
+
+
 def test_an_empty_list_is_told_in_our_words():
     with pytest.raises(RecipeError) as raised:
         load_recipe("arithmetic-tiny-int8", sets=("rollout.replicas=[]",))
@@ -289,6 +307,12 @@ def test_an_empty_list_is_told_in_our_words():
         ("model.lora.r", "8", "unknown key", "use one of `rank`, `alpha`, `targets`, `dropout`"),
         ("model.lora.targets", "[]", "expected at least one value, got none", "null leaves it out"),
         ("task.prompt", "null", "expected text, got nothing", "its default is `prompt`"),
+        (
+            "cluster.address",
+            "head",
+            "the text `head` is not an address",
+            "give host and port, such as `10.0.0.7:6379`",
+        ),
         ("logging.backends", "wandb", "expected a list, got the text `wandb`", "write `[wandb]`"),
         (
             "optimizer.betas",

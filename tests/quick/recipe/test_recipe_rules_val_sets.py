@@ -78,6 +78,17 @@ def test_a_kept_recipe_reads_back_with_its_sets_in_their_order(recipe: Path) -> 
     assert load_recipe("r.yaml").task == read.task and list(read.task.val_sets) == ["hard", "held_out"]
 
 
+def test_an_empty_mapping_takes_inherited_sets_away(recipe: Path) -> None:
+    assert load_recipe("r.yaml", sets=("task.val_sets={}", "task={}")).task.val_sets == {}
+    ((message, hint),) = problems_of("task.val_sets=null")
+    assert (message, hint) == (
+        "--set task.val_sets=null: task.val_sets: expected a mapping of keys, got nothing",
+        "its default is `{}`",
+    )
+    recipe.with_name("child.yaml").write_text("extends: r.yaml\ntask:\n  val_sets: {}\n  val_file: v.jsonl\n")
+    assert load_recipe("child.yaml").task.val_file == "v.jsonl"
+
+
 @pytest.mark.parametrize(
     ("sets", "problem"),
     [

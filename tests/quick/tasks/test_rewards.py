@@ -40,6 +40,10 @@ def graded(name: str, text: str, truth: str = "", **options: object) -> object:
         ("Answer: $\\frac{3}{6}$", "\\frac{1}{2}", 1.0),
         ("<think>#### 4</think><answer>5</answer>", "5", 1.0),
         ("<answer>\\boxed{5}</answer>", "5", 1.0),
+        ("<answer>Answer: 5</answer>", "5", 1.0),
+        ("<answer>#### no</answer>", "no", 1.0),
+        ("#### 60 km/h", "60", 1.0),
+        ("#### 1/x", "1/x", 1.0),
         ("\\boxed{4} no: \\boxed{5}", "5", 1.0),
         ("\\boxed{5} no: \\boxed{4}", "5", 0.0),
         ("I think that the answer is 5.", "5", 1.0),
@@ -143,6 +147,9 @@ SUM = "print(sum(map(int, input().split())))"
     [
         (SUM, 1.0),
         (f"Like this:\n```python\nprint(0)\n```\nor rather\n```python\n{SUM}\n```\nDone.", 1.0),
+        (f"For\n```text\n1 2\n```\nthis:\n```Python3 main.py\n{SUM}\n```\nIt prints\n```text\n3\n```", 1.0),
+        (f"As ```a + b``` says\n```python\n{SUM}\n```", 1.0),
+        (f"So: ```py\n{SUM}```", 1.0),
         ("print(3)", 0.5),
         ("print(", 0.0),
         (f"{SUM}\nraise SystemExit(1)", 0.0),
@@ -252,6 +259,10 @@ def test_a_judge_that_refuses_says_so_without_the_key(api: str, monkeypatch: pyt
     monkeypatch.setenv("APPLIANCE_JUDGE_KEY", "sesame")
     with pytest.raises(ValueError, match=rf"^{api} answered 401$"):
         graded("judge", "2", url=api, model="m")
+    monkeypatch.setattr(Api, "status", 308)
+    with pytest.raises(ValueError, match=rf"^{api} answered 308$"):
+        graded("judge", "2", url=api, model="m")
+    monkeypatch.setattr(Api, "status", 401)
     monkeypatch.delenv("APPLIANCE_JUDGE_KEY")
     with pytest.raises(ValueError, match=rf"^{api} answered 401, and APPLIANCE_JUDGE_KEY is not set$"):
         graded("judge", "2", url=api, model="m")

@@ -10,6 +10,7 @@ import pytest
 from plans import make_task
 
 from appliance.errors import RecipeError
+from appliance.record.plan import ValSetPlan
 from appliance.tasks.built_in.gsm8k import INSTRUCTION, TASK, final_number, score
 from appliance.tasks.rows import Problem
 
@@ -208,6 +209,32 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "train: 1 rows repeat a problem with another answer: the first one counts",
         "train: 1 problems are in the validation data as well and are left out",
     )
+
+
+def test_of_the_hubs_validation_nothing_is_counted_where_all_sets_are_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_the_hub(monkeypatch, tmp_path, train=[row(3), row(5)], test=[row(9)])
+    (tmp_path / "own.jsonl").write_text(row(7))
+    sets = (ValSetPlan(name="own", file=str(tmp_path / "own.jsonl"), size=0, samples=1, temperature=0.0),)
+    made = TASK.splits(make_task(val_sets=sets))
+    assert ({each.truth for each in made.train}, made.notes) == ({"3", "5"}, ())
+    assert [each.truth for each in made.val_sets["own"]] == ["7"]
+
+
+def test_a_connection_that_breaks_is_told_as_a_hub_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    import huggingface_hub
+
+    def download(*_: object, **__: object) -> str:
+        raise httpx.ReadError("reset by peer")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(RecipeError) as caught:
+        TASK.splits(make_task(val_size=0))
+    message = "no data file is given, and openai/gsm8k cannot be had from the hub: reset by peer"
+    hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
+    assert caught.value.problems == [(message, hint)]
 
 
 def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
