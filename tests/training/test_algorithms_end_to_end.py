@@ -15,6 +15,7 @@ from trainings import FEW, Finished, train
 
 from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace, Loss
 from appliance.errors import RecipeError
+from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Algorithm, AlgorithmKind, Optimizer, Recipe
 from appliance.record.checkpoints import checkpoint_folder
@@ -215,8 +216,14 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     lines, recipe = lines_of(done), recipe_of(name)
     assert len(lines) == STEPS and {line["scheme"] for line in lines} == {"int8"}
     assert all(line["grad_norm"] > 0 and math.isfinite(line["grad_norm"]) for line in lines)
-    attested = json.loads((done.run_dir / "attest" / "driver-0.json").read_text())["detail"]
-    assert (attested["loss"], attested["advantage"]) == (str(recipe.algorithm.loss), str(recipe.algorithm.advantage))
+    driver, trainer = (
+        json.loads((done.run_dir / "attest" / f"{process}-0.json").read_text())["detail"]
+        for process in ("driver", "trainer")
+    )
+    algorithm = recipe.algorithm
+    by_deviation = algorithm.advantage is not Advantage.DR_GRPO
+    assert (driver["advantage"], driver["by_deviation"]) == (ESTIMATORS[algorithm.advantage], by_deviation)
+    assert (trainer["loss"], trainer["aggregate"]) == (LOSS_MODES[algorithm.loss], AGGREGATES[algorithm.aggregated])
     assert [math.isfinite(line.get("reference_kl", math.nan)) for line in lines] == [bool(recipe.algorithm.kl)] * STEPS
     in_fp16 = recipe.trainer.dtype is Dtype.FP16
     assert [line.get("overflow_fraction", math.nan) < 1 for line in lines] == [in_fp16] * STEPS

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import verl
-from hydra import compose, initialize_config_dir
-from plans import HOST
+from plans import HOST, verl_config
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
@@ -119,8 +117,7 @@ def test_a_divergence_in_the_reward_is_taken_off_each_token(estimator: Estimator
     weight, rng = 0.25, np.random.default_rng(0)
     sets = (f"algorithm.kl={weight}", f"algorithm.kl_estimator={estimator}", "algorithm.kl_in=reward")
     plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        config = compose(config_name="ppo_trainer", overrides=list(plan.argv[4:])).algorithm
+    config = verl_config(plan.argv[4:]).algorithm
     assert config.use_kl_in_reward
     rewards, mask, _ = make_batch(0)
     score = rewards[:, None] * (np.arange(TOKENS) == mask.sum(axis=1)[:, None] - 1)

@@ -10,10 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import shipped
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
-from plans import DISK, HOST
+from plans import DISK, HOST, verl_config
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
@@ -78,14 +75,6 @@ def planned(name: str, *sets: str) -> RunPlan:
     return build_plan(load_recipe(name, sets=sets), run_dir=shipped.RUN_DIR, host=HOST)
 
 
-def verl_config(plan: RunPlan) -> DictConfig:
-    import verl
-
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose(config_name="ppo_trainer", overrides=list(plan.argv[4:]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped.NAMES)
 def test_verls_own_classes_take_the_plan(name: str, stubs: dict[str, Path]) -> None:
@@ -96,7 +85,7 @@ def test_verls_own_classes_take_the_plan(name: str, stubs: dict[str, Path]) -> N
     stub = stubs[load_recipe(name).model.path or ""]
     plan = planned(name, f"model.path={stub}")
     assert read_shape(stub / "config.json") == KNOWN[load_recipe(name).model.path or ""]
-    config = verl_config(plan)
+    config = verl_config(plan.argv[4:])
     validate_config(config=config, use_reference_policy=False, use_critic=False)
     actor, model, rollout = (
         omega_conf_to_dataclass(config.actor_rollout_ref[part]) for part in ("actor", "model", "rollout")
