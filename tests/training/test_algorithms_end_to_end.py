@@ -69,7 +69,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.kl=0.1",
         "algorithm.kl_estimator=k2",
         "correction.method=icepop",
-        "model.lora.rank=8",  # its reference is the model without the adapter
         "optimizer.weight_decay=0.1",
         "optimizer.max_grad_norm=0.5",
     ),
@@ -84,6 +83,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.overlong_tokens=2",
         "algorithm.overlong_penalty=0.5",
         "correction.method=adaptive",
+        "model.lora.rank=8",  # its reference is the model without the adapter
     ),
     "geo-mean": (
         "algorithm.loss=geo-mean",
@@ -226,6 +226,8 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     assert (trainer["loss"], trainer["aggregate"]) == (LOSS_MODES[algorithm.loss], AGGREGATES[algorithm.aggregated])
     assert [math.isfinite(line.get("reference_kl", math.nan)) for line in lines] == [bool(recipe.algorithm.kl)] * STEPS
     in_fp16 = recipe.trainer.dtype is Dtype.FP16
+    if algorithm.kl and algorithm.kl_in is KlPlace.REWARD:  # of the policy before the update, at first the reference
+        assert lines[0]["reference_kl"] == 0 != lines[-1]["reference_kl"]
     assert [line.get("overflow_fraction", math.nan) < 1 for line in lines] == [in_fp16] * STEPS
     optimizer = recipe.optimizer
     wanted = rates(
