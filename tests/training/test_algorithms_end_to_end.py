@@ -17,7 +17,7 @@ from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlP
 from appliance.errors import RecipeError
 from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Lora, Optimizer, Recipe
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Forward, Lora, Optimizer, Recipe
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.terms.settings import Dtype, Schedule
 
@@ -102,6 +102,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.advantage=gdpo",
         "algorithm.dual_clip=1.001",
         "correction.method=tis-geometric",
+        "trainer.forward=rollout",
     ),
 }
 CLOSED: dict[str, set[str]] = {  # the values of what has few
@@ -230,6 +231,8 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     in_fp16 = recipe.trainer.dtype is Dtype.FP16
     if algorithm.kl and algorithm.kl_in is KlPlace.REWARD:  # of the policy before the update, at first the reference
         assert lines[0]["reference_kl"] == 0 != lines[-1]["reference_kl"]
+    if recipe.trainer.forward is Forward.ROLLOUT:
+        assert [line["mismatch_equal_fraction"] for line in lines] == [1] * STEPS
     if lora := recipe.model.lora:
         adapter = json.loads((done.run_dir / "model" / "adapter" / "adapter_config.json").read_text())
         assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (lora.rank, lora.alpha, lora.dropout)
