@@ -70,7 +70,7 @@ lint: setup ## style and formatting
 lock: setup ## renew the locks in requirements/: ARGS=--upgrade takes newer versions
 	@requirements/lock.sh $(ARGS)
 
-golden: setup ## write the kept plans of the shipped GPU recipes anew: read the diff
+golden: setup ## write the kept plans of the shipped recipes anew: read the diff
 	@shipped=$$(find tests -name shipped.py) && PYTHONPATH=.:tests .venv/bin/python "$$shipped" && git diff --stat "$${shipped%/*}"
 
 clean: ## remove .venv and what tools left behind; runs/ stays

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
@@ -27,6 +30,9 @@ from appliance.record.plan import (
 )
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
     cores=2,
@@ -59,6 +65,17 @@ FILES_OF_BUILTIN = frozenset(  # of the folder of a model that is made on the sp
         *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
     }
 )
+
+
+def verl_config(overrides: Iterable[str]) -> DictConfig:
+    """verl's own, composed by Hydra; verl itself is not imported. overrides: such as a plan's `argv[4:]`."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    (folder,) = find_spec("verl").submodule_search_locations
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(f"{folder}/trainer/config", version_base=None):
+        return compose(config_name="ppo_trainer", overrides=list(overrides))
 
 
 def make_task(**changes: object) -> TaskPlan:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import transfer_queue
+from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from torch import Tensor
 from torch.nn import Module
@@ -57,11 +59,11 @@ def _other_layers(run_dir: Path) -> Iterator[str]:
             yield f"{first} and {process} do not quantise the same: {len(differ)} layers differ, first {differ[0]}"
 
 
-def attest_driver(plan: RunPlan) -> None:
+def attest_driver(plan: RunPlan, *, algorithm: DictConfig) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model; its pool
-    runs the user's code."""
+    runs the user's code. algorithm: verl's, by which it computes advantages."""
     correction = plan.correction
-    detail: dict[str, Any] = {"loss": str(correction.loss), "advantage": str(plan.algorithm.advantage)}
+    detail: dict[str, Any] = {"advantage": algorithm.adv_estimator, "by_deviation": algorithm.norm_adv_by_std_in_grpo}
     detail |= {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
     if code := attested_code(plan):
         detail["code"] = code
@@ -75,7 +77,8 @@ def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
 
 def _attest_worker(worker: Any, plan: RunPlan) -> None:
     """Runs inside verl's worker. `worker_dict` holds the one role that has the actor."""
-    engine = _engine(worker)
+    actor = _actor(worker)
+    engine = actor.engine
     module: Module = engine.module
     compute, asked_dtype = compute_dtype(module), plan.trainer.dtype
     if compute is not getattr(torch, asked_dtype.in_torch):
@@ -99,6 +102,7 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
         "class": type(module).__name__,
         "learning_rates": rates,
         "threads": torch.get_num_threads(),
+        **installed_loss(actor.loss_fn),
     }
     if plan.trainer.quantises:
         follow_engines(read_generation(Path(plan.run_dir)).precision)
@@ -110,9 +114,15 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
     _write(plan, role="trainer", rank=worker.rank, detail=detail)
 
 
-def _engine(worker: Any) -> Any:
+def _actor(worker: Any) -> Any:
     """verl's, inside its worker."""
-    return next(role.actor for role in worker.worker_dict.values() if role.actor is not None).engine
+    return next(role.actor for role in worker.worker_dict.values() if role.actor is not None)
+
+
+def installed_loss(loss_fn: partial) -> dict[str, str]:
+    """verl's names of what a worker computes. loss_fn: as BatchCorrection.install made it."""
+    config = loss_fn.keywords["config"]
+    return {"loss": config.policy_loss.loss_mode, "aggregate": config.loss_agg_mode}
 
 
 def tell_layer(
@@ -135,7 +145,7 @@ def tell_layer(
 
 def _traced(worker: Any, ids: list[int], asked: dict[str, Any]) -> LayerTrace:
     """Runs inside verl's worker."""
-    return _engine(worker).traced(ids, **asked)
+    return _actor(worker).engine.traced(ids, **asked)
 
 
 def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> tuple[list[int], int, float, float]:

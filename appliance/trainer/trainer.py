@@ -124,7 +124,7 @@ class Trainer(PPOTrainerSync):
         self.engines.watch(self.llm_server_manager.server_handles)
         self._phase("attest")
         self.correction.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
-        attest_driver(self.plan)
+        attest_driver(self.plan, algorithm=self.config.algorithm)
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         check_attested(self.plan, precision=self.engines.generation.precision)
         self._phase("sync")

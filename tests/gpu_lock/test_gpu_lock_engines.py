@@ -12,7 +12,8 @@ import pytest
 import shipped
 import test_plan_shipped
 import torch
-from test_plan_shipped import planned, verl_config
+from plans import verl_config
+from test_plan_shipped import planned
 
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import Scheme
@@ -72,7 +73,7 @@ def test_vllm_takes_what_a_recipes_plan_tells_verl(
     plan = planned(name, f"model.path={stubs[source]}", "quantization.profile=none")
     plan.write(tmp_path / "plan.json")
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
-    asked = launched(server_class, verl_config(plan), gpus=plan.gpus_per_node)
+    asked = launched(server_class, verl_config(plan.argv[4:]), gpus=plan.gpus_per_node)
     made = AsyncEngineArgs.from_cli_args(asked).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     is_plain = plan.rollout.replicas[0].is_plain
     assert isinstance(made.quant_config, ApplianceConfig) is not is_plain
@@ -105,7 +106,7 @@ def test_a_flow_has_vllms_own_kernels_one_by_one(
         if variable.startswith("VLLM_") or variable == PLAN_VARIABLE:
             monkeypatch.setenv(variable, value)
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
-    asked = launched(server_class, verl_config(plan), gpus=plan.gpus_per_node)
+    asked = launched(server_class, verl_config(plan.argv[4:]), gpus=plan.gpus_per_node)
     made = AsyncEngineArgs.from_cli_args(asked).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     assert made.compilation_config.mode is CompilationMode.NONE and not made.use_v2_model_runner
     assert made.compilation_config.cudagraph_mode is CUDAGraphMode.NONE

@@ -1,5 +1,5 @@
-"""Each value of each key of `algorithm`, `optimizer` and `trainer.dtype` in a real training of three steps with INT8
-rollouts: several keys in each. In `make test-long`; that none is missing is in `make test`."""
+"""Each value of each key of `algorithm`, `optimizer`, `model.lora` and `trainer.dtype` in a real training of three
+steps with INT8 rollouts: several keys in each. In `make test-long`; that none is missing is in `make test`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from trainings import FEW, Finished, train
 
 from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace, Loss
 from appliance.errors import RecipeError
+from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Optimizer, Recipe
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Forward, Lora, Optimizer, Recipe
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.terms.settings import Dtype, Schedule
 
@@ -68,7 +69,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.kl=0.1",
         "algorithm.kl_estimator=k2",
         "correction.method=icepop",
-        "model.lora.rank=8",  # its reference is the model without the adapter
         "optimizer.weight_decay=0.1",
         "optimizer.max_grad_norm=0.5",
     ),
@@ -83,6 +83,8 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.overlong_tokens=2",
         "algorithm.overlong_penalty=0.5",
         "correction.method=adaptive",
+        # its reference is the model without the adapter
+        "model.lora={rank: 8, alpha: 16, targets: [q_proj, down_proj], dropout: 0.05}",
     ),
     "geo-mean": (
         "algorithm.loss=geo-mean",
@@ -100,6 +102,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.advantage=gdpo",
         "algorithm.dual_clip=1.001",
         "correction.method=tis-geometric",
+        "trainer.forward=rollout",
     ),
 }
 CLOSED: dict[str, set[str]] = {  # the values of what has few
@@ -113,7 +116,7 @@ CLOSED: dict[str, set[str]] = {  # the values of what has few
 }
 NUMBERS = {  # of which one other than the usual is tried
     f"{section}.{key}"
-    for section, model in (("algorithm", Algorithm), ("optimizer", Optimizer))
+    for section, model in (("algorithm", Algorithm), ("optimizer", Optimizer), ("model.lora", Lora))
     for key in model.model_fields
 } - {f"algorithm.{key}" for key in ("advantage", "aggregate", "kind", "kl_estimator", "kl_in", "loss")}
 NUMBERS -= {"optimizer.schedule"}
@@ -134,10 +137,11 @@ def values_of(recipe: Recipe) -> dict[str, str]:
 
 def numbers_of(recipe: Recipe) -> set[str]:
     """Those that are not the usual."""
-    sections = {"algorithm": recipe.algorithm, "optimizer": recipe.optimizer}
+    sections = {"algorithm": recipe.algorithm, "optimizer": recipe.optimizer, "model.lora": recipe.model.lora}
     return {
         f"{section}.{key}"
         for section, given in sections.items()
+        if given is not None
         for key, field in type(given).model_fields.items()
         if getattr(given, key) != field.default
     }
@@ -155,7 +159,7 @@ def test_every_value_of_every_key_is_in_one_of_the_trainings() -> None:
     said = f"{count} values of {len(CLOSED)} keys and {len(numbers)} numbers in {len(TRAININGS)} trainings"
     sys.stdout.write(f"algorithms: {said}\n")
     assert (covered, numbers) == (CLOSED, NUMBERS)
-    assert said == "29 values of 7 keys and 16 numbers in 6 trainings"
+    assert said == "29 values of 7 keys and 20 numbers in 6 trainings"
 
 
 @pytest.mark.parametrize("refused", ["trainer.dtype=fp32", "algorithm.kind=ppo", "algorithm.kl_estimator=k1"])
@@ -215,10 +219,24 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     lines, recipe = lines_of(done), recipe_of(name)
     assert len(lines) == STEPS and {line["scheme"] for line in lines} == {"int8"}
     assert all(line["grad_norm"] > 0 and math.isfinite(line["grad_norm"]) for line in lines)
-    attested = json.loads((done.run_dir / "attest" / "driver-0.json").read_text())["detail"]
-    assert (attested["loss"], attested["advantage"]) == (str(recipe.algorithm.loss), str(recipe.algorithm.advantage))
+    driver, trainer = (
+        json.loads((done.run_dir / "attest" / f"{process}-0.json").read_text())["detail"]
+        for process in ("driver", "trainer")
+    )
+    algorithm = recipe.algorithm
+    by_deviation = algorithm.advantage is not Advantage.DR_GRPO
+    assert (driver["advantage"], driver["by_deviation"]) == (ESTIMATORS[algorithm.advantage], by_deviation)
+    assert (trainer["loss"], trainer["aggregate"]) == (LOSS_MODES[algorithm.loss], AGGREGATES[algorithm.aggregated])
     assert [math.isfinite(line.get("reference_kl", math.nan)) for line in lines] == [bool(recipe.algorithm.kl)] * STEPS
     in_fp16 = recipe.trainer.dtype is Dtype.FP16
+    if algorithm.kl and algorithm.kl_in is KlPlace.REWARD:  # of the policy before the update, at first the reference
+        assert lines[0]["reference_kl"] == 0 != lines[-1]["reference_kl"]
+    if recipe.trainer.forward is Forward.ROLLOUT:
+        assert [line["mismatch_equal_fraction"] for line in lines] == [1] * STEPS
+    if lora := recipe.model.lora:
+        adapter = json.loads((done.run_dir / "model" / "adapter" / "adapter_config.json").read_text())
+        assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (lora.rank, lora.alpha, lora.dropout)
+        assert sorted(adapter["target_modules"]) == sorted(lora.targets)
     assert [line.get("overflow_fraction", math.nan) < 1 for line in lines] == [in_fp16] * STEPS
     optimizer = recipe.optimizer
     wanted = rates(

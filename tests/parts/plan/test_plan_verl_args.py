@@ -7,10 +7,9 @@ from pathlib import Path
 
 import plans
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from plans import verl_config
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.build import build_plan
@@ -47,12 +46,6 @@ CASES = {
     "gpu-packed": ("gsm8k-0.5b-int8", ()),
     "gpu-fp8": ("gsm8k-0.5b-int8", ("rollout.scheme=fp8-block", "cluster.device=h100")),
 }
-
-
-def verl_config(texts: list[str]) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(VERL / "trainer" / "config"), version_base=None):
-        return compose(config_name="ppo_trainer", overrides=texts)
 
 
 def text(key: str, value: Value) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from plans import HOST, verl_config
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 
-from appliance.corrections.objective import Advantage
+from appliance.corrections.objective import Advantage, Estimator
+from appliance.plan.build import build_plan
 from appliance.plan.verl_args import ESTIMATORS
+from appliance.recipe.load import load_recipe
 from appliance.tasks.grading import Fault, Graded
 from appliance.trainer import correction as module
 from appliance.trainer.correction import gdpo, with_gdpo
@@ -67,9 +72,15 @@ OF_GROUPS: dict[Advantage, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
+def reinforce_plus_plus(r: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The rewards from the token on, whitened over the step's tokens. The reward is the last token's, so that all of
+    these sums are it. arXiv 2501.03262."""
+    return whitened(np.repeat(r[:, None], TOKENS, axis=1), mask) * mask
+
+
 def reference(advantage: Advantage, rewards: np.ndarray, mask: np.ndarray, group: np.ndarray) -> np.ndarray:
-    if advantage is Advantage.REINFORCE_PLUS_PLUS:  # the reward is the last token's: all returns are it. 2501.03262
-        return whitened(np.repeat(rewards[:, None], TOKENS, axis=1), mask) * mask
+    if advantage is Advantage.REINFORCE_PLUS_PLUS:
+        return reinforce_plus_plus(rewards, mask)
     found = np.concatenate(
         [OF_GROUPS[advantage](rewards[group == each], mask[group == each]) for each in np.unique(group)]
     )
@@ -97,6 +108,29 @@ def test_it_is_its_formula(advantage: Advantage) -> None:
         )
         wanted = reference(advantage, rewards, mask, group)
         np.testing.assert_allclose(data.batch["advantages"].numpy(), wanted, atol=ATOL)
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+def test_a_divergence_in_the_reward_is_taken_off_each_token(estimator: Estimator) -> None:
+    """score - weight * estimator of x = log p_start - log p, by verl's function and of its configuration for our plan:
+    k1 is -x, k2 x^2 / 2, k3 exp(x) - 1 - x, by verl 10 at most. Schulman 2020, Approximating KL Divergence."""
+    weight, rng = 0.25, np.random.default_rng(0)
+    sets = (f"algorithm.kl={weight}", f"algorithm.kl_estimator={estimator}", "algorithm.kl_in=reward")
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+    config = verl_config(plan.argv[4:]).algorithm
+    assert config.use_kl_in_reward
+    rewards, mask, _ = make_batch(0)
+    score = rewards[:, None] * (np.arange(TOKENS) == mask.sum(axis=1)[:, None] - 1)
+    old, start = (-rng.exponential(1.0, mask.shape).astype(np.float32) for _ in range(2))
+    old[0, 0], start[0, 0] = -4, -1
+    fields = {"token_level_scores": score, "response_mask": mask, "old_log_probs": old, "ref_log_prob": start}
+    data = DataProto.from_single_dict({name: torch.from_numpy(each) for name, each in fields.items()})
+    data, _ = apply_kl_penalty(data, get_kl_controller(config.kl_ctrl), config.kl_penalty)
+    x = start.astype(np.float64) - old
+    assert x[0, 0] == 3
+    of_token = {Estimator.K1: -x, Estimator.K2: x**2 / 2, Estimator.K3: np.minimum(np.exp(x) - 1 - x, 10)}[estimator]
+    # float32 differences of numbers below 10, and what is made of them: some 2^-23 each
+    np.testing.assert_allclose(data.batch["token_level_rewards"], score - weight * of_token * mask, atol=2e-6)
 
 
 def test_gdpo_normalises_each_reward_by_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from corrections_reference import CORRECTIONS, Case, make_case, reference
-from plans import make_plan
+from plans import HOST, make_plan, verl_config
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -21,8 +22,11 @@ from appliance.corrections.base import Correction, Part
 from appliance.corrections.objective import Estimator, KlPlace, Loss
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
+from appliance.plan.build import build_plan
+from appliance.recipe.load import load_recipe
 from appliance.record.plan import CorrectionPlan, KlPlan, RunPlan, ShadowPlan
 from appliance.trainer import correction as module
+from appliance.trainer.attest import attest_driver, installed_loss
 from appliance.trainer.correction import (
     CLIP_LOWER,
     CLIP_UPPER,
@@ -215,3 +219,20 @@ def test_every_training_worker_gets_our_loss(tmp_path: Path, monkeypatch: pytest
     assert loss.keywords == {"config": "actor", "ratio_to": to, "clips": clips, "kind": Loss.PPO}
     tight = CORRECTIONS[name].tightened()  # the loss stays when the guard tightens
     assert (tight.ratio_to, tight.clips) == (to, clips)
+
+
+def test_loss_and_advantage_are_attested_as_they_are_and_not_as_planned(tmp_path: Path) -> None:
+    """A plan of GRPO, and a verl that was told otherwise."""
+    plan, actor = (
+        build_plan(load_recipe("arithmetic-tiny-int8"), run_dir=tmp_path, host=HOST),
+        "actor_rollout_ref.actor",
+    )
+    told = [f"{actor}.policy_loss.loss_mode=cispo", f"{actor}.loss_agg_mode=seq-mean-token-mean"]
+    told += ["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"]
+    config = verl_config([*plan.argv[4:], *told])
+    attest_driver(plan, algorithm=config.algorithm)
+    said = json.loads((tmp_path / "attest" / "driver-0.json").read_text())["detail"]
+    assert (said["advantage"], said["by_deviation"]) == ("rloo", False)
+    given: list[Any] = []
+    BatchCorrection(plan).install(SimpleNamespace(set_loss_fn=given.append), actor=config.actor_rollout_ref.actor)
+    assert installed_loss(given[0]) == {"loss": "cispo", "aggregate": "seq-mean-token-mean"}

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
-from test_corrected_loss import Batch, as_verl_has_it, make_config
+from test_corrected_loss import Batch, as_verl_has_it, jagged, make_config
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 
@@ -99,6 +98,13 @@ def sapo(t: Token) -> tuple[float, float, bool]:
     return t.a * 4 / tau * gate, 4 * t.a * gate * (1 - gate) * ratio, False
 
 
+def geo_mean(x: np.ndarray, a: float, *, low: float, high: float) -> tuple[float, np.ndarray]:
+    """(A exp(mean of min(x, high)), for A < 0 of max(x, -low); which tokens are inside). x: of a response's tokens.
+    arXiv 2507.20673, eq. 3: a product of a response's tokens, one side clipped each."""
+    held = np.minimum(x, high) if a > 0 else np.maximum(x, -low)
+    return a * np.exp(held.mean()), held == x
+
+
 TOKENWISE: dict[Loss, Formula] = {Loss.PPO: ppo, Loss.GSPO: gspo, Loss.CISPO: cispo, Loss.SAPO: sapo}
 
 
@@ -110,34 +116,39 @@ class Wanted:
     clipped: int
 
 
+def shares(case: Case, aggregate: Aggregate) -> np.ndarray:
+    """[B, T] float64: what a token that stays counts. docs/algorithms.md."""
+    kept, rows = case.kept.numpy(), len(case.kept)
+    of_token = {
+        Aggregate.TOKEN_MEAN: 1 / int(case.batch.mask.sum()),
+        Aggregate.SEQUENCE_MEAN: 1 / rows / np.maximum(1, kept.sum(axis=1, keepdims=True)),
+        Aggregate.CONSTANT: 1 / rows / RESPONSE,
+    }
+    return kept * of_token[aggregate]
+
+
 def reference(case: Case, loss: Loss, *, aggregate: Aggregate, dual: float) -> Wanted:
     low, high, (rows, columns) = loss.spec.clip.low, loss.spec.clip.high, case.kept.shape
     gradient, total, negative, clipped = np.zeros((rows, columns)), 0.0, 0, 0
     old, new, weights = (each.double().numpy() for each in (case.batch.old, case.batch.new, case.weights))
-    whole = int(case.batch.mask.sum())
+    share = shares(case, aggregate)
     for row in range(rows):
         places = np.flatnonzero(case.kept[row].numpy())
         if not len(places):
             continue
         a, x = float(case.batch.advantages[row, 0]), (new - old)[row, places]
         negative += len(places) * (a < 0)
-        if loss is Loss.GEO_MEAN:  # arXiv 2507.20673, eq. 3: a product of a response's tokens, one side clipped each
-            held = np.minimum(x, high) if a > 0 else np.maximum(x, -low)
-            value = weights[row, 0] * a * np.exp(held.mean())
-            total -= value / rows
-            gradient[row, places] = -value / rows / len(places) * (held == x)
-            clipped += int(((held != x) & (a < 0)).sum())
+        if loss is Loss.GEO_MEAN:
+            value, inside = geo_mean(x, a, low=low, high=high)
+            total -= weights[row, 0] * value / rows
+            gradient[row, places] = -weights[row, 0] * value / rows / len(places) * inside
+            clipped += int((~inside & (a < 0)).sum())
             continue
-        share = {
-            Aggregate.TOKEN_MEAN: 1 / whole,
-            Aggregate.SEQUENCE_MEAN: 1 / rows / len(places),
-            Aggregate.CONSTANT: 1 / rows / RESPONSE,
-        }[aggregate]
         for place, each in zip(places, x, strict=True):
             token = Token(each, new[row, place], a, low, high, dual, x.mean())
             value, slope, below = TOKENWISE[loss](token)
-            total -= share * weights[row, place] * value
-            gradient[row, place] = -share * weights[row, place] * slope
+            total -= share[row, place] * weights[row, place] * value
+            gradient[row, place] = -share[row, place] * weights[row, place] * slope
             clipped += below
     return Wanted(total, gradient, negative, clipped)
 
@@ -211,27 +222,60 @@ def test_no_loss_ignores_the_weights(loss: Loss) -> None:
     np.testing.assert_allclose(twice, 2 * once, rtol=1e-5, atol=1e-9)
 
 
-def test_the_divergence_is_over_what_the_correction_keeps_and_unweighed() -> None:
-    """k3 in the loss: exp(x) - 1 - x of x = log p_start - log p, slope 1 - exp(x), and the mean of the tokens."""
-    case = make_case(0, shared=False, spread=0.5)
-    start = case.batch.new - torch.linspace(-1, 1, case.kept.shape[1])
+def divergence_gradient(case: Case, start: torch.Tensor, *, estimator: str) -> np.ndarray:
+    """[B, T]: what a weight of 1 adds to the gradient. start: log-probs of the model at the start."""
 
     def gradient(coefficient: float) -> np.ndarray:
         output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
-        lengths = case.batch.mask.sum(dim=-1).tolist()
-        rows = [row[:length] for row, length in zip(start, lengths, strict=True)]
-        data = TensorDict(
-            {**dict(data.items()), "ref_log_prob": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
-        )
-        data.batch_size = torch.Size([len(lengths)])
-        config = make_config(use_kl_loss=True, kl_loss_coef=coefficient, kl_loss_type="k3")
+        data["ref_log_prob"] = jagged(start, case.batch.mask.sum(dim=-1).tolist())
+        config = make_config(use_kl_loss=True, kl_loss_coef=coefficient, kl_loss_type=estimator)
         assert WEIGHTS in data.keys()  # noqa: SIM118
         corrected_loss(config, output, data)[0].backward()
         return leaf.grad.double().numpy()
 
+    return (gradient(2.0) - gradient(0.0)) / 2
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_divergence_is_over_what_the_correction_keeps_and_unweighed(estimator: str) -> None:
+    """In the loss, of x = log p_start - log p, the mean of the tokens: k2 is x^2 / 2, slope -x in log p; k3 is
+    exp(x) - 1 - x, slope 1 - exp(x). Schulman 2020, Approximating KL Divergence."""
+    case = make_case(0, shared=False, spread=0.5)
+    start = case.batch.new - torch.linspace(-1, 1, case.kept.shape[1])
     x = (start - case.batch.new).double().numpy()
-    wanted = np.where(case.kept.numpy(), 1 - np.exp(x), 0.0) / int(case.batch.mask.sum())
-    np.testing.assert_allclose((gradient(2.0) - gradient(0.0)) / 2, wanted, atol=1e-7)
+    slope = {"k2": -x, "k3": 1 - np.exp(x)}[estimator]
+    found = divergence_gradient(case, start, estimator=estimator)
+    np.testing.assert_allclose(found, shares(case, Aggregate.TOKEN_MEAN) * slope, atol=1e-7)
+
+
+def test_k3_pulls_no_more_where_it_is_above_10() -> None:
+    """verl's clamp: exp(x) - 1 - x is 8.7 at 2.5, 11.2 at 2.7, 9.0 at -10 and 11.0 at -12."""
+    case = make_case(0, shared=False, spread=0.5)
+    x = torch.tensor([2.5, 2.7, -10, -12]).repeat(5)
+    pulled = divergence_gradient(case, case.batch.new + x, estimator="k3") != 0
+    np.testing.assert_array_equal(pulled, (case.kept & (x.exp() - 1 - x < 10)).numpy())
+
+
+@pytest.mark.parametrize("aggregate", Aggregate)
+def test_the_entropy_is_over_what_the_correction_keeps_and_unweighed(aggregate: Aggregate) -> None:
+    """Less bonus * entropy, aggregated as the loss: the slope in a token's entropy is -bonus times what it counts."""
+    bonus, case = 0.5, make_case(0, shared=False, spread=0.5)
+    entropy = torch.linspace(0, 5, case.kept.numel()).reshape(case.kept.shape).requires_grad_()
+    lengths = case.batch.mask.sum(dim=-1).tolist()
+    settings = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": RESPONSE}
+    config = make_config(entropy_coeff=bonus, **settings)
+    output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+    without = corrected_loss(config, output, data)[0]
+    (alone,) = torch.autograd.grad(without, leaf)
+    output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+    output["entropy"] = jagged(torch.nn.functional.pad(entropy, (0, 1)), [length + 1 for length in lengths])
+    found = corrected_loss(config, output, data)[0]
+    found.backward()
+    share = shares(case, aggregate)
+    mean = (share * entropy.detach().double().numpy()).sum()
+    assert (found - without).item() == pytest.approx(-bonus * mean, abs=1e-6)  # of float32 sums of size 5
+    np.testing.assert_allclose(entropy.grad.numpy(), -bonus * share, rtol=1e-6)
+    assert torch.equal(leaf.grad, alone)
 
 
 @pytest.mark.parametrize("aggregate", Aggregate)
@@ -241,11 +285,7 @@ def test_the_divergence_is_said_per_token_whatever_the_loss_aggregates(aggregate
     case = make_case(0, shared=False, spread=0.5)
     start = case.batch.new - torch.linspace(-1, 1, case.kept.shape[1])
     output, data, _ = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
-    lengths = case.batch.mask.sum(dim=-1).tolist()
-    nested = [row[:length] for row, length in zip(start, lengths, strict=True)]
-    fields = {**dict(data.items()), "ref_log_prob": torch.nested.as_nested_tensor(nested, layout=torch.jagged)}
-    data = TensorDict(fields)
-    data.batch_size = torch.Size([len(lengths)])
+    data["ref_log_prob"] = jagged(start, case.batch.mask.sum(dim=-1).tolist())
     settings = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": RESPONSE}
     config = make_config(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=estimator, **settings)
     _, metrics = corrected_loss(config, output, data)

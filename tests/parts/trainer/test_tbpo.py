@@ -100,7 +100,9 @@ class Wanted:
 
 
 def reference(case: Case, *, low: float, high: float, dual: float) -> Wanted:
-    """In numpy's float64, response by response, and its gradient by hand."""
+    """In numpy's float64, response by response, and its gradient by hand: the mean over responses of w A min(r, 1 +
+    high), for A < 0 of w A r where 1 - low <= r <= dual, else 0; r is the geometric mean of p / p_old. QaRL, arXiv
+    2604.07853, read as in trainer/correction.py."""
     loss = size = 0.0
     clipped = negative = 0
     gradient, cases = np.zeros(case.kept.shape), set()

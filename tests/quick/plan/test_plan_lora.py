@@ -10,11 +10,12 @@ from plans import HOST
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
-from appliance.plan.memory import gpu_ladder, host_bytes, moments, trained_weights
+from appliance.plan.memory import gpu_ladder, held, host_bytes, moments, trained_weights
 from appliance.plan.verl_args import overrides
 from appliance.preflight.disk import needed_bytes
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.environment import ENGINE_VENDOR, VENDOR_VARIABLE
 from appliance.terms.shapes import KNOWN
 
@@ -101,6 +102,16 @@ def test_only_the_adapter_has_gradients_and_moments() -> None:
     assert host_bytes(offloaded, SHAPE_7B) == 4 * SHAPE_7B.weights + 12 * adapter
     _, checkpoints = needed_bytes(plan, model_bytes=2 * SHAPE_7B.weights, shape=SHAPE_7B)
     assert checkpoints == 16 * adapter
+
+
+def test_its_reference_needs_no_memory() -> None:
+    """In the host's of a GPU, and in all that a CPU holds: it is the model without the adapter."""
+    asked, tiny = "algorithm.kl=0.1", TINY_MODELS["tiny-arithmetic"].shape
+    of_host = [host_bytes(planned("gsm8k-7b-lora-int8", *sets), SHAPE_7B) for sets in ((), (asked,))]
+    on_cpu = [held(planned("arithmetic-tiny-lora-int8", *sets), tiny) for sets in ((), (asked,))]
+    assert of_host[0] == of_host[1] and on_cpu[0] == on_cpu[1]
+    full = planned("gsm8k-7b-lora-int8", asked, "model.lora=null")
+    assert host_bytes(full, SHAPE_7B) == 4 * SHAPE_7B.weights
 
 
 @pytest.mark.parametrize("device", ["rtx4090", "a100"])
