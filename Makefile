@@ -20,8 +20,8 @@ quick: setup ## no engine, no training, no torch: what to run while you work, un
 	@TIMEFORMAT='quick: %0R s, %0U + %0S s of processor time'; \
 	time .venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS)
 
-test-long: setup ## the longest: whole trainings of examples, each algorithm, a comparison, a lost head of two nodes, `accept` rehearsed
-	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long tests/engine tests/training $(ARGS)
+test-long: setup ## the longest: whole trainings of examples, each algorithm, a comparison, a lost head of two nodes, `accept` rehearsed, a million steps shown
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long tests/engine tests/training tests/parts/report $(ARGS)
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)
