@@ -90,7 +90,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path: Path, make_run: Callable[
     assert many < few + GROWTH_KIB
 
 
-@pytest.mark.long  # three minutes of processor time, and 1.8 GB of disk
+@pytest.mark.long  # four minutes of processor time, and 1.8 GB of disk
 def test_a_million_steps_are_shown_from_100_mib(
     tmp_path: Path, make_run: Callable[..., Path], metrics_line, record_property: Callable[[str, object], None]
 ) -> None:
