@@ -20,8 +20,8 @@ quick: setup ## no engine, no training, no torch: what to run while you work, un
 	@TIMEFORMAT='quick: %0R s, %0U + %0S s of processor time'; \
 	time .venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS)
 
-test-long: setup ## the longest: whole trainings of examples, each algorithm, a comparison, a lost head of two nodes, `accept` rehearsed
-	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long tests/engine tests/training $(ARGS)
+test-long: setup ## the longest: whole trainings of examples, each algorithm, a comparison, a lost head of two nodes, `accept` rehearsed, a million steps shown
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long tests/engine tests/training tests/parts/report $(ARGS)
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)
@@ -51,8 +51,8 @@ image-gpu: ## build the image flashrl-appliance:gpu of 9.5 GB: no GPU is needed 
 setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
 
-accept: setup ## rehearse on this CPU what a GPU has never run; on a GPU: the image's command `accept`, docs/real-hardware.md
-	@.venv/bin/appliance accept $(ARGS)
+accept: setup ## what a GPU has never run, row by row, in the image; without a GPU: a rehearsal on this CPU, docs/real-hardware.md
+	@container/accept.sh $(ARGS)
 
 bundle: setup ## environment and code in parts of 60 MB, for a GPU host that reaches no index: ARGS="--python 3.12 --has FREEZE"
 	@.venv/bin/python -m container.bundle.pack $(ARGS)

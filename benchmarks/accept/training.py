@@ -73,13 +73,15 @@ def train(
     lora: bool = False,
     flow: bool = False,
     backward: bool = False,
+    dtype: str = "bf16",
 ) -> None:
     """Two steps of the recipe, on rewards of its own. Every step has its figures and a gradient, the engines got other
     weights than the first ones, the result is there, memory is within the estimate.
 
     by: a scheme, or two of replicas, each on a GPU, as `bf16+int8`.  tensor_parallel: GPUs of an engine.  lora: an
     adapter is trained, and what the engines get is the merged model.  flow: the trainer's forward is theirs, and with
-    `backward` its gradients are in `fp8-block`, too.
+    `backward` its gradients are in `fp8-block`, too.  dtype: `fp16`: of trainer and engines; an update that overflows
+    is left out.
     """
     wanted = TINY if ground.rehearsal else SIZES[size]
     if not ground.rehearsal:
@@ -105,6 +107,7 @@ def train(
         *((f"model.lora={{rank: {LORA_RANK}}}",) if lora else ()),
         *(("trainer.forward=rollout",) if flow else ()),
         *(("trainer.backward=fp8-block",) if backward else ()),
+        f"trainer.dtype={dtype}",
         f"cluster.run_dir={(ground.folder / 'runs').absolute()}",
     )
     if emulated:
@@ -120,9 +123,11 @@ def train(
     for line in steps:
         said = (line["scheme"], line["emulated"])
         ground.hold(said == (by, emulated), f"step {line['step']} was rolled out by {said}")
-        finite = all(math.isfinite(line[key]) for key in ("grad_norm", "mismatch_k3_kl", "entropy"))
+        overflowed = dtype == "fp16" and line["overflow_fraction"] > 0  # then there is no norm
+        keys = ("mismatch_k3_kl", "entropy", *(("grad_norm",) if not overflowed else ()))
+        finite = all(math.isfinite(line[key]) for key in keys)
         ground.hold(finite, f"step {line['step']} has a gradient, mismatch or entropy that is not finite")
-        ground.hold(line["grad_norm"] > 0, f"step {line['step']} has no gradient")
+        ground.hold(overflowed or line["grad_norm"] > 0, f"step {line['step']} has no gradient")
         if flow:  # on a CPU they are the same bits
             ground.figure(f"step {line['step']}, k3 of one flow", line["mismatch_k3_kl"], "nats")
             near = line["mismatch_k3_kl"] <= (0.0 if ground.rehearsal else FLOW_K3)
@@ -136,6 +141,10 @@ def train(
     if backward:
         attested = _attested(run_dir)["backward"]
         ground.hold(attested == f"fp8-block{', emulated' * emulated}", f"gradients are in {attested}")
+    if dtype == "fp16":
+        ground.figure("step 2, losses are multiplied by", steps[-1]["grad_scale"], "times")
+        said = (_attested(run_dir)["compute"], _attested(run_dir, "rollout-0-0")["dtype"])
+        ground.hold(set(said) == {"torch.float16"}, f"trainer and engine compute in {said}")
     for replica, scheme in enumerate(schemes):
         for rank in range(tensor_parallel):
             who = f"rank {rank} of replica {replica}" if gpus > 1 else "the engine"
@@ -155,9 +164,8 @@ def _replicas(schemes: list[str]) -> tuple[str, ...]:
     return "rollout.scheme=auto", f"rollout.replicas=[{', '.join(schemes)}]"
 
 
-def _attested(run_dir: Path) -> dict[str, object]:
-    """By the trainer's first rank."""
-    detail: dict[str, object] = json.loads((run_dir / "attest" / "trainer-0.json").read_text())["detail"]
+def _attested(run_dir: Path, process: str = "trainer-0") -> dict[str, object]:
+    detail: dict[str, object] = json.loads((run_dir / "attest" / f"{process}.json").read_text())["detail"]
     return detail
 
 

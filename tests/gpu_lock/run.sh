@@ -36,3 +36,5 @@ HOME=$place/home "$python" -m pytest --confcutdir tests/gpu_lock -o pythonpath="
     echo "error: $expected tests are expected to pass" >&2
     exit 1
 }
+# Fields 14 to 17 of a process's stat: its own and its children's processor time, in hundredths of a second.
+awk -v s="$SECONDS" '{ printf "gpu-lock: %d s, %d s of processor time\n", s, ($14 + $15 + $16 + $17) / 100 }' /proc/$$/stat

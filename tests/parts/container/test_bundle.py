@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
 import re
@@ -17,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError
+from container.bundle import pack as command
 from container.bundle.fat_binary import MACHINE_CODE, MAGIC, PTX, keep_one
 from container.bundle.pack import (
     ENTRY,
     LOCK,
+    MOST_BYTES,
     _parents,
     code,
     compare,
@@ -233,6 +236,23 @@ def bundle(tmp_path: Path) -> Path:
     parts = pack(files, folder=tmp_path / "bundle", most=MOST)
     assert len(parts) == 4 and max(part.stat().st_size for part in parts) <= MOST
     return tmp_path / "bundle"
+
+
+def test_the_commands_parts_have_60_mb_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    signature = inspect.signature(pack)
+
+    def packed(*given: object, **named: object) -> list[Path]:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        asked.append(bound.arguments["most"])
+        return []
+
+    monkeypatch.setattr(command, "pack", packed)
+    monkeypatch.setattr(command, "download", lambda entries, **given: [])
+    monkeypatch.setattr(sys, "argv", ["pack", "-o", str(tmp_path / "bundle")])
+    assert command.main() == 0
+    assert asked == [MOST_BYTES] and MOST_BYTES <= 60_000_000
 
 
 def put(bundle: Path, target: Path) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,5 @@
-"""`make RECIPE` on a host with GPUs and on one without: preflight, then the image, then the training in it.
+"""`make RECIPE` on a host with GPUs and on one without: preflight, then the image, then the training in it. And `make
+accept`: in the image, or a rehearsal.
 
 nvidia-smi and docker are scripts that answer; no engine answers the training itself, which ends at that.
 """
@@ -27,10 +28,10 @@ case "$*" in "image inspect"*) [ -n "{here}" ] || grep -qE "^(pull|build) " {log
 """
 
 
-def train(
-    folder: Path, recipe: str, *options: str, gpus: str, here: str = ""
+def called(
+    folder: Path, *command: str | Path, gpus: str, here: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """container/train.sh on a host with these GPUs, as nvidia-smi prints them, and what it asked docker.
+    """A script on a host with these GPUs, as nvidia-smi prints them, and what it asked docker.
 
     here: whether the image is there from the start, if not empty.
     """
@@ -44,10 +45,15 @@ def train(
         (programs / name).chmod(0o755)
     away = {"HF_HUB_OFFLINE": "1", "DOCKER_HOST": f"unix://{folder}/nobody.sock"}
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **away}
-    given = [f"--set=cluster.run_dir={folder / 'runs'}", "--set=cluster.device=h100", *options]
-    command = [ROOT / "container/train.sh", recipe, *given]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     return done, log.read_text().splitlines()
+
+
+def train(
+    folder: Path, recipe: str, *options: str, gpus: str, here: str = ""
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    given = [f"--set=cluster.run_dir={folder / 'runs'}", "--set=cluster.device=h100", *options]
+    return called(folder, ROOT / "container/train.sh", recipe, *given, gpus=gpus, here=here)
 
 
 def inputs(folder: Path) -> list[str]:
@@ -114,3 +120,49 @@ def _short(call: str) -> str:
     if words[0] == "build":
         return f"build --target {words[words.index('--target') + 1]}"
     return "image inspect --format" if "--format" in words else call
+
+
+LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)"
+ACCEPT = ROOT / "container/accept.sh"
+
+
+@pytest.mark.parametrize(
+    ("here", "before"),
+    [("yes", []), ("", ["build --target gpu", "image inspect --format"])],
+    ids=["here", "built"],
+)
+def test_accept_is_the_images_where_there_is_a_gpu(here: str, before: list[str], tmp_path: Path) -> None:
+    target = subprocess.run(["make", "-n", "accept"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "container/accept.sh" in target.stdout
+    done, asked = called(tmp_path, ACCEPT, "--only", "digest", gpus=LISTED, here=here)
+    assert done.returncode == 0, done.stderr
+    asked = [_short(call) for call in asked if call.split()[0] in ("image", "build", "run")]
+    user, results = os.getuid(), "docs/results"
+    run = f"run --rm --gpus all --shm-size 8g --user {user} -v flashrl-cache-{user}:/cache "
+    run += f"-v {ROOT}/runs:/appliance/runs -v {ROOT}/{results}:/appliance/{results} {BUILT} accept --only digest"
+    assert asked == [f"image inspect {BUILT}", *before, run]
+    page = (ROOT / "docs/real-hardware.md").read_text().replace(" \\\n    ", " ")
+    assert run.partition(" -v ")[0].replace(str(user), '"$(id -u)"') in page
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options"),
+    [
+        ("", ["--only", "nothing"]),
+        ("No devices were found", ["--only", "nothing"]),
+        (LISTED, ["--cpu", "--only=nothing"]),
+    ],
+)
+def test_without_a_gpu_or_where_it_is_asked_for_accept_rehearses(gpus: str, options: list[str], tmp_path: Path) -> None:
+    """Here as far as to a row that there is not."""
+    done, asked = called(tmp_path, ACCEPT, *options, gpus=gpus)
+    assert (done.returncode, asked) == (2, []), done.stderr
+    assert done.stderr.startswith("error: --only nothing: there is no such row\n")
+
+
+def test_a_page_of_the_image_does_not_go_with_the_container(tmp_path: Path) -> None:
+    done, asked = called(tmp_path, ACCEPT, "-o", "elsewhere", gpus=LISTED, here="yes")
+    assert (done.returncode, asked) == (2, [])
+    assert done.stderr == (
+        "error: -o: what the image writes there goes with the container\nhint: leave it out: docs/results has it\n"
+    )
