@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os.path
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -57,13 +58,15 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
 @contextlib.contextmanager
 def _nothing_half_made(target: Path) -> Iterator[None]:
     """A child that a signal has us end leaves what it had begun: as large as a model, hidden, in the user's folder."""
+    half = re.compile(re.escape(partial_prefix(target)) + r"[a-z0-9_]{8}")  # as mkdtemp names it
     before = set(target.parent.iterdir())
     try:
         yield
-    finally:
+    except BaseException:
         for each in set(target.parent.iterdir()) - before:
-            if each.name.startswith(partial_prefix(target)):
+            if half.fullmatch(each.name):
                 shutil.rmtree(each, ignore_errors=True)
+        raise
 
 
 def _checkpoint(run_dir: Path, *, step: int | None) -> Path:

@@ -171,7 +171,7 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
         return
     kept, problems, missing = target.run_dir / "recipe.yaml", [], []
     if kept.is_file() and target.record.attempt:
-        before, now = _flat(load_recipe(str(kept))), _flat(recipe)
+        before, now = _flat(load_recipe(str(kept), by_rules=False)), _flat(recipe)
         problems = [
             f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"
             for key in sorted(before.keys() | now.keys())

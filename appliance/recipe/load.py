@@ -32,9 +32,12 @@ class Setting:
     node: Node
 
 
-def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = ()) -> Recipe:
+def load_recipe(
+    name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = (), by_rules: bool = True
+) -> Recipe:
     """The resolved recipe: `extends` merged in and cleared, then `settings`, then `--set` options. name_or_path: a
-    shipped recipe's name or a file.  sets: `dotted.key=value` each.  Raises RecipeError with all problems."""
+    shipped recipe's name or a file.  sets: `dotted.key=value` each.  by_rules: whether it is asked if its keys go
+    together: a run's own was, by the rules of its day.  Raises RecipeError with all problems."""
     path = library.find(name_or_path)
     problems: list[Problem] = []
     tree = _with_parent(read_tree(path, problems), path=path, problems=problems)
@@ -48,7 +51,7 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterab
             node = Node({key: node}, node.place)
         tree = _merged(tree, {setting.path[0]: node})
     tree.setdefault("name", Node(path.stem, str(path)))
-    recipe = _validated(tree, file=str(path), problems=problems)
+    recipe = _validated(tree, file=str(path), problems=problems, by_rules=by_rules)
     if problems:
         raise RecipeError(problems)
     return recipe
@@ -147,13 +150,12 @@ def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
 
 
 def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
-    """Mappings are merged key by key; anything else of `above` replaces what `below` has, as does an empty mapping that
-    is no section: `val_sets: {}`."""
+    """Mappings are merged key by key; anything else of `above` replaces what `below` has, as does `val_sets: {}`."""
     merged = dict(below)
     for key, node in above.items():
         old = below.get(key)
         if old is not None and isinstance(old.value, dict):
-            if isinstance(node.value, dict) and (node.value or key in SECTIONS):
+            if isinstance(node.value, dict) and (node.value or key != "val_sets"):
                 node = Node(_merged(old.value, node.value), node.place)
             elif node.value is None and key in SECTIONS:  # one with nothing but comments
                 node = old
@@ -205,7 +207,7 @@ def _placed(node: Node, *, place: str) -> Node:
 # A tree to a recipe
 
 
-def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> Recipe:
+def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_rules: bool) -> Recipe:
     """The recipe, with problems added. Rules are judged on what is left when faulty keys are taken out."""
     tree = {name: node for name, node in tree.items() if name not in SECTIONS or node.value is not None}
     faulty: set[Path_] = set()
@@ -214,7 +216,7 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> 
     except ValidationError as error:
         faulty |= _explain_all(error, tree=tree, file=file, problems=problems)
         recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
-    for broken in broken_rules(recipe):
+    for broken in broken_rules(recipe) if by_rules else ():
         keys = [tuple(key.split(".")) for key in broken.keys]
         if not any(key[: len(bad)] == bad for key in keys for bad in faulty):
             written = next((key for key in keys if _find(tree, key)), keys[0])

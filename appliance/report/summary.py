@@ -98,7 +98,11 @@ def _mismatch(state: RunState) -> str:
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     """One or two things that this run's outcome suggests."""
     longer, lines = f"--set trainer.steps={2 * plan.steps}", []
-    one_scheme = not plan.trainer.quantises and len({each.scheme for each in plan.rollout.replicas}) == 1
+    one_scheme = (  # that may be another: what the recipe has goes with each
+        len({each.scheme for each in plan.rollout.replicas}) == 1
+        and not (plan.trainer.quantises or plan.guard.ranks_layers)
+        and plan.trainer.dtype is Dtype.BF16
+    )
     other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
     if state.unhealthy_steps:
         compare = one_scheme and other is Scheme.BF16

@@ -108,7 +108,7 @@ def number(response: Response) -> float:
 
 _MARKS = (re.compile(r"(?is)<answer>(.*?)</answer>"), re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)"))
 _LINE = re.compile(r"####[ \t]*([^\n]*\S)")
-_MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{2})")  # no unit, such as miles/hour
+_MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)")  # no unit: miles/hour, $5/hour
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
@@ -197,7 +197,7 @@ def length(response: Response, *, target: int) -> float:
 
 
 _FENCED = re.compile(  # (language, what is in it); within a line ``` may be a quotation's
-    r"(?ms)(?:^[ \t]*```[ \t]*([^\s`]*)[^\n`]*|```(?i:python3?|py)?[ \t]*)\n(.*?)```"
+    r"(?ms)(?:^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+|```(?i:python3?|py)?[ \t]*+)\n(.*?)```"
 )
 _PYTHON = ("", "python", "py", "python3")
 

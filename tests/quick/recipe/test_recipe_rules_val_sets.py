@@ -87,6 +87,9 @@ def test_an_empty_mapping_takes_inherited_sets_away(recipe: Path) -> None:
     )
     recipe.with_name("child.yaml").write_text("extends: r.yaml\ntask:\n  val_sets: {}\n  val_file: v.jsonl\n")
     assert load_recipe("child.yaml").task.val_file == "v.jsonl"
+    recipe.with_name("parent.yaml").write_text("extends: r.yaml\nmodel:\n  lora:\n    rank: 4\n")
+    recipe.with_name("child.yaml").write_text("extends: parent.yaml\nmodel:\n  lora: {}\n")
+    assert load_recipe("child.yaml").model.lora == load_recipe("parent.yaml").model.lora
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from appliance.guard.policy import Action
 from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
@@ -231,14 +232,17 @@ def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, ste
 def test_summary_advises_no_scheme_that_the_recipe_refuses(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
-    """One flow does not know BF16, and `scheme` excludes `replicas`; rollouts in BF16 are no remedy for themselves."""
+    """One flow does not know BF16, nor has it precision to raise, `scheme` excludes `replicas`, FP16 has no profile;
+    rollouts in BF16 are no remedy for themselves."""
     well, ill = folded(step_line(1)), folded(step_line(1, is_weight_mean=3.0))
     plan = small_plan(tmp_path)
     one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
     in_bf16 = plan.rollout.replicas[0].replace(scheme=Scheme.BF16)
     several = plan.replace(rollout=plan.rollout.replace(replicas=(plan.rollout.replicas[0], in_bf16)))
     alone = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.BF16, replicas=(in_bf16,)))
-    for each, state in itertools.product((one_flow, several), (well, ill)):
+    raising = plan.replace(guard=plan.guard.replace(actions=(Action.RAISE_PRECISION,)))
+    in_fp16 = plan.replace(trainer=plan.trainer.replace(dtype=Dtype.FP16))
+    for each, state in itertools.product((one_flow, several, raising, in_fp16), (well, ill)):
         assert not any("rollout.scheme" in line for line in summary.try_next(each, state, folder="a"))
     assert not any("rollout.scheme=bf16" in line for line in summary.try_next(alone, ill, folder="a"))
     assert summary.try_next(one_flow, ill, folder="a")[0] == ("the mismatch left its bounds: report.html shows when")

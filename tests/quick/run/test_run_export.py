@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import EngineError, PreflightError, RecipeError
+from appliance.files import partial_prefix
 from appliance.launch import export
 from appliance.launch.export import run_export
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
@@ -119,12 +120,14 @@ def test_an_export_that_is_stopped_leaves_nothing_beside_what_was_there(run_dir:
 
     def stopped(seconds: float) -> None:
         if list(mine.parent.glob("*/half")):
+            (others := mine.with_name(".out-of-another-01234567")).mkdir()
+            assert others.name.startswith(partial_prefix(mine.with_name("out")))
             raise SystemExit(130)
 
     monkeypatch.setattr("time.sleep", stopped)
     with pytest.raises(SystemExit):
         run_export(str(run_dir), run_root=tmp_path, step=2, output=mine.parent / "out")
-    assert list(mine.parent.iterdir()) == [mine]
+    assert sorted(mine.parent.iterdir()) == [mine.with_name(".out-of-another-01234567"), mine]
 
 
 def test_the_log_of_a_failure_is_ours_alone(run_dir: Path, tmp_path: Path, monkeypatch) -> None:

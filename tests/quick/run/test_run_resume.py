@@ -136,6 +136,20 @@ def test_what_a_change_of_the_recipe_means(tmp_path: Path, small_plan: Callable)
     refuse_changes(changed, target=target, force=True)
 
 
+def test_a_run_s_own_recipe_is_not_judged_by_the_rules_of_today(tmp_path: Path, small_plan: Callable) -> None:
+    """It is compared: what it has that does nothing is refused with the way on, not at a line of the run's file."""
+    target = target_of(stopped(small_plan(tmp_path)))
+    kept = target.run_dir / "recipe.yaml"
+    text = to_yaml(recipe("rollout.scheme=fp8", "quantization.emulate=true"))
+    kept.write_text(text.replace("smoothing: 0.5", "smoothing: 0.7"))
+    now = recipe("rollout.scheme=fp8", "quantization.emulate=true")
+    with pytest.raises(RecipeError) as caught:
+        refuse_changes(now, target=target, force=False)
+    assert [message for message, _ in caught.value.problems] == [
+        "quantization.smoothing: the run has 0.7, the recipe 0.5"
+    ]
+
+
 def test_a_learning_rate_that_sinks_has_its_steps(tmp_path: Path, small_plan: Callable) -> None:
     """It would jump: verl's schedule takes the new number of steps with the old place."""
     run_dir = stopped(small_plan(tmp_path))

@@ -34,14 +34,6 @@ def test_work_without_a_total_is_left_out() -> None:
     assert folded(event("progress", "data", done=1.0)).work is None
 
 
-def test_the_first_failure_of_an_attempt_is_the_reason() -> None:
-    """What fails later fails because of it: it is what a restart is judged by, too."""
-    failed = folded(event("failure", "the update did not arrive"), event("failure", "the trainer waits in vain"))
-    assert failed.failure is not None and failed.failure.what == "the update did not arrive"
-    again = functools.reduce(fold, (event("resume", "attempt 2"), event("failure", "gone")), failed)
-    assert again.failure is not None and again.failure.what == "gone"
-
-
 def test_validation_before_training_is_not_a_step() -> None:
     first = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.21, "val_samples": 512, "scheme": "int8"}')
     assert first is not None

@@ -44,6 +44,9 @@ def graded(name: str, text: str, truth: str = "", **options: object) -> object:
         ("<answer>#### no</answer>", "no", 1.0),
         ("#### 60 km/h", "60", 1.0),
         ("#### 1/x", "1/x", 1.0),
+        ("#### 2/sin(x)", "2", 0.0),
+        ("#### 2/sin x", "2", 0.0),
+        ("#### 3/ab", "3", 0.0),
         ("\\boxed{4} no: \\boxed{5}", "5", 1.0),
         ("\\boxed{5} no: \\boxed{4}", "5", 0.0),
         ("I think that the answer is 5.", "5", 1.0),
@@ -178,6 +181,14 @@ def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
     assert graded("code", program, TESTS) == 0.0
     assert time.monotonic() - started < 60
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+@pytest.mark.parametrize("opening", ["```" + "a" * 50_000, "```" + " " * 50_000, " " * 50_000])
+def test_a_block_that_never_opens_is_read_once(opening: str) -> None:
+    """Backwards again and again it takes half a minute."""
+    before_s = time.process_time()
+    assert rewards._FENCED.findall(opening) == []
+    assert time.process_time() - before_s < 5
 
 
 def test_code_takes_tests_as_two_lists() -> None:
