@@ -68,7 +68,7 @@ _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
 
 
 @dataclass(frozen=True)
-class Ask:
+class ProofRequest:
     """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it.
 
     thorough: a full proof in which it is this layer's turn for what is dear.  parts: INT8 looks at one row in so many.
@@ -81,7 +81,7 @@ class Ask:
     parts: int = 1
 
 
-def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> Ask | None:
+def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:
     """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every, parts: at least 1.
 
     everyone: all layers fully, as at sync 1.
@@ -92,7 +92,9 @@ def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = Fa
     if not full and (turn - sync) % every != 0:
         return None
     is_turn = rest == 0 and (turn - number) % ROTATION == 0
-    return Ask(sync=sync, round=sync // every, full=full, thorough=everyone or is_turn, parts=1 if full else parts)
+    return ProofRequest(
+        sync=sync, round=sync // every, full=full, thorough=everyone or is_turn, parts=1 if full else parts
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class KernelProof(ABC):
     name: str
     shape: LocalShape
     scheme: Scheme
-    ask: Ask
+    ask: ProofRequest
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from appliance.record.plan import ModelPlan, RunPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import asked_of, read_tools
-from appliance.tasks.user_code import Heard, heard
+from appliance.tasks.user_code import ChildOutput, heard
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -310,7 +310,7 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
     return ()
 
 
-def _problem(found: Heard, *, within_s: float, is_own: bool) -> RewardProblem | None:
+def _problem(found: ChildOutput, *, within_s: float, is_own: bool) -> RewardProblem | None:
     doing = found.words.get("doing", "the rewards of the first problems")
     if "verdict" not in found.words:
         if found.is_late:

@@ -33,7 +33,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Some(Generic[Kept]):
+class BoundedSeries(Generic[Kept]):
     """Things as they come, in memory that does not grow. first, last: the first and the last five.  some: all, and
     where there are many one in `every`."""
 
@@ -46,10 +46,10 @@ class Some(Generic[Kept]):
     def __bool__(self) -> bool:
         return self.count > 0
 
-    def and_one(self, item: Kept) -> Some[Kept]:
+    def and_one(self, item: Kept) -> BoundedSeries[Kept]:
         some = self.some if self.count % self.every else (*self.some, item)
         is_full = len(some) > _MOST_KEPT
-        return Some(
+        return BoundedSeries(
             self.count + 1,
             (*self.first, item)[:_ENDS],
             (*self.last, item)[-_ENDS:],
@@ -76,8 +76,8 @@ class RunState:
     phase_since: float = 0.0
     work: Work | None = None
     last: StepMetrics | None = None
-    rewards: Some[float] = Some()
-    tokens_per_s: Some[float] = Some()
+    rewards: BoundedSeries[float] = BoundedSeries()
+    tokens_per_s: BoundedSeries[float] = BoundedSeries()
     step_ends_s: tuple[float, ...] = ()
     val_first: float | None = None
     val_last: float | None = None

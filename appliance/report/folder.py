@@ -37,7 +37,7 @@ from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import SampleReader, StepSamples
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
-from appliance.record.state import Judgement, RunState, Some, fold, judge
+from appliance.record.state import BoundedSeries, Judgement, RunState, fold, judge
 from appliance.report.display import step_parts
 from appliance.sync.precision import Generation, read_generation
 from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
@@ -156,8 +156,8 @@ class EventHistory:
     def __init__(self) -> None:
         self.started = self.newest = 0.0
         self.attempts: list[Attempt] = []
-        self.by_kind: defaultdict[str, Some[tuple[int, Event]]] = defaultdict(Some)
-        self.findings: Some[str] = Some()
+        self.by_kind: defaultdict[str, BoundedSeries[tuple[int, Event]]] = defaultdict(BoundedSeries)
+        self.findings: BoundedSeries[str] = BoundedSeries()
         self.num_listed = 0
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=3 * _MOST_LISTED // 4)

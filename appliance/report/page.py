@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Story:
+class PromptAnswers:
     """The answers to one prompt, one at least. name: of letters and digits.  shown: some of them."""
 
     name: str
@@ -153,38 +153,40 @@ def _attest(said: Attestation) -> tuple[str, ...]:
     return said.process, said.role, scheme, ", ".join(said.patches) or "none", ", ".join(told)
 
 
-def _validation(view: RunView) -> list[Story]:
-    """A story per problem, by its prompt: problems keep their order from one validation to the next."""
+def _validation(view: RunView) -> list[PromptAnswers]:
+    """One per problem, by its prompt: problems keep their order from one validation to the next."""
     by_prompt: dict[str, list[Answer]] = {}
     for samples in view.samples:
         for sample in samples.validation:
             answer = Answer(samples.step, sample, is_graded=view.plan.task.own is None)
             by_prompt.setdefault(sample.prompt, []).append(answer)
     numbered = enumerate(by_prompt.values(), start=1)
-    return [Story(f"validation{number}", f"problem {number}", told) for number, told in numbered]
+    return [PromptAnswers(f"validation{number}", f"problem {number}", told) for number, told in numbered]
 
 
-def _training(view: RunView) -> list[Story]:
-    """A story per step, some of them, of one prompt: its best and its worst sample."""
+def _training(view: RunView) -> list[PromptAnswers]:
+    """One per step, some of them, of one prompt: its best and its worst sample."""
     told = _some([samples for samples in view.samples if samples.training])
     is_graded = view.plan.task.own is None
     return [
-        Story(f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training])
+        PromptAnswers(
+            f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training]
+        )
         for s in told
     ]
 
 
-def _are_short(stories: Sequence[Story]) -> bool:
+def _are_short(prompts: Sequence[PromptAnswers]) -> bool:
     """Whether all texts fit into the cells of one table."""
-    samples = [answer.sample for story in stories for answer in story.answers]
+    samples = [answer.sample for prompt in prompts for answer in prompt.answers]
     texts = [text for sample in samples for text in (sample.prompt, sample.response)]
     return all(len(text) <= _SHORT and "\n" not in text for text in texts) and not any(s.turns for s in samples)
 
 
-def _by_step(stories: Sequence[Story]) -> list[tuple[int, list[Answer | None]]]:
-    """Some of the steps, each with the answer of every story."""
-    steps = _some(sorted({answer.step for story in stories for answer in story.answers}))
-    answers = [{answer.step: answer for answer in reversed(story.answers)} for story in stories]
+def _by_step(prompts: Sequence[PromptAnswers]) -> list[tuple[int, list[Answer | None]]]:
+    """Some of the steps, each with the answer to every prompt."""
+    steps = _some(sorted({answer.step for prompt in prompts for answer in prompt.answers}))
+    answers = [{answer.step: answer for answer in reversed(prompt.answers)} for prompt in prompts]
     return [(step, [each.get(step) for each in answers]) for step in steps]
 
 

@@ -18,7 +18,10 @@ BOUNDARIES = {
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
-SAID_NOTHING = {"watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"}
+SAID_NOTHING = {
+    *("watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"),
+    *("Shown", "Heard", "Asked", "Spoken", "Look", "Story", "Order", "Some", "Ask", "Judged"),
+}
 OF_A_TOPOLOGY = {
     *("nodes", "gpus_per_node", "gpus", "world_size", "engines", "replica", "replicas", "rank"),
     *("tensor_parallel", "tensor_parallel_size", "sequence_parallel", "data_parallel"),
