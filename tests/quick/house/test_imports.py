@@ -54,6 +54,11 @@ MAY_IMPORT = {
     "container": {*TOOLS, "cluster", "launch", "preflight", "recipe", "record", "report", "tasks", "terms"},
 }
 
+# Beside the core, which imports none of it. One arrow: the command line starts `accept` so, and not by an entry point,
+# for a bundle (container/bundle) is the code alone, without the package's metadata.
+BESIDE = {"benchmarks", "flashrl_compat"}
+TO_BESIDE = {("appliance", "benchmarks.accept")}
+
 HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"}
 SLOW = HEAVY | {"huggingface_hub", "httpx", "jinja2"}  # 0.3 s each: where a command needs it, inside a function
 
@@ -95,6 +100,17 @@ def test_imports_go_down(modules: dict[str, ast.Module]) -> None:
         if "." in module and room(module) != room(target) and room(target) not in MAY_IMPORT[room(module)]
     ]
     assert wrong == []
+
+
+def test_what_stands_beside_the_core_is_imported_by_none_of_it(modules: dict[str, ast.Module]) -> None:
+    folders = {module: ".".join(["appliance", *module.split(".")[:-1]]) for module in modules}
+    found = {
+        (folders[module], ".".join(name.split(".")[:2]))
+        for module, tree in modules.items()
+        for name in imported(ast.walk(tree))
+        if name.partition(".")[0] in BESIDE
+    }
+    assert found == TO_BESIDE
 
 
 def test_no_rule_allows_what_nobody_does(modules: dict[str, ast.Module]) -> None:
