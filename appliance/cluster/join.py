@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from appliance import console
+from appliance.cluster.form import NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
-from appliance.cluster.ray_command import NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.launch.supervise import supervise
 from appliance.plan.host import DEFAULT_BASE, Ports

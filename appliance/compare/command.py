@@ -23,8 +23,7 @@ from appliance.errors import GuardStop, Interrupted, SavedAndStopped
 from appliance.files import write_whole
 from appliance.launch.side_job import stop_on_errors
 from appliance.launch.train import run_training
-from appliance.page import svg
-from appliance.page.render import render
+from appliance.page import render, svg
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.load import to_yaml

@@ -26,10 +26,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from appliance.errors import RecipeError
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.recipe import library
-from appliance.recipe.load import Setting, line_of, read_option, read_tree
-from appliance.recipe.messages import explain, shown, similar
+from appliance.recipe.load import Setting, explain, line_of, read_option, read_tree, shown, similar
 from appliance.recipe.schema import NAME_PATTERN
 from appliance.recipe.text import Node, Problem, Refused
 

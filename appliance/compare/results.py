@@ -19,8 +19,7 @@ import psutil
 from appliance import console
 from appliance.compare.arms import PlannedRun, has_result
 from appliance.corrections.registry import CorrectionMethod
-from appliance.files import write_whole
-from appliance.frozen import Frozen
+from appliance.files import Frozen, write_whole
 from appliance.launch.resume import problems_of
 from appliance.launch.side_job import run_child, work_folder
 from appliance.record.code import as_it_runs

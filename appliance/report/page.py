@@ -13,7 +13,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import write_whole
-from appliance.page.render import render
+from appliance.page import render
 from appliance.record import events
 from appliance.record.attestations import Attestation
 from appliance.record.samples import Sample

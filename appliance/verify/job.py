@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import ConfigDict
 
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 
 
 class State(StrEnum):

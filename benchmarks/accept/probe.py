@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.errors import PreflightError
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.plan.host import HostGpu
 from appliance.processes import module_argv
 

@@ -13,8 +13,7 @@ from plans import make_plan
 
 from appliance.container.launch import container_spec
 from appliance.errors import ApplianceError, EngineError, PreflightError, RecipeError
-from appliance.launch.command import new_run_dir
-from appliance.launch.export import run_export
+from appliance.launch.command import new_run_dir, run_export
 from appliance.launch.resume import find_target, plan_profile_file
 from appliance.quant.checkpoint import Checkpoint
 from appliance.recipe.load import load_recipe

@@ -224,7 +224,7 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: ComparisonR
 def test_the_page_needs_nothing_else_and_escapes_names(shown: ComparisonReport) -> None:
     text = page(shown)
     parts = Parts(text)
-    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/render.py
+    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/__init__.py
     assert "<tis>" not in text and "&lt;tis&gt;" in text
     assert parts.seen.count("figure") == 7 and "url(" not in text
 

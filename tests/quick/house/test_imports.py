@@ -8,20 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-TOOLS = {"console", "control_groups", "errors", "files", "frozen", "hub", "patch", "processes", "signals"}
+TOOLS = {"console", "control_groups", "errors", "files", "hub", "patch", "processes", "signals"}
 FACTS = {"terms", "corrections", "guard"}
 
 # A folder -> the folders and tools that it may import. A rule that needs an exception for a file says that a wall is
 # wrong: move the wall.
 MAY_IMPORT = {
     "page": set(),
-    "terms": {"errors", "frozen"},
+    "terms": {"errors", "files"},
     "corrections": {"errors"},
     "guard": {"terms"},
     # on disk, and between processes
-    "record": {"errors", "files", "frozen", "processes", *FACTS},
+    "record": {"errors", "files", "processes", *FACTS},
     "sync": {"errors", "files", "record", "terms"},
-    "quant": {"errors", "files", "frozen", "terms"},
+    "quant": {"errors", "files", "terms"},
     # the worker: in the processes of vLLM and verl
     "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
     "trainer": {
@@ -29,7 +29,7 @@ MAY_IMPORT = {
         *("cluster", "quant", "record", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
-    "tasks": {"errors", "files", "frozen", "hub", "processes", "quant", "record", "terms"},
+    "tasks": {"errors", "files", "hub", "processes", "quant", "record", "terms"},
     "recipe": {"errors", "quant", "tasks", *FACTS},
     "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
     "preflight": {
