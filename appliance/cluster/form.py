@@ -53,14 +53,15 @@ _CPUS_OF_SERVICES = 3  # the TransferQueue's controller, and two for what is sta
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`. program: label with the
-    fingerprint of the program that made the node, empty for a node that somebody else made."""
+    """A node of the cluster as Ray's control store has it."""
 
     id: str
     name: str
     address: str
     gpus: int
+    """Of Ray's resource `GPU`."""
     program: str = ""
+    """Label with the fingerprint of the program that made the node, empty for a node that somebody else made."""
 
     @property
     def text(self) -> str:
@@ -88,11 +89,10 @@ def not_among(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class Roll:
-    """present: who was there at the last look, as they came.  absent: who died since the first look and is not back,
-    with the time when it was missed."""
-
     present: tuple[Node, ...] = ()
+    """Who was there at the last look, as they came."""
     absent: tuple[tuple[Node, float], ...] = ()
+    """Who died since the first look and is not back, with the time when it was missed."""
 
     def overdue(self, *, at: float) -> list[Node]:
         return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
@@ -352,10 +352,12 @@ def _of_workers(plan: RunPlan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What a node brings. gpus: None lets Ray count them; on a CPU one "GPU" is one rank.  cpus: see cpus_for_ray."""
+    """What a node brings."""
 
     gpus: int | None
+    """None lets Ray count them; on a CPU one "GPU" is one rank."""
     cpus: int
+    """See cpus_for_ray."""
     object_store_bytes: int | None
     address: str = ""  # the one that other nodes reach this host by; empty: Ray's choice
 

@@ -177,12 +177,12 @@ class NodeIsOver(Exception):
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """silent_s: since when the head has not answered, 0 while it does.  ended: its training did, by run.json.
-    without_scheduler: how many looks, the last one included, have found none."""
-
     silent_s: float = 0.0
+    """Since when the head has not answered, 0 while it does."""
     ended: bool = False
+    """The head's training did, by run.json."""
     without_scheduler: int = 0
+    """How many looks, the last one included, have found none."""
 
 
 def is_over(health: NodeHealth) -> bool:

@@ -65,11 +65,12 @@ assert CONFIDENCE == 0.95  # in the heading
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What every form of the output starts from. where: machine and date, for the page."""
+    """What every form of the output starts from."""
 
     comparison: Comparison
     rows: list[ArmResult]
     where: str
+    """Machine and date, for the page."""
     command: str
 
 

@@ -61,8 +61,7 @@ _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 
 @dataclass(frozen=True)
 class ContainerSpec:
-    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path. token: the file with
-    the hub's token, where the run asks the hub and there is one, or empty."""
+    """What `docker run` would be told."""
 
     image: str
     argv: tuple[str, ...]
@@ -71,8 +70,10 @@ class ContainerSpec:
     gpus: bool
     shm_bytes: int
     folders: tuple[tuple[str, bool], ...] = ()
+    """(folder or file, read-only), each at its own path."""
     network: str = ""  # empty: Docker's own
     token: str = ""
+    """The file with the hub's token, where the run asks the hub and there is one, or empty."""
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]

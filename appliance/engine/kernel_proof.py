@@ -69,16 +69,16 @@ _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
 
 @dataclass(frozen=True)
 class ProofRequest:
-    """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it.
-
-    thorough: a full proof in which it is this layer's turn for what is dear.  parts: INT8 looks at one row in so many.
-    """
+    """Of one layer at one sync."""
 
     sync: int
     round: int
+    """How many times n syncs went by; which part is looked at follows from it."""
     full: bool
     thorough: bool
+    """A full proof in which it is this layer's turn for what is dear."""
     parts: int = 1
+    """INT8 looks at one row in so many."""
 
 
 def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:
@@ -99,12 +99,13 @@ def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = Fa
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a kernel has or gives, and what the tensor received gives. bound: on their difference."""
+    """What a kernel has or gives, and what the tensor received gives."""
 
     what: str
     kernel: float | str
     expected: float | str
     bound: float = 0.0
+    """On their difference."""
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""

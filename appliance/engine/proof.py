@@ -31,13 +31,14 @@ Expecting = Callable[..., KernelProof]  # of `ask=`
 
 @dataclass(frozen=True)
 class Proven:
-    """As in an Acknowledgement. unproven: experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its
-    own way or rescales by powers of two, and tensors that no layer of ours has."""
+    """As in an Acknowledgement."""
 
     layers: int
     layers_proven: int
     parameters_proven: int
     unproven: int
+    """Experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers of two,
+    and tensors that no layer of ours has."""
 
 
 class SyncProof:

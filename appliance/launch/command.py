@@ -77,12 +77,13 @@ def run_train(
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of one run, by what `train` was asked for. dry_run: its plan is printed instead."""
+    """The attempts of one run, by what `train` was asked for."""
 
     recipe: Recipe
     steps: tuple[Step, ...] = ()
     json_mode: bool = False
     dry_run: bool = False
+    """Its plan is printed instead."""
 
     @property
     def most_restarts(self) -> int:

@@ -24,10 +24,12 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True)
 class GracefulStop:
-    """How a child is asked to end in its own way. tell: gets the signal's name.  budget_s: what it may take."""
+    """How a child is asked to end in its own way."""
 
     tell: Callable[[str], None]
+    """Gets the signal's name."""
     budget_s: float
+    """What it may take."""
 
 
 def supervise(

@@ -65,14 +65,14 @@ SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
 @dataclass(frozen=True)
 class Step:
     """What a run does between its preparation and its training. (The rooms that do it read runs; none imports them.)
-
-    child: makes the program to run, or None where there is nothing to do.  is_done: whether its result is there.
-    finish: called when it is.  Each may raise an ApplianceError.
-    """
+    Each of its functions may raise an ApplianceError."""
 
     child: Callable[[RunPlan], Child | None]
+    """Makes the program to run, or None where there is nothing to do."""
     is_done: Callable[[RunPlan], bool]
+    """Whether its result is there."""
     finish: Callable[[RunPlan], None]
+    """Called when it is."""
 
 
 def run_training(

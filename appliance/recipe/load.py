@@ -28,10 +28,12 @@ MOST_PARENTS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """One key given outside of the recipe. path: of the key.  node: its value, and where that was written."""
+    """One key given outside of the recipe."""
 
     path: Path_
+    """Of the key."""
     node: Node
+    """Its value, and where that was written."""
 
 
 def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = ()) -> Recipe:

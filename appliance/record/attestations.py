@@ -91,11 +91,13 @@ def read_attestations(run_dir: Path) -> tuple[list[Attestation], list[str]]:
 
 @dataclass(frozen=True)
 class AttestationCheck:
-    """Of all attestations of a run, one sentence each. missing: who said nothing.  wrong: who is not as planned."""
+    """Of all attestations of a run, one sentence each."""
 
     unreadable: list[str]
     missing: list[str]
+    """Who said nothing."""
     wrong: list[str]
+    """Who is not as planned."""
 
     @property
     def problems(self) -> list[str]:

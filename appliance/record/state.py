@@ -22,25 +22,28 @@ BySet = Mapping[str, Mapping[str, float]]  # `avg@<n>`, then `pass@<k>`, by the 
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work that says how far it is. since: unix s of its first report."""
+    """A piece of work that says how far it is."""
 
     label: str
     done: float
     total: float
     note: str
     since: float
+    """Unix s of its first report."""
     at: float
 
 
 @dataclass(frozen=True)
 class BoundedSeries(Generic[Kept]):
-    """Things as they come, in memory that does not grow. first, last: the first and the last five.  some: all, and
-    where there are many one in `every`."""
+    """Things as they come, in memory that does not grow."""
 
     count: int = 0
     first: tuple[Kept, ...] = ()
+    """The first five."""
     last: tuple[Kept, ...] = ()
+    """The last five."""
     some: tuple[Kept, ...] = ()
+    """All, and where there are many one in `every`."""
     every: int = 1
 
     def __bool__(self) -> bool:
@@ -64,14 +67,10 @@ class BoundedSeries(Generic[Kept]):
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of a run. Times are unix seconds, `step_ends_s` seconds since the trainer's start, rewards means.
-
-    steps: how many are planned.  val_first / val_last: greedy validation before training / the newest.
-    val_bf16: the newest in BF16, where that was measured beside it and rollouts were in another scheme.
-    val_how: of `val_how`.  sets_first / sets_last: several validations, before training / the newest.
-    """
+    """What is known of a run. Times are unix seconds, rewards means."""
 
     steps: int
+    """How many are planned."""
     phase: str = "starting"
     phase_since: float = 0.0
     work: Work | None = None
@@ -79,14 +78,21 @@ class RunState:
     rewards: BoundedSeries[float] = BoundedSeries()
     tokens_per_s: BoundedSeries[float] = BoundedSeries()
     step_ends_s: tuple[float, ...] = ()
+    """Seconds since the trainer's start."""
     val_first: float | None = None
+    """Greedy validation before training."""
     val_last: float | None = None
+    """Greedy validation, the newest."""
     val_last_step: int = 0
     val_samples: int = 0
     val_how: str = GREEDY
+    """Of `val_how`."""
     sets_first: BySet = field(default_factory=dict)
+    """Several validations, before training."""
     sets_last: BySet = field(default_factory=dict)
+    """Several validations, the newest."""
     val_bf16: float | None = None
+    """The newest in BF16, where that was measured beside `val_last` and rollouts were in another scheme."""
     unhealthy_steps: int = 0
     note: str = ""
     failure: Event | None = None
@@ -209,11 +215,12 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How far the rollout policy is from the trainer's, in a plain word. word: `fine`, `bad` or `unknown`.  reasons:
-    what is outside its bounds."""
+    """How far the rollout policy is from the trainer's, in a plain word."""
 
     word: str
+    """`fine`, `bad` or `unknown`."""
     reasons: tuple[str, ...] = ()
+    """What is outside its bounds."""
 
     @property
     def healthy(self) -> bool:

@@ -68,11 +68,12 @@ _NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.d
 
 @dataclass(frozen=True)
 class Attempt:
-    """number: from 1.  time: unix s of its first event.  after: the last step that it found done."""
-
     number: int
+    """From 1."""
     time: float
+    """Unix s of its first event."""
     after: int
+    """The last step that it found done."""
 
 
 class StepHistory:
@@ -219,8 +220,7 @@ class EventHistory:
 
 @dataclass
 class RankUpdates:
-    """What one rank of an engine acknowledged. sent, taken: by number of the update, of the few that another rank has
-    not reached yet: the manifest that the trainer sent it, and what it took."""
+    """What one rank of an engine acknowledged."""
 
     name: str
     count: int = 0
@@ -228,7 +228,10 @@ class RankUpdates:
     newest: Acknowledgement | None = None
     has_switched: bool = False
     sent: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By number of the update, of the few that another rank has not reached yet: the manifest that the trainer sent
+    it."""
     taken: dict[int, Acknowledgement] = dataclasses.field(default_factory=dict)
+    """By number of the update, of the same few: what it took."""
 
 
 class UpdateHistory:
@@ -328,7 +331,7 @@ class MemoryHistory:
 
 @dataclass(frozen=True)
 class RunView:
-    """All that a page shows. versions: (of, it)."""
+    """All that a page shows."""
 
     run_dir: Path
     plan: RunPlan
@@ -341,6 +344,7 @@ class RunView:
     samples: list[StepSamples]
     attests: list[Attestation]
     versions: list[tuple[str, str]]
+    """(of, it)."""
     recipe_yaml: str
 
     @property

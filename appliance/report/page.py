@@ -36,15 +36,16 @@ _TIMES_ITS_COST = 50
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it. is_graded: 1 is right
-    and 0 wrong; of rewards of the user's own nobody knows."""
+    """A response in a step."""
 
     step: int
     sample: Sample
     is_graded: bool = True
+    """1 is right and 0 wrong; of rewards of the user's own nobody knows."""
 
     @property
     def grade(self) -> str:
+        """A class of the pages' style."""
         accuracy = self.sample.accuracy
         if accuracy is None or not self.is_graded:
             return ""
@@ -52,6 +53,7 @@ class Answer:
 
     @property
     def accuracy(self) -> str:
+        """As the page says it."""
         return "-" if self.sample.accuracy is None else f"{self.sample.accuracy:g}"
 
     @property
@@ -62,9 +64,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class PromptAnswers:
-    """The answers to one prompt, one at least. name: of letters and digits.  shown: some of them."""
+    """The answers to one prompt, one at least."""
 
     name: str
+    """Of letters and digits."""
     title: str
     answers: list[Answer]
 
@@ -78,6 +81,7 @@ class PromptAnswers:
 
     @property
     def shown(self) -> list[Answer]:
+        """Some of the answers."""
         return _some(self.answers)
 
 

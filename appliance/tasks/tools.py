@@ -40,18 +40,19 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Described:
-    """schemas: of each tool, in the order of the file.  problems: `name: what is wrong with it`."""
-
     schemas: list[Schema] = field(default_factory=list)
+    """Of each tool, in the order of the file."""
     problems: list[str] = field(default_factory=list)
+    """`name: what is wrong with it`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gives the model.  failed: it is a message that says why."""
+    """What a call gives the model."""
 
     text: str
     failed: bool = False
+    """It is a message that says why."""
 
 
 def failure(why: str) -> Answer:
@@ -140,14 +141,16 @@ def _shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class ToolsRequest:
-    """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it.
-    sha256: as of load_module."""
+    """Of the child."""
 
     file: str
     model: str = ""
+    """Whose chat template is to be looked at, or empty."""
     trust_remote_code: bool = False
     import_path: tuple[str, ...] = ()
+    """Of what lies beside it."""
     sha256: str | None = None
+    """As of load_module."""
 
 
 def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:

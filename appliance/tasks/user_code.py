@@ -181,13 +181,16 @@ def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
 
 @dataclass(frozen=True)
 class ChildOutput:
-    """Of a child that has ended. words: what it said, later values in the place of earlier ones. code: its exit code.
-    is_late: it was ended.  printed: the last line of what anybody else wrote, in short."""
+    """Of a child that has ended."""
 
     words: Mapping[str, Any]
+    """What it said, later values in the place of earlier ones."""
     code: int
+    """Its exit code."""
     is_late: bool
+    """It was ended."""
     printed: str
+    """The last line of what anybody else wrote, in short."""
 
 
 def heard(module: str, *, given: str, within_s: float) -> ChildOutput:

@@ -57,12 +57,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A row of the data set on its way to an engine. group: where its samples will be."""
+    """A row of the data set on its way to an engine."""
 
     row: dict[str, Any]
     token_ids: list[int]
     seed: int | None
     group: asyncio.Future[Any]
+    """Where its samples will be."""
 
 
 class PromptSeeds:

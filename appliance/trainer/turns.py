@@ -45,15 +45,17 @@ class Drawn(Protocol):
 
 @dataclass
 class Trajectory:
-    """A sample: all that came after its prompt. mask: 1 for what the model said, else 0. said: its turns and the
-    tools'.  text: of its last turn."""
+    """A sample: all that came after its prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
     mask: list[int]
+    """1 for what the model said, else 0."""
     finished: bool
     text: str
+    """Of its last turn."""
     said: list[Message] = field(default_factory=list)
+    """Its turns and the tools'."""
     turns: int = 1
     calls: int = 0
     failed_calls: int = 0
@@ -111,24 +113,26 @@ GenerateGroups = Callable[..., AsyncIterator[tuple[int, Any]]]
 
 @dataclass(frozen=True)
 class Opening:
-    """What a conversation begins with. seed: of the first sample, None where nothing is drawn."""
+    """What a conversation begins with."""
 
     messages: list[dict[str, Any]]
     token_ids: list[int]
     seed: int | None
+    """Of the first sample, None where nothing is drawn."""
 
 
 @dataclass
 class _Conversation:
-    """content, calls, unread: of the newest turn what is no call, the calls, and how many of them cannot be read."""
-
     opening: Opening
     session: int
     messages: list[dict[str, Any]]
     trajectory: Trajectory
     content: str = ""
+    """Of the newest turn what is no call."""
     calls: list[Any] = field(default_factory=list)
+    """Of the newest turn."""
     unread: int = 0
+    """How many of the newest turn's calls cannot be read."""
     has_ended: bool = False
 
     def seed(self, turn: int) -> int | None:
