@@ -355,7 +355,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, for PEFT.")] = False,
 ) -> int:
     """The trained model of a checkpoint, for plain transformers and plain vLLM."""
-    from appliance.launch.export import run_export
+    from appliance.launch.command import run_export
 
     return run_export(run, run_root=RUN_ROOT, step=step, output=output, adapter=adapter)
 

@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all: to whoever looks, and after a crash of this program or its host.
 
-Until it is whole, what is written has a hidden name beside its own; one rename then gives it its name. Standard library
-only: workers write this way too.
+Until it is whole, what is written has a hidden name beside its own; one rename then gives it its name. What is written
+in JSON by one process and read by another is a `Frozen`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -100,3 +103,13 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Frozen(BaseModel):
+    """Frozen, nothing extra, no coercion (the text `3` is not the number 3)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def replace(self, **changes: object) -> Self:
+        """The same with these fields changed, checked as a new one is."""
+        return self.model_validate({**dict(self), **changes})

@@ -28,16 +28,15 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Patch:
-    """target: `module:qualified.name` of the function or method that is replaced. source_sha256: of
-    `inspect.getsource(target)` in the exact `version` of `distribution`."""
-
     name: str
     target: str
+    """`module:qualified.name` of the function or method that is replaced."""
     why: str
     upstream: str
     distribution: str
     version: str
     source_sha256: str
+    """Of `inspect.getsource(target)` in the exact `version` of `distribution`."""
     remove_when: str
 
 

@@ -24,14 +24,13 @@ _TRACKERS_FOR_S = 1.0
 
 @dataclass(frozen=True)
 class Process:
-    """start: clock ticks since boot.  tracker: one of Python's resource trackers: it removes shared memory once the
-    processes that used it are gone."""
-
     pid: int
     parent: int
     start: int
+    """Clock ticks since boot."""
     name: str
     tracker: bool
+    """One of Python's resource trackers: it removes shared memory once the processes that used it are gone."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.pid})"

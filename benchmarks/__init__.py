@@ -1,1 +1,1 @@
-"""What makes the README's numbers, from a checkout: `python -m benchmarks.sync`. Not installed with the package."""
+"""What makes the README's numbers, `appliance accept`, and the profile that the stress comparisons begin with."""

@@ -46,11 +46,7 @@ MAX_BUSY = 0.1
 
 @dataclass(frozen=True)
 class Trained:
-    """One run. Times in seconds from the start of the command; memory is the sum of proportional set sizes, bytes.
-
-    validation: (step, greedy reward).  rewards: mean sampled reward per step.  busy: share of
-    all cores that other processes used just before it started, 0..1.
-    """
+    """One run. Times in seconds from the start of the command; memory is the sum of proportional set sizes, bytes."""
 
     setting: str
     seed: int
@@ -61,8 +57,11 @@ class Trained:
     rollout_tokens_per_s: float
     peak_pss_bytes: int
     validation: tuple[tuple[int, float], ...]
+    """(step, greedy reward)."""
     rewards: tuple[float, ...]
+    """Mean sampled reward per step."""
     busy: float
+    """Share of all cores that other processes used just before it started, 0..1."""
 
 
 def main() -> int:

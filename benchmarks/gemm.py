@@ -37,17 +37,16 @@ Multiply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """tokens: M of the GEMM, PACK for packing.  ms: median by kernel.  faster: than BF16, median of the turns.
-
-    chosen: the INT8 kernel that a rollout takes for this layer.
-    """
-
     layer: str
     shape_NK: tuple[int, int]
     tokens: int
+    """M of the GEMM, PACK for packing."""
     ms: dict[str, float]
+    """Median by kernel."""
     faster: dict[str, float]
+    """Than BF16, median of the turns."""
     chosen: str
+    """The INT8 kernel that a rollout takes for this layer."""
 
 
 def weights_of(shapes: Shapes) -> dict[str, tuple[int, int]]:

@@ -48,9 +48,8 @@ SETS = (
 
 @dataclass(frozen=True)
 class Size:
-    """kv_cache_gb: of the engine, GiB."""
-
     kv_cache_gb: int
+    """Of the engine, GiB."""
     hidden: int
     intermediate: int
     layers: int
@@ -76,13 +75,12 @@ _TITLES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """peaks: (phase, (role, bytes)...) at the moment of the phase when all roles together held most."""
-
     size: str
     shape: ModelShape
     steps: int
     seconds: float
     peaks: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    """(phase, (role, bytes)...) at the moment of the phase when all roles together held most."""
 
     @property
     def most(self) -> dict[str, int]:

@@ -326,16 +326,16 @@ class Trainer:
 
 @dataclass
 class Parts:
-    """Of a step, of one layer.  quantising: of the trainer, checks of digests and a pass of a few tokens with it.
-    of_tokens: passes without gradients by their tokens.
-    """
+    """Of a step, of one layer."""
 
     log_probs: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
     update: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
     optimizer: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
     sync: Times = field(default_factory=lambda: {scheme: [] for scheme in SCHEMES})
     quantising: list[float] = field(default_factory=list)
+    """Of the trainer, checks of digests and a pass of a few tokens with it."""
     of_tokens: dict[int, Times] = field(default_factory=dict)
+    """Passes without gradients by their tokens."""
 
 
 def train(shapes: Shapes, *, mix: Mix, turns: int, of_tokens: Sequence[int]) -> Parts:

@@ -38,13 +38,15 @@ PASSES = ("log-probs", "update")
 
 @dataclass(frozen=True)
 class Mix:
-    """sequences: of a step.  micro_batch: sequences of a forward.  shortest, longest: tokens, equally often between."""
-
     name: str
     sequences: int
+    """Of a step."""
     micro_batch: int
+    """Sequences of a forward."""
     shortest: int
+    """Tokens; from here to `longest` equally often."""
     longest: int
+    """Tokens."""
 
     def batches(self) -> list[TensorDict]:
         """As a worker has them: prompt and response behind one another, without padding."""

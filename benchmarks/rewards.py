@@ -38,13 +38,14 @@ SLOW_AIM = 0.6  # of one after the other; where all but the last is graded besid
 
 @dataclass(frozen=True)
 class Cost:
-    """rounds_s: of grading SAMPLES.  step_s: of each step.  in_a_step: its samples.  slow_s: until SLOW responses are
-    made and graded."""
-
     rounds_s: tuple[float, ...]
+    """Of grading SAMPLES."""
     step_s: tuple[float, ...]
+    """Of each step."""
     in_a_step: int
+    """Its samples."""
     slow_s: float
+    """Until SLOW responses are made and graded."""
     workers: int
 
     @property

@@ -48,7 +48,7 @@ layer is asked eight times, and once, with all others, about everything that it 
 
 @dataclass(frozen=True)
 class Update:
-    """One measured update. waiting_bytes: most that waited for a layer's rest.  layers_proven: of all with a kernel."""
+    """One measured update."""
 
     pair: int
     scheme: Scheme
@@ -57,7 +57,9 @@ class Update:
     proof_s: float
     telemetry_s: float
     layers_proven: int
+    """Of all with a kernel."""
     waiting_bytes: int
+    """Most that waited for a layer's rest."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one scheme. ratio: to BF16, over interleaved pairs.  proof_share: of the update without digests."""
+    """Medians of one scheme."""
 
     scheme: Scheme
     seconds: float
     ratio: float
+    """To BF16, over interleaved pairs."""
     digest_s: float
     proof_s: float
     proof_share: float
+    """Of the update without digests."""
     telemetry_s: float
     extra_mib: float
     waiting_mib: float

@@ -62,13 +62,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Where:
-    """busy: share of all cores that other processes used just before, 0..1."""
-
     date: str
     processor: str
     cores: int
     recipe: str
     busy: float
+    """Share of all cores that other processes used just before, 0..1."""
 
     @property
     def text(self) -> str:

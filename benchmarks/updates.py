@@ -37,11 +37,12 @@ updates; beside it, in decoder layers of BF16."""
 
 @dataclass(frozen=True)
 class Side:
-    """One engine and how it is updated. seconds: of each turn."""
+    """One engine and how it is updated."""
 
     name: str
     update: Callable[[dict[str, Tensor]], None]
     seconds: list[float]
+    """Of each turn."""
 
 
 def plain(folder: Path) -> Side:

@@ -37,28 +37,31 @@ _KEYS_HINT = "the keys are " + ", ".join(f"`{key}`" for key in (*THEIR_KEYS, *OU
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine's settings. model, backend: as the file has them, or empty.  load_format: one of LOAD_FORMATS."""
+    """One engine's settings."""
 
     name: Name
     quantisation: Quantisation
     load_format: str
+    """One of LOAD_FORMATS."""
     model: str
+    """As the file has it, or empty."""
     backend: str
+    """As the file has it, or empty."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """load_format, backend: empty where the engine's own setting holds.  reload: checkpoints, in order.
-
-    same_for_all: whether every rank gets the same.  notes: what differs from FlashRL, for the log.
-    """
-
     quantisation: Quantisation
     load_format: str
+    """Empty where the engine's own setting holds."""
     backend: str
+    """Empty where the engine's own setting holds."""
     reload: tuple[str, ...]
+    """Checkpoints, in order."""
     same_for_all: bool
+    """Whether every rank gets the same."""
     notes: tuple[str, ...]
+    """What differs from FlashRL, for the log."""
 
 
 def engine_settings(variables: Variables, *, rank: int) -> EngineSettings:

@@ -78,14 +78,17 @@ def patch_core() -> None:
 
 @dataclasses.dataclass
 class _Known:
-    """What a core knows of its workers' weights. closed: why nothing is generated, or nothing.  broken: for good.
-    slept: deeply, and no update has come since.  paused: by us."""
+    """What a core knows of its workers' weights."""
 
     version: int = 0
     closed: str = ""
+    """Why nothing is generated, or nothing."""
     broken: bool = False
+    """For good."""
     slept: bool = False
+    """Deeply, and no update has come since."""
     paused: bool = False
+    """By us."""
 
     @property
     def hint(self) -> str:

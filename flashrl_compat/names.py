@@ -12,12 +12,13 @@ from appliance.terms.schemes import Scheme
 
 @dataclass(frozen=True)
 class Name:
-    """theirs: the word in `FLASHRL_CONFIG` or `fn:`.  meant: what FlashRL does for it.  differs: what is else here."""
-
     theirs: str
+    """The word in `FLASHRL_CONFIG` or `fn:`."""
     scheme: Scheme
     meant: str
+    """What FlashRL does for it."""
     differs: str
+    """What is else here."""
 
 
 _PROCESSED = "nothing is quantised; log-probs after temperature, top-k and top-p"

@@ -44,12 +44,12 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """segment: its name in shared memory.  The lists: of the tensors in it, one behind the other; torch's dtype names
-    without `torch.`."""
-
     segment: str
+    """Its name in shared memory."""
     names: list[str] = field(default_factory=list)
+    """Of the tensors in it, one behind the other, as in the other lists."""
     dtypes: list[str] = field(default_factory=list)
+    """torch's names, without `torch.`."""
     shapes: list[list[int]] = field(default_factory=list)
 
 
@@ -95,10 +95,9 @@ def _read(info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass
 class ShmTrainerInitInfo(TrainerInitInfo):
-    """chunk_bytes: what a segment holds, at least one tensor."""
-
     backend: ClassVar[str] = BACKEND
     chunk_bytes: int = CHUNK_BYTES
+    """What a segment holds, at least one tensor."""
 
 
 class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):

@@ -36,25 +36,26 @@ Problem = tuple[str, str]
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file on the Hugging Face hub. repo: `user/repo`.  path: inside the repository."""
+    """A file on the Hugging Face hub."""
 
     repo: str
+    """`user/repo`."""
     path: str
+    """Inside the repository."""
 
 
 @dataclass(frozen=True)
 class Variables:
-    """config: a name of the table, a file, or a file on the hub; None: FlashRL is off.
-
-    lm_head_fp32: None where the variable says nothing.  log_level: of `logging`.  log_file: or None.
-    reload: checkpoints, each a folder or a model on the hub, in order.
-    """
-
     config: Name | Path | HubFile | None
+    """A name of the table, a file, or a file on the hub; None: FlashRL is off."""
     lm_head_fp32: bool | None = None
+    """None where the variable says nothing."""
     log_level: int = logging.INFO
+    """Of `logging`."""
     log_file: Path | None = None
+    """Or None."""
     reload: tuple[str, ...] = ()
+    """Checkpoints, each a folder or a model on the hub, in order."""
 
     @property
     def shown(self) -> str:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 from appliance.errors import RecipeError
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.plan.bench_results import SchemeResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation

@@ -18,23 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, warnings
-from appliance.cluster.ray_command import (
-    FINGERPRINT_LABEL,
-    NodeOffer,
-    cpus_for_ray,
-    head_argv,
-    label_of,
-    node_environment,
-)
 from appliance.errors import ApplianceError, PreflightError, ProcessDied, last_line
 from appliance.plan.host import Ports
+from appliance.plan.verl_args import STORAGE_UNITS
 from appliance.preflight.access import check_token, make_token
 from appliance.preflight.inputs import model_shape
+from appliance.processes import module_argv
+from appliance.record.attestations import fingerprint
 from appliance.record.events import append_event
 from appliance.record.liveness import WORKER_HOOK
 from appliance.record.plan import ClusterPlan, RunPlan
 from appliance.terms.devices import Topology
-from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, ray_node_env
+from appliance.terms.environment import (
+    PLAN_VARIABLE,
+    RAY_DIR_VARIABLE,
+    RAY_OWN,
+    RUN_VARIABLE,
+    ray_node_env,
+    with_ray_token,
+)
 
 RETURNS_WITHIN_S = 45.0  # with the seconds that Ray takes to see a killed node, less than a minute
 _LOOK_EVERY_S = 1.0
@@ -44,18 +46,22 @@ _HEAD_STARTS_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 10.0
 _STOPPED = (1, 3, 4)  # of Ray's NodeDeathInfo.Reason: expected termination, drained for preemption, drained when idle
 _KEPT_FOR_S = 30.0  # how long a death may take to arrive in the control store after its effects: a whole host, long
+FINGERPRINT_LABEL = "appliance.fingerprint"
+_CPUS_OF_A_RANK = 4  # verl reserves 3, and an engine's server needs one while it starts
+_CPUS_OF_SERVICES = 3  # the TransferQueue's controller, and two for what is started in passing
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`. program: label with the
-    fingerprint of the program that made the node, empty for a node that somebody else made."""
+    """A node of the cluster as Ray's control store has it."""
 
     id: str
     name: str
     address: str
     gpus: int
+    """Of Ray's resource `GPU`."""
     program: str = ""
+    """Label with the fingerprint of the program that made the node, empty for a node that somebody else made."""
 
     @property
     def text(self) -> str:
@@ -83,11 +89,10 @@ def not_among(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class Roll:
-    """present: who was there at the last look, as they came.  absent: who died since the first look and is not back,
-    with the time when it was missed."""
-
     present: tuple[Node, ...] = ()
+    """Who was there at the last look, as they came."""
     absent: tuple[tuple[Node, float], ...] = ()
+    """Who died since the first look and is not back, with the time when it was missed."""
 
     def overdue(self, *, at: float) -> list[Node]:
         return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
@@ -340,3 +345,70 @@ def _of_workers(plan: RunPlan) -> dict[str, str]:
     """What a worker on another host needs to know. On this host they would inherit it; there nobody has it. Not where
     logs go: a file of stacks is named by a process id, which the launcher signals on its own host."""
     return {**dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), RUN_VARIABLE: plan.run_dir}
+
+
+# What starts a node: argv and environment of `ray start`, as values.
+
+
+@dataclass(frozen=True)
+class NodeOffer:
+    """What a node brings."""
+
+    gpus: int | None
+    """None lets Ray count them; on a CPU one "GPU" is one rank."""
+    cpus: int
+    """See cpus_for_ray."""
+    object_store_bytes: int | None
+    address: str = ""  # the one that other nodes reach this host by; empty: Ray's choice
+
+
+def cpus_for_ray(cores: int, *, ranks: int, is_cpu: bool) -> int:
+    """What a node offers as CPUs: processes that Ray may start, which share the cores of a small host. cores: of the
+    host.  ranks: of the trainer, here.  With fewer than they ask for, verl waits for ever, wordless."""
+    return max(cores, _CPUS_OF_SERVICES + STORAGE_UNITS[is_cpu] + _CPUS_OF_A_RANK * ranks)
+
+
+def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
+    """The head runs until its processes end. Its own are the control store and Ray's client server, which `ray start`
+    cannot leave out: it gets a port of ours, and the token guards it. The dashboard is off."""
+    return (
+        *_ray_start(offer, ports=ports, ray_dir=ray_dir),
+        "--head",
+        f"--port={ports.base}",
+        f"--ray-client-server-port={ports.client}",
+        "--include-dashboard=false",
+        "--dashboard-host=127.0.0.1",
+    )
+
+
+def worker_argv(offer: NodeOffer, *, ports: Ports, head: str, ray_dir: Path) -> tuple[str, ...]:
+    """head: `host:port`."""
+    return (*_ray_start(offer, ports=ports, ray_dir=ray_dir), f"--address={head}")
+
+
+def _ray_start(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
+    """ray_dir: absolute. Ray makes it and opens it to everybody; a node without one takes the head's path."""
+    optional = {
+        "--num-gpus": offer.gpus,
+        "--object-store-memory": offer.object_store_bytes,
+        "--node-ip-address": offer.address or None,
+    }
+    return (
+        *module_argv("ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        "--log-color=false",
+        f"--labels={FINGERPRINT_LABEL}={label_of(fingerprint())}",
+        f"--num-cpus={offer.cpus}",
+        *(f"{option}={value}" for option, value in optional.items() if value is not None),
+        *ports.arguments,
+        f"--temp-dir={ray_dir}",
+    )
+
+
+def label_of(fingerprint: str) -> str:
+    """A label's value has 63 characters at most."""
+    return fingerprint[:32]
+
+
+def node_environment(environment: dict[str, str], *, token_file: Path) -> dict[str, str]:
+    """Of `ray start` and of what speaks to the cluster. environment: of this process."""
+    return with_ray_token({**environment, **ray_node_env()}, token_file)

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from appliance import console
+from appliance.cluster.form import NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
-from appliance.cluster.ray_command import NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.launch.supervise import supervise
 from appliance.plan.host import DEFAULT_BASE, Ports
@@ -176,19 +176,19 @@ class NodeIsOver(Exception):
 
 
 @dataclass(frozen=True)
-class Look:
-    """silent_s: since when the head has not answered, 0 while it does.  ended: its training did, by run.json.
-    without_scheduler: how many looks, the last one included, have found none."""
-
+class NodeHealth:
     silent_s: float = 0.0
+    """Since when the head has not answered, 0 while it does."""
     ended: bool = False
+    """The head's training did, by run.json."""
     without_scheduler: int = 0
+    """How many looks, the last one included, have found none."""
 
 
-def is_over(look: Look) -> bool:
+def is_over(health: NodeHealth) -> bool:
     """A head that is silent may only be slow, but not when its training ended."""
-    is_gone = look.silent_s >= RECONNECT_S or (look.silent_s > 0 and look.ended)
-    return is_gone or look.without_scheduler >= _LOOKS_WITHOUT
+    is_gone = health.silent_s >= RECONNECT_S or (health.silent_s > 0 and health.ended)
+    return is_gone or health.without_scheduler >= _LOOKS_WITHOUT
 
 
 class NodeWatch:
@@ -205,7 +205,7 @@ class NodeWatch:
         self._head = head
         self._folder = folder
         self._log = log
-        self._look = Look()
+        self._health = NodeHealth()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="node-watch", daemon=True)
         self._silent_at = -math.inf
@@ -232,7 +232,7 @@ class NodeWatch:
         ):
             self.has_joined = True
             console.say("joined; this node works for the training until it ends")
-        if is_over(self._look):
+        if is_over(self._health):
             raise NodeIsOver
 
     def _watch(self) -> None:
@@ -246,10 +246,10 @@ class NodeWatch:
                 silent_s = self._silent_at - answered
             training = read_notice(self._folder)
             has_scheduler = not self.has_joined or self._has_scheduler()
-            self._look = Look(
+            self._health = NodeHealth(
                 silent_s=silent_s,
                 ended=training is not None and end_of(training) is not None,
-                without_scheduler=0 if has_scheduler else self._look.without_scheduler + 1,
+                without_scheduler=0 if has_scheduler else self._health.without_scheduler + 1,
             )
 
     def _has_scheduler(self) -> bool:

@@ -44,23 +44,26 @@ _SHOWN = 12  # characters of a hash
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read, or empty.
-
-    plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
-    loading would take, or empty; model_problem says why, or what its folder lacks.  facts: of the host.
-    patches: (name, why it cannot be applied there).
-    """
+    """The answer."""
 
     name: str
+    """The host's."""
     python: str
     fingerprint: str
     versions: tuple[tuple[str, str], ...]
+    """(distribution, version or empty)."""
     canary: str
+    """What it read, or empty."""
     plan: str
+    """Hash of the run's plan.json, or empty."""
     model: str
+    """Hash of the folder's config.json, or the commit on the hub that loading would take, or empty."""
     model_problem: str
+    """Why it is empty, or what the model's folder lacks."""
     facts: HostFacts
+    """Of the host."""
     patches: tuple[tuple[str, str], ...] = ()
+    """(name, why it cannot be applied there)."""
 
 
 def plant_canary(run_dir: Path) -> str:
@@ -194,10 +197,9 @@ def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class RunNotice:
-    """attempt: of the run, when this node became part of it."""
-
     run_dir: Path
     attempt: int
+    """Of the run, when this node became part of it."""
 
 
 def write_notice(run_dir: Path) -> None:

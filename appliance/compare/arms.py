@@ -27,14 +27,16 @@ from appliance.record.session import RunRecord, RunStatus, cannot_write, has_lau
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed. findings: what preflight let pass.  resume: where it goes on, None: new."""
+    """One arm with one seed."""
 
     arm: str
     seed: int
     recipe: Recipe
     plan: RunPlan
     findings: tuple[Finding, ...]
+    """What preflight let pass."""
     resume: Resume | None = None
+    """Where it goes on, None: new."""
 
     @property
     def label(self) -> str:

@@ -23,8 +23,7 @@ from appliance.errors import GuardStop, Interrupted, SavedAndStopped
 from appliance.files import write_whole
 from appliance.launch.side_job import stop_on_errors
 from appliance.launch.train import run_training
-from appliance.page import svg
-from appliance.page.render import render
+from appliance.page import render, svg
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.load import to_yaml
@@ -65,12 +64,13 @@ assert CONFIDENCE == 0.95  # in the heading
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What every form of the output starts from. where: machine and date, for the page."""
+class ComparisonReport:
+    """What every form of the output starts from."""
 
     comparison: Comparison
     rows: list[ArmResult]
     where: str
+    """Machine and date, for the page."""
     command: str
 
 
@@ -103,7 +103,7 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
         seeds=len(comparison.seeds),
         against=comparison.against,
     )
-    shown = Shown(comparison, rows=rows, where=_where(folder, results), command=command)
+    shown = ComparisonReport(comparison, rows=rows, where=_where(folder, results), command=command)
     _write(shown, folder=folder)
     console.out(as_json(shown) if json_mode else table(shown, columns=console.columns()))
     console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
@@ -199,7 +199,7 @@ def _where(folder: Path, results: Sequence[RunResult]) -> str:
     return f"Taken on {days}: {host.processor or 'unknown processor'}, {host.cores} cores{gpus}."
 
 
-def _write(shown: Shown, *, folder: Path) -> None:
+def _write(shown: ComparisonReport, *, folder: Path) -> None:
     """The page and the numbers, each whole or not at all. Raises PreflightError."""
     name = shown.comparison.name
     for suffix, text in (("json", as_json(shown) + "\n"), ("md", markdown(shown)), ("html", page(shown))):
@@ -229,13 +229,13 @@ def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
     )
 
 
-def table(shown: Shown, *, columns: int | None = None) -> str:
+def table(shown: ComparisonReport, *, columns: int | None = None) -> str:
     """A line per arm, then notes. columns: as of console.table."""
     rows = [_cells(row, margin=shown.comparison.margin) for row in shown.rows]
     return "\n".join([console.table(rows, head=_HEAD, numbers=_NUMBERS, columns=columns), *_notes(shown)])
 
 
-def _notes(shown: Shown) -> list[str]:
+def _notes(shown: ComparisonReport) -> list[str]:
     """Sentences that belong below the table."""
     runs = [run for row in shown.rows for run in row.runs]
     seeds = ", ".join(map(str, shown.comparison.seeds))
@@ -265,7 +265,7 @@ def _schemes(run: RunResult) -> str:
     return f"{run.arm}, seed {run.seed}: rollouts in {steps[0].scheme}, {told}." if changes else ""
 
 
-def as_json(shown: Shown) -> str:
+def as_json(shown: ComparisonReport) -> str:
     """Numbers and curves of every run; the rewards of single problems stay in the runs' folders."""
     return json.dumps(
         {
@@ -312,7 +312,7 @@ def _run(run: RunResult) -> dict[str, object]:
     }
 
 
-def markdown(shown: Shown) -> str:
+def markdown(shown: ComparisonReport) -> str:
     """The page for a repository."""
     comparison = shown.comparison
     lines = [
@@ -375,7 +375,7 @@ def _share(value: float | None) -> str:
     return f"{100 * value:.2f} %" if value >= 1e-4 else "< 0.01 %"
 
 
-def page(shown: Shown) -> str:
+def page(shown: ComparisonReport) -> str:
     """One HTML file that needs nothing else. Everything that a user wrote is escaped."""
     comparison, rows = shown.comparison, shown.rows
     intervals = [

@@ -26,10 +26,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from appliance.errors import RecipeError
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.recipe import library
-from appliance.recipe.load import Setting, line_of, read_option, read_tree
-from appliance.recipe.messages import explain, shown, similar
+from appliance.recipe.load import Setting, explain, line_of, read_option, read_tree, shown, similar
 from appliance.recipe.schema import NAME_PATTERN
 from appliance.recipe.text import Node, Problem, Refused
 
@@ -59,11 +58,10 @@ class _File(Frozen):
 
 @dataclass(frozen=True)
 class Arm:
-    """settings: in the order in which they hold: those of all arms, the arm's own, the size of the validation."""
-
     name: str
     place: str
     settings: tuple[Setting, ...]
+    """In the order in which they hold: those of all arms, the arm's own, the size of the validation."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -76,18 +74,18 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """recipe: the file of the recipe.  against: by arm the one that it is compared with, where that is not the
-    baseline.  margin: of a mean reward, in its unit."""
-
     name: str
     file: Path
     recipe: Path
+    """The file of the recipe."""
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     baseline: str
     validation: int
     margin: float
+    """Of a mean reward, in its unit."""
     against: Mapping[str, str] = field(default_factory=dict)
+    """By arm the one that it is compared with, where that is not the baseline."""
 
 
 def find(name_or_path: str) -> Path:

@@ -16,11 +16,13 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference of rewards. low, high: the bounds that hold the true mean with CONFIDENCE."""
+    """A mean difference of rewards."""
 
     mean: float
     low: float
+    """The lower one of the bounds that hold the true mean with CONFIDENCE."""
     high: float
+    """The upper one."""
 
 
 class Verdict(StrEnum):
@@ -38,37 +40,44 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class ArmResult:
-    """One row of the table. final: mean reward of the final validation, 0..1 for exact answers.
-
-    own: the same by the trainer's last validation, in the run's scheme.  against: the arm that it is compared with,
-    empty for the baseline.  difference: to that arm, over the seeds that both have.  by_seed: the same for each seed
-    by itself.  failing: seeds whose whole interval is below -margin, or that a guard stopped.
-    truncated: share of tokens that the correction acted on, mean over all steps.  truncated_max: of the worst step.
-    inactive: a correction that never acted.  k3_kl, k3_max: nats, median and largest over all steps.
-    codes_changed: median share per weight update.  step_s: median.  seconds: mean of whole runs.
-    busy: times are no measurements.  asked: seeds it was to have.
-    """
+    """One row of the table."""
 
     arm: str
     method: CorrectionMethod
     runs: tuple[RunResult, ...]
     final: float | None
+    """Mean reward of the final validation, 0..1 for exact answers."""
     own: float | None
+    """The same by the trainer's last validation, in the run's scheme."""
     difference: Interval | None
+    """To the arm `against`, over the seeds that both have."""
     by_seed: tuple[tuple[int, Interval], ...]
+    """The same for each seed by itself."""
     verdict: Verdict
     failing: tuple[int, ...]
+    """Seeds whose whole interval is below -margin, or that a guard stopped."""
     truncated: float | None
+    """Share of tokens that the correction acted on, mean over all steps."""
     truncated_max: float | None
+    """Of the worst step."""
     inactive: bool
+    """A correction that never acted."""
     k3_kl: float | None
+    """Nats, median over all steps."""
     k3_max: float | None
+    """Nats, largest over all steps."""
     codes_changed: float | None
+    """Median share per weight update."""
     step_s: float | None
+    """Median."""
     seconds: float | None
+    """Mean of whole runs."""
     busy: bool
+    """Times are no measurements."""
     asked: int = 0
+    """Seeds it was to have."""
     against: str = ""
+    """The arm that it is compared with, empty for the baseline."""
 
 
 def judge(

@@ -19,8 +19,7 @@ import psutil
 from appliance import console
 from appliance.compare.arms import PlannedRun, has_result
 from appliance.corrections.registry import CorrectionMethod
-from appliance.files import write_whole
-from appliance.frozen import Frozen
+from appliance.files import Frozen, write_whole
 from appliance.launch.resume import problems_of
 from appliance.launch.side_job import run_child, work_folder
 from appliance.record.code import as_it_runs
@@ -56,13 +55,7 @@ _of_step = attrgetter(*Step._fields)
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run. rewards: of the final validation in BF16, problem by problem, empty where there is no model.
-
-    steps: each once; a validation before training has no reward.
-    seconds: of its attempts, each from its first event to its last; pauses between them do not count.
-    busy: share of the cores that others kept busy before it started, None: not known.
-    ended: unix s of its last event, 0 for one without.
-    """
+    """One run."""
 
     arm: str
     seed: int
@@ -71,10 +64,15 @@ class RunResult:
     state: str
     reason: str
     steps: tuple[Step, ...]
+    """Each once; a validation before training has no reward."""
     rewards: tuple[float, ...]
+    """Of the final validation in BF16, problem by problem, empty where there is no model."""
     seconds: float
+    """Of its attempts, each from its first event to its last; pauses between them do not count."""
     busy: float | None
+    """Share of the cores that others kept busy before it started, None: not known."""
     ended: float = 0.0
+    """Unix s of its last event, 0 for one without."""
 
     @property
     def final(self) -> float | None:

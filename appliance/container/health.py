@@ -24,10 +24,9 @@ _TOLD_IN = ("events.jsonl", "metrics.jsonl", "logs/*/*.log")
 
 @dataclass(frozen=True)
 class Health:
-    """what: one line for `docker inspect`."""
-
     is_healthy: bool
     what: str
+    """One line for `docker inspect`."""
 
 
 def look(proc: Path = Path("/proc")) -> Health:

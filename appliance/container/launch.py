@@ -60,9 +60,8 @@ _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 
 
 @dataclass(frozen=True)
-class Order:
-    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path. token: the file with
-    the hub's token, where the run asks the hub and there is one, or empty."""
+class ContainerSpec:
+    """What `docker run` would be told."""
 
     image: str
     argv: tuple[str, ...]
@@ -71,8 +70,10 @@ class Order:
     gpus: bool
     shm_bytes: int
     folders: tuple[tuple[str, bool], ...] = ()
+    """(folder or file, read-only), each at its own path."""
     network: str = ""  # empty: Docker's own
     token: str = ""
+    """The file with the hub's token, where the run asks the hub and there is one, or empty."""
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
@@ -81,7 +82,7 @@ class Order:
         return [*binds, Mount("/cache", f"{_CACHE_VOLUME}-{self.user.partition(':')[0]}", type="volume")]
 
 
-def make_order(
+def container_spec(
     plan: RunPlan,
     argv: Sequence[str],
     *,
@@ -90,7 +91,7 @@ def make_order(
     folder: Path,
     user: str,
     resume: str = "never",
-) -> Order:
+) -> ContainerSpec:
     """argv: of the program inside.  typed: the recipe's name or file.  image: None: the one that the device needs.
     folder: the current one, absolute.  resume: as `train` has it.
     Raises RecipeError where the folder cannot be mounted: it would hide the image's own."""
@@ -127,7 +128,7 @@ def make_order(
             folders[str(place)] = read_only
             break
     is_cpu = plan.device == CPU
-    return Order(
+    return ContainerSpec(
         image=image or f"{IMAGE_NAME}:{'cpu' if is_cpu else 'gpu'}",
         argv=tuple(argv),
         folder=str(folder),
@@ -158,15 +159,15 @@ def _hides_the_images_own(path: Path) -> bool:
     return inside or any(Path(own).is_relative_to(path) for own in (*_OWN_FOLDERS, _TEMPORARY))
 
 
-def run_in_container(order: Order) -> int:
+def run_in_container(spec: ContainerSpec) -> int:
     """Start, follow and outlive one container; returns the program's exit code.
 
     The first SIGINT, SIGTERM or SIGHUP stops it as `docker stop` does, with the time that a save takes; the second
     kills it. Raises PreflightError where no engine answers, the image is missing, or the container cannot start.
     """
     client = _client()
-    container = _start(client, order)
-    console.say(f"container {container.name} of {order.image}")
+    container = _start(client, spec)
+    console.say(f"container {container.name} of {spec.image}")
     try:
         with _signals_stop(container) as heard:
             _follow(container, heard=heard)
@@ -185,18 +186,18 @@ def _client() -> docker.DockerClient:
     return client
 
 
-def _start(client: docker.DockerClient, order: Order) -> Container:
+def _start(client: docker.DockerClient, spec: ContainerSpec) -> Container:
     try:
         try:
-            container = _created(client, order)
+            container = _created(client, spec)
         except ImageNotFound:
-            if order.image.startswith(f"{IMAGE_NAME}:"):
-                flavour = "image-gpu" if order.gpus else "image"
+            if spec.image.startswith(f"{IMAGE_NAME}:"):
+                flavour = "image-gpu" if spec.gpus else "image"
                 hint = f"build it with `make {flavour}`"
-                raise PreflightError(f"there is no image {order.image}", hint=hint) from None
-            console.say(f"fetching {order.image}")
-            client.images.pull(order.image)
-            container = _created(client, order)
+                raise PreflightError(f"there is no image {spec.image}", hint=hint) from None
+            console.say(f"fetching {spec.image}")
+            client.images.pull(spec.image)
+            container = _created(client, spec)
         try:
             container.start()
         except (APIError, SystemExit):  # the latter of a signal
@@ -208,22 +209,22 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
     return container
 
 
-def _created(client: docker.DockerClient, order: Order) -> Container:
+def _created(client: docker.DockerClient, spec: ContainerSpec) -> Container:
     return client.containers.create(
-        order.image,
-        list(order.argv),
-        user=order.user,
-        working_dir=order.folder,
-        mounts=order.mounts(),
-        environment={HUB_TOKEN_VARIABLE: _TOKEN} if order.token else None,
+        spec.image,
+        list(spec.argv),
+        user=spec.user,
+        working_dir=spec.folder,
+        mounts=spec.mounts(),
+        environment={HUB_TOKEN_VARIABLE: _TOKEN} if spec.token else None,
         read_only=True,
         tmpfs={"/tmp": "exec,mode=1777"},
-        shm_size=order.shm_bytes,
-        ulimits=_GPU_LIMITS if order.gpus else [],
+        shm_size=spec.shm_bytes,
+        ulimits=_GPU_LIMITS if spec.gpus else [],
         cap_drop=["ALL"],
         security_opt=["no-new-privileges:true"],
-        network_mode=order.network or None,
-        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if order.gpus else None,
+        network_mode=spec.network or None,
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if spec.gpus else None,
     )
 
 
@@ -290,23 +291,21 @@ def train_in_container(
     plan: RunPlan, recipe: Recipe, *, typed: str, arguments: Sequence[str], image: str | None, resume: str = "never"
 ) -> int:
     """Train in the image instead of here. typed: the recipe's name or file.  arguments: our own command line.  Raises
-    as make_order and run_in_container do, PreflightError where a folder for the run cannot be made."""
+    as container_spec and run_in_container do, PreflightError where a folder for the run cannot be made."""
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     argv = (*inner_argv(arguments), *without_home(recipe))
     if resume.startswith("~"):
         argv += ("--resume", os.path.expanduser(resume))
-    order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user, resume=resume)
-    for written in (Path(each) for each, read_only in order.folders if not read_only):
+    spec = container_spec(plan, argv, typed=typed, image=image, folder=folder, user=user, resume=resume)
+    for written in (Path(each) for each, read_only in spec.folders if not read_only):
         try:
             written.mkdir(parents=True, exist_ok=True)  # Docker mounts what is there
         except OSError as error:
             raise cannot_write(written, error) from error
     if _asks_hub(plan) and hub.is_token_in_a_variable():
-        instead = (
-            f"it has that of {order.token}" if order.token else "write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
-        )
+        instead = f"it has that of {spec.token}" if spec.token else "write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
         console.say(f"note: the container gets no token from a variable: {instead}")
-    return run_in_container(order)
+    return run_in_container(spec)
 
 
 def without_home(recipe: Recipe) -> Iterator[str]:

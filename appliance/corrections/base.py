@@ -41,11 +41,12 @@ Refusal = tuple[tuple[str, ...], str, str]  # keys of the recipe, message, hint
 
 @dataclass(frozen=True)
 class Part:
-    """Some sequences of a step. advantages_BT: as verl has them, junk at padding."""
+    """Some sequences of a step."""
 
     x_BT: Tensor
     real_BT: Tensor
     advantages_BT: Tensor
+    """As verl has them, junk at padding."""
 
 
 @dataclass(frozen=True)

@@ -96,15 +96,18 @@ class CalibratedClipping(Correction):
 
 @dataclass(frozen=True)
 class Fit:
-    """bounds: before any cap.  above, below: tokens that the recipe's bounds clip in full precision. unfitted_above,
-    unfitted_below: tokens that they would clip of B.  tokens: of the shadow batch."""
-
     bounds: ClipRange
+    """Before any cap."""
     tokens: int
+    """Of the shadow batch."""
     above: int
+    """Tokens that the recipe's upper bound clips in full precision."""
     below: int
+    """Tokens that the recipe's lower bound clips in full precision."""
     unfitted_above: int
+    """Tokens that the recipe's upper bound would clip of B."""
     unfitted_below: int
+    """Tokens that the recipe's lower bound would clip of B."""
 
 
 def fit_bounds(full_T: Tensor, *, rollout_T: Tensor, nominal: ClipRange) -> Fit:

@@ -13,10 +13,12 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The probability ratio is clipped to 1 - low .. 1 + high. low: 0..1, 1: not at all, high: > 0."""
+    """The probability ratio is clipped to 1 - low .. 1 + high."""
 
     low: float = 0.2
+    """0..1, 1: not at all."""
     high: float = 0.2
+    """> 0."""
 
 
 PLAIN = ClipRange()

@@ -36,12 +36,13 @@ REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
 @dataclass(frozen=True)
 class LiveScheme:
-    """What a model's layers really do. kernels: how many layers run on which kernel, by its name."""
+    """What a model's layers really do."""
 
     scheme: Scheme
     emulated: bool
     lm_head_fp32: bool
     kernels: dict[str, int]
+    """How many layers run on which kernel, by its name."""
 
 
 def live_scheme(model: Module) -> LiveScheme:

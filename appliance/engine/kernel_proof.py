@@ -68,20 +68,20 @@ _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it.
-
-    thorough: a full proof in which it is this layer's turn for what is dear.  parts: INT8 looks at one row in so many.
-    """
+class ProofRequest:
+    """Of one layer at one sync."""
 
     sync: int
     round: int
+    """How many times n syncs went by; which part is looked at follows from it."""
     full: bool
     thorough: bool
+    """A full proof in which it is this layer's turn for what is dear."""
     parts: int = 1
+    """INT8 looks at one row in so many."""
 
 
-def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> Ask | None:
+def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:
     """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every, parts: at least 1.
 
     everyone: all layers fully, as at sync 1.
@@ -92,17 +92,20 @@ def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = Fa
     if not full and (turn - sync) % every != 0:
         return None
     is_turn = rest == 0 and (turn - number) % ROTATION == 0
-    return Ask(sync=sync, round=sync // every, full=full, thorough=everyone or is_turn, parts=1 if full else parts)
+    return ProofRequest(
+        sync=sync, round=sync // every, full=full, thorough=everyone or is_turn, parts=1 if full else parts
+    )
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a kernel has or gives, and what the tensor received gives. bound: on their difference."""
+    """What a kernel has or gives, and what the tensor received gives."""
 
     what: str
     kernel: float | str
     expected: float | str
     bound: float = 0.0
+    """On their difference."""
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
@@ -121,7 +124,7 @@ class KernelProof(ABC):
     name: str
     shape: LocalShape
     scheme: Scheme
-    ask: Ask
+    ask: ProofRequest
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:

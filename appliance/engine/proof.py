@@ -19,7 +19,7 @@ from torch.nn import Module
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from appliance.engine.kernel_proof import Ask, Bf16Proof, KernelProof, Mismatch, ask, check_quantiser
+from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, ProofRequest, ask, check_quantiser
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.errors import SyncError
@@ -31,13 +31,14 @@ Expecting = Callable[..., KernelProof]  # of `ask=`
 
 @dataclass(frozen=True)
 class Proven:
-    """As in an Acknowledgement. unproven: experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its
-    own way or rescales by powers of two, and tensors that no layer of ours has."""
+    """As in an Acknowledgement."""
 
     layers: int
     layers_proven: int
     parameters_proven: int
     unproven: int
+    """Experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers of two,
+    and tensors that no layer of ours has."""
 
 
 class SyncProof:
@@ -58,7 +59,7 @@ class SyncProof:
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._sync = 0
         self._unproven = 0
-        self._due: dict[str, Ask] = {}
+        self._due: dict[str, ProofRequest] = {}
         self._kernels: dict[str, KernelProof] = {}
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []

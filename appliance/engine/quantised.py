@@ -31,21 +31,20 @@ QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
 
 
 class Quantising:
-    """A method object that quantises its layer's weights; linear layers and experts have it as a base.
-
-    scheme, emulated: what it does to weights and activations.
-    proof: the KernelProof of a layer with it.  provable: whether that can be asked.
-    on_quantised: called with (layer, weight as assembled, its codes and scales) after each quantisation, before the
-        weight is dropped. Set it on an object, or with `staticmethod` on a class.
-    known_finite: whether each tensor of a weight was looked at before it came.
-    """
+    """A method object that quantises its layer's weights; linear layers and experts have it as a base."""
 
     scheme: Scheme
+    """What it does to weights and activations, with `emulated`."""
     emulated: bool = False
     proof: Callable[..., Any]
+    """The KernelProof of a layer with it."""
     provable: bool = True
+    """Whether that can be asked."""
     on_quantised: QuantisedHook | None = None
+    """Called with (layer, weight as assembled, its codes and scales) after each quantisation, before the weight is
+    dropped. Set it on an object, or with `staticmethod` on a class."""
     known_finite: bool = False
+    """Whether each tensor of a weight was looked at before it came."""
 
     @property
     @abstractmethod

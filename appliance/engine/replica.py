@@ -34,12 +34,14 @@ ENGINE_ENDS_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. token_ids and log_probs (nats, after temperature) have one entry per generated token. finished: the
-    model ended it itself; otherwise it was cut at the length limit."""
+    """One response."""
 
     token_ids: list[int]
+    """One entry per generated token."""
     log_probs: list[float]
+    """Nats, after temperature; one entry per generated token."""
     finished: bool
+    """The model ended it itself; otherwise it was cut at the length limit."""
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,13 @@ FirstScales = dict[tuple[Key, Kind], Tensor]  # [R, S] of R sampled rows, S scal
 
 @dataclass(frozen=True)
 class _Sample:
-    """Some rows of a weight, their codes and scales. R rows, K columns, S scales in each row. columns: that share a
-    scale."""
+    """Some rows of a weight, their codes and scales. R rows, K columns, S scales in each row."""
 
     weight_RK: Tensor
     codes_RK: Tensor
     scale_RS: Tensor
     columns: int
+    """That share a scale."""
     codec: Codec
 
     @property

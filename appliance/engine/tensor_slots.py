@@ -35,19 +35,19 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor's place: `tensor[rows, columns]` are the rows of the layer's parameter from `start` on.
-
-    layer: name of the module.  parameter: `weight`, `bias` or another.  part: number within a fused layer.
-    shape: of the whole tensor, where the layer tells.
-    """
+    """One tensor's place: `tensor[rows, columns]` are the rows of the layer's parameter from `start` on."""
 
     layer: str
+    """Name of the module."""
     parameter: str
+    """`weight`, `bias` or another."""
     part: int = 0
+    """Number within a fused layer."""
     start: int = 0
     rows: slice = field(default_factory=lambda: ALL)
     columns: slice = field(default_factory=lambda: ALL)
     shape: tuple[int, ...] = ()
+    """Of the whole tensor, where the layer tells."""
 
     def fits(self, tensor: Tensor) -> bool:
         return not self.shape or tensor.shape == self.shape
@@ -65,12 +65,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class LocalShape:
-    """Of a rank's weight: N output channels, padding of a vocabulary included, K input channels. is_cut: other ranks
-    have other parts of the checkpoint's tensors."""
+    """Of a rank's weight: N output channels, padding of a vocabulary included, K input channels."""
 
     channels: int
     length: int
     is_cut: bool
+    """Other ranks have other parts of the checkpoint's tensors."""
 
 
 def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:

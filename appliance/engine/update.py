@@ -50,7 +50,7 @@ Bucket = list[tuple[str, Tensor]]
 
 @dataclass
 class _Running:
-    """The update that is under way, from its first bucket. waiting_most: bytes at once, for the rest of a layer."""
+    """The update that is under way, from its first bucket."""
 
     smoothing: Smoothing
     started: float = field(default_factory=time.perf_counter)
@@ -61,6 +61,7 @@ class _Running:
     manifest: Manifest | None = None
     waiting: dict[Module, int] = field(default_factory=dict)
     waiting_most: int = 0
+    """Bytes at once, for the rest of a layer."""
     bytes: int = 0
     digest_s: float = 0.0
     proof_s: float = 0.0

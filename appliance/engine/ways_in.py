@@ -38,12 +38,12 @@ SLEEP = "a sleep of level 2, which dropped them"
 
 @dataclass(frozen=True)
 class WeightState:
-    """version: how many updates have been proven.  open: what begun one and has not ended it, or SLEEP, or nothing.
-    broken: what is wrong with the weights, for good, or nothing."""
-
     version: int
+    """How many updates have been proven."""
     open: str
+    """What begun an update and has not ended it, or SLEEP, or nothing."""
     broken: str
+    """What is wrong with the weights, for good, or nothing."""
 
 
 class WaysIn:

@@ -44,11 +44,13 @@ _ORDER = tuple(Rung)
 
 @dataclass(frozen=True)
 class Level:
-    """A place on the ladder; RAISE_PRECISION has several. scheme and bf16_layer_fraction: of the rollouts, there."""
+    """A place on the ladder; RAISE_PRECISION has several."""
 
     rung: Rung
     scheme: Scheme
+    """Of the rollouts, there."""
     bf16_layer_fraction: float = 0.0
+    """Of the rollouts, there."""
 
     @property
     def text(self) -> str:
@@ -60,12 +62,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Measures:
-    """What holds while the governor stands on a level; from the next sync on. tight: whether the correction is its
-    tightened form."""
+    """What holds while the governor stands on a level; from the next sync on."""
 
     scheme: Scheme
     bf16_layer_fraction: float
     tight: bool
+    """Whether the correction is its tightened form."""
 
 
 def ladder(policy: Policy) -> tuple[Level, ...]:
@@ -120,18 +122,20 @@ class Move(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """One transition and the numbers that caused it. action: what is done; None where something is taken back.  guard:
-    whose, None for the ladder.  steps: how many steps spoke for it, of the last `of` judged ones."""
+    """One transition and the numbers that caused it."""
 
     step: int
     move: Move
     action: Action | None
+    """What is done; None where something is taken back."""
     before: Level
     after: Level
     causes: tuple[Cause, ...]
     steps: int
+    """How many steps spoke for it, of the last `of` judged ones."""
     of: int
     guard: Guard | None = None
+    """Whose, None for the ladder."""
 
     @property
     def text(self) -> str:
@@ -147,19 +151,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class GovernorState:
-    """Everything the governor remembers. level: None before the first move, the foot of the ladder.
-
-    recent_bad: of the last judged steps since the last move, oldest first.  fine_steps: in a row.
-    cooling: steps left that are not judged.  descended: the last move was down; on trial while recent_bad is shorter
-      than the window, so a resume with a larger one tries again.  relapses: climbs right after one.
-    """
+    """Everything the governor remembers."""
 
     level: Level | None = None
+    """None before the first move, the foot of the ladder."""
     recent_bad: tuple[bool, ...] = ()
+    """Of the last judged steps since the last move, oldest first."""
     fine_steps: int = 0
+    """In a row."""
     cooling: int = 0
+    """Steps left that are not judged."""
     descended: bool = False
+    """The last move was down; on trial while recent_bad is shorter than the window, so a resume with a larger one tries
+    again."""
     relapses: int = 0
+    """Climbs right after one."""
     watches: Watches = field(default_factory=Watches)
     schema_version: Literal[2] = 2
 

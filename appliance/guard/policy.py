@@ -73,27 +73,28 @@ class MismatchBounds:
 class Collapse:
     """When training itself goes wrong, whatever the mismatch. All [ours]; windows in steps, rewards in the task's unit.
 
-    gradient: a gradient norm that is not finite; verl leaves out such an update.
-    log_probs: a log-probability that is not finite, of rollouts or trainer; the step is not learned from.
-    reward: the mean of the last reward_window steps has lost reward_lost_fraction of what the best such mean had above
-      the floor. A best mean within reward_least_gain of the range cannot collapse.
-    The others can also mean that the task is solved, so they hold only while the mean reward of the last steps is below
-    solved_fraction of the range from reward_floor to reward_ceiling.
+    `entropy`, `equal_samples` and `runaway_length` can also mean that the task is solved, so they hold only while the
+    mean reward of the last steps is below solved_fraction of the range from reward_floor to reward_ceiling.
+
     Rewards of the user's own have no known range, reward_ceiling is None: what counts is what was seen. The floor is 0,
     or the mean of the first reward_window steps where that is below, and the best such mean stands for the ceiling. The
     reward can collapse once the best is further above the floor than it fell within those first steps, and the task can
     be solved once the best is so much above their mean.
-    entropy: below entropy_left_fraction of its mean over the first entropy_window steps.
-    equal_samples: more than equal_above of the prompts got samples that are all the same: nothing to learn from.
-    runaway_length: the mean response is longer than runaway_above of max_response_tokens (0: unknown, not judged).
     """
 
     gradient: Patience = Patience(warn_after=1, stop_after=3)
+    """A gradient norm that is not finite; verl leaves out such an update."""
     log_probs: Patience = Patience(warn_after=1, stop_after=3)
+    """A log-probability that is not finite, of rollouts or trainer; the step is not learned from."""
     reward: Patience = Patience(warn_after=1, stop_after=20)
+    """The mean of the last reward_window steps has lost reward_lost_fraction of what the best such mean had above the
+    floor. A best mean within reward_least_gain of the range cannot collapse."""
     entropy: Patience = Patience(warn_after=5, stop_after=40)
+    """Below entropy_left_fraction of its mean over the first entropy_window steps."""
     equal_samples: Patience = Patience(warn_after=5, stop_after=20)
+    """More than equal_above of the prompts got samples that are all the same: nothing to learn from."""
     runaway_length: Patience = Patience(warn_after=5, stop_after=20)
+    """The mean response is longer than runaway_above of max_response_tokens (0: unknown, not judged)."""
     reward_window: int = 10
     reward_lost_fraction: float = 0.5
     reward_least_gain: float = 0.1
@@ -109,22 +110,22 @@ class Collapse:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the governor of one run may do. Steps are counted, never timed.
-
-    scheme: of the run's rollouts, the foot of the ladder.  actions: no other one is ever taken.
-    climb_bad of the last climb_window judged steps must be bad to climb; descend_fine fine ones in a row lead down,
-      twice as many after each relapse. Of the first climb_window judged steps after a descent one bad one is enough.
-    cooling_steps: steps after a climb that are not judged. A change takes effect at the next sync, so the next
-      step's rollouts were made before it; after a descent only that one is not judged.
-    bf16_layer_fractions: growing shares of the quantised layers that stay BF16, the worst layers first, rung by rung.
-    """
+    """What the governor of one run may do. Steps are counted, never timed."""
 
     scheme: Scheme
+    """Of the run's rollouts, the foot of the ladder."""
     actions: frozenset[Action] = frozenset({Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP})
+    """No other one is ever taken."""
     climb_bad: int = 3  # [ours]
+    """So many of the last climb_window judged steps must be bad to climb. Of the first climb_window judged steps after
+    a descent one bad one is enough."""
     climb_window: int = 5  # [ours]
     descend_fine: int = 20  # [ours]
+    """So many fine ones in a row lead down, twice as many after each relapse."""
     cooling_steps: int = 5  # [ours] 1 is the delay of a change, the rest lets the optimizer follow
+    """Steps after a climb that are not judged. A change takes effect at the next sync, so the next step's rollouts were
+    made before it; after a descent only that one is not judged."""
     bf16_layer_fractions: tuple[float, ...] = (0.25, 0.5)  # [ours]
+    """Growing shares of the quantised layers that stay BF16, the worst layers first, rung by rung."""
     mismatch: MismatchBounds = MismatchBounds()
     collapse: Collapse = Collapse()

@@ -17,28 +17,33 @@ from appliance.guard.policy import Action, Collapse, MismatchBounds, Patience
 
 @dataclass(frozen=True)
 class Signals:
-    """One step. A value that is not finite counts as bad, one that is None was not measured and counts nowhere.
-
-    k3_kl: nats per token.  weight_*: importance weights before truncation.  ess, truncated_fraction: 0..1 of tokens.
-    grad_norm: before it is scaled down.  reward_mean: in the unit of the task's reward.  entropy: nats per token.
-    equal_group_fraction: prompts whose samples are all the same, 0..1.  response_tokens_mean: tokens.
-    nonfinite_fraction: tokens with a log-probability that is not finite, 0..1.
-    differing_fraction: tokens whose two log-probs are not the same, 0..1, where they are to be.
-    """
+    """One step. A value that is not finite counts as bad, one that is None was not measured and counts nowhere."""
 
     step: int
     differing_fraction: float | None = None
+    """Tokens whose two log-probs are not the same, 0..1, where they are to be."""
     k3_kl: float | None = None
+    """Nats per token."""
     weight_mean: float | None = None
+    """Of importance weights before truncation."""
     weight_std: float | None = None
+    """Of importance weights before truncation."""
     ess: float | None = None
+    """0..1 of tokens."""
     truncated_fraction: float | None = None
+    """0..1 of tokens."""
     grad_norm: float | None = None
+    """Before it is scaled down."""
     reward_mean: float | None = None
+    """In the unit of the task's reward."""
     entropy: float | None = None
+    """Nats per token."""
     equal_group_fraction: float | None = None
+    """Prompts whose samples are all the same, 0..1."""
     response_tokens_mean: float | None = None
+    """Tokens."""
     nonfinite_fraction: float | None = None
+    """Tokens with a log-probability that is not finite, 0..1."""
 
 
 class Relation(StrEnum):
@@ -51,12 +56,13 @@ class Relation(StrEnum):
 
 @dataclass(frozen=True)
 class Cause:
-    """A number behind a decision. bound: None where there is none to compare with."""
+    """A number behind a decision."""
 
     signal: str
     value: float
     relation: Relation
     bound: float | None = None
+    """None where there is none to compare with."""
 
     @property
     def text(self) -> str:
@@ -81,10 +87,9 @@ class Health(StrEnum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """causes: of BAD, each signal that is bad; of FINE, each that was looked at; else none."""
-
     health: Health
     causes: tuple[Cause, ...] = ()
+    """Of BAD, each signal that is bad; of FINE, each that was looked at; else none."""
 
 
 def judge(signals: Signals, *, bounds: MismatchBounds) -> Judgement:
@@ -138,26 +143,30 @@ class Guard(StrEnum):
 
 @dataclass(frozen=True)
 class Watch:
-    """One guard's memory. held, calm: steps in a row with and without its condition.  alarmed: it has warned."""
+    """One guard's memory."""
 
     held: int = 0
+    """Steps in a row with its condition."""
     calm: int = 0
+    """Steps in a row without its condition."""
     alarmed: bool = False
+    """It has warned."""
 
 
 @dataclass(frozen=True)
 class Watches:
-    """The memory of all guards. rewards: of the last steps.  best_reward: of means of reward_window steps.
-
-    first_rewards, first_entropies: of the first steps.  Only finite numbers are kept.  watches: one per Guard, in its
-    order.
-    """
+    """The memory of all guards. Only finite numbers are kept."""
 
     rewards: tuple[float, ...] = ()
+    """Of the last steps."""
     first_rewards: tuple[float, ...] = ()
+    """Of the first steps."""
     best_reward: float | None = None
+    """Of means of reward_window steps."""
     first_entropies: tuple[float, ...] = ()
+    """Of the first steps."""
     watches: tuple[Watch, ...] = (Watch(),) * len(Guard)
+    """One per Guard, in its order."""
 
     def __post_init__(self) -> None:
         if len(self.watches) != len(Guard):
@@ -166,12 +175,13 @@ class Watches:
 
 @dataclass(frozen=True)
 class Report:
-    """What a guard has to say after a step. action: WARN, STOP, or None: its condition has not held for a while. steps:
-    in a row, with the condition; where it is clear, without it, and no cause."""
+    """What a guard has to say after a step."""
 
     guard: Guard
     action: Action | None
+    """WARN, STOP, or None: its condition has not held for a while."""
     steps: int
+    """In a row, with the condition; where it is clear, without it, and no cause."""
     cause: Cause | None = None
 
 

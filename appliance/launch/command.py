@@ -1,4 +1,5 @@
-"""The commands `train`, `plan` and `check`: what a recipe means on this host, its training, and each further attempt.
+"""The commands `train`, `plan` and `check`: what a recipe means on this host, its training, and each further attempt;
+and `export`, what came of it.
 
 A new attempt follows a fault: a process that died, an engine that hung, an update that did not arrive. Only from a
 checkpoint that verifies, and only while attempts get further: a training that fails twice at the same step would fail
@@ -8,15 +9,21 @@ faults of this kind. Nor is one beside a signal: whoever stops a service may sen
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os.path
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.files import partial_prefix
 from appliance.launch import resume as resuming
-from appliance.launch.side_job import raise_on_errors, stop_on_errors
+from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
 from appliance.launch.train import Step, run_training
 from appliance.plan.derive import steps_of
 from appliance.preflight.finding import Finding, has_error
@@ -24,12 +31,24 @@ from appliance.preflight.report import as_json, examine, lines, print_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
-from appliance.record.checkpoints import CheckpointSearch, find_newest, newest_step, step_of
+from appliance.record.checkpoints import (
+    ADAPTER_FOLDER,
+    CheckpointSearch,
+    checkpoint_folder,
+    damage,
+    find_newest,
+    in_order,
+    newest_step,
+    step_of,
+)
 from appliance.record.events import append_event, may_restart
 from appliance.record.plan import RunPlan
 from appliance.record.session import asked_to_stop, cannot_write, free_run_dir
+from appliance.report.folder import find_run, reading
 from appliance.report.page import LivePage
 from appliance.signals import told_interruptions
+
+EXPORT_MODULE, ADAPTER_ONLY = "appliance.trainer.export", "adapter"
 
 
 def run_train(
@@ -59,12 +78,13 @@ def run_train(
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of one run, by what `train` was asked for. dry_run: its plan is printed instead."""
+    """The attempts of one run, by what `train` was asked for."""
 
     recipe: Recipe
     steps: tuple[Step, ...] = ()
     json_mode: bool = False
     dry_run: bool = False
+    """Its plan is printed instead."""
 
     @property
     def most_restarts(self) -> int:
@@ -201,3 +221,67 @@ def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:
     if is_in_use:
         raise RecipeError([(f"--name: `{name}` is in use: {run_dir}", "choose another one, or leave it out")])
     return run_dir
+
+
+def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adapter: bool = False) -> int:
+    """The trained model of a checkpoint as a folder that plain transformers and plain vLLM load: `output`, which must
+    not be there. step: of the checkpoint, None for the newest whole one.
+    adapter: LoRA's alone.
+
+    Raises RecipeError for a run, a step or an adapter that is not there, PreflightError for a damaged checkpoint or an
+    output that cannot be written.
+    """
+    run_dir, target = find_run(run, run_root=run_root), full_path(str(output))
+    if os.path.lexists(target):
+        hint = "name a new folder, or remove what is there"
+        raise RecipeError([(f"-o: {target} is there already and is not overwritten", hint)])
+    with reading(run_dir):
+        checkpoint = _checkpoint_to_export(run_dir, step=step)
+        if adapter and not (checkpoint / "actor" / ADAPTER_FOLDER).is_dir():
+            hint = "leave --adapter out: its checkpoints have the whole model"
+            raise RecipeError([(f"--adapter: {run_dir} trained no adapter (model.lora)", hint)])
+    with new_folder(target.parent, option="-o"), _nothing_half_made(target):
+        try:
+            with folder_elsewhere(command="export") as folder:
+                run_child(
+                    [EXPORT_MODULE, *map(str, (run_dir, checkpoint, target, folder)), *([ADAPTER_ONLY] * adapter)],
+                    command="export",
+                    folder=folder,
+                    env={},
+                )
+        except OSError as error:  # what concerns the target is told by the child
+            raise cannot_write(Path(tempfile.gettempdir()), error, setting="TMPDIR") from error
+    console.say(f"the {'adapter' if adapter else 'model'} of {checkpoint.name} is in {target}")
+    console.out(str(target))
+    return 0
+
+
+@contextlib.contextmanager
+def _nothing_half_made(target: Path) -> Iterator[None]:
+    """A child that a signal has us end leaves what it had begun: as large as a model, hidden, in the user's folder."""
+    half = re.compile(re.escape(partial_prefix(target)) + r"[a-z0-9_]{8}")  # as mkdtemp names it
+    before, whole = set(target.parent.iterdir()), False
+    try:
+        yield
+        whole = True
+    finally:
+        for each in () if whole else set(target.parent.iterdir()) - before:
+            if half.fullmatch(each.name):
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
+    if step is None:
+        found = find_newest(run_dir)
+        resuming.warn_of_rejected(found)
+        if found.newest is None:
+            raise RecipeError([(f"{run_dir} has no whole checkpoint", "see its events.jsonl")])
+        return found.newest
+    folder = checkpoint_folder(run_dir, step=step)
+    if not folder.is_dir():
+        there = ", ".join(each.name.rpartition("_")[2] for each in in_order(run_dir)) or "none"
+        raise RecipeError([(f"--step {step}: {run_dir} has no checkpoint of it", f"its steps: {there}")])
+    problems = damage(folder)
+    if problems:
+        raise PreflightError(f"{folder} is damaged: {problems[0]}", hint="leave --step out for the newest whole one")
+    return folder

@@ -32,14 +32,17 @@ _SHOWN = 2000  # characters of a prompt, a truth, a row
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What stands beside a file. rows: of the source.  repeated, conflicting: of those, not taken."""
+    """What stands beside a file."""
 
     source: str
     source_sha256: str
     rows: int
+    """Of the source."""
     problems: int
     repeated: int
+    """Of the rows, not taken."""
     conflicting: int
+    """Of the rows, not taken."""
     schema_version: int = SCHEMA_VERSION
 
 

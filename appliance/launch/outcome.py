@@ -22,22 +22,26 @@ _VAGUE = frozenset({"", "TrainingError", "ApplianceError"})  # errors that may h
 
 @dataclass(frozen=True)
 class Child:
-    """One of the two programs of a run. name: of its log file.  default_code: when it failed without a code of ours."""
+    """One of the two programs of a run."""
 
     name: str
+    """Of its log file."""
     title: str
     argv: tuple[str, ...]
     default_code: int
+    """When it failed without a code of ours."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. reason: one line, empty when done.  advice: lines for the person, empty when done."""
+    """How a run ended."""
 
     state: RunStatus
     exit_code: int
     reason: str = ""
+    """One line, empty when done."""
     advice: tuple[str, ...] = ()
+    """Lines for the person, empty when done."""
 
 
 DONE = Outcome(RunStatus.DONE, exit_code=0)

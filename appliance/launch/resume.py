@@ -85,19 +85,21 @@ _LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks 
 
 @dataclass(frozen=True)
 class Target:
-    """A run to go on with. checkpoint: the one that was named, None: the newest that is whole."""
+    """A run to go on with."""
 
     run_dir: Path
     record: RunRecord
     checkpoint: Path | None = None
+    """The one that was named, None: the newest that is whole."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that may go on. found: where from; nothing whole means from the beginning, in the same folder."""
+    """A run that may go on."""
 
     target: Target
     found: CheckpointSearch
+    """Where from; nothing whole means from the beginning, in the same folder."""
 
     @property
     def step(self) -> int:

@@ -35,28 +35,29 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SubreaperOrder:
-    """What the launcher asks for, passed as JSON in the subreaper's only argument.
-
-    report: file descriptor for a SubreaperReport.  launcher: its process id.  mark: see `processes`.
-    remove: a folder that is removed at the end if the launcher is gone and cannot do it, or empty.
-    """
+    """What the launcher asks for, passed as JSON in the subreaper's only argument."""
 
     argv: tuple[str, ...]
     report: int
+    """File descriptor for a SubreaperReport."""
     launcher: int
+    """Its process id."""
     mark: str
+    """See `processes`."""
     grace_s: float
     patience_s: float
     remove: str
+    """A folder that is removed at the end if the launcher is gone and cannot do it, or empty."""
 
 
 @dataclass(frozen=True)
 class SubreaperReport:
-    """returncode: the child's, negative for a signal.  ended / left: processes that had to be ended / would not."""
-
     returncode: int
+    """The child's, negative for a signal."""
     ended: tuple[str, ...]
+    """Processes that had to be ended."""
     left: tuple[str, ...]
+    """Processes that would not end."""
 
     @staticmethod
     def from_json(text: bytes) -> SubreaperReport:

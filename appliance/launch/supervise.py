@@ -23,11 +23,13 @@ _TICK_S = 0.1
 
 
 @dataclass(frozen=True)
-class Ask:
-    """How a child is asked to end in its own way. tell: gets the signal's name.  budget_s: what it may take."""
+class GracefulStop:
+    """How a child is asked to end in its own way."""
 
     tell: Callable[[str], None]
+    """Gets the signal's name."""
     budget_s: float
+    """What it may take."""
 
 
 def supervise(
@@ -38,7 +40,7 @@ def supervise(
     log: Path,
     interrupts: Interrupts,
     on_tick: Callable[[], None],
-    ask: Ask | None = None,
+    ask: GracefulStop | None = None,
     remove: str = "",
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
@@ -83,7 +85,7 @@ def supervise(
 
 
 def _watch(
-    subreaper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: Ask | None, on_tick: Callable[[], None]
+    subreaper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: GracefulStop | None, on_tick: Callable[[], None]
 ) -> None:
     told, end_at = 0, float("inf")
     while True:

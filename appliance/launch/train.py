@@ -22,7 +22,7 @@ from appliance.errors import ApplianceError, EngineError, PreflightError, Traini
 from appliance.launch.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.launch.resume import Resume, begin_attempt
 from appliance.launch.subreaper import SubreaperReport
-from appliance.launch.supervise import Ask, supervise
+from appliance.launch.supervise import GracefulStop, supervise
 from appliance.preflight.access import write_token
 from appliance.preflight.finding import Finding, Severity
 from appliance.processes import find_processes, module_argv
@@ -65,14 +65,14 @@ SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
 @dataclass(frozen=True)
 class Step:
     """What a run does between its preparation and its training. (The rooms that do it read runs; none imports them.)
-
-    child: makes the program to run, or None where there is nothing to do.  is_done: whether its result is there.
-    finish: called when it is.  Each may raise an ApplianceError.
-    """
+    Each of its functions may raise an ApplianceError."""
 
     child: Callable[[RunPlan], Child | None]
+    """Makes the program to run, or None where there is nothing to do."""
     is_done: Callable[[RunPlan], bool]
+    """Whether its result is there."""
     finish: Callable[[RunPlan], None]
+    """Called when it is."""
 
 
 def run_training(
@@ -225,7 +225,7 @@ class _Training:
             outcome = self._run_child(
                 Child("train", "training", plan.argv, default_code=5),
                 is_done=lambda plan: (Path(plan.run_dir) / "model" / "config.json").is_file(),
-                ask=Ask(self._ask_to_stop, budget_s=plan.guard.save_budget_s),
+                ask=GracefulStop(self._ask_to_stop, budget_s=plan.guard.save_budget_s),
                 ray_dir=ray_dir,
                 ray_token=ray_token,
             )
@@ -250,7 +250,7 @@ class _Training:
         child: Child,
         *,
         is_done: Callable[[RunPlan], bool],
-        ask: Ask | None = None,
+        ask: GracefulStop | None = None,
         ray_dir: Path | None = None,
         ray_token: Path | None = None,
     ) -> Outcome:

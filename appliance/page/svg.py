@@ -25,17 +25,15 @@ Point = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """points: (x, mean, low, high), x ascending; where the mean is NaN the line breaks.
-
-    dotted: a dot on every point, for few of them.  index: of its colour.  newest: the value that it ends with, where
-    the last point is the mean of several.
-    """
-
     name: str
     points: Sequence[Point]
+    """(x, mean, low, high), x ascending; where the mean is NaN the line breaks."""
     index: int
+    """Of its colour."""
     dotted: bool = False
+    """A dot on every point, for few of them."""
     newest: float | None = None
+    """The value that it ends with, where the last point is the mean of several."""
 
     @property
     def last(self) -> float | None:
@@ -54,33 +52,36 @@ class Bound:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at x. kind: a class of the frame's style."""
+    """Something that happened at x."""
 
     x: float
     label: str
     kind: str = "mark"
+    """A class of the frame's style."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What belongs to a chart besides its curves.
-
-    unit: of the vertical axis.  legend: with each curve's last value.  over_time: x is seconds, not steps.
-    x_range: None for that of the curves.  from_zero: the vertical axis begins at 0.  left: room for its labels.
-    """
+    """What belongs to a chart besides its curves."""
 
     title: str
     unit: str = ""
+    """Of the vertical axis."""
     logarithmic: bool = False
     bounds: Sequence[Bound] = ()
     marks: Sequence[Mark] = ()
     legend: bool = False
+    """With each curve's last value."""
     over_time: bool = False
+    """x is seconds, not steps."""
     x_range: tuple[float, float] | None = None
+    """None for that of the curves."""
     from_zero: bool = False
+    """The vertical axis begins at 0."""
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
+    """Room for its labels."""
 
 
 def line_chart(chart: Chart, series: Sequence[Series]) -> str:
@@ -329,11 +330,13 @@ class Thinned:
 
 
 class _Run(NamedTuple):
-    """Neighbours. x: of the last.  values: how many are known."""
+    """Neighbours."""
 
     points: int = 0
     x: float = 0.0
+    """Of the last."""
     values: int = 0
+    """How many are known."""
     sum: float = 0.0
     low: float = math.inf
     high: float = -math.inf
@@ -361,13 +364,14 @@ def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
 
 @dataclass(frozen=True)
 class Axis:
-    """low, high: the values at its ends, low < high; of a logarithmic axis their exponents.  start, end: places, in
-    units of the drawing (end < start for one that points upwards)."""
-
     low: float
+    """The value at its start, below `high`; of a logarithmic axis its exponent."""
     high: float
+    """The value at its end; of a logarithmic axis its exponent."""
     start: float
+    """A place, in units of the drawing."""
     end: float
+    """A place, in units of the drawing; before `start` where the axis points upwards."""
     logarithmic: bool = False
 
     def at(self, value: float) -> float:

@@ -30,12 +30,14 @@ Versions = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class ResultKey:
-    """device: as in a plan.  processor: which one of that kind.  shapes: a slug.  versions: sorted pairs."""
-
     device: str
+    """As in a plan."""
     processor: str
+    """Which one of that kind."""
     shapes: str
+    """A slug."""
     versions: Versions
+    """Sorted pairs."""
 
     def path(self, cache_dir: Path, *, kv_memory: bool = False) -> Path:
         """kv_memory: of a measurement with little memory, which is kept but not what `auto` reads."""
@@ -47,11 +49,12 @@ class ResultKey:
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """What `bench` measured of one scheme. ratio: median of the pairwise ratios to BF16, with the extremes."""
+    """What `bench` measured of one scheme."""
 
     scheme: Scheme
     tokens_per_s: float
     ratio: float
+    """Median of the pairwise ratios to BF16; the next two are the extremes."""
     ratio_min: float
     ratio_max: float
 

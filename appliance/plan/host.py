@@ -10,70 +10,67 @@ from appliance.terms.devices import gpu_of_product
 
 @dataclass(frozen=True)
 class HostGpu:
-    """product: the name that nvidia-smi gives."""
-
     product: str
+    """The name that nvidia-smi gives."""
     memory_bytes: int
 
 
 @dataclass(frozen=True)
 class ContainerFacts:
-    """What a container of our image looks like from inside.
-
-    image: its flavour, `cpu` or `gpu`.  run_root_lasts: the run root is on a volume or a folder of the host, not in the
-    container's own layer or in memory.  run_root: the mount or folder to write to.
-    tmp_runs_programs: a file in the temporary folder may be executed.  unwritable_cache: the cache's folder, or empty.
-    unreadable_token: the file with the hub's token, where it is there and this user may not read it, or empty;
-    token_owner: of that file.  open_token: why it is no secret, or empty.
-    """
+    """What a container of our image looks like from inside."""
 
     image: str
+    """Its flavour, `cpu` or `gpu`."""
     run_root: str
+    """The mount or folder to write to."""
     run_root_lasts: bool
+    """The run root is on a volume or a folder of the host, not in the container's own layer or in memory."""
     uid: int
     gid: int
     tmp_runs_programs: bool = True
+    """A file in the temporary folder may be executed."""
     unwritable_cache: str = ""
+    """The cache's folder, or empty."""
     unreadable_token: str = ""
+    """The file with the hub's token, where it is there and this user may not read it, or empty."""
     token_owner: int = 0
+    """Of that file."""
     open_token: str = ""
+    """Why it is no secret, or empty."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """open_files: of one process, the hard limit, to which Ray raises the soft one.  threads: of the user (the
-    soft limit) or the control groups, whichever is less.  memory_free_bytes: what the control groups leave, page cache
-    that they can take back included."""
-
     open_files: int = UNLIMITED
+    """Of one process, the hard limit, to which Ray raises the soft one."""
     threads: int = UNLIMITED
+    """Of the user (the soft limit) or the control groups, whichever is less."""
     memory_free_bytes: int = UNLIMITED
+    """What the control groups leave, page cache that they can take back included."""
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """cores: that this process may use.  memory_free_bytes: of the host, or what the control group leaves.
-    cpu_flags: as in /proc/cpuinfo.
-
-    missing_libraries: shared libraries vLLM needs and the loader does not find.
-
-    run_root_problem: why nothing can be written where the run root is or will be, or empty.
-    packages: distributions of the chosen log backends that are installed.
-    processor: the processor's name and generation, empty when unknown.  container: None outside of our image.
-    """
-
     cores: int
+    """That this process may use."""
     memory_bytes: int
     memory_free_bytes: int
+    """Of the host, or what the control group leaves."""
     cpu_flags: frozenset[str]
+    """As in /proc/cpuinfo."""
     gpus: tuple[HostGpu, ...]
     python: tuple[int, int]
     missing_libraries: tuple[str, ...]
+    """Shared libraries vLLM needs and the loader does not find."""
     shm_free_bytes: int
     run_root_problem: str
+    """Why nothing can be written where the run root is or will be, or empty."""
     packages: frozenset[str]
+    """Distributions of the chosen log backends that are installed."""
     processor: str = ""
+    """The processor's name and generation, empty when unknown."""
     container: ContainerFacts | None = None
+    """None outside of our image."""
     limits: Limits = Limits()
 
     def gpus_of(self, device: str) -> list[HostGpu]:

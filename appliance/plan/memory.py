@@ -50,20 +50,20 @@ _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU'
 
 @dataclass(frozen=True)
 class Part:
-    """certain: weights and their like, which no setting of the trainer makes smaller than this."""
-
     what: str
     size: int
     certain: bool = False
+    """Weights and their like, which no setting of the trainer makes smaller than this."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the moments, or an engine in its share. limit: bytes that there are."""
+    """One of the moments, or an engine in its share."""
 
     name: str
     parts: tuple[Part, ...]
     limit: int
+    """Bytes that there are."""
 
     @property
     def size(self) -> int:

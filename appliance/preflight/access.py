@@ -33,21 +33,22 @@ _SHORTEST_TOKEN = 16
 
 @dataclass(frozen=True)
 class AccessFacts:
-    """cache_problem: why nothing can be made in the cache, or empty.  unreadable: files of the model.
-
-    ports_in_use: of those that the head of a cluster takes.  head_problem: why `cluster.address` does not answer.
-    token_problem: why the cluster's token cannot be used.  wandb_key: whether wandb knows who is here;
-    with wandb_doubt, why that cannot be told, it counts for nothing.  uid: of this process.
-    """
-
     cache_problem: str = ""
+    """Why nothing can be made in the cache, or empty."""
     unreadable: tuple[str, ...] = ()
+    """Files of the model."""
     ports_in_use: tuple[int, ...] = ()
+    """Of those that the head of a cluster takes."""
     head_problem: str = ""
+    """Why `cluster.address` does not answer."""
     token_problem: str = ""
+    """Why the cluster's token cannot be used."""
     wandb_key: bool = True
+    """Whether wandb knows who is here."""
     wandb_doubt: str = ""
+    """Why that cannot be told, and `wandb_key` counts for nothing; or empty."""
     uid: int = 0
+    """Of this process."""
 
 
 def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:

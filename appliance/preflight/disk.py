@@ -23,19 +23,19 @@ BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, what is ex
 
 @dataclass(frozen=True)
 class Disk:
-    """folder: that is written to, links followed; it need not exist.  number: one for all folders of a file system."""
-
     folder: str
+    """That is written to, links followed; it need not exist."""
     free_bytes: int
     number: int
+    """One for all folders of a file system."""
 
 
 @dataclass(frozen=True)
 class Disks:
-    """run: of the run's folder, with logs, a scaled model and `model/`.  checkpoints: of `checkpoints/`."""
-
     run: Disk
+    """Of the run's folder, with logs, a scaled model and `model/`."""
     checkpoints: Disk
+    """Of `checkpoints/`."""
 
     @property
     def are_one(self) -> bool:
@@ -44,11 +44,12 @@ class Disks:
 
 @dataclass(frozen=True)
 class Written:
-    """Of the run's folder, bytes. checkpoints: those that this attempt counts as its own; others are moved aside and
-    stay.  scaled: the model that UAQ scaled."""
+    """Of the run's folder, bytes."""
 
     checkpoints: int = 0
+    """Those that this attempt counts as its own; others are moved aside and stay."""
     scaled: int = 0
+    """The model that UAQ scaled."""
 
 
 def read_disks(run_dir: Path) -> Disks:

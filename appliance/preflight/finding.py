@@ -17,13 +17,14 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """code: stable, for scripts.  place: the recipe key, file or folder concerned.  remedy: what to do, or empty."""
-
     severity: Severity
     code: str
+    """Stable, for scripts."""
     place: str
+    """The recipe key, file or folder concerned."""
     message: str
     remedy: str = ""
+    """What to do, or empty."""
 
     @property
     def text(self) -> str:

@@ -24,7 +24,7 @@ from appliance.record.plan import ModelPlan, RunPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import asked_of, read_tools
-from appliance.tasks.user_code import Heard, heard
+from appliance.tasks.user_code import ChildOutput, heard
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -36,62 +36,66 @@ _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading ma
 
 @dataclass(frozen=True)
 class RewardProblem:
-    """is_rare: of half of the sample at most, so rows that can never be right rather than data of another task; or
-    a reward of the user's that says little, which is theirs to judge."""
-
     message: str
     is_rare: bool = False
+    """Of half of the sample at most, so rows that can never be right rather than data of another task; or a reward of
+    the user's that says little, which is theirs to judge."""
     remedy: str = "mend the function, or task.truth, or take a reward that reads such answers"
 
 
 @dataclass(frozen=True)
 class StackFacts:
-    """versions: (distribution, what the plan pins, what is installed or empty) where they differ. patches: (name, why
-    it cannot be applied) of those that the plan wants to be live."""
-
     versions: tuple[tuple[str, str, str], ...] = ()
+    """(distribution, what the plan pins, what is installed or empty) where they differ."""
     patches: tuple[tuple[str, str], ...] = ()
+    """(name, why it cannot be applied) of those that the plan wants to be live."""
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What the plan's inputs look like from here. A problem is empty where there is none, or nobody asked.
-
-    model_missing: parts that the model folder lacks (`config.json`, `weights`, `tokenizer`).
-    model_bytes: size of its weights, 0 when unknown.  model_shape: by its config.json, None when unknown.
-    model_is_cached: a hub name whose files are in the local hub cache.
-    is_offline: the hub is needed, and HF_HUB_OFFLINE is set.  hub_problem: why it cannot be reached.
-    data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
-    disks: that the run writes to.  written: by earlier attempts of the run.
-    profile_problem, uaq_problem, expected_kl: as the functions of this name.
-    model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
-    revision_problem: why it is not known which commit `model.revision` is.
-    reward_problem: what is wrong with the rewards of the first problems.  tool_problems: (message, hint).
-    stored: of `bench`, where one counts here.
-    """
+    """What the plan's inputs look like from here. A problem is empty where there is none, or nobody asked."""
 
     model_folder_exists: bool
     model_missing: tuple[str, ...]
+    """Parts that the model folder lacks (`config.json`, `weights`, `tokenizer`)."""
     model_bytes: int
+    """Size of its weights, 0 when unknown."""
     model_shape: ModelShape | None
+    """By its config.json, None when unknown."""
     model_is_cached: bool
+    """A hub name whose files are in the local hub cache."""
     is_offline: bool
+    """The hub is needed, and HF_HUB_OFFLINE is set."""
     hub_problem: str
+    """Why the hub cannot be reached."""
     data_problems: tuple[tuple[str, str], ...]
+    """(message, hint) with `file:line`."""
     has_data: bool
+    """The cache has the problems that are made of the data."""
     disks: Disks
+    """That the run writes to."""
     profile_problem: str = ""
+    """As the function of this name."""
     expected_kl: float | None = None
+    """As the function of this name."""
     uaq_problem: str = ""
+    """As the function of this name."""
     model_damage: tuple[str, ...] = ()
+    """What is wrong with the model's files of weights."""
     model_problem: str = ""
+    """Why the hub, which answers, does not give the model."""
     revision_problem: str = ""
+    """Why it is not known which commit `model.revision` is."""
     reward_problem: RewardProblem | None = None
+    """What is wrong with the rewards of the first problems."""
     tool_problems: tuple[tuple[str, str], ...] = ()
+    """(message, hint)."""
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     stored: StoredResult | None = None
+    """Of `bench`, where one counts here."""
     written: Written = field(default_factory=Written)
+    """By earlier attempts of the run."""
 
 
 def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: HostFacts | None = None) -> InputFacts:
@@ -310,7 +314,7 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
     return ()
 
 
-def _problem(found: Heard, *, within_s: float, is_own: bool) -> RewardProblem | None:
+def _problem(found: ChildOutput, *, within_s: float, is_own: bool) -> RewardProblem | None:
     doing = found.words.get("doing", "the rewards of the first problems")
     if "verdict" not in found.words:
         if found.is_late:

@@ -12,8 +12,7 @@ import shutil
 from pathlib import Path
 
 from appliance.errors import EngineError
-from appliance.files import whole_file, write_whole
-from appliance.frozen import Frozen
+from appliance.files import Frozen, whole_file, write_whole
 from appliance.hub import MODEL_FILES, download_model
 from appliance.quant.files import PROFILE_FILE
 from appliance.record.checkpoints import hash_file

@@ -123,10 +123,10 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens_BT: [B, T] int64, 0 on padding.  valid_BT: [B, T] bool, false on padding, which is at the end only."""
-
     tokens_BT: Tensor
+    """[B, T] int64, 0 on padding."""
     valid_BT: Tensor
+    """[B, T] bool, false on padding, which is at the end only."""
 
 
 def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:

@@ -41,10 +41,12 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class Codec:
-    """largest: magnitude of a code.  values: codes of any shape as float32, exact.  The others: the functions below."""
+    """What a scheme's numbers are. A function without a text is the one of this name below."""
 
     largest: float
+    """Magnitude of a code."""
     values: Callable[[Tensor], Tensor]
+    """Codes of any shape as float32, exact."""
     quantise: Callable[..., QuantisedWeight]
     weight_absmax: Callable[..., Tensor]
     quantise_tokens: Callable[..., QuantisedWeight]

@@ -159,34 +159,34 @@ _part = dataclass(frozen=True, config=_STRICT)  # numbers may be infinite: the e
 
 @_part
 class LayerError:
-    """One layer of the engine: linears that it fuses, such as q, k and v, or one of the two GEMMs of all experts.
-
-    layer: how the layer is called where it is kept in BF16 (`ignore`), once for each of the names.
-    weight_error: |W' - W| / |W|, Frobenius.  output_error: |y' - y| / |y| over the calibration tokens, weights and
-    activations by the codec, the layer's inputs exact; with smoothing.  output_error_plain: the same without it.
-    kept: in BF16, by the error budget or because the user's `ignore` names it.
-    """
+    """One layer of the engine: linears that it fuses, such as q, k and v, or one of the two GEMMs of all experts."""
 
     layer: Names_
+    """How the layer is called where it is kept in BF16 (`ignore`), once for each of the names."""
     linears: Annotated[Names_, Field(min_length=1)]
     weight_error: float
+    """|W' - W| / |W|, Frobenius."""
     output_error: float
+    """|y' - y| / |y| over the calibration tokens, weights and activations by the codec, the layer's inputs exact; with
+    smoothing."""
     output_error_plain: float
+    """The same without it."""
     kept: bool
+    """In BF16, by the error budget or because the user's `ignore` names it."""
 
 
 @_part
 class Predicted:
-    """The mismatch to expect between BF16 and quantised rollouts, over the calibration tokens; nats.
-
-    kl: exact KL(quantised || BF16) of the next-token distributions, the mean over positions: what `mismatch_k3_kl` of
-    a run estimates.  k3_kl, kl_tokens: the k3 and k1 estimates on the text's own next tokens.
-    """
+    """The mismatch to expect between BF16 and quantised rollouts, over the calibration tokens; nats."""
 
     tokens: Count_
     kl: float
+    """Exact KL(quantised || BF16) of the next-token distributions, the mean over positions: what `mismatch_k3_kl` of a
+    run estimates."""
     k3_kl: float
+    """The k3 estimate on the text's own next tokens."""
     kl_tokens: float
+    """The k1 estimate on the text's own next tokens."""
     probs_diff_mean: float
     weight_max: float
 
@@ -202,27 +202,32 @@ class Memory:
 
 @_part
 class Settings:
-    """strength: alpha, 0 is off.  error_budget: None keeps nothing.  prompts, max_tokens: of the calibration text."""
-
     strength: float = 0.5
+    """Alpha, 0 is off."""
     error_budget: float | None = None
+    """None keeps nothing."""
     ignore: Names_ = ()
     prompts: Count_ = 64
+    """Of the calibration text."""
     max_tokens: Count_ = 2048
+    """Of the calibration text."""
 
 
 @_part
 class Origin:
-    """kind: `calibrated`, `donor` or `flashrl`.  model: folder or hub name.  model_hash, data_hash: sha256 or empty.
-    donor: the W8A8 checkpoint or FlashRL's file.  versions: of what made it."""
-
     kind: Text_
+    """`calibrated`, `donor` or `flashrl`."""
     model: Text_
+    """Folder or hub name."""
     revision: Text_ = ""
     model_hash: Text_ = ""
+    """SHA-256 or empty."""
     data_hash: Text_ = ""
+    """SHA-256 or empty."""
     donor: Text_ = ""
+    """The W8A8 checkpoint or FlashRL's file."""
     versions: dict[str, Text_ | None] = Field(default_factory=dict)
+    """Of what made it."""
 
 
 @_part

@@ -55,15 +55,14 @@ def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None)
 
 @dataclass(frozen=True)
 class LargestDifference:
-    """The token on which the two policies differ most. nats: log p_trainer - log p_rollout.
-
-    sequence: its row in the batch.  position: its place among the sequence's response tokens.  Both from 0; the first
-    of several that are equally far apart.
-    """
+    """The token on which the two policies differ most; the first of several that are equally far apart."""
 
     nats: float
+    """log p_trainer - log p_rollout."""
     sequence: int
+    """Its row in the batch, from 0."""
     position: int
+    """Its place among the sequence's response tokens, from 0."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ class LengthBucket(Mismatch):
 
 @dataclass(frozen=True)
 class MismatchByLength:
-    """whole: all sequences that have a token.  buckets: those that hold a sequence, the short ones first."""
-
     whole: LengthBucket
+    """All sequences that have a token."""
     buckets: tuple[LengthBucket, ...]
+    """Those that hold a sequence, the short ones first."""
 
 
 def measure_by_length(
@@ -115,15 +114,17 @@ def measure_by_length(
 @dataclass(frozen=True)
 class _Sequences:
     """What is left of each sequence: sums over its tokens (in the order of _reduce), the largest weight and
-    differences.  row_S: its row in the batch.  position_S: of the largest difference."""
+    differences."""
 
     row_S: Tensor
+    """Its row in the batch."""
     length_S: Tensor
     sums_SC: Tensor
     weight_max_S: Tensor
     diff_max_S: Tensor
     largest_S: Tensor
     position_S: Tensor
+    """Of the largest difference."""
     ppl_gap_S: Tensor
 
 
@@ -189,17 +190,17 @@ Place = tuple[str, int]  # a layer, and a row of its output: a token of the sequ
 
 @dataclass
 class LayerTrace:
-    """What a forward of one sequence, alone, puts out.
-
-    kept: of which the values are wanted.  digests: of each layer, in the order of the forward and by the engine's
-    names, one per token; the last layer has the last token only.  values: of `kept`.  log_prob: of a token after the
-    sequence, nats.
-    """
+    """What a forward of one sequence, alone, puts out."""
 
     kept: Place | None = None
+    """Of which the values are wanted."""
     digests: dict[str, list[str]] = field(default_factory=dict)
+    """Of each layer, in the order of the forward and by the engine's names, one per token; the last layer has the last
+    token only."""
     values: list[float] = field(default_factory=list)
+    """Of `kept`."""
     log_prob: float = math.nan
+    """Of a token after the sequence, nats."""
 
     def note(self, name: str, output: Tensor) -> None:
         """output: [T, ...]. Equal values have one digest, in whatever type: 0 and -0 too."""

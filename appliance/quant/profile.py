@@ -52,16 +52,14 @@ MAX_EXPONENT = 12  # of a scale: 2^-12..2^12 is exact in BF16, float16 and float
 
 @dataclass(frozen=True)
 class SmoothingGroup:
-    """One norm and all that reads it, by the names of their parameters in the checkpoint.
-
-    linears: each with K last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts at once,
-    `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight` [N, K].
-    scale_K: [K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the norm is divided by it.
-    """
+    """One norm and all that reads it, by the names of their parameters in the checkpoint."""
 
     norm: str
     linears: tuple[str, ...]
+    """Each with K last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts at once,
+    `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight` [N, K]."""
     scale_K: Tensor
+    """[K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the norm is divided by it."""
 
     def __post_init__(self) -> None:
         mantissa_K, exponent_K = torch.frexp(self.scale_K)
@@ -135,22 +133,23 @@ def _key(name: str) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """activations: [K] float32, largest |x| per input channel before smoothing, by a linear's name.
-
-    input_scales, output_scales: of a donor, by a parameter's name, as FlashRL has them: codes are
-    round(w_nk * output_scale_n * input_scale_k).  layers, predicted, memory: of a calibration only.
-    """
-
     origin: Origin
     scheme: Scheme
     settings: Settings
     smoothing: Smoothing
     layers: tuple[LayerError, ...] = ()
+    """Of a calibration only."""
     predicted: Predicted | None = None
+    """Of a calibration only."""
     memory: Memory | None = None
+    """Of a calibration only."""
     activations: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """[K] float32, largest |x| per input channel before smoothing, by a linear's name."""
     input_scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """Of a donor, by a parameter's name, as FlashRL has them: codes are round(w_nk * output_scale_n *
+    input_scale_k)."""
     output_scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """Of a donor, by a parameter's name, as FlashRL has them."""
 
     @property
     def suggested_ignore(self) -> tuple[str, ...]:

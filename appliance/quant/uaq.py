@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from appliance.errors import EngineError, NumericsError, PreflightError
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.quant.files import tensor_shapes
 from appliance.terms.families import NormFed, norm_fed, why_unknown
 from appliance.terms.shapes import read_shape

@@ -54,10 +54,10 @@ class Refused(Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """value: a scalar, a list of nodes, or a mapping of nodes.  place: `file:line`, or the option it came from."""
-
     value: Scalar | list[Node] | dict[str, Node] | Refused
+    """A scalar, a list of nodes, or a mapping of nodes."""
     place: str
+    """`file:line`, or the option it came from."""
 
 
 class _TooDeep(Exception):

@@ -90,12 +90,14 @@ def read_attestations(run_dir: Path) -> tuple[list[Attestation], list[str]]:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Of all attestations of a run, one sentence each. missing: who said nothing.  wrong: who is not as planned."""
+class AttestationCheck:
+    """Of all attestations of a run, one sentence each."""
 
     unreadable: list[str]
     missing: list[str]
+    """Who said nothing."""
     wrong: list[str]
+    """Who is not as planned."""
 
     @property
     def problems(self) -> list[str]:
@@ -114,7 +116,7 @@ def set_attestations_aside(run_dir: Path, *, role: str, name: str) -> None:
 
 def check_attestations(
     run_dir: Path, expected: Sequence[ExpectedAttestation], *, pins: Sequence[tuple[str, str]], fingerprint: str
-) -> Judged:
+) -> AttestationCheck:
     """pins: (distribution, version).  fingerprint: of the program that is to run."""
     said, unreadable = read_attestations(run_dir)
     wanted = {(one.role, one.rank): one for one in expected}
@@ -125,7 +127,7 @@ def check_attestations(
         for one in said
         for difference in _differences(one, wanted.get((one.role, one.rank)), pins=pins, fingerprint=fingerprint)
     ]
-    return Judged(unreadable, missing, wrong)
+    return AttestationCheck(unreadable, missing, wrong)
 
 
 def _differences(

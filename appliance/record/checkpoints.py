@@ -97,18 +97,21 @@ class CheckpointManifest:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A checkpoint that cannot be resumed from. why: its damage, one line."""
+    """A checkpoint that cannot be resumed from."""
 
     folder: Path
     why: str
+    """Its damage, one line."""
 
 
 @dataclass(frozen=True)
 class CheckpointSearch:
-    """What a look for the newest whole checkpoint found. newest: None when none is whole.  rejected: newer ones."""
+    """What a look for the newest whole checkpoint found."""
 
     newest: Path | None
+    """None when none is whole."""
     rejected: tuple[Rejected, ...] = ()
+    """Newer ones."""
 
 
 def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from appliance.corrections.base import Correction
 from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
 from appliance.corrections.registry import CorrectionMethod, correction_of
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.guard.policy import Action
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme

@@ -27,27 +27,29 @@ Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of 
 
 @dataclass(frozen=True, config=STRICT)
 class Sample:
-    """One response. truth: the right answer as the task has it.  accuracy: 0..1, of a task of the user's own any
-    number.  reward: what trained, which shaping may have moved; None in a validation.  tokens: of the model's own.
-    finished: the model ended it, not the limit of tokens.  turns: with tools (who, what), as it was said after the
-    prompt; `response` is then the model's last one."""
+    """One response."""
 
     prompt: str
     response: str
     truth: str
+    """The right answer as the task has it."""
     accuracy: Measured
+    """0..1, of a task of the user's own any number."""
     reward: Measured
+    """What trained, which shaping may have moved; None in a validation."""
     tokens: Count
+    """Of the model's own."""
     finished: bool
+    """The model ended it, not the limit of tokens."""
     turns: tuple[tuple[str, str], ...] = ()
+    """With tools (who, what), as it was said after the prompt; `response` is then the model's last one."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class StepSamples:
-    """scheme: of the rollouts they come from."""
-
     step: Count
     scheme: str
+    """Of the rollouts they come from."""
     validation: tuple[Sample, ...] = ()
     training: tuple[Sample, ...] = ()
 

@@ -22,34 +22,37 @@ BySet = Mapping[str, Mapping[str, float]]  # `avg@<n>`, then `pass@<k>`, by the 
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work that says how far it is. since: unix s of its first report."""
+    """A piece of work that says how far it is."""
 
     label: str
     done: float
     total: float
     note: str
     since: float
+    """Unix s of its first report."""
     at: float
 
 
 @dataclass(frozen=True)
-class Some(Generic[Kept]):
-    """Things as they come, in memory that does not grow. first, last: the first and the last five.  some: all, and
-    where there are many one in `every`."""
+class BoundedSeries(Generic[Kept]):
+    """Things as they come, in memory that does not grow."""
 
     count: int = 0
     first: tuple[Kept, ...] = ()
+    """The first five."""
     last: tuple[Kept, ...] = ()
+    """The last five."""
     some: tuple[Kept, ...] = ()
+    """All, and where there are many one in `every`."""
     every: int = 1
 
     def __bool__(self) -> bool:
         return self.count > 0
 
-    def and_one(self, item: Kept) -> Some[Kept]:
+    def and_one(self, item: Kept) -> BoundedSeries[Kept]:
         some = self.some if self.count % self.every else (*self.some, item)
         is_full = len(some) > _MOST_KEPT
-        return Some(
+        return BoundedSeries(
             self.count + 1,
             (*self.first, item)[:_ENDS],
             (*self.last, item)[-_ENDS:],
@@ -64,29 +67,32 @@ class Some(Generic[Kept]):
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of a run. Times are unix seconds, `step_ends_s` seconds since the trainer's start, rewards means.
-
-    steps: how many are planned.  val_first / val_last: greedy validation before training / the newest.
-    val_bf16: the newest in BF16, where that was measured beside it and rollouts were in another scheme.
-    val_how: of `val_how`.  sets_first / sets_last: several validations, before training / the newest.
-    """
+    """What is known of a run. Times are unix seconds, rewards means."""
 
     steps: int
+    """How many are planned."""
     phase: str = "starting"
     phase_since: float = 0.0
     work: Work | None = None
     last: StepMetrics | None = None
-    rewards: Some[float] = Some()
-    tokens_per_s: Some[float] = Some()
+    rewards: BoundedSeries[float] = BoundedSeries()
+    tokens_per_s: BoundedSeries[float] = BoundedSeries()
     step_ends_s: tuple[float, ...] = ()
+    """Seconds since the trainer's start."""
     val_first: float | None = None
+    """Greedy validation before training."""
     val_last: float | None = None
+    """Greedy validation, the newest."""
     val_last_step: int = 0
     val_samples: int = 0
     val_how: str = GREEDY
+    """Of `val_how`."""
     sets_first: BySet = field(default_factory=dict)
+    """Several validations, before training."""
     sets_last: BySet = field(default_factory=dict)
+    """Several validations, the newest."""
     val_bf16: float | None = None
+    """The newest in BF16, where that was measured beside `val_last` and rollouts were in another scheme."""
     unhealthy_steps: int = 0
     note: str = ""
     failure: Event | None = None
@@ -209,11 +215,12 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How far the rollout policy is from the trainer's, in a plain word. word: `fine`, `bad` or `unknown`.  reasons:
-    what is outside its bounds."""
+    """How far the rollout policy is from the trainer's, in a plain word."""
 
     word: str
+    """`fine`, `bad` or `unknown`."""
     reasons: tuple[str, ...] = ()
+    """What is outside its bounds."""
 
     @property
     def healthy(self) -> bool:

@@ -37,7 +37,7 @@ from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import SampleReader, StepSamples
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
-from appliance.record.state import Judgement, RunState, Some, fold, judge
+from appliance.record.state import BoundedSeries, Judgement, RunState, fold, judge
 from appliance.report.display import step_parts
 from appliance.sync.precision import Generation, read_generation
 from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
@@ -68,11 +68,12 @@ _NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.d
 
 @dataclass(frozen=True)
 class Attempt:
-    """number: from 1.  time: unix s of its first event.  after: the last step that it found done."""
-
     number: int
+    """From 1."""
     time: float
+    """Unix s of its first event."""
     after: int
+    """The last step that it found done."""
 
 
 class StepHistory:
@@ -156,8 +157,8 @@ class EventHistory:
     def __init__(self) -> None:
         self.started = self.newest = 0.0
         self.attempts: list[Attempt] = []
-        self.by_kind: defaultdict[str, Some[tuple[int, Event]]] = defaultdict(Some)
-        self.findings: Some[str] = Some()
+        self.by_kind: defaultdict[str, BoundedSeries[tuple[int, Event]]] = defaultdict(BoundedSeries)
+        self.findings: BoundedSeries[str] = BoundedSeries()
         self.num_listed = 0
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=3 * _MOST_LISTED // 4)
@@ -219,8 +220,7 @@ class EventHistory:
 
 @dataclass
 class RankUpdates:
-    """What one rank of an engine acknowledged. sent, taken: by number of the update, of the few that another rank has
-    not reached yet: the manifest that the trainer sent it, and what it took."""
+    """What one rank of an engine acknowledged."""
 
     name: str
     count: int = 0
@@ -228,7 +228,10 @@ class RankUpdates:
     newest: Acknowledgement | None = None
     has_switched: bool = False
     sent: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By number of the update, of the few that another rank has not reached yet: the manifest that the trainer sent
+    it."""
     taken: dict[int, Acknowledgement] = dataclasses.field(default_factory=dict)
+    """By number of the update, of the same few: what it took."""
 
 
 class UpdateHistory:
@@ -328,7 +331,7 @@ class MemoryHistory:
 
 @dataclass(frozen=True)
 class RunView:
-    """All that a page shows. versions: (of, it)."""
+    """All that a page shows."""
 
     run_dir: Path
     plan: RunPlan
@@ -341,6 +344,7 @@ class RunView:
     samples: list[StepSamples]
     attests: list[Attestation]
     versions: list[tuple[str, str]]
+    """(of, it)."""
     recipe_yaml: str
 
     @property

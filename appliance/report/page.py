@@ -13,7 +13,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import write_whole
-from appliance.page.render import render
+from appliance.page import render
 from appliance.record import events
 from appliance.record.attestations import Attestation
 from appliance.record.samples import Sample
@@ -36,15 +36,16 @@ _TIMES_ITS_COST = 50
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it. is_graded: 1 is right
-    and 0 wrong; of rewards of the user's own nobody knows."""
+    """A response in a step."""
 
     step: int
     sample: Sample
     is_graded: bool = True
+    """1 is right and 0 wrong; of rewards of the user's own nobody knows."""
 
     @property
     def grade(self) -> str:
+        """A class of the pages' style."""
         accuracy = self.sample.accuracy
         if accuracy is None or not self.is_graded:
             return ""
@@ -52,6 +53,7 @@ class Answer:
 
     @property
     def accuracy(self) -> str:
+        """As the page says it."""
         return "-" if self.sample.accuracy is None else f"{self.sample.accuracy:g}"
 
     @property
@@ -61,10 +63,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Story:
-    """The answers to one prompt, one at least. name: of letters and digits.  shown: some of them."""
+class PromptAnswers:
+    """The answers to one prompt, one at least."""
 
     name: str
+    """Of letters and digits."""
     title: str
     answers: list[Answer]
 
@@ -78,6 +81,7 @@ class Story:
 
     @property
     def shown(self) -> list[Answer]:
+        """Some of the answers."""
         return _some(self.answers)
 
 
@@ -153,38 +157,40 @@ def _attest(said: Attestation) -> tuple[str, ...]:
     return said.process, said.role, scheme, ", ".join(said.patches) or "none", ", ".join(told)
 
 
-def _validation(view: RunView) -> list[Story]:
-    """A story per problem, by its prompt: problems keep their order from one validation to the next."""
+def _validation(view: RunView) -> list[PromptAnswers]:
+    """One per problem, by its prompt: problems keep their order from one validation to the next."""
     by_prompt: dict[str, list[Answer]] = {}
     for samples in view.samples:
         for sample in samples.validation:
             answer = Answer(samples.step, sample, is_graded=view.plan.task.own is None)
             by_prompt.setdefault(sample.prompt, []).append(answer)
     numbered = enumerate(by_prompt.values(), start=1)
-    return [Story(f"validation{number}", f"problem {number}", told) for number, told in numbered]
+    return [PromptAnswers(f"validation{number}", f"problem {number}", told) for number, told in numbered]
 
 
-def _training(view: RunView) -> list[Story]:
-    """A story per step, some of them, of one prompt: its best and its worst sample."""
+def _training(view: RunView) -> list[PromptAnswers]:
+    """One per step, some of them, of one prompt: its best and its worst sample."""
     told = _some([samples for samples in view.samples if samples.training])
     is_graded = view.plan.task.own is None
     return [
-        Story(f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training])
+        PromptAnswers(
+            f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training]
+        )
         for s in told
     ]
 
 
-def _are_short(stories: Sequence[Story]) -> bool:
+def _are_short(prompts: Sequence[PromptAnswers]) -> bool:
     """Whether all texts fit into the cells of one table."""
-    samples = [answer.sample for story in stories for answer in story.answers]
+    samples = [answer.sample for prompt in prompts for answer in prompt.answers]
     texts = [text for sample in samples for text in (sample.prompt, sample.response)]
     return all(len(text) <= _SHORT and "\n" not in text for text in texts) and not any(s.turns for s in samples)
 
 
-def _by_step(stories: Sequence[Story]) -> list[tuple[int, list[Answer | None]]]:
-    """Some of the steps, each with the answer of every story."""
-    steps = _some(sorted({answer.step for story in stories for answer in story.answers}))
-    answers = [{answer.step: answer for answer in reversed(story.answers)} for story in stories]
+def _by_step(prompts: Sequence[PromptAnswers]) -> list[tuple[int, list[Answer | None]]]:
+    """Some of the steps, each with the answer to every prompt."""
+    steps = _some(sorted({answer.step for prompt in prompts for answer in prompt.answers}))
+    answers = [{answer.step: answer for answer in reversed(prompt.answers)} for prompt in prompts]
     return [(step, [each.get(step) for each in answers]) for step in steps]
 
 

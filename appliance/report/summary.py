@@ -30,11 +30,12 @@ _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 50
 
 @dataclass(frozen=True)
 class Result:
-    """Means before and after. validated: from validation, else from sampled rollouts."""
+    """Means before and after."""
 
     before: float | None
     after: float | None
     validated: bool
+    """From validation, else from sampled rollouts."""
 
     def climbed(self, plan: RunPlan) -> bool:
         """Whether the reward rose by more than noise. Of rewards of the user's own nobody knows the range: there it is

@@ -72,19 +72,19 @@ def _factors(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor as the trainer had it. dtype: torch's name."""
+    """One tensor as the trainer had it."""
 
     name: str
     dtype: str
+    """torch's name."""
     shape: tuple[int, ...]
     digest: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """sync: number of the weight update, from 1, by the trainer's count."""
-
     sync: int
+    """Number of the weight update, from 1, by the trainer's count."""
     records: tuple[TensorRecord, ...]
 
     @property

@@ -30,14 +30,12 @@ _GENERATION_FILE = "engines.json"
 
 @dataclass(frozen=True)
 class Precision:
-    """A departure from an engine's own settings.
-
-    scheme: None, the engine's own; BF16, no layer is quantised; else a finer scheme of the same kind.
-    bf16_layers: quantised layers that compute in BF16 as well, as `ignore` would name them.
-    """
+    """A departure from an engine's own settings."""
 
     scheme: Scheme | None = None
+    """None, the engine's own; BF16, no layer is quantised; else a finer scheme of the same kind."""
     bf16_layers: tuple[str, ...] = ()
+    """Quantised layers that compute in BF16 as well, as `ignore` would name them."""
 
     @property
     def is_planned(self) -> bool:
@@ -109,13 +107,12 @@ def read_wanted(run_dir: Path) -> Precision:
 
 @dataclass(frozen=True, config=STRICT)
 class Generation:
-    """Engines that were started together. precision: what they were started in.
-
-    firsts: number of the first weight update of each generation of the attempt, this one's last.
-    """
+    """Engines that were started together."""
 
     precision: Precision = AS_PLANNED
+    """What they were started in."""
     firsts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
+    """Number of the first weight update of each generation of the attempt, this one's last."""
 
     @property
     def number(self) -> int:

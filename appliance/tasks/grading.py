@@ -29,13 +29,13 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True)
 class Graded:
-    """accuracy: 0..1, of a task of the user's own any finite number; 0 with a fault, or less in a validation.  why: the
-    fault in words, empty without one.  parts: what each reward gave, where there are several or they have names."""
-
     accuracy: float
+    """0..1, of a task of the user's own any finite number; 0 with a fault, or less in a validation."""
     fault: Fault | None = None
     why: str = ""
+    """The fault in words, empty without one."""
     parts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """What each reward gave, where there are several or they have names."""
 
 
 Values = list[tuple[str, float, object]]  # (name, weight, what the reward gave), of one response
@@ -96,18 +96,17 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
 
 @dataclass(frozen=True)
 class Shaping:
-    """From a grade to the reward that trains. Validation reads grades.
-
-    wrong: the reward of a wrong answer, where a right one has 1: 0, or -1 as DAPO has it (eq. 7 of its paper).
-    buffer_tokens, penalty: of `overlong_penalty`.
-    samples: of a task of the user's own, whose rewards are any numbers: of a prompt, to be compared; else 0.
-    """
+    """From a grade to the reward that trains. Validation reads grades."""
 
     wrong: float = 0.0
+    """The reward of a wrong answer, where a right one has 1: 0, or -1 as DAPO has it (eq. 7 of its paper)."""
     max_tokens: int = 0
     buffer_tokens: int = 0
+    """Of `overlong_penalty`."""
     penalty: float = 0.0
+    """Of `overlong_penalty`."""
     samples: int = 0
+    """Of a task of the user's own, whose rewards are any numbers: of a prompt, to be compared; else 0."""
 
     def comparable(self, value: float) -> float:
         """An accuracy or reward, such that equal ones of a prompt teach nothing and are filtered."""

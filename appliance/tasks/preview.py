@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from appliance.errors import EngineError, first_line
-from appliance.files import write_whole
-from appliance.frozen import Frozen
+from appliance.files import Frozen, write_whole
 from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of

@@ -32,18 +32,17 @@ Tell = Callable[[str], None]  # what is being done
 
 @dataclass(frozen=True)
 class Verdict:
-    """wrong: how many of the sampled problems have wrong rewards.  first: what is wrong with the first of them.
-
-    failure: why there are no rewards at all, in words that name the file; empty where there are.  remedy: against it,
-    where a reward has one of its own.  doubt: what is odd about them.
-    """
-
     sampled: int
     wrong: int = 0
+    """How many of the sampled problems have wrong rewards."""
     first: str = ""
+    """What is wrong with the first of them."""
     failure: str = ""
+    """Why there are no rewards at all, in words that name the file; empty where there are."""
     remedy: str = ""
+    """Against it, where a reward has one of its own."""
     doubt: str = ""
+    """What is odd about them."""
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:

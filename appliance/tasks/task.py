@@ -23,17 +23,18 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class Response:
-    """What rewards judge. text: of the model's last turn.  truth, row: of its Problem.  token_ids: of the text, where a
-    model has said it.
-
-    messages: with tools, all that was said, (role, content): the prompt's, the model's turns, the tools'.
-    """
+    """What rewards judge."""
 
     text: str
+    """Of the model's last turn."""
     truth: str
+    """Of its Problem."""
     row: str = ""
+    """Of its Problem."""
     token_ids: tuple[int, ...] = ()
+    """Of the text, where a model has said it."""
     messages: tuple[Message, ...] = ()
+    """With tools, all that was said, (role, content): the prompt's, the model's turns, the tools'."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Tools: the public functions of a Python file of the user's, which the model may call in its turns.
 
 The file is the user's code. It runs in two places only: in the child that describes it, `python -m
-appliance.tasks.tools` with an Asked as JSON on stdin; and in the processes of the reward pool, where the functions are
-called. Imports no torch.
+appliance.tasks.tools` with a ToolsRequest as JSON on stdin; and in the processes of the reward pool, where the
+functions are called. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Described:
-    """schemas: of each tool, in the order of the file.  problems: `name: what is wrong with it`."""
-
     schemas: list[Schema] = field(default_factory=list)
+    """Of each tool, in the order of the file."""
     problems: list[str] = field(default_factory=list)
+    """`name: what is wrong with it`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gives the model.  failed: it is a message that says why."""
+    """What a call gives the model."""
 
     text: str
     failed: bool = False
+    """It is a message that says why."""
 
 
 def failure(why: str) -> Answer:
@@ -139,26 +140,28 @@ def _shortened(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it.
-    sha256: as of load_module."""
+class ToolsRequest:
+    """Of the child."""
 
     file: str
     model: str = ""
+    """Whose chat template is to be looked at, or empty."""
     trust_remote_code: bool = False
     import_path: tuple[str, ...] = ()
+    """Of what lies beside it."""
     sha256: str | None = None
+    """As of load_module."""
 
 
-def asked_of(plan: RunPlan, *, model: str) -> Asked:
+def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:
     """What runs: the run's copy, where there is one."""
     own = as_it_runs(plan).own
     if own is None or not own.tools:
-        return Asked("")
-    return Asked(own.tools, model, plan.model.trust_remote_code, own.import_path, own.sha256_of(own.tools))
+        return ToolsRequest("")
+    return ToolsRequest(own.tools, model, plan.model.trust_remote_code, own.import_path, own.sha256_of(own.tools))
 
 
-def read_tools(asked: Asked) -> list[Schema]:
+def read_tools(asked: ToolsRequest) -> list[Schema]:
     """The schemas of the file's functions, made in a child; none without a file. Raises RecipeError with all that is
     wrong with them."""
     if not asked.file:
@@ -187,7 +190,7 @@ def read_schemas(path: str) -> list[Schema]:
     return json.loads(Path(path).read_text()) if path else []
 
 
-def template_problem(asked: Asked, schemas: list[Schema]) -> str:
+def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
     """Why the model's chat template cannot do with these tools, or nothing."""
     from transformers import AutoTokenizer
 
@@ -231,14 +234,14 @@ def _hermes_calls(text: str) -> list[object]:
 
 
 def main() -> int:
-    asked = Asked(**json.loads(sys.stdin.read()))
+    asked = ToolsRequest(**json.loads(sys.stdin.read()))
     say = voice()
     sys.path.extend(asked.import_path)  # as in the pool
     say("tools", asdict(_described(asked)))
     os._exit(0)  # threads and exit handlers of the user's are none of ours
 
 
-def _described(asked: Asked) -> Described:
+def _described(asked: ToolsRequest) -> Described:
     try:
         module = load_module(asked.file, sha256=asked.sha256)
     except UserCodeError as error:

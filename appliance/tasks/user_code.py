@@ -180,17 +180,20 @@ def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Of a child that has ended. words: what it said, later values in the place of earlier ones. code: its exit code.
-    is_late: it was ended.  printed: the last line of what anybody else wrote, in short."""
+class ChildOutput:
+    """Of a child that has ended."""
 
     words: Mapping[str, Any]
+    """What it said, later values in the place of earlier ones."""
     code: int
+    """Its exit code."""
     is_late: bool
+    """It was ended."""
     printed: str
+    """The last line of what anybody else wrote, in short."""
 
 
-def heard(module: str, *, given: str, within_s: float) -> Heard:
+def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
     """What a child that may run the user's code says. It is ended, with all that it left, at its end or when it has
     said nothing new for so long: the time is that of one thing that it does, not of all of them.
 
@@ -217,7 +220,7 @@ def heard(module: str, *, given: str, within_s: float) -> Heard:
         printed.seek(0, os.SEEK_END)
         printed.seek(max(0, printed.tell() - _TAIL_BYTES))
         last = (printed.read().strip().splitlines() or ["no message"])[-1]
-        return Heard(words, code, is_late, last[:_SHOWN])
+        return ChildOutput(words, code, is_late, last[:_SHOWN])
 
 
 def _ends(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: float) -> bool:

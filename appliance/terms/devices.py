@@ -22,13 +22,13 @@ _SLOW_EXPERTS = "INT8 experts run one after the other and without CUDA graphs: c
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: CUDA compute capability (major, minor).  product: how nvidia-smi names it, lower case, in part.
-    memory_gib: of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well."""
-
     name: str
     capability: tuple[int, int]
+    """CUDA compute capability (major, minor)."""
     product: str
+    """How nvidia-smi names it, lower case, in part."""
     memory_gib: int
+    """Of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well."""
 
     @property
     def has_fp8(self) -> bool:
@@ -46,11 +46,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class StoredResult:
-    """What `bench` measured on a device, with the layer shapes and versions in question. ratios: (scheme, its tokens/s
-    in times BF16's) of the quantised schemes.  what: the measurement, in words."""
+    """What `bench` measured on a device, with the layer shapes and versions in question."""
 
     ratios: tuple[tuple[Scheme, float], ...]
+    """(scheme, its tokens/s in times BF16's) of the quantised schemes."""
     what: str
+    """The measurement, in words."""
 
     def __str__(self) -> str:
         found = ", ".join(f"{scheme} {ratio:.2f} times bf16" for scheme, ratio in self.ratios)

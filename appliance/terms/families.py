@@ -125,11 +125,12 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
 
 @dataclass(frozen=True)
 class NormFed:
-    """Parameters by their names in a checkpoint. norms: of all decoder layers.  linears: all that they feed, with the
-    input channels last: in a mixture the router, too."""
+    """Parameters by their names in a checkpoint."""
 
     norms: frozenset[str]
+    """Of all decoder layers."""
     linears: frozenset[str]
+    """All that they feed, with the input channels last: in a mixture the router, too."""
 
 
 def norm_fed(names: Iterable[str]) -> NormFed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM

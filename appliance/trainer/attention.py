@@ -47,10 +47,12 @@ _NEWER = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.inter
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where they lie in a row. lengths: of each.  starts_S1: [S + 1] int32, on the row's device, the last one is T."""
+    """Where they lie in a row."""
 
     lengths: list[int]
+    """Of each."""
     starts_S1: Tensor
+    """[S + 1] int32, on the row's device, the last one is T."""
 
     @staticmethod
     def of(positions_T: Tensor) -> Sequences:

@@ -55,11 +55,12 @@ _FULL_BYTES = 16 << 20  # torch hides the reason of a failed write; with less th
 
 @dataclass(frozen=True)
 class DriverRandom:
-    """torch: hex bytes.  numpy, python: what their own `get_state` gives, as lists."""
-
     torch: str
+    """Hex bytes."""
     numpy: list[Any]
+    """What its own `get_state` gives, as lists."""
     python: list[Any]
+    """What its own `get_state` gives, as lists."""
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,12 @@ LogProbs = Callable[[KVBatchMeta], Any]  # writes `log_probs` of a batch into th
 
 
 class Sequences(NamedTuple):
-    """What a correction is computed from, a row per sequence. real: before anything was dropped."""
+    """What a correction is computed from, a row per sequence."""
 
     trainer: Rows
     rollout: Rows
     real: Rows
+    """Before anything was dropped."""
     advantages: Rows
 
 

@@ -43,13 +43,16 @@ _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
 
 @dataclass(frozen=True)
 class Restart:
-    """One change of all engines of a run. generation: of the new ones.  ended: ids of the old ones' processes.  end_s:
-    until they were gone.  start_s: from then until the new ones stood."""
+    """One change of all engines of a run."""
 
     generation: Generation
+    """Of the new ones."""
     ended: tuple[int, ...]
+    """Ids of the old ones' processes."""
     end_s: float
+    """Until they were gone."""
     start_s: float
+    """From then until the new ones stood."""
 
     @property
     def seconds(self) -> float:

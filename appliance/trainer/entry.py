@@ -17,8 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from appliance.cluster.form import cluster_of
-from appliance.cluster.ray_command import cpus_for_ray
+from appliance.cluster.form import cluster_of, cpus_for_ray
 from appliance.errors import (
     ApplianceError,
     GuardStop,

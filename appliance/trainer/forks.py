@@ -43,16 +43,18 @@ _SPAWNED = "--multiprocessing-fork"  # Python's mark of what `multiprocessing` s
 
 @dataclass(frozen=True)
 class Program:
-    """argv: of Python, without options: a file and its arguments, or `-c` and code.  fds: numbers of the descriptors
-    that come with it.  open_files, nice, oom_score: as the kernel has them of who asks."""
-
     argv: list[str]
+    """Of Python, without options: a file and its arguments, or `-c` and code."""
     env: dict[str, str]
     cwd: str
     fds: list[int]
+    """Numbers of the descriptors that come with it."""
     open_files: tuple[int, int]
+    """As the kernel has it of who asks."""
     nice: int
+    """As the kernel has it of who asks."""
     oom_score: str
+    """As the kernel has it of who asks."""
 
 
 def worker_command(address: Path) -> str:

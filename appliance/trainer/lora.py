@@ -79,12 +79,13 @@ class Frozen:
 
 
 class Expected(NamedTuple):
-    """What is to be sent of one layer. sum_NK: W + s B A, float32.  bound_NK: of the error of a merge in BF16. None on
-    all ranks but the first."""
+    """What is to be sent of one layer. The tensors are None on all ranks but the first."""
 
     name: str
     sum_NK: Tensor | None
+    """W + s B A, float32."""
     bound_NK: Tensor | None
+    """Of the error of a merge in BF16."""
 
     def check(self, sent_NK: Tensor) -> None:
         """Every rank calls it, and raises SyncError where the first one finds a fault: else they would wait for it."""

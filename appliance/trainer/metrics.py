@@ -67,25 +67,21 @@ _FIELDS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
 
 @dataclass(frozen=True)
 class StepTelemetry:
-    """equal_group_fraction: prompts of which every sample is the same sequence of tokens, 0..1.
-
-    tokens_mean: of a sequence, those that count.
-
-    nonfinite_fraction: tokens of which a log-probability is not finite or beyond FARTHEST, 0..1. Where there are some,
-    no number of `mismatch` is finite, and in `by_length` they count as equal.  seconds: that measuring took.
-
-    differing_tokens: whose two log-probs are not the same float32.
-
-    With `measure_held` all of these but `equal_group_fraction` and `tokens_mean` are of the tokens that were held.
-    """
+    """With `measure_held` all fields but `equal_group_fraction` and `tokens_mean` are of the tokens that were held."""
 
     mismatch: Mismatch
     by_length: MismatchByLength
     equal_group_fraction: float
+    """Prompts of which every sample is the same sequence of tokens, 0..1."""
     nonfinite_fraction: float = 0.0
+    """Tokens of which a log-probability is not finite or beyond FARTHEST, 0..1. Where there are some, no number of
+    `mismatch` is finite, and in `by_length` they count as equal."""
     seconds: float = 0.0
+    """That measuring took."""
     tokens_mean: float = 0.0
+    """Of a sequence, those that count."""
     differing_tokens: int = 0
+    """Whose two log-probs are not the same float32."""
 
     @property
     def differing_fraction(self) -> float:
@@ -284,18 +280,18 @@ def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
 
 @dataclass
 class Step:
-    """What a step has brought so far, from the hooks of verl's, for its line.
-
-    rolled: what its rollouts are made in.  fetched: what `telemetry` was measured in.  correction: of BatchCorrection.
-    sync: the weight update that ended it.
-    """
+    """What a step has brought so far, from the hooks of verl's, for its line."""
 
     rolled: Live
+    """What its rollouts are made in."""
     reward_failures: int = 0
     telemetry: StepTelemetry | None = None
     fetched: TensorDict | None = None
+    """What `telemetry` was measured in."""
     correction: dict[str, float | None] | None = None
+    """Of BatchCorrection."""
     sync: SyncRecord | None = None
+    """The weight update that ended it."""
 
     def is_exact(self, plan: RunPlan) -> bool:
         """Whether its log-probs are to be the rollouts' bit by bit. What is in BF16 for now depends on the batch; on a

@@ -177,16 +177,16 @@ class DecoderLayer:
 
 
 class Held(NamedTuple):
-    """What forwards of an update gave of sequences while the weights were those that the engines have.
-
-    keys: of the sequences, as the queue has them.  length_S: response positions of each, sum N.
-    log_probs_N, entropy_N: nats, float32.
-    """
+    """What forwards of an update gave of sequences while the weights were those that the engines have."""
 
     keys: list[str]
+    """Of the sequences, as the queue has them."""
     length_S: Tensor
+    """Response positions of each, sum N."""
     log_probs_N: Tensor
+    """Nats, float32."""
     entropy_N: Tensor
+    """Nats, float32."""
 
 
 class RolloutForward:

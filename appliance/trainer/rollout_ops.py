@@ -199,18 +199,17 @@ class _Rotary(Function):
 
 @dataclass(frozen=True)
 class EngineWeight:
-    """Of one layer of the engine, until the next update: what multiplies, and what the gradients need.
-
-    gemm: [T, N] of activations [T, K] and a bias [N] or None.  factor_K: of smoothing, powers of two; the weights times
-    it are quantised.  fp8_backward: multiply gradients in E4M3; `quantised` is in `fp8-block`.  name: of the layer, for
-    errors.
-    """
+    """Of one layer of the engine, until the next update: what multiplies, and what the gradients need."""
 
     quantised: QuantisedWeight
     gemm: Gemm
+    """[T, N] of activations [T, K] and a bias [N] or None."""
     factor_K: Tensor | None
+    """Of smoothing, powers of two; the weights times it are quantised."""
     fp8_backward: bool = False
+    """Multiply gradients in E4M3; `quantised` is in `fp8-block`."""
     name: str = "a layer"
+    """Of the layer, for errors."""
 
     @classmethod
     def of(

@@ -37,7 +37,7 @@ from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Graded, Shaping, set_metrics
 from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool, known_parts, neutral, neutral_parts, reward_means
-from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, one_turn
+from appliance.trainer.turns import Opening, Tally, Trajectory, TrajectoryGroup, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
@@ -57,12 +57,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A row of the data set on its way to an engine. group: where its samples will be."""
+    """A row of the data set on its way to an engine."""
 
     row: dict[str, Any]
     token_ids: list[int]
     seed: int | None
     group: asyncio.Future[Any]
+    """Where its samples will be."""
 
 
 class PromptSeeds:
@@ -324,8 +325,8 @@ class Rollouts:
         if self._turns is None:
             ids, seeds = [prompt.token_ids for prompt in share], [prompt.seed for prompt in share]
             async for place, group in ask(ids, seeds=seeds, num_samples=sampling.num_samples):
-                spoken = [one_turn(sample, text=self._decoded(sample.token_ids)) for sample in group.samples]
-                share[place].group.set_result(SpokenGroup(spoken, group.weights_version))
+                trajectories = [one_turn(sample, text=self._decoded(sample.token_ids)) for sample in group.samples]
+                share[place].group.set_result(TrajectoryGroup(trajectories, group.weights_version))
         else:
             openings = [Opening(list(each.row["raw_prompt"]), each.token_ids, each.seed) for each in share]
             async for place, played in self._turns.play(openings, ask=ask, num_samples=sampling.num_samples):
@@ -403,11 +404,11 @@ async def _least(grades: list[asyncio.Task[list[Graded]]]) -> float:
     return min((0.0, *(each.accuracy for graded in await asyncio.gather(*grades) for each in graded)))
 
 
-def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
+def _response(trajectory: Trajectory, row: dict[str, Any]) -> Response:
     truth, as_given = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
-    before = tuple((each["role"], each["content"]) for each in row["raw_prompt"]) if spoken.said else ()
-    ids = tuple(spoken.last_turn)
-    return Response(spoken.text, truth, as_given, token_ids=ids, messages=(*before, *spoken.said))
+    before = tuple((each["role"], each["content"]) for each in row["raw_prompt"]) if trajectory.said else ()
+    ids = tuple(trajectory.last_turn)
+    return Response(trajectory.text, truth, as_given, token_ids=ids, messages=(*before, *trajectory.said))
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
@@ -434,7 +435,7 @@ def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> N
 
 
 def _shaped(
-    graded: Sequence[Graded], *, group: SpokenGroup, shaping: Shaping, known: Sequence[bool]
+    graded: Sequence[Graded], *, group: TrajectoryGroup, shaping: Shaping, known: Sequence[bool]
 ) -> tuple[list[float], list[float]]:
     """(accuracies, rewards) of a prompt's samples. One that is not known has the others' mean of both, and no penalty
     for its own length; where none is, each is as a wrong one."""
@@ -445,7 +446,7 @@ def _shaped(
     return accuracies, [shaping.comparable(each) for each in rewards]
 
 
-def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, reward: float) -> dict[str, Any]:
+def _fields(prompt: _Prompt, *, group: TrajectoryGroup, session: int, accuracy: float, reward: float) -> dict[str, Any]:
     """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). `acc` is what it validates by,
     and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC)."""
     sample, prompt_ids = group.samples[session], prompt.token_ids

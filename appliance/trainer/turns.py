@@ -44,16 +44,18 @@ class Drawn(Protocol):
 
 
 @dataclass
-class Spoken:
-    """A sample: all that came after its prompt. mask: 1 for what the model said, else 0. said: its turns and the
-    tools'.  text: of its last turn."""
+class Trajectory:
+    """A sample: all that came after its prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
     mask: list[int]
+    """1 for what the model said, else 0."""
     finished: bool
     text: str
+    """Of its last turn."""
     said: list[Message] = field(default_factory=list)
+    """Its turns and the tools'."""
     turns: int = 1
     calls: int = 0
     failed_calls: int = 0
@@ -71,10 +73,10 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class SpokenGroup:
+class TrajectoryGroup:
     """The samples of one prompt, and the number of the weight update they were made with."""
 
-    samples: list[Spoken]
+    samples: list[Trajectory]
     weights_version: int
 
 
@@ -88,7 +90,7 @@ class Tally:
     failed_calls: int = 0
     tool_tokens: int = 0
 
-    def extend(self, samples: Sequence[Spoken]) -> None:
+    def extend(self, samples: Sequence[Trajectory]) -> None:
         self.samples += len(samples)
         self.turns += sum(each.turns for each in samples)
         self.calls += sum(each.calls for each in samples)
@@ -105,30 +107,32 @@ class Tally:
         }
 
 
-Ask = Callable[..., AsyncIterator[tuple[int, Any]]]
+GenerateGroups = Callable[..., AsyncIterator[tuple[int, Any]]]
 """(prompts, *, seeds, num_samples, already): as `generate_groups` of engine/replica.py, of one engine."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a conversation begins with. seed: of the first sample, None where nothing is drawn."""
+    """What a conversation begins with."""
 
     messages: list[dict[str, Any]]
     token_ids: list[int]
     seed: int | None
+    """Of the first sample, None where nothing is drawn."""
 
 
 @dataclass
 class _Conversation:
-    """content, calls, unread: of the newest turn what is no call, the calls, and how many of them cannot be read."""
-
     opening: Opening
     session: int
     messages: list[dict[str, Any]]
-    spoken: Spoken
+    trajectory: Trajectory
     content: str = ""
+    """Of the newest turn what is no call."""
     calls: list[Any] = field(default_factory=list)
+    """Of the newest turn."""
     unread: int = 0
+    """How many of the newest turn's calls cannot be read."""
     has_ended: bool = False
 
     def seed(self, turn: int) -> int | None:
@@ -166,15 +170,18 @@ class Turns:
         return list(self._builder.build_initial_tokens(messages, tools=self._schemas))
 
     async def play(
-        self, openings: Sequence[Opening], *, ask: Ask, num_samples: int
-    ) -> AsyncIterator[tuple[int, SpokenGroup]]:
+        self, openings: Sequence[Opening], *, ask: GenerateGroups, num_samples: int
+    ) -> AsyncIterator[tuple[int, TrajectoryGroup]]:
         """The place of each opening and its samples, as soon as the last of them has ended."""
         begun: dict[int, list[_Conversation]] = {}
         versions: dict[int, int] = {}
 
-        def ended(places: Iterable[int]) -> list[tuple[int, SpokenGroup]]:
+        def ended(places: Iterable[int]) -> list[tuple[int, TrajectoryGroup]]:
             over = [place for place in places if all(each.has_ended for each in begun[place])]
-            return [(place, SpokenGroup([each.spoken for each in begun.pop(place)], versions[place])) for place in over]
+            return [
+                (place, TrajectoryGroup([each.trajectory for each in begun.pop(place)], versions[place]))
+                for place in over
+            ]
 
         async def opened() -> AsyncIterator[tuple[int, list[_Conversation]]]:
             ids, seeds = [each.token_ids for each in openings], [each.seed for each in openings]
@@ -189,14 +196,14 @@ class Turns:
         async def gone_on(turn: int) -> AsyncIterator[tuple[int, list[_Conversation]]]:
             going = [(place, each) for place in sorted(begun) for each in begun[place] if not each.has_ended]
             answers = ask(
-                [each.opening.token_ids + each.spoken.token_ids for _, each in going],
+                [each.opening.token_ids + each.trajectory.token_ids for _, each in going],
                 seeds=[each.seed(turn) for _, each in going],
                 num_samples=1,
-                already=[len(each.spoken.token_ids) for _, each in going],
+                already=[len(each.trajectory.token_ids) for _, each in going],
             )
             async for number, group in answers:
                 place, each = going[number]
-                _add(each.spoken, group.samples[0])
+                _add(each.trajectory, group.samples[0])
                 yield place, [each]
 
         for turn in range(1, self._max_turns + 1):
@@ -220,37 +227,37 @@ class Turns:
 
     async def _read(self, conversation: _Conversation) -> None:
         """The model's turn is over: what it says, and whether it ends there, for it calls no tool or was cut."""
-        spoken, ids = conversation.spoken, conversation.spoken.last_turn
-        spoken.text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        spoken.said.append(("assistant", spoken.text))
+        trajectory, ids = conversation.trajectory, conversation.trajectory.last_turn
+        trajectory.text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        trajectory.said.append(("assistant", trajectory.text))
         conversation.content, conversation.calls = await self._parser.extract_tool_calls(ids, self._schemas)
         conversation.unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(conversation.calls))
-        conversation.has_ended = not spoken.finished or not (conversation.calls or conversation.unread)
+        conversation.has_ended = not trajectory.finished or not (conversation.calls or conversation.unread)
 
     async def _answer(self, conversation: _Conversation) -> None:
         """What the tools say that it called. It ends where its token budget has no room for that."""
-        spoken, calls = conversation.spoken, conversation.calls
+        trajectory, calls = conversation.trajectory, conversation.calls
         answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls[:MOST_CALLS]]
         answers += [(each.name, failure(f"only {MOST_CALLS} calls of a turn are made")) for each in calls[MOST_CALLS:]]
         answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * conversation.unread
-        spoken.calls += len(answers)
-        spoken.failed_calls += sum(answer.failed for _, answer in answers)
+        trajectory.calls += len(answers)
+        trajectory.failed_calls += sum(answer.failed for _, answer in answers)
         said = [_assistant(conversation.content, calls), *(_tool(name, answer) for name, answer in answers)]
         before = [*conversation.messages, said[0]]
         prompt = conversation.opening.token_ids
         try:
             merged = self._builder.merge_context_tokens(
-                before, [*before, *said[1:]], prompt + spoken.token_ids, tools=self._schemas
+                before, [*before, *said[1:]], prompt + trajectory.token_ids, tools=self._schemas
             )
         except (TemplateError, TypeError, ValueError):  # what a chat template refuses, or cannot do with
             merged = None
         if merged is None or len(merged.token_ids) - len(prompt) >= self._max_tokens:
-            spoken.finished, conversation.has_ended = False, True
+            trajectory.finished, conversation.has_ended = False, True
             return
-        mask, log_probs = self._builder.align_response_metadata(merged, spoken.mask, spoken.log_probs)
+        mask, log_probs = self._builder.align_response_metadata(merged, trajectory.mask, trajectory.log_probs)
         conversation.messages += said
-        spoken.said += [("tool", answer.text) for _, answer in answers]
-        spoken.token_ids, spoken.mask, spoken.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
+        trajectory.said += [("tool", answer.text) for _, answer in answers]
+        trajectory.token_ids, trajectory.mask, trajectory.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
 
 
 def in_pool(pool: RewardPool, *, file: str, sha256: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
@@ -275,14 +282,14 @@ def _tool(name: str, answer: Answer) -> dict[str, Any]:
     return {"role": "tool", "name": name, "content": answer.text}
 
 
-def one_turn(drawn: Drawn, *, text: str = "") -> Spoken:
+def one_turn(drawn: Drawn, *, text: str = "") -> Trajectory:
     """A sample of a run without tools, or the first of several turns, whose text comes later."""
-    return Spoken(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, text)
+    return Trajectory(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, text)
 
 
-def _add(spoken: Spoken, drawn: Drawn) -> None:
-    spoken.token_ids = spoken.token_ids + drawn.token_ids
-    spoken.log_probs = spoken.log_probs + drawn.log_probs
-    spoken.mask = spoken.mask + [1] * len(drawn.token_ids)
-    spoken.finished = drawn.finished
-    spoken.turns += 1
+def _add(trajectory: Trajectory, drawn: Drawn) -> None:
+    trajectory.token_ids = trajectory.token_ids + drawn.token_ids
+    trajectory.log_probs = trajectory.log_probs + drawn.log_probs
+    trajectory.mask = trajectory.mask + [1] * len(drawn.token_ids)
+    trajectory.finished = drawn.finished
+    trajectory.turns += 1

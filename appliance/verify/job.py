@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import ConfigDict
 
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
 
@@ -103,16 +103,18 @@ class CheckResult(Frozen):
 
 @dataclass(frozen=True)
 class Row:
-    """One worker of one engine, or an engine that failed (worker None). problems: what speaks against it, none: live.
-    moved, from_bf16: mean absolute difference of log-probs, nats; None where there is nothing to compare."""
+    """One worker of one engine, or an engine that failed (worker None)."""
 
     scheme: Scheme
     emulated: bool
     worker: Worker | None
     moved: float | None
+    """Mean absolute difference of log-probs, nats; None where there is nothing to compare."""
     returned: bool
     from_bf16: float | None
+    """Mean absolute difference of log-probs, nats; None where there is nothing to compare."""
     problems: tuple[str, ...]
+    """What speaks against it, none: live."""
 
 
 def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:

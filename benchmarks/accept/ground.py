@@ -53,11 +53,11 @@ def said(error: Exception) -> str:
 
 @dataclass
 class Ground:
-    """folder: of this row alone.  rehearsal: on a CPU, with stand-ins."""
-
     row: str
     folder: Path
+    """Of this row alone."""
     rehearsal: bool
+    """On a CPU, with stand-ins."""
     figures: list[Figure] = field(default_factory=list)
     stand_ins: list[str] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)

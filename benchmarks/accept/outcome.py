@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 
 
 class State(StrEnum):
@@ -44,19 +44,17 @@ class Part(Frozen):
 
 
 class Outcome(Frozen):
-    """why: of a row that failed or was skipped.  stand_ins: what a CPU had in the place of kernels.
-
-    checks: how many things were held against a reference.
-    """
-
     row: str
     state: State
     why: str = ""
+    """Of a row that failed or was skipped."""
     seconds: float = 0.0
     checks: int = 0
+    """How many things were held against a reference."""
     parts: tuple[Part, ...] = ()
     figures: tuple[Figure, ...] = ()
     stand_ins: tuple[str, ...] = ()
+    """What a CPU had in the place of kernels."""
 
     @property
     def waiting(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.errors import PreflightError
-from appliance.frozen import Frozen
+from appliance.files import Frozen
 from appliance.plan.host import HostGpu
 from appliance.processes import module_argv
 
@@ -35,30 +35,31 @@ TOLD = (
 
 
 class Device(Frozen):
-    """capability: (major, minor) of CUDA.  free_bytes: of its memory, before any row."""
-
     product: str
     capability: tuple[int, int]
+    """(major, minor) of CUDA."""
     memory_bytes: int
     free_bytes: int
+    """Of its memory, before any row."""
 
 
 class Facts(Frozen):
-    """devices: those that PyTorch sees and that answer.  problem: why CUDA does not work, or empty.
-
-    cuda: that PyTorch was built for, empty for one without.  compiler: its first line, or empty.  no_compiler: why what
-    Triton makes cannot be compiled, or empty.  nvcc: where it is, or empty.  driver: by nvidia-smi, or empty.
-    """
-
     python: str
     torch: str
     cuda: str
+    """That PyTorch was built for, empty for one without."""
     problem: str
+    """Why CUDA does not work, or empty."""
     devices: tuple[Device, ...]
+    """Those that PyTorch sees and that answer."""
     compiler: str
+    """Its first line, or empty."""
     no_compiler: str
+    """Why what Triton makes cannot be compiled, or empty."""
     nvcc: str
+    """Where it is, or empty."""
     driver: str
+    """By nvidia-smi, or empty."""
 
     @property
     def lines(self) -> list[str]:

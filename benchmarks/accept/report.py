@@ -24,16 +24,15 @@ COUNTED = (State.PASSED, State.FAILED, State.SKIPPED)
 
 @dataclass(frozen=True)
 class Report:
-    """folder: of the rows; its name is that of page and archive.  output: where these are written.
-
-    facts: of PyTorch and the GPUs.  host: files for the archive, by name.
-    """
-
     title: str
     folder: Path
+    """Of the rows; its name is that of page and archive."""
     output: Path
+    """Where these are written."""
     facts: Facts
+    """Of PyTorch and the GPUs."""
     host: dict[str, bytes]
+    """Files for the archive, by name."""
 
     @property
     def name(self) -> str:

@@ -29,25 +29,25 @@ _EAGER_S = 3  # more for these, one kernel after the other
 
 @dataclass(frozen=True)
 class Row:
-    """code: `module:function`, called with a Ground and the arguments.  estimate_s: on one H100, read off no clock.
-
-    covers: parts of docs/gpu.md, as the first column of its table names them.  gpus: how many it needs.
-    scheme: that the GPU must have kernels for.  needs_nvcc: kernels are compiled at first use.  needs_hopper: for what
-    torch multiplies in blocks of 128.
-    is_plain: PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM.
-    """
-
     id: str
     what: str
     code: str
+    """`module:function`, called with a Ground and the arguments."""
     estimate_s: int
+    """On one H100, read off no clock."""
     covers: tuple[str, ...] = ()
+    """Parts of docs/gpu.md, as the first column of its table names them."""
     arguments: tuple[tuple[str, object], ...] = ()
     gpus: int = 1
+    """How many it needs."""
     scheme: Scheme | None = None
+    """That the GPU must have kernels for."""
     needs_nvcc: bool = False
+    """Kernels are compiled at first use."""
     needs_hopper: bool = False
+    """For what torch multiplies in blocks of 128."""
     is_plain: bool = False
+    """PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM."""
 
     @property
     def trains(self) -> bool:

@@ -20,12 +20,15 @@ _ARCHITECTURE_AT = 28  # in the header of an entry: after kind, version, sizes, 
 
 @dataclass(frozen=True)
 class Image:
-    """Of one entry. architecture: such as 90.  start, end: of its bytes in the file."""
+    """Of one entry."""
 
     kind: int
     architecture: int
+    """Such as 90."""
     start: int
+    """Of its bytes in the file."""
     end: int
+    """Of its bytes in the file."""
 
 
 def keep_one(library: bytes, *, architecture: int) -> bytes:

@@ -200,14 +200,14 @@ def test_a_layer_of_zeros(scheme: Scheme) -> None:
 def test_an_answer_is_one_weight_and_the_bound_is_met_with_room(scheme: Scheme) -> None:
     """The derivation: a BF16 rounding of the codec's weight, 2^-8, and float32's few: half of what is allowed."""
     from appliance.engine.fp8_proof import NativeFp8Proof
-    from appliance.engine.kernel_proof import Ask, answer
+    from appliance.engine.kernel_proof import ProofRequest, answer
     from appliance.engine.tensor_slots import local_shape
 
     model, seen = served(scheme), set()
     layer, weight_NK = model.mlp.down_proj, quantise(received(DOWN, tensors(1)), scheme=scheme)
     values_NK = weight_NK.codes_NK.double() * weight_NK.scale.double()
     for sync in range(1, 100):
-        asked = Ask(sync=sync, round=sync, full=False, thorough=False)
+        asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
         one = NativeFp8Proof(DOWN, shape=local_shape(layer), scheme=scheme, ask=asked)
         out_TN = answer(layer, one.probe_TK(), bias_N=None)
         wanted_TN = one.probe_TK().double() @ values_NK.t()

@@ -30,7 +30,7 @@ from torch.nn import Module
 
 from appliance.engine.fp8 import native_fp8_method
 from appliance.engine.fp8_proof import SLACK, NativeBlockProof
-from appliance.engine.kernel_proof import Ask
+from appliance.engine.kernel_proof import ProofRequest
 from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.codec_fp8 import BLOCK, spread
@@ -50,7 +50,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def one_proof(shape: tuple[int, int], *, sync: int = 1, full: bool = True) -> NativeBlockProof:
-    ask = Ask(sync=sync, round=sync, full=full, thorough=full)
+    ask = ProofRequest(sync=sync, round=sync, full=full, thorough=full)
     local = LocalShape(channels=shape[0], length=shape[1], is_cut=False)
     return NativeBlockProof("layer", shape=local, scheme=Scheme.FP8_BLOCK, ask=ask)
 
@@ -341,7 +341,7 @@ def test_an_answer_is_one_weight_and_the_bound_is_met_with_room() -> None:
     layer = model.mlp.down_proj
     values_NK = dequantise(quantise(received(DOWN, tensors(1)), scheme=Scheme.FP8_BLOCK)).double()
     for sync in range(1, 61):
-        asked = Ask(sync=sync, round=sync, full=False, thorough=False)
+        asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
         one = NativeBlockProof(DOWN, shape=local_shape(layer), scheme=Scheme.FP8_BLOCK, ask=asked)
         out_TN = answer(layer, one.probe_TK(), bias_N=None)
         wanted_TN = one.probe_TK().double() @ values_NK.t()

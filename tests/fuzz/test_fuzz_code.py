@@ -26,7 +26,7 @@ from appliance.tasks import tools, user_code
 from appliance.tasks.prepare import prompt_ids
 from appliance.tasks.rows import Problem
 from appliance.tasks.tiny_model import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
-from appliance.tasks.tools import Asked, read_tools, template_problem
+from appliance.tasks.tools import ToolsRequest, read_tools, template_problem
 
 QUIET_S, PATIENT_S = 0.5, 60.0  # of a program that never ends; and of one that should have ended, on a busy machine
 
@@ -290,7 +290,7 @@ def test_fuzz_tools(room: Path, forks: None, made: tuple[bytes, list[Tool] | Non
 
     def ask() -> None:
         try:
-            found = read_tools(Asked(str(file)))
+            found = read_tools(ToolsRequest(str(file)))
         except RecipeError as error:
             messages = [message for message, _ in error.problems]
             for message in messages:
@@ -348,7 +348,7 @@ def model(room: Path) -> Iterator[Path]:
 
     folder = room / "model"
     tokenizer = save_tokenizer(folder, max_positions=4096, calls_tools=True)
-    assert template_problem(Asked("", str(folder)), [SCHEMA]) == ""
+    assert template_problem(ToolsRequest("", str(folder)), [SCHEMA]) == ""
     assert tokenizer.chat_template == TOOL_TEMPLATE
     yield folder
 
@@ -365,7 +365,7 @@ def test_fuzz_chat_templates(room: Path, model: Path, content: bytes, said: str,
     from transformers import AutoTokenizer
 
     (model / "chat_template.jinja").write_bytes(content)
-    asked, before = Asked("", str(model)), () if system is None else (("system", system),)
+    asked, before = ToolsRequest("", str(model)), () if system is None else (("system", system),)
 
     def ask() -> None:
         problem = template_problem(asked, [SCHEMA])

@@ -15,7 +15,7 @@ from fuzz_text import VARIANTS, as_json, broken, raw, seeds, tokens_of, values, 
 from hypothesis import strategies as st
 
 from appliance.tasks.tools import Answer, call_tool
-from appliance.trainer.turns import Opening, Spoken, Turns
+from appliance.trainer.turns import Opening, Trajectory, Turns
 
 ROUNDS, TOKENS = 3, 100
 TOOLS = """
@@ -58,7 +58,7 @@ def tokenizer(file: Path) -> Any:
     return made
 
 
-def played(texts: list[str], *, tokenizer: Any, file: Path) -> Spoken:
+def played(texts: list[str], *, tokenizer: Any, file: Path) -> Trajectory:
     """One sample whose engine says the texts in turn, again and again."""
     lines = itertools.cycle(texts)
 
@@ -77,7 +77,7 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Spoken:
             ),
         )
 
-    async def play() -> Spoken:
+    async def play() -> Trajectory:
         how = {"schemas": [], "max_turns": ROUNDS, "max_tokens": TOKENS, "call": call}
         turns = Turns(tokenizer, model_type="qwen2", **how)
         openings = [Opening([{"role": "user", "content": "2*3"}], [1, 2, 3], None)]

@@ -14,7 +14,7 @@ from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, varia
 from hypothesis import strategies as st
 from plans import make_plan
 
-from appliance.page import render
+from appliance import page
 from appliance.plan.bench_results import model_shapes
 from appliance.plan.engines import layers_with_experts
 from appliance.preflight.checks import estimates
@@ -24,8 +24,8 @@ from appliance.report.page import print_report
 from appliance.report.summary import print_status
 from appliance.terms.shapes import read_shape
 
-for _template in render._environment().list_templates(["j2"]):  # loaded and compiled once, before anybody listens
-    render._environment().get_template(_template)
+for _template in page._environment().list_templates(["j2"]):  # loaded and compiled once, before anybody listens
+    page._environment().get_template(_template)
 
 RECORD = {"state": "failed", "phase": "rollout", "attempt": 2, "exit_code": 5, "reason": "", "schema_version": 1}
 EVENT = {"time": 1.0, "kind": "progress", "what": "x", "why": "", "done": 1, "total": 2, "exit_code": 5, "step": 1}

@@ -11,10 +11,9 @@ import pytest
 from fuzz_surface import attempt
 from plans import make_plan
 
-from appliance.container.launch import make_order
+from appliance.container.launch import container_spec
 from appliance.errors import ApplianceError, EngineError, PreflightError, RecipeError
-from appliance.launch.command import new_run_dir
-from appliance.launch.export import run_export
+from appliance.launch.command import new_run_dir, run_export
 from appliance.launch.resume import find_target, plan_profile_file
 from appliance.quant.checkpoint import Checkpoint
 from appliance.recipe.load import load_recipe
@@ -226,4 +225,4 @@ def test_a_container_gets_no_folder_over_its_own(room: Path, change: str) -> Non
     if change == "data":
         plan = make_plan(room / "runs/r-1", task=plan.task.replace(train_file="/"))
     with pytest.raises(ApplianceError, match="would hide the image's own files"):
-        make_order(plan, (), typed="r", image=None, folder=room, user="0:0")
+        container_spec(plan, (), typed="r", image=None, folder=room, user="0:0")

@@ -10,7 +10,7 @@ import pytest
 from trainings import FEW, Finished, train
 from trainings import STEPS as FULL_STEPS
 
-from appliance.launch.export import run_export
+from appliance.launch.command import run_export
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.record.checkpoints import checkpoint_folder, read_manifest, read_saved
 from appliance.tasks.library import TINY_MODELS

@@ -14,7 +14,7 @@ from tiny_models import tiny
 from trainers import make_trainer
 
 from appliance.errors import EngineError
-from appliance.launch.export import run_export
+from appliance.launch.command import run_export
 from appliance.preflight.inputs import read_inputs, uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.uaq import is_scaled, make_scaled, scaling_child

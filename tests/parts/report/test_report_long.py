@@ -17,7 +17,7 @@ import pytest
 from appliance.page.stacked import Band, merged
 from appliance.record.events import Tail, append_event, parse_metrics
 from appliance.record.samples import SAMPLES_FILE, SampleReader
-from appliance.record.state import Some
+from appliance.record.state import BoundedSeries
 from appliance.report import folder
 from appliance.report.figures import bands
 from appliance.report.folder import RunReader, UpdateHistory, read_view
@@ -131,7 +131,7 @@ def test_what_was_read_is_not_read_again(
 
 
 def test_of_many_things_some_are_kept_and_both_ends() -> None:
-    things = few = Some[int]()
+    things = few = BoundedSeries[int]()
     assert not things and things.with_last() == ()
     for value in range(5000):
         things = things.and_one(value)

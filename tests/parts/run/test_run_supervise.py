@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from appliance.launch.subreaper import SubreaperReport
-from appliance.launch.supervise import Ask, supervise
+from appliance.launch.supervise import GracefulStop, supervise
 from appliance.signals import SAME_SIGNAL_S, Interrupts
 
 # A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.
@@ -51,7 +51,7 @@ def child(
     interrupts: Interrupts | None = None,
     on_tick: Callable[[], None] = lambda: None,
     grace_s: float = 5.0,
-    ask: Ask | None = None,
+    ask: GracefulStop | None = None,
 ) -> SubreaperReport:
     return supervise(
         [sys.executable, "-c", code, *arguments],
@@ -78,7 +78,7 @@ def when_written(path: Path, *actions: Callable[[], None]) -> Callable[[], None]
 
 
 def waiting_child(
-    run_dir: Path, code: str, *actions: Callable[[], None], grace_s: float = 5.0, ask: Ask | None = None
+    run_dir: Path, code: str, *actions: Callable[[], None], grace_s: float = 5.0, ask: GracefulStop | None = None
 ) -> tuple[SubreaperReport, list[str]]:
     """A child that would wait for 100 s, and what is done to it once it is up. With the signals that were heard."""
     with Interrupts() as interrupts:
@@ -203,14 +203,14 @@ def test_child_that_is_asked_ends_in_its_own_way(run_dir: Path) -> None:
             str(run_dir / "pid"),
             interrupts=interrupts,
             on_tick=when_written(run_dir / "pid", interrupt),
-            ask=Ask(tell, budget_s=60.0),
+            ask=GracefulStop(tell, budget_s=60.0),
         )
     assert (told, report.returncode) == (["SIGINT"], 75)
 
 
 def test_child_that_does_not_answer_in_its_budget_gets_the_signal(run_dir: Path) -> None:
     start = time.monotonic()
-    report, _ = waiting_child(run_dir, POLITE, interrupt, ask=Ask(lambda name: None, budget_s=0.5))
+    report, _ = waiting_child(run_dir, POLITE, interrupt, ask=GracefulStop(lambda name: None, budget_s=0.5))
     assert report.returncode == 7
     assert time.monotonic() - start > 0.5
 
@@ -219,7 +219,7 @@ def test_child_that_cannot_be_asked_gets_the_signal(run_dir: Path) -> None:
     def full(name: str) -> None:
         raise OSError(28, "No space left on device")
 
-    report, _ = waiting_child(run_dir, POLITE, interrupt, ask=Ask(full, budget_s=600.0))
+    report, _ = waiting_child(run_dir, POLITE, interrupt, ask=GracefulStop(full, budget_s=600.0))
     assert report.returncode == 7
 
 

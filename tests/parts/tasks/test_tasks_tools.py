@@ -13,7 +13,15 @@ from appliance.record.code import copy_code
 from appliance.record.plan import CodeFile
 from appliance.tasks import tools
 from appliance.tasks.tiny_model import TOOL_TEMPLATE, save_tokenizer
-from appliance.tasks.tools import Asked, asked_of, call_tool, read_schemas, read_tools, template_problem, write_schemas
+from appliance.tasks.tools import (
+    ToolsRequest,
+    asked_of,
+    call_tool,
+    read_schemas,
+    read_tools,
+    template_problem,
+    write_schemas,
+)
 
 GOOD = '''
 from json import dumps
@@ -62,7 +70,7 @@ def many(*numbers: int) -> int:
 
 def problems(file: Path, *, model: str = "") -> list[str]:
     with pytest.raises(RecipeError) as caught:
-        read_tools(Asked(str(file), model))
+        read_tools(ToolsRequest(str(file), model))
     assert {hint for _, hint in caught.value.problems} == {"docs/own-task.md shows one"}
     return [message for message, _ in caught.value.problems]
 
@@ -74,7 +82,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_hints_and_docstring_are_the_schema(tmp_path: Path) -> None:
-    found = read_tools(Asked(str(write(tmp_path, GOOD))))
+    found = read_tools(ToolsRequest(str(write(tmp_path, GOOD))))
     assert found == [SCHEMA]
     write_schemas(found, tmp_path / "tools.json")
     assert read_schemas(str(tmp_path / "tools.json")) == found and read_schemas("") == []
@@ -120,7 +128,7 @@ def test_a_chat_template_without_tools_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD)
     for name, calls_tools in (("with", True), ("without", False)):
         save_tokenizer(tmp_path / name, max_positions=64, calls_tools=calls_tools)
-    assert read_tools(Asked(str(file), str(tmp_path / "with"))) == [SCHEMA]
+    assert read_tools(ToolsRequest(str(file), str(tmp_path / "with"))) == [SCHEMA]
     assert problems(file, model=str(tmp_path / "without")) == [
         f"task.tools: the chat template of {tmp_path / 'without'} has no tools"
     ]
@@ -156,7 +164,7 @@ def test_a_chat_template_of_another_form_is_refused(part: str, instead: str, pro
     assert part in TOOL_TEMPLATE
     tokenizer.chat_template = TOOL_TEMPLATE.replace(part, instead)
     tokenizer.save_pretrained(tmp_path)
-    assert template_problem(Asked("", str(tmp_path)), [SCHEMA]) == f"the chat template of {tmp_path} {problem}"
+    assert template_problem(ToolsRequest("", str(tmp_path)), [SCHEMA]) == f"the chat template of {tmp_path} {problem}"
 
 
 AT_ITS_IMPORT = """
@@ -174,7 +182,7 @@ os.fork()
 
 
 def test_what_a_file_does_at_its_import_is_nothing_to_us(tmp_path: Path) -> None:
-    assert read_tools(Asked(str(write(tmp_path, f"{AT_ITS_IMPORT}{GOOD}")))) == [SCHEMA]
+    assert read_tools(ToolsRequest(str(write(tmp_path, f"{AT_ITS_IMPORT}{GOOD}")))) == [SCHEMA]
 
 
 def test_a_default_may_be_left_out(tmp_path: Path) -> None:
@@ -190,7 +198,7 @@ def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_fi
     code = CodeFile(path=str(file), copy_name="tools.py", sha256=hashlib.sha256(text.encode()).hexdigest())
     plan = make_plan(tmp_path / "run")
     plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(tools=str(file), code=(code,))))
-    assert asked_of(plan, model="") == Asked(
+    assert asked_of(plan, model="") == ToolsRequest(
         str(file), import_path=(str(tmp_path / "a"),), sha256=code.sha256
     )  # there is no copy yet
     copy_code(plan)

@@ -7,7 +7,7 @@ from transfer_queue.controller import TransferQueueController
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from verl.single_controller.ray.base import ResourcePoolManager
 
-from appliance.cluster.ray_command import cpus_for_ray
+from appliance.cluster.form import cpus_for_ray
 from appliance.plan.verl_args import STORAGE_UNITS
 
 

@@ -22,7 +22,7 @@ from appliance.tasks.tools import Answer
 from appliance.trainer import rollouts as module
 from appliance.trainer.rewards import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling, _Prompt
-from appliance.trainer.turns import Spoken, SpokenGroup, Turns
+from appliance.trainer.turns import Trajectory, TrajectoryGroup, Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 DONE = SimpleNamespace(samples=[], weights_version=0)
@@ -258,8 +258,8 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(
 
 def test_the_overlong_penalty_counts_what_the_model_said() -> None:
     """Of 8 tokens 5 are a tool's: the 3 of the model are 1 of 2 into the buffer, which costs half of the penalty."""
-    spoken = Spoken([7] * 8, [0.0] * 8, [1, 1, 0, 0, 0, 0, 0, 1], True, "7")
-    prompt, group = SimpleNamespace(row={}, token_ids=[1]), SpokenGroup([spoken], 0)
+    spoken = Trajectory([7] * 8, [0.0] * 8, [1, 1, 0, 0, 0, 0, 0, 1], True, "7")
+    prompt, group = SimpleNamespace(row={}, token_ids=[1]), TrajectoryGroup([spoken], 0)
     shaping = Shaping(max_tokens=4, buffer_tokens=2, penalty=1.0)
     (accuracy,), (reward,) = module._shaped([Graded(1.0)], group=group, shaping=shaping, known=[True])
     fields = module._fields(prompt, group=group, session=0, accuracy=accuracy, reward=reward)
@@ -270,7 +270,7 @@ def test_a_sample_without_a_grade_has_the_others_mean_reward_whatever_its_length
     """Its advantage is then 0, also where the others are longer, or it is."""
     shaping = Shaping(wrong=-1.0, max_tokens=4, buffer_tokens=2, penalty=1.0)
     for lengths in ((4, 4, 4, 1), (1, 1, 1, 4)):
-        group = SpokenGroup([Spoken([7] * of, [0.0] * of, [1] * of, True, "7") for of in lengths], 0)
+        group = TrajectoryGroup([Trajectory([7] * of, [0.0] * of, [1] * of, True, "7") for of in lengths], 0)
         graded = [Graded(1.0), Graded(1.0), Graded(0.0), Graded(0.0, Fault.TIMED_OUT)]
         accuracies, rewards = module._shaped(graded, group=group, shaping=shaping, known=[True, True, True, False])
         assert accuracies[3] == pytest.approx(2 / 3, rel=1e-12)
@@ -288,8 +288,8 @@ def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module.transfer_queue, "async_kv_batch_put", keep)
     row = {"uid": "u", "global_steps": 1, "raw_prompt": [], "extra_info": {"row": "{}"}}
     prompt = SimpleNamespace(row=row, token_ids=[1])
-    spoken = Spoken([7], [0.0], [1], True, "7", said=[("assistant", "7")])
-    fields = module._fields(prompt, group=SpokenGroup([spoken], 0), session=0, accuracy=1.0, reward=1.0)
+    spoken = Trajectory([7], [0.0], [1], True, "7", said=[("assistant", "7")])
+    fields = module._fields(prompt, group=TrajectoryGroup([spoken], 0), session=0, accuracy=1.0, reward=1.0)
     assert fields["turns"] == [("assistant", "7")] and row["extra_info"] == {"row": "{}"}
     asyncio.run(module._put([("u", [fields])], partition="train"))
     samples, finished = put

@@ -15,7 +15,7 @@ from appliance.files import digest_of
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import MOST_CHARACTERS
 from appliance.trainer.rewards import RewardPool
-from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, in_pool, turn_seed
+from appliance.trainer.turns import Opening, Tally, Trajectory, TrajectoryGroup, Turns, in_pool, turn_seed
 
 TOKENIZER = byte_tokenizer(max_positions=2048, calls_tools=True)
 SCHEMAS = [{"type": "function", "function": {"name": "multiply", "parameters": {}}}]
@@ -88,10 +88,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def play(
     engine: Engine, *, file: str, seed: int | None = 5, max_turns: int = 2, max_tokens: int = 512
-) -> dict[int, SpokenGroup]:
+) -> dict[int, TrajectoryGroup]:
     """One prompt, as many samples as the engine has lines at first."""
 
-    async def played() -> dict[int, SpokenGroup]:
+    async def played() -> dict[int, TrajectoryGroup]:
         pool = RewardPool(load=tuple, workers=1)
         turns = Turns(
             TOKENIZER,
@@ -111,7 +111,7 @@ def play(
     return asyncio.run(played())
 
 
-def one(engine: Engine, **others: Any) -> Spoken:
+def one(engine: Engine, **others: Any) -> Trajectory:
     return play(engine, **others)[0].samples[0]
 
 

@@ -12,9 +12,8 @@ from plans import make_plan
 from typer.testing import CliRunner
 
 from appliance.cli import app
-from appliance.cluster.form import _of_workers
+from appliance.cluster.form import NodeOffer, _of_workers, cpus_for_ray, head_argv, node_environment, worker_argv
 from appliance.cluster.join import join_head
-from appliance.cluster.ray_command import NodeOffer, cpus_for_ray, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.host import Ports
 from appliance.record.attestations import fingerprint

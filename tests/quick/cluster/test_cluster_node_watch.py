@@ -15,7 +15,7 @@ import pytest
 
 from appliance.cluster import join
 from appliance.cluster.form import RETURNS_WITHIN_S
-from appliance.cluster.join import Look, NodeIsOver, NodeWatch, is_over
+from appliance.cluster.join import NodeHealth, NodeIsOver, NodeWatch, is_over
 from appliance.cluster.node_report import write_notice
 from appliance.record.session import RunRecord, RunStatus, write_record
 from appliance.terms.environment import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
@@ -29,19 +29,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("look", "over"),
+    ("health", "over"),
     [
-        (Look(), False),
-        (Look(silent_s=29.9), False),
-        (Look(silent_s=30.0), True),
-        (Look(ended=True), False),  # a cluster that is there already has the next training
-        (Look(ended=True, silent_s=2.0), True),
-        (Look(without_scheduler=2), False),
-        (Look(without_scheduler=3), True),
+        (NodeHealth(), False),
+        (NodeHealth(silent_s=29.9), False),
+        (NodeHealth(silent_s=30.0), True),
+        (NodeHealth(ended=True), False),  # a cluster that is there already has the next training
+        (NodeHealth(ended=True, silent_s=2.0), True),
+        (NodeHealth(without_scheduler=2), False),
+        (NodeHealth(without_scheduler=3), True),
     ],
 )
-def test_a_node_is_over_without_head_or_scheduler(look: Look, over: bool) -> None:
-    assert is_over(look) is over
+def test_a_node_is_over_without_head_or_scheduler(health: NodeHealth, over: bool) -> None:
+    assert is_over(health) is over
 
 
 def test_ray_gives_up_within_the_minute_that_is_promised() -> None:

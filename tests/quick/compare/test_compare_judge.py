@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from page_parts import Parts
 
-from appliance.compare.command import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, page, table
+from appliance.compare.command import INACTIVE_NOTE, TIMES_NOTE, ComparisonReport, as_json, markdown, page, table
 from appliance.compare.file import Arm, Comparison
 from appliance.compare.judge import Verdict, curve, judge, verdict_text
 from appliance.compare.results import RunResult, Step
@@ -138,7 +138,7 @@ def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> 
 
 
 @pytest.mark.slow
-def test_of_a_long_run_every_step_counts_and_some_points_are_drawn(shown: Shown) -> None:
+def test_of_a_long_run_every_step_counts_and_some_points_are_drawn(shown: ComparisonReport) -> None:
     """A validation every 37 steps, the share truncated large between them: what is left out of either shows."""
     steps = [a_step(0, reward_mean=None, val_reward_mean=0.1)]
     for number in range(1, 9001):
@@ -156,7 +156,7 @@ def test_of_a_long_run_every_step_counts_and_some_points_are_drawn(shown: Shown)
 
 
 @pytest.fixture
-def shown() -> Shown:
+def shown() -> ComparisonReport:
     """A baseline, an arm that never acted, one that failed on a busy machine, and one without runs."""
     arms = ("base", "<tis>", "bad", "none")
     busy = {"busy": 0.5, "steps": (a_step(1), a_step(2, is_truncated_fraction=0.02, mismatch_k3_kl=0.4))}
@@ -175,10 +175,10 @@ def shown() -> Shown:
         margin=MARGIN,
     )
     rows = judge(results, arms=arms, baseline="base", margin=MARGIN)
-    return Shown(comparison, rows=rows, where="Taken on a day.", command="appliance compare c")
+    return ComparisonReport(comparison, rows=rows, where="Taken on a day.", command="appliance compare c")
 
 
-def test_the_table_names_verdicts_and_explains_its_words(shown: Shown) -> None:
+def test_the_table_names_verdicts_and_explains_its_words(shown: ComparisonReport) -> None:
     lines = table(shown, columns=200).splitlines()
     by_arm = {line.split()[0]: line for line in lines}
     assert "within ±0.03, inactive" in by_arm["<tis>"] and "+0.0000" in by_arm["<tis>"]
@@ -188,7 +188,7 @@ def test_the_table_names_verdicts_and_explains_its_words(shown: Shown) -> None:
     assert lines[-3:] == [INACTIVE_NOTE, together, f"~ {TIMES_NOTE}"]
 
 
-def test_a_row_shows_what_the_guard_made_of_a_run_without_a_correction(shown: Shown) -> None:
+def test_a_row_shows_what_the_guard_made_of_a_run_without_a_correction(shown: ComparisonReport) -> None:
     """Its share of truncated tokens, and from which steps on its rollouts were in which scheme."""
     schemes = ("int8", "int8", "bf16", "bf16", "int8")
     truncated = (0.0, 0.0, 0.02, 0.0, 0.0)
@@ -208,7 +208,7 @@ def test_a_row_shows_what_the_guard_made_of_a_run_without_a_correction(shown: Sh
     assert note in Parts(page(replace(shown, rows=rows))).texts
 
 
-def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> None:
+def test_json_has_every_run_and_no_rewards_of_single_problems(shown: ComparisonReport) -> None:
     document = json.loads(as_json(shown))
     assert [(arm["arm"], arm["verdict"], len(arm["runs"])) for arm in document["arms"]] == [
         ("base", "baseline", 2),
@@ -221,15 +221,15 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> N
     assert "rewards" not in run
 
 
-def test_the_page_needs_nothing_else_and_escapes_names(shown: Shown) -> None:
+def test_the_page_needs_nothing_else_and_escapes_names(shown: ComparisonReport) -> None:
     text = page(shown)
     parts = Parts(text)
-    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/render.py
+    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/__init__.py
     assert "<tis>" not in text and "&lt;tis&gt;" in text
     assert parts.seen.count("figure") == 7 and "url(" not in text
 
 
-def test_markdown_has_a_line_per_run(shown: Shown) -> None:
+def test_markdown_has_a_line_per_run(shown: ComparisonReport) -> None:
     text = markdown(shown)
     assert sum(line.startswith("| bad | ") for line in text.splitlines()) == 3  # the table's and two seeds'
     assert "| bad | 1 | done | 2 | 0.2500 | -0.7000 |" in text

@@ -17,10 +17,10 @@ from plans import HOST, make_plan, own_plan
 
 from appliance.container import launch
 from appliance.container.launch import (
-    Order,
+    ContainerSpec,
+    container_spec,
     examine_and_train,
     inner_argv,
-    make_order,
     run_in_container,
     stop_without,
     train_in_container,
@@ -41,7 +41,7 @@ def order(
     plan = make_plan(Path(run_dir), device=device)
     builtin = "" if source else "tiny-arithmetic"
     plan = plan.replace(model=plan.model.replace(source=source, path=source or "/cache/made", builtin=builtin))
-    return make_order(plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **given})
+    return container_spec(plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **given})
 
 
 def test_the_current_folder_keeps_its_path() -> None:
@@ -71,7 +71,7 @@ def test_code_of_the_users_is_mounted_with_what_lies_beside_it(tmp_path: Path) -
     code = (CodeFile(path="/code/rewards.py", copy_name="rewards.py", sha256=""),)
     val = ValSetPlan(name="aime", file="/data/aime.jsonl", size=0, samples=1, temperature=0.0)
     plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(code=code), val_sets=(val,)))
-    made = make_order(plan, ("train", "a"), folder=Path("/srv/mine"), user="1000:0", typed="a", image=None)
+    made = container_spec(plan, ("train", "a"), folder=Path("/srv/mine"), user="1000:0", typed="a", image=None)
     assert made.folders[-2:] == (("/data/aime.jsonl", True), ("/code", True))
 
 
@@ -150,7 +150,7 @@ def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
         cluster=ClusterPlan(address="", port=6379, node_address="", token_file="/srv/mine/token", wait_s=900.0),
     )
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
-    assert make_order(plan, ("train", "a"), **given).network == "host"
+    assert container_spec(plan, ("train", "a"), **given).network == "host"
     assert order().network == ""
 
 
@@ -162,9 +162,9 @@ def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> N
         cluster=ClusterPlan(address="", port=6379, node_address="", token_file=str(token), wait_s=900.0),
     )
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
-    assert make_order(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
+    assert container_spec(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
     token.touch()
-    assert make_order(plan, ("train", "a"), **given).folders[1:] == (("/nowhere", True), (str(token), True))
+    assert container_spec(plan, ("train", "a"), **given).folders[1:] == (("/nowhere", True), (str(token), True))
 
 
 @pytest.fixture
@@ -177,15 +177,15 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def docker_was_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Order], Any]:
-    """What the engine gets for an order, whose container ends well."""
+def docker_was_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[ContainerSpec], Any]:
+    """What the engine gets for a container whose program ends well."""
     client = MagicMock()
     monkeypatch.setattr(launch, "_client", lambda: client)
     client.containers.create.return_value.wait.return_value = {"StatusCode": 0}
     client.containers.create.return_value.attach.return_value = []
 
-    def told(order: Order) -> Any:
-        assert run_in_container(order) == 0
+    def told(spec: ContainerSpec) -> Any:
+        assert run_in_container(spec) == 0
         return client.containers.create.call_args
 
     return told
@@ -209,7 +209,7 @@ def test_an_image_that_is_not_there(image: str, pulls: int, message: str, monkey
     assert (raised.value.message, client.images.pull.call_count) == (message, pulls)
 
 
-def test_a_container_that_does_not_start_is_removed(docker_was_told: Callable[[Order], Any]) -> None:
+def test_a_container_that_does_not_start_is_removed(docker_was_told: Callable[[ContainerSpec], Any]) -> None:
     container = launch._client().containers.create.return_value
     container.start.side_effect = APIError("no runtime")
     with pytest.raises(PreflightError) as raised:
@@ -218,7 +218,7 @@ def test_a_container_that_does_not_start_is_removed(docker_was_told: Callable[[O
     container.remove.assert_called_once_with(force=True, v=True)
 
 
-def test_the_hubs_token_is_a_file_inside_too(token: Path, docker_was_told: Callable[[Order], Any]) -> None:
+def test_the_hubs_token_is_a_file_inside_too(token: Path, docker_was_told: Callable[[ContainerSpec], Any]) -> None:
     """Where the run asks the hub. The word itself is in no variable and no argument."""
     told = docker_was_told(order(source="Qwen/Qwen2.5-0.5B"))
     secret = {"Target": "/run/secrets/hf_token", "Source": str(token), "Type": "bind", "ReadOnly": True}
@@ -228,7 +228,9 @@ def test_the_hubs_token_is_a_file_inside_too(token: Path, docker_was_told: Calla
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_a_container_has_a_read_only_image_and_no_rights(device: str, docker_was_told: Callable[[Order], Any]) -> None:
+def test_a_container_has_a_read_only_image_and_no_rights(
+    device: str, docker_was_told: Callable[[ContainerSpec], Any]
+) -> None:
     told = docker_was_told(order(device=device)).kwargs
     rights = {name: told.get(name) for name in ("read_only", "cap_drop", "cap_add", "privileged", "security_opt")}
     assert rights == {
@@ -303,7 +305,7 @@ def test_files_of_a_task_of_ones_own_below_the_home_are_mounted_and_read_inside(
     sets = (*OWN, *given)
     typed = load_recipe("arithmetic-tiny-int8", sets=sets)
     plan = build_plan(typed, run_dir=tmp_path / "runs" / "a-1", host=HOST)
-    made = make_order(plan, (), typed="a", image=None, folder=tmp_path, user="1000:0")
+    made = container_spec(plan, (), typed="a", image=None, folder=tmp_path, user="1000:0")
     below = [(f"/srv/me: it's/{each}", True) for each in read]
     assert made.folders == ((str(tmp_path), False), *below)
     line = tuple(without_home(typed))
@@ -360,7 +362,7 @@ def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: p
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_container_that_saves_is_not_removed_because_nobody_reads(
-    stream: str, docker_was_told: Callable[[Order], Any], monkeypatch: pytest.MonkeyPatch
+    stream: str, docker_was_told: Callable[[ContainerSpec], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C ends the `| tee` as well. Without a signal only a stdout that nobody reads ends a container."""
     after: list[str] = []

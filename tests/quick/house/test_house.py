@@ -18,7 +18,10 @@ BOUNDARIES = {
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
-SAID_NOTHING = {"watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"}
+SAID_NOTHING = {
+    *("watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"),
+    *("Shown", "Heard", "Asked", "Spoken", "Look", "Story", "Order", "Some", "Ask", "Judged"),
+}
 OF_A_TOPOLOGY = {
     *("nodes", "gpus_per_node", "gpus", "world_size", "engines", "replica", "replicas", "rank"),
     *("tensor_parallel", "tensor_parallel_size", "sequence_parallel", "data_parallel"),
@@ -131,6 +134,36 @@ def test_no_name_is_one_that_said_nothing(modules: dict[str, ast.Module]) -> Non
     }
     names = defined | {module: module.rpartition(".")[2] for module in modules}
     assert {place for place, name in names.items() if name in SAID_NOTHING} == set()
+
+
+def test_a_field_is_described_below_it(root: Path) -> None:
+    """Where an editor shows it, and not as `name: text` in the docstring of its class."""
+    files = [
+        file
+        for room in ("appliance", "benchmarks", "container", "flashrl_compat")
+        for file in (root / room).rglob("*.py")
+    ]
+    classes = [
+        (file, node)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    with_fields = [(file, node, names) for file, node in classes if (names := fields_of(node))]
+    wrong = [
+        f"{file.relative_to(root)}: {node.name}: {found[0].strip()}"
+        for file, node, names in with_fields
+        for found in re.finditer(
+            rf"(?:^|[^\w ] +|\n *)(?:\w+(?:, | / | and ))*(?:{names}): ", ast.get_docstring(node) or ""
+        )
+    ]
+    assert len(with_fields) > 200 and wrong == []
+
+
+def fields_of(node: ast.ClassDef) -> str:
+    """Their names, as alternatives of a pattern."""
+    targets = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+    return "|".join(target.id for target in targets if isinstance(target, ast.Name))
 
 
 def test_the_ranks_of_a_topology_are_computed_in_one_place(modules: dict[str, ast.Module]) -> None:

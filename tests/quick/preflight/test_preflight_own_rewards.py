@@ -19,7 +19,7 @@ from appliance.preflight.inputs import RewardProblem, read_inputs, reward_proble
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
 from appliance.tasks.own import parse_row
 from appliance.tasks.rows import write_parquet
-from appliance.tasks.user_code import FORMS, Heard
+from appliance.tasks.user_code import FORMS, ChildOutput
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]
 
@@ -137,7 +137,7 @@ def test_where_a_judge_is_is_told_before_it_is_asked(
     monkeypatch.setattr(
         inputs,
         "heard",
-        lambda *_, **__: told.append(capsys.readouterr().err) or Heard({}, 0, is_late=False, printed=""),
+        lambda *_, **__: told.append(capsys.readouterr().err) or ChildOutput({}, 0, is_late=False, printed=""),
     )
     judges = [reward_plan("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
     reward_problem(planned(tmp_path, *judges, reward_plan("judge", file="/a/rewards.py")))

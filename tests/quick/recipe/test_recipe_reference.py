@@ -2,8 +2,7 @@
 
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
-from appliance.recipe.reference import EXAMPLES, reference
-from appliance.recipe.schema import SECTIONS, Recipe
+from appliance.recipe.schema import EXAMPLES, SECTIONS, Recipe, reference
 
 PROMISED_SECTIONS = {"model", "task", "rollout", "quantization", "correction", "algorithm", "optimizer", "batch"} | {
     "trainer",
@@ -15,7 +14,7 @@ PROMISED_SECTIONS = {"model", "task", "rollout", "quantization", "correction", "
 
 
 def test_the_file_is_the_schema_s():
-    assert library.text("reference") == reference(), "python -m appliance.recipe.reference >recipes/reference.yaml"
+    assert library.text("reference") == reference(), "python -m appliance.recipe.schema >recipes/reference.yaml"
 
 
 def test_the_file_reads_back_as_the_defaults():

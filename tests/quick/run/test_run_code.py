@@ -22,7 +22,7 @@ from appliance.recipe.schema import Recipe, Reward
 from appliance.record.code import attested_code, copy_code
 from appliance.record.plan import CodeFile, RunPlan, read_plan
 from appliance.record.session import create_session
-from appliance.tasks.tools import Asked, Schema
+from appliance.tasks.tools import Schema, ToolsRequest
 
 
 def digest(text: str) -> str:
@@ -121,7 +121,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
 def described(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools, without the child that describes them, which loads transformers: once is enough for this file."""
 
-    def read(asked: Asked) -> list[Schema]:
+    def read(asked: ToolsRequest) -> list[Schema]:
         assert Path(asked.file).read_text() == TOOLS
         return []
 

@@ -9,8 +9,8 @@ import pytest
 
 from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.files import partial_prefix
-from appliance.launch import export
-from appliance.launch.export import run_export
+from appliance.launch import command
+from appliance.launch.command import run_export
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.session import create_session
 from appliance.trainer.export import export_checkpoint
@@ -85,7 +85,7 @@ def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> No
 
 def test_a_folder_that_takes_no_file_is_refused_before_the_child(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
     """/proc takes none from root either."""
-    monkeypatch.setattr(export, "run_child", lambda *_, **__: pytest.fail("a child was started"))
+    monkeypatch.setattr(command, "run_child", lambda *_, **__: pytest.fail("a child was started"))
     with pytest.raises(PreflightError) as caught:
         run_export(str(run_dir), run_root=tmp_path, step=2, output=Path("/proc/out"))
     assert caught.value.hint == "set -o to another folder"
@@ -115,7 +115,7 @@ def test_an_export_that_is_stopped_leaves_nothing_beside_what_was_there(run_dir:
     child += "with whole_folder(Path(sys.argv[3])) as folder:\n    (folder / 'half').touch()\n    time.sleep(60)\n"
     (tmp_path / "slow_child.py").write_text(child)
     (mine := tmp_path / "mine" / ".out-of-mine").mkdir(parents=True)
-    monkeypatch.setattr(export, "CHILD_MODULE", "slow_child")
+    monkeypatch.setattr(command, "EXPORT_MODULE", "slow_child")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
     def stopped(seconds: float) -> None:
@@ -135,7 +135,7 @@ def test_the_log_of_a_failure_is_ours_alone(run_dir: Path, tmp_path: Path, monke
     (temporary := tmp_path / "temporary" / "export-failed.log").mkdir(parents=True)
     (tmp_path / "dead_child.py").write_text("print('error: it broke'); raise SystemExit(1)")
     monkeypatch.setattr("tempfile.tempdir", str(temporary.parent))
-    monkeypatch.setattr(export, "CHILD_MODULE", "dead_child")
+    monkeypatch.setattr(command, "EXPORT_MODULE", "dead_child")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     with pytest.raises(EngineError, match="export: dead_child ended with code 1") as caught:
         run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
