@@ -177,16 +177,22 @@ def test_what_is_set_aside_keeps_its_files_and_takes_the_next_number(tmp_path: P
     }
 
 
+def validations(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """What the child is asked from here on, which then validates nothing."""
+    asked: list[Job] = []
+
+    def child(argv: list[str], **_: object) -> None:
+        asked.append(Job.model_validate_json(Path(argv[1]).read_text()))
+
+    monkeypatch.setattr(results, "run_child", child)
+    return asked
+
+
 def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
     planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tag of its model moved since: the plan of now names others, which nobody made."""
-    validated: list[str] = []
-
-    def child(argv: list[str], **_: object) -> None:
-        validated.append(Job.model_validate_json(Path(argv[1]).read_text()).parquet)
-
-    monkeypatch.setattr(results, "run_child", child)
+    validated = validations(monkeypatch)
     run = planned[0]
     end(run, state=RunStatus.DONE, code=0)
     (run.run_dir / "model").mkdir()
@@ -197,24 +203,19 @@ def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
     validate_models([now], stop=lambda: None)
     own.unlink()  # the cache is elsewhere now
     validate_models([now], stop=lambda: None)
-    assert validated == [str(own), str(other)]
+    assert [job.parquet for job in validated] == [str(own), str(other)]
 
 
 def test_the_model_of_a_run_that_failed_is_not_validated(
     planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may go on and end with another one, which would have the rewards of this."""
-    validated: list[str] = []
-
-    def child(argv: list[str], **_: object) -> None:
-        validated.extend(Job.model_validate_json(Path(argv[1]).read_text()).run_dirs)
-
-    monkeypatch.setattr(results, "run_child", child)
+    validated = validations(monkeypatch)
     for run, code in zip(planned, (5, 0), strict=True):
         end(run, state=RunStatus.FAILED if code else RunStatus.DONE, code=code)
         (run.run_dir / "model").mkdir()
     validate_models(planned, stop=lambda: None)
-    assert validated == [str(planned[1].run_dir)]
+    assert [list(job.run_dirs) for job in validated] == [[str(planned[1].run_dir)]]
 
 
 def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[PlannedRun]) -> None:
