@@ -27,7 +27,14 @@ from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import too_few_problems
 from appliance.terms.devices import CPU
-from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
+from appliance.trainer.attest import (
+    SEARCH_EVERY,
+    attest_driver,
+    attest_switch,
+    attest_trainers,
+    check_attested,
+    tell_layer,
+)
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
 from appliance.trainer.correction import BatchCorrection, with_gdpo
 from appliance.trainer.engines import RolloutEngines
@@ -88,6 +95,7 @@ class Trainer(PPOTrainerSync):
             precision=self.precision,
             engines=self.engines,
             restart=self._restart_engines,
+            attest=lambda: attest_switch(plan, workers=self.actor_rollout_wg.workers),
             is_leaving=lambda: stopping.asked,
         )
         self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
