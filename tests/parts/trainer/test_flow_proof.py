@@ -76,6 +76,8 @@ def test_one_bit_of_a_log_prob_is_a_difference_and_padding_none() -> None:
     assert [each.metrics()["mismatch_equal_fraction"] for each in (EQUAL, DIFFERING)] == [1.0, 0.5]
     nothing = telemetry([-1.0, -2.0, float("nan"), -0.5, 0.0], rollout=[-1.0, -2.0, -3.0, -0.5, 0.0])
     assert nothing.metrics()["mismatch_equal_fraction"] == 0.75
+    told = [each.metrics(is_exact=True)["differing_tokens"] for each in (EQUAL, DIFFERING)]
+    assert told == [0, 2] and "differing_tokens" not in DIFFERING.metrics()
 
 
 def test_a_difference_is_said_at_once_with_its_place(tmp_path: Path) -> None:
