@@ -45,8 +45,10 @@ def recomputed(folder: Path, rows: list, *, temperature: float, scheme: str = "i
     return recomputed_by(model, rows, temperature=temperature)
 
 
-def trainers(folder: Path, *, scheme: str = "int8", **told: Any) -> tuple[Any, RolloutForward]:
-    """The model, and what was put into it. told: more of what engines are told."""
+def trainers(
+    folder: Path, *, scheme: str = "int8", num_tokens: int | None = None, **told: Any
+) -> tuple[Any, RolloutForward]:
+    """The model, and what was put into it. num_tokens: None, all.  told: more of what engines are told."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -56,7 +58,7 @@ def trainers(folder: Path, *, scheme: str = "int8", **told: Any) -> tuple[Any, R
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     quantisation = Quantisation(scheme=Scheme(scheme), emulated=scheme in FP8, **told)
-    return model, RolloutForward(model, quantisation=quantisation, num_tokens=model.config.vocab_size)
+    return model, RolloutForward(model, quantisation=quantisation, num_tokens=num_tokens or model.config.vocab_size)
 
 
 def recomputed_by(model: Any, rows: list, *, temperature: float) -> list[list[float]]:
@@ -103,6 +105,7 @@ def test_log_probs_are_those_of_engines_that_emulate_fp8(scheme: str, tmp_path: 
 
 KEPT_BY_PROFILE, KEPT_BY_RECIPE = "model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"
 RAISED = "model.layers.1.mlp.gate_up_proj"
+SAMPLED = 400  # of the 512 tokens of the model
 
 
 def profile_of(folder: Path, *, model: Any) -> Path:
@@ -132,7 +135,10 @@ def profile_of(folder: Path, *, model: Any) -> Path:
 
 @pytest.mark.engine
 def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
-    """By the profile, the recipe and, by a weight update, the governor; the lists that both attest are one."""
+    """By the profile, the recipe and, by a weight update, the governor; the lists that both attest are one. Neither
+    side knows the tokens that verl masks in an engine."""
+    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+
     from appliance.engine.attest import _quantised
     from appliance.quant.profile import load_smoothing
     from appliance.sync.precision import AS_PLANNED, Precision
@@ -144,7 +150,8 @@ def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
     told = {"profile": str(profile_of(tmp_path / "profile", model=plain)), "ignore": (r"re:.*\.1\.mlp\.down_proj",)}
     arguments = Quantisation(scheme=Scheme.INT8, **told).engine_arguments()
     engine = start_engine(folder, scheme="int8", **(arguments | {"load_format": "appliance"}))
-    model, flow = trainers(folder, **told)
+    monkey_patch_compute_logits(engine.model, SAMPLED)
+    model, flow = trainers(folder, num_tokens=SAMPLED, **told)
     switched = Switched(engine, smoothing=load_smoothing(Path(told["profile"])))
     found = {}
     for precision in (AS_PLANNED, Precision(bf16_layers=(RAISED,)), Precision(Scheme.BF16), AS_PLANNED):
@@ -155,6 +162,7 @@ def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
         listed = sorted(_quantised(engine.model))
         assert listed == sorted(layer.name for layer in flow.linears() if layer.scheme.quantised)
         found[precision] = len(listed)
+        assert max(max(response) for _, response, _ in rows) < SAMPLED
         assert not {KEPT_BY_PROFILE, KEPT_BY_RECIPE} & {*listed}
     free_engine(engine)
     assert [*found.values()] == [6, 5, 0]
