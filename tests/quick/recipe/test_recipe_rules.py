@@ -335,6 +335,13 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("rollout.top_p: a trainer's log-probs know no cut", "use 1.0, or trainer.forward: bf16"),
         ),
         (
+            ("trainer.forward=rollout", "trainer.sequence_parallel=2", *GPU),
+            (
+                "trainer.sequence_parallel: `rollout` does not share sequences",
+                "use 1, or trainer.forward: bf16",
+            ),
+        ),
+        (
             ("trainer.forward=rollout", "trainer.attention=flash_attention_2", *GPU),
             (
                 "trainer.attention: only the forward in BF16 has a choice of it",
