@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import subprocess
@@ -62,6 +63,8 @@ class Trained:
     """Mean sampled reward per step."""
     busy: float
     """Share of all cores that other processes used just before it started, 0..1."""
+    equal_fraction: float | None = None
+    """Tokens whose log-prob in training is the rollout's, 0..1, of the step that has the fewest."""
 
 
 def main() -> int:
@@ -131,6 +134,7 @@ def train(setting: str, *, seed: int, root: Path) -> Trained:
         validation=tuple((line["step"], line["val_reward_mean"]) for line in lines if "val_reward_mean" in line),
         rewards=tuple(line["reward_mean"] for line in steps),
         busy=busy,
+        equal_fraction=min(line["mismatch_equal_fraction"] for line in steps),
     )
 
 
@@ -174,12 +178,19 @@ def mark(one: Trained) -> str:
     return "~" if one.busy > MAX_BUSY else ""
 
 
+def equal(fraction: float | None) -> str:
+    """Only all of them are 100 %."""
+    if fraction is None or fraction == 1:
+        return "-" if fraction is None else "100 %"
+    return f"{math.floor(1000 * fraction) / 10:.1f} %"
+
+
 def page(trained: list[Trained], *, where: dict[str, object]) -> str:
     rows = [
         f"| {one.setting} | {one.seed} | {one.validation[0][1]:.3f} | {one.validation[-1][1]:.3f} "
         f"| {mark(one)}{one.total_s:.0f} | {mark(one)}{one.first_step_s:.0f} | {mark(one)}{one.step_s:.2f} "
         f"| {mark(one)}{one.rollout_tokens_per_s:.0f} "
-        f"| {one.peak_pss_bytes / 1e9:.1f} |"
+        f"| {one.peak_pss_bytes / 1e9:.1f} | {equal(one.equal_fraction)} |"
         for one in trained
     ]
     curves = [
@@ -198,9 +209,11 @@ def page(trained: list[Trained], *, where: dict[str, object]) -> str:
             "Validation is greedy, on problems seen neither in warm start nor in training, in the run's own scheme.",
             "The seed decides the order of the data and the sampling; the model is the same.",
             "Times with ~ were taken while the machine had other work, and are no measurement.",
+            "Equal: tokens whose log-prob in training is the rollout's, of the step with the fewest.",
             "",
-            "| setting | seed | before | after | total, s | end of step 1, s | a step, s | tokens/s | peak PSS, GB |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            "| setting | seed | before | after | total, s | end of step 1, s | a step, s | tokens/s | peak PSS, GB "
+            "| equal |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
             "## Curves: validation by step",

@@ -304,6 +304,7 @@ def _run(run: RunResult) -> dict[str, object]:
         "state": run.state,
         "reason": run.reason,
         "final": run.final,
+        "own": run.own,
         "problems": len(run.rewards),
         "seconds": round(run.seconds, 1),
         "busy": run.busy,
@@ -328,8 +329,9 @@ def markdown(shown: ComparisonReport) -> str:
         *(f"{note}\n" for note in _notes(shown)),
         "## By seed",
         "",
-        "| arm | seed | state | steps | final | difference | 95 % interval | k3 max | truncated, worst step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| arm | seed | state | steps | final | difference | 95 % interval | in its scheme | k3 max "
+        "| truncated, worst step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *(line for row in shown.rows for line in _seed_lines(row)),
         "",
         "## Settings",
@@ -353,7 +355,7 @@ def _seed_lines(row: ArmResult) -> list[str]:
         steps = run.steps[-1].step if run.steps else 0
         lines.append(
             f"| {row.arm} | {run.seed} | {run.state} | {steps} | {draw.number(run.final, digits=4)} | {difference} "
-            f"| {_short(k3)} | {_share(truncated)} |"
+            f"| {draw.number(run.own, digits=4)} | {_short(k3)} | {_share(truncated)} |"
         )
     return lines
 

@@ -111,7 +111,7 @@ def judge(
                 method=method,
                 runs=runs,
                 final=_mean(run.final for run in runs),
-                own=_mean(run.steps[-1].val_reward_mean for run in runs if run.rewards),
+                own=_mean(run.own for run in runs if run.rewards),
                 difference=difference,
                 by_seed=by_seed,
                 verdict=Verdict.BASELINE if arm == baseline else verdict,

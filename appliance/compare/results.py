@@ -79,6 +79,11 @@ class RunResult:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     @property
+    def own(self) -> float | None:
+        """The same mean by the trainer's last validation, in the run's scheme."""
+        return self.steps[-1].val_reward_mean if self.steps else None
+
+    @property
     def is_busy(self) -> bool:
         """Whether other work was on the machine, so that its times are no measurements."""
         return self.busy is None or self.busy > _BUSY

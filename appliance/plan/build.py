@@ -20,7 +20,7 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu, broken_without_profile
-from appliance.recipe.schema import LongPrompts, Recipe, Reward, SchemeChoice, ValSet
+from appliance.recipe.schema import Forward, LongPrompts, Recipe, Reward, SchemeChoice, ValSet
 from appliance.recipe.text import Broken, full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
@@ -146,6 +146,8 @@ def build_plan(
         )
     if recipe.trainer.dtype is Dtype.FP16 and engines.layers_with_experts(model):
         raise RecipeError([("trainer.dtype: engines have experts in BF16 alone", "use `bf16`")])
+    if (forward := recipe.trainer.forward) is not Forward.BF16 and engines.layers_with_experts(model):
+        raise RecipeError([(f"trainer.forward: `{forward}` does not know experts", "use `bf16`")])
     is_run = any(each.scheme is automatic for each in rollout.replicas)  # one that is named is the rules' affair
     if recipe.trainer.dtype is Dtype.FP16 and is_run and not automatic.spec.in_fp16:
         message = f"rollout.scheme: `auto` is `{automatic}` on {device}, which engines have in BF16 alone"

@@ -49,9 +49,7 @@ def plan_rollout(
     )
     if recipe.trainer.forward is not Forward.BF16:
         in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
-        _require_one_flow(
-            planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability, experts=experts
-        )
+        _require_one_flow(planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability)
         if Action.RAISE_PRECISION in (recipe.guard.actions or ()):  # it is none of the usual
             _require_finer(planned, forward=recipe.trainer.forward, capability=capability)
     if planned.scheme.quantised:
@@ -77,7 +75,7 @@ def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> 
 
 
 def _require_one_flow(
-    rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, capability: tuple[int, int] | None, experts: bool
+    rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, capability: tuple[int, int] | None
 ) -> None:
     """What a recipe alone does not show. Raises RecipeError. in_fp8: the gradients, too.  capability: as
     plan_rollout."""
@@ -94,8 +92,6 @@ def _require_one_flow(
     if in_fp8 and rollout.scheme is not Scheme.FP8_BLOCK:
         message = f"trainer.backward: `fp8-block` does not know `{rollout.scheme}`"
         raise RecipeError([(message, "use rollout.scheme: fp8-block")])
-    if experts:
-        raise RecipeError([(f"{place}: `{forward}` does not know experts", hint)])
 
 
 def _require_finer(rollout: RolloutPlan, *, forward: Forward, capability: tuple[int, int] | None) -> None:

@@ -15,7 +15,7 @@ from appliance.plan.engines import (
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_estimated, moments
 from appliance.preflight.finding import Finding, Severity, error, warning
-from appliance.recipe.schema import Attention
+from appliance.recipe.schema import Attention, Forward
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.schemes import BLOCK, Scales
@@ -182,6 +182,9 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
         yield error("experts", "model.lora", message, "set it to null")
     if plan.trainer.dtype is Dtype.FP16:
         yield error("experts", "trainer.dtype", "engines have experts in BF16 alone", "use `bf16`")
+    if plan.trainer.quantises:
+        forward = Forward.ROLLOUT if plan.trainer.one_flow else Forward.LINEARS
+        yield error("experts", "trainer.forward", f"`{forward}` does not know experts", "use `bf16`")
     if plan.device == CPU:
         return
     flags = host.cpu_flags

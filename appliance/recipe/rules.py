@@ -264,6 +264,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
         "rollout.lm_head_fp32": (False, f"the last projection of `{forward}` is in BF16"),
         "rollout.top_p": (1.0, "a trainer's log-probs know no cut"),
         "trainer.sequence_parallel": (1, f"`{forward}` does not share sequences"),
+        "trainer.attention": (Attention.AUTO, "only the forward in BF16 has a choice of it"),
     }
     for name, (usual, message) in refused.items():
         section, _, field = name.partition(".")

@@ -181,6 +181,8 @@ class StepMetrics:
     is_weight_max: Number | None = None
     is_ess: Number | None = None
     is_truncated_fraction: Number | None = None
+    differing_tokens: Number | None = None
+    """Whose log-prob is not the rollouts', in a step in which all are to be the same."""
     val_reward_mean: Number | None = None
     val_reward_bf16_mean: Number | None = None
     val_samples: Number | None = None

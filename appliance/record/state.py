@@ -237,6 +237,8 @@ def judge(step: StepMetrics) -> Judgement:
     reasons = []
     if step.nonfinite_fraction:
         reasons.append(f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite")
+    if step.differing_tokens:
+        reasons.append(f"{step.differing_tokens:g} log-probs are not the rollouts'")
     if k3 is not None and k3 >= K3_KL:
         reasons.append(f"k3 {k3:.2g} is not below {K3_KL}")
     if ess is not None and ess <= ESS:

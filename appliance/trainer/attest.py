@@ -45,7 +45,10 @@ def check_attested(plan: RunPlan, *, precision: Precision) -> None:
     precision: what the rollout engines were started in."""
     expected = attestations_at(plan, precision)
     found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
-    problems = found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.quantises else [])
+    _require_none(found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.quantises else []))
+
+
+def _require_none(problems: Sequence[str]) -> None:
     if problems:
         raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
 
@@ -70,12 +73,21 @@ def attest_driver(plan: RunPlan, *, algorithm: DictConfig) -> None:
     _write(plan, role="driver", rank=0, detail=detail)
 
 
-def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
-    """Have every training worker write `attest/trainer-<rank>.json`, from the model that it holds."""
-    ray.get([worker.__ray_call__.remote(_attest_worker, plan) for worker in workers])
+def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle], with_new_engines: bool = True) -> None:
+    """Have every training worker write `attest/trainer-<rank>.json`, from the model that it holds. with_new_engines: a
+    forward that is the rollouts' computes as they do from here on; those that run it has followed with each update."""
+    ray.get([worker.__ray_call__.remote(_attest_worker, plan, with_new_engines) for worker in workers])
 
 
-def _attest_worker(worker: Any, plan: RunPlan) -> None:
+def attest_switch(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
+    """After a weight update with which engines changed layers, and said so: once more by a forward that is theirs.
+    Raises AttestationError where both do not quantise the same now."""
+    if plan.trainer.quantises:
+        attest_trainers(plan, workers=workers, with_new_engines=False)
+        _require_none([*_other_layers(Path(plan.run_dir))])
+
+
+def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
     """Runs inside verl's worker. `worker_dict` holds the one role that has the actor."""
     actor = _actor(worker)
     engine = actor.engine
@@ -105,7 +117,8 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
         **installed_loss(actor.loss_fn),
     }
     if plan.trainer.quantises:
-        follow_engines(read_generation(Path(plan.run_dir)).precision)
+        if with_new_engines:
+            follow_engines(read_generation(Path(plan.run_dir)).precision)
         detail |= {
             "forward": "rollout" if plan.trainer.one_flow else "linears",
             "backward": backward(),

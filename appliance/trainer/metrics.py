@@ -87,13 +87,15 @@ class StepTelemetry:
     def differing_fraction(self) -> float:
         return self.differing_tokens / self.by_length.whole.num_tokens
 
-    def metrics(self) -> dict[str, Any]:
-        """JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket."""
+    def metrics(self, *, is_exact: bool = False) -> dict[str, Any]:
+        """JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket.  is_exact: as
+        Step.is_exact."""
         whole = self.by_length.whole
         return {
             "equal_group_fraction": self.equal_group_fraction,
             "nonfinite_fraction": self.nonfinite_fraction,
             "mismatch_equal_fraction": 1 - self.differing_fraction,
+            **({"differing_tokens": self.differing_tokens} if is_exact else {}),
             "mismatch_chi2": whole.chi2,
             "mismatch_ppl_gap": whole.ppl_gap,
             "mismatch_largest_nats": whole.largest.nats,

@@ -236,21 +236,23 @@ class WeightUpdates:
         precision: RolloutPrecision,
         engines: RolloutEngines,
         restart: Callable[[str], None],
+        attest: Callable[[], None],
         is_leaving: Callable[[], bool],
     ) -> None:
-        """restart: has engines started in `precision.starts_in`; gets why.  is_leaving: whether the run was asked to
-        stop: engines that start now would not be used."""
+        """restart: has engines started in `precision.starts_in`; gets why.  attest: after an update with which layers
+        changed.  is_leaving: whether the run was asked to stop: engines that start now would not be used."""
         self.count = 0
         self.last: SyncRecord | None = None
         self._plan = plan
         self._precision = precision
         self._engines = engines
         self._restart = restart
+        self._attest = attest
         self._is_leaving = is_leaving
 
     def proven(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """In place of verl's call. What it returns raises what `restart` raises, SyncError when a rank has not proven
-        the update, and as RolloutPrecision.took."""
+        """In place of verl's call. What it returns raises what `restart` and `attest` raise, SyncError when a rank has
+        not proven the update, and as RolloutPrecision.took."""
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
             present, wanted = self._engines.generation.precision, self._precision.starts_in
@@ -270,6 +272,8 @@ class WeightUpdates:
                     first=self._engines.generation.after_sync + 1,
                 )
                 self._precision.took(self.last)
+            if any(one.switched for one in self.last.acknowledgements):
+                self._attest()
             return result
 
         return update_and_check

@@ -27,7 +27,14 @@ from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import too_few_problems
 from appliance.terms.devices import CPU
-from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
+from appliance.trainer.attest import (
+    SEARCH_EVERY,
+    attest_driver,
+    attest_switch,
+    attest_trainers,
+    check_attested,
+    tell_layer,
+)
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
 from appliance.trainer.correction import BatchCorrection, with_gdpo
 from appliance.trainer.engines import RolloutEngines
@@ -88,6 +95,7 @@ class Trainer(PPOTrainerSync):
             precision=self.precision,
             engines=self.engines,
             restart=self._restart_engines,
+            attest=lambda: attest_switch(plan, workers=self.actor_rollout_wg.workers),
             is_leaving=lambda: stopping.asked,
         )
         self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
@@ -258,10 +266,10 @@ class Trainer(PPOTrainerSync):
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
         if self.plan.task.own is not None:
             line |= self.rollouts.reward_means(batch.keys, step=global_steps)
-        line |= self._step.telemetry.metrics() | self.validation.take() | self.rollouts.take_turns()
+        telemetry, is_exact = self._step.telemetry, self._step.is_exact(self.plan)
+        line |= telemetry.metrics(is_exact=is_exact) | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
-        telemetry, is_exact = self._step.telemetry, self._step.is_exact(self.plan)
         if is_exact and telemetry.differing_tokens:
             tell_differing(self.run_dir, telemetry=telemetry, step=global_steps)
         signals = signals_of(line, telemetry=telemetry, cap=self.correction.token_cap, is_exact=is_exact)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines import Engine, free_engine, start_engine
+from engines import Engine, free_engine, read_checkpoint, start_engine
 from families import FAMILIES, make_family
+from test_engine_precision import Switched
+
+if TYPE_CHECKING:
+    from appliance.trainer.rollout_forward import RolloutForward
 
 FP8 = ("fp8", "fp8-channel", "fp8-block")
 DENSE = [name for name in FAMILIES if "moe" not in name]
@@ -36,6 +41,14 @@ def sampled(engine: Engine, *, temperature: float) -> list[tuple[list[int], list
 
 def recomputed(folder: Path, rows: list, *, temperature: float, scheme: str = "int8") -> list[list[float]]:
     """The same log-probs by the trainer's forward, all sequences in one row."""
+    model, _ = trainers(folder, scheme=scheme)
+    return recomputed_by(model, rows, temperature=temperature)
+
+
+def trainers(
+    folder: Path, *, scheme: str = "int8", num_tokens: int | None = None, **told: Any
+) -> tuple[Any, RolloutForward]:
+    """The model, and what was put into it. num_tokens: None, all.  told: more of what engines are told."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -44,8 +57,13 @@ def recomputed(folder: Path, rows: list, *, temperature: float, scheme: str = "i
     from appliance.trainer.rollout_forward import RolloutForward
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    quantisation = Quantisation(scheme=Scheme(scheme), emulated=scheme in FP8)
-    RolloutForward(model, quantisation=quantisation, num_tokens=model.config.vocab_size)
+    quantisation = Quantisation(scheme=Scheme(scheme), emulated=scheme in FP8, **told)
+    return model, RolloutForward(model, quantisation=quantisation, num_tokens=num_tokens or model.config.vocab_size)
+
+
+def recomputed_by(model: Any, rows: list, *, temperature: float) -> list[list[float]]:
+    import torch
+
     texts = [prompt + response for prompt, response, _ in rows]
     ids = torch.tensor([[token for text in texts for token in text]])
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
@@ -83,3 +101,69 @@ def test_log_probs_are_those_of_engines_that_emulate_fp8(scheme: str, tmp_path: 
     found = recomputed(folder, rows, temperature=0.7, scheme=scheme)
     assert found == [log_probs for _, _, log_probs in rows]
     assert sum(map(len, found)) == 480
+
+
+KEPT_BY_PROFILE, KEPT_BY_RECIPE = "model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"
+RAISED = "model.layers.1.mlp.gate_up_proj"
+SAMPLED = 400  # of the 512 tokens of the model
+
+
+def profile_of(folder: Path, *, model: Any) -> Path:
+    """Every norm is smoothed, and one of the layers that it feeds is kept."""
+    import torch
+
+    from appliance.quant.files import Origin, Settings
+    from appliance.quant.profile import Profile, Smoothing, SmoothingGroup, write_profile
+    from appliance.terms.families import LLAMA_NORMS
+    from appliance.terms.schemes import Scheme
+
+    torch.manual_seed(2)
+    groups = [
+        SmoothingGroup(
+            f"model.layers.{layer}.{norm}.weight",
+            tuple(f"model.layers.{layer}.{linear}.weight" for linear in linears),
+            2.0 ** torch.randint(-4, 5, (model.config.hidden_size,)),
+        )
+        for layer in range(model.config.num_hidden_layers)
+        for norm, linears in LLAMA_NORMS.items()
+    ]
+    settings = Settings(ignore=(KEPT_BY_PROFILE,))
+    profile = Profile(Origin("calibrated", "m"), Scheme.INT8, settings, Smoothing(tuple(groups)))
+    write_profile(profile, folder=folder)
+    return folder
+
+
+@pytest.mark.engine
+def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
+    """By the profile, the recipe and, by a weight update, the governor; the lists that both attest are one. Neither
+    side knows the tokens that verl masks in an engine."""
+    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+
+    from appliance.engine.attest import _quantised
+    from appliance.quant.profile import load_smoothing
+    from appliance.sync.precision import AS_PLANNED, Precision
+    from appliance.terms.schemes import Scheme
+    from appliance.terms.settings import Quantisation
+
+    folder = make_family(tmp_path, name="qwen2", seed=1)
+    plain, _ = trainers(folder)
+    told = {"profile": str(profile_of(tmp_path / "profile", model=plain)), "ignore": (r"re:.*\.1\.mlp\.down_proj",)}
+    arguments = Quantisation(scheme=Scheme.INT8, **told).engine_arguments()
+    engine = start_engine(folder, scheme="int8", **(arguments | {"load_format": "appliance"}))
+    monkey_patch_compute_logits(engine.model, SAMPLED)
+    model, flow = trainers(folder, num_tokens=SAMPLED, **told)
+    switched = Switched(engine, smoothing=load_smoothing(Path(told["profile"])))
+    found = {}
+    for precision in (AS_PLANNED, Precision(bf16_layers=(RAISED,)), Precision(Scheme.BF16), AS_PLANNED):
+        switched.to(precision, read_checkpoint(folder))
+        flow.follow(precision)
+        rows = sampled(engine, temperature=0.7)
+        assert recomputed_by(model, rows, temperature=0.7) == [log_probs for _, _, log_probs in rows]
+        listed = sorted(_quantised(engine.model))
+        assert listed == sorted(layer.name for layer in flow.linears() if layer.scheme.quantised)
+        found[precision] = len(listed)
+        assert max(max(response) for _, response, _ in rows) < SAMPLED
+        assert not {KEPT_BY_PROFILE, KEPT_BY_RECIPE} & {*listed}
+    free_engine(engine)
+    assert [*found.values()] == [6, 5, 0]
+    assert recomputed_by(plain, rows, temperature=0.7) != [log_probs for _, _, log_probs in rows]

@@ -30,11 +30,13 @@ class ProvingEngine:
         """In place of verl's `update_weights`."""
         self._syncs += 1
         live = self._way is Switching.LIVE
+        before = self.brought
         self.brought = read_wanted(self._run_dir) if live else read_generation(self._run_dir).precision
         scheme = str(self.brought.scheme or Scheme.INT8)
         self._said.append(f"update {scheme}")
         raised = len(LAYERS) if self.brought == BF16 else len(self.brought.bf16_layers)
         place = {"sync": self._syncs, "replica": 0, "rank": 0, "manifest": "ab"}
         append_sent(self._run_dir, Sent(**place, digest_s=0.1))
-        runs = {"scheme": scheme, "layers": len(LAYERS), "bf16_layers": raised}
+        switched = len(LAYERS) if live and self.brought != before else 0
+        runs = {"scheme": scheme, "layers": len(LAYERS), "bf16_layers": raised, "switched": switched}
         append_acknowledgement(self._run_dir, Acknowledgement(**place, **runs, **PROVEN, **TOOK))

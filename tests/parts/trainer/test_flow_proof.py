@@ -17,14 +17,14 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.utils import tensordict_utils
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from verl.workers.utils.padding import response_from_nested
 
-from appliance.errors import AttestationError, SyncError, TrainingError
+from appliance.errors import SyncError, TrainingError
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
 from appliance.quant.mismatch import LayerTrace, Place, first_difference
-from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.events import parse_event
 from appliance.record.plan import RunPlan
 from appliance.sync.manifest import Manifest, digest, record
@@ -32,11 +32,11 @@ from appliance.sync.precision import AS_PLANNED, Generation, Precision, read_pre
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
-from appliance.trainer.attest import check_attested, first_differing, search
+from appliance.trainer.attest import first_differing, search
 from appliance.trainer.governor import Governor, signals_of
 from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
 from appliance.trainer.precision import Live
-from appliance.trainer.rollout_forward import Held, RolloutForward, backward, put_in, quantised_layers, take_held
+from appliance.trainer.rollout_forward import Held, RolloutForward, put_in, quantised_layers, take_held
 from appliance.trainer.sender import DigestingAdapter
 from appliance.trainer.verl_engine import ApplianceEngine
 
@@ -76,6 +76,8 @@ def test_one_bit_of_a_log_prob_is_a_difference_and_padding_none() -> None:
     assert [each.metrics()["mismatch_equal_fraction"] for each in (EQUAL, DIFFERING)] == [1.0, 0.5]
     nothing = telemetry([-1.0, -2.0, float("nan"), -0.5, 0.0], rollout=[-1.0, -2.0, -3.0, -0.5, 0.0])
     assert nothing.metrics()["mismatch_equal_fraction"] == 0.75
+    told = [each.metrics(is_exact=True)["differing_tokens"] for each in (EQUAL, DIFFERING)]
+    assert told == [0, 2] and "differing_tokens" not in DIFFERING.metrics()
 
 
 def test_a_difference_is_said_at_once_with_its_place(tmp_path: Path) -> None:
@@ -302,6 +304,19 @@ def test_weights_of_an_optimizers_step_were_not_sent_yet(model: Qwen2ForCausalLM
     change(model)
     flow.forget()  # before any forward
     log_probs(model)
+
+
+def test_a_step_of_the_optimizer_is_what_the_next_forward_computes_with(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several updates in a step the codes are each one's own."""
+    engine = engine_of(model)
+    log_probs(model)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "optimizer_step", lambda _: float(change(model).sum()))
+    engine.optimizer_step()
+    found = log_probs(model)
+    flow_of(model)
+    assert torch.equal(found, log_probs(model))
 
 
 def adapter_of(run_dir: Path) -> DigestingAdapter:
@@ -559,37 +574,3 @@ def test_a_forward_that_differs_in_the_update_is_noticed(
 
     monkeypatch.setattr(rollout_kernels, "plain_norm", other)
     assert noticed() > 0.5
-
-
-# What is attested
-
-
-def attested(run_dir: Path, role: str, *, layers: list[str]) -> None:
-    said = {"scheme": "int8", "emulated": False, "patches": (), "versions": {}, "fingerprint": fingerprint()}
-    write_attestation(
-        run_dir, Attestation(process=f"{role}-0", role=role, rank=0, detail={"quantised": layers}, **said)
-    )
-
-
-def test_gradients_in_fp8_are_attested_as_emulated(model: Qwen2ForCausalLM) -> None:
-    told = Quantisation(scheme=Scheme.FP8_BLOCK, emulated=True)
-    put_in(RolloutForward(model, quantisation=told, num_tokens=64, fp8_backward=True))
-    assert (quantised_layers(), backward()) == (LAYERS, "fp8-block, emulated")
-
-
-def test_trainer_and_engines_are_to_attest_the_same_layers(
-    model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("appliance.trainer.attest.check_attestations", lambda *_, **__: SimpleNamespace(problems=[]))
-    flow_of(model)
-    assert (quantised_layers(), backward()) == (LAYERS, "bf16")
-    attested(tmp_path, "trainer", layers=quantised_layers())
-    attested(tmp_path, "rollout", layers=LAYERS[::-1])
-    check_attested(one_flow(tmp_path), precision=AS_PLANNED)
-    attested(tmp_path, "rollout", layers=LAYERS[1:-1])
-    with pytest.raises(AttestationError) as raised:
-        check_attested(one_flow(tmp_path), precision=AS_PLANNED)
-    assert raised.value.message == (
-        "rollout-0 and trainer-0 do not quantise the same: 2 layers differ, first model.layers.0.self_attn.qkv_proj"
-    )
-    check_attested(make_plan(tmp_path), precision=AS_PLANNED)  # nothing was promised

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,13 +54,15 @@ class Run:
     """Of eight steps, each one saved. Attempts of it start with the model or after any step."""
 
     def __init__(self, run_dir: Path, way: Switching, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run_dir, self._way = run_dir, way
+        self.run_dir, self.way = run_dir, way
         self._attempts = 0
         self.guard = GUARD
         run_dir.mkdir()
         (run_dir / "metrics.jsonl").touch()
         for name in ("attest_driver", "attest_trainers", "check_attested"):
             monkeypatch.setattr(room, name, lambda *_, **__: None)
+        self.attested: list[list[str]] = []  # by which workers, for each update with which layers changed
+        monkeypatch.setattr(room, "attest_switch", lambda _, *, workers: self.attested.append(workers))
         monkeypatch.setattr(Trainer, "_restart_engines", restart)
         monkeypatch.setattr(room.BatchCorrection, "install", lambda *_, **__: None)
 
@@ -67,7 +70,7 @@ class Run:
         return make_plan(
             self.run_dir,
             steps=len(K3),
-            guard=self.guard.replace(switching=self._way),
+            guard=self.guard.replace(switching=self.way),
             checkpoint=make_checkpoint(every_steps=1, keep=len(K3)),
             resume_from=str(checkpoint_folder(self.run_dir, step=after)) if after else "",
         )
@@ -81,14 +84,14 @@ class Run:
             shutil.copyfile(checkpoint_folder(self.run_dir, step=after) / "guard.json", self.run_dir / "guard.json")
             for later in range(after + 1, len(K3) + 1):
                 shutil.rmtree(checkpoint_folder(self.run_dir, step=later), ignore_errors=True)
-        engine = ProvingEngine(self.run_dir, way=self._way, said=[])
+        engine = ProvingEngine(self.run_dir, way=self.way, said=[])
         stopping = SimpleNamespace(asked=False, check=lambda: None, end_step=lambda step, saved: None)
         trainer = make_trainer(
             self.plan(after=after),
             stopping=stopping,
             global_steps=after,
             train_dataloader=Data(),
-            actor_rollout_wg=SimpleNamespace(workers=[]),
+            actor_rollout_wg=SimpleNamespace(workers=["worker"]),
             llm_server_manager=SimpleNamespace(server_handles=[]),
             checkpoint_manager=SimpleNamespace(update_weights=self._drifting(engine)),
             _save_workers=lambda folder, step: None,
@@ -139,6 +142,8 @@ def test_a_resumed_run_rolls_out_as_one_that_nobody_stopped(run: Run) -> None:
         ("int8", 2),
         ("int8", 2),
     ]
+    changes = sum(one.asked != other.asked for one, other in pairwise(whole))  # of live engines: new ones say all anew
+    assert run.attested == [["worker"]] * (changes if run.way is Switching.LIVE else 0)
     for after in reversed(range(1, len(K3))):  # each time from a checkpoint of the whole run
         assert run.attempt(after=after) == whole[after:]
 

@@ -27,13 +27,14 @@ from transformers import (
 from appliance.errors import NumericsError
 from appliance.quant import codec_int8
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, has_packed_kernel, kernel_of
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, exact_linear, has_packed_kernel, kernel_of
 from appliance.sync.precision import AS_PLANNED, Precision
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import rollout_ops
 from appliance.trainer.rollout_forward import RolloutForward
-from appliance.trainer.rollout_ops import Batch, EngineWeight, add_norm, head_norm, log_probs_of, silu_and_mul
+from appliance.trainer.rollout_kernels import CpuKernels
+from appliance.trainer.rollout_ops import Batch, EngineWeight, add_norm, head_norm, linear, log_probs_of, silu_and_mul
 
 KERNELS = (SglGemm, OneDnnGemm, WideGemm)
 U = 2.0**-8
@@ -203,6 +204,27 @@ def test_head_norm() -> None:
     assert_within(qkv.grad[:, :4], qkv_.grad[:, :4], of_x + U * qkv_.grad[:, :4].abs())
     assert_within(weight.grad, weight_.grad, of_weight)
     assert not qkv.grad[:, 4:].any()
+
+
+@pytest.mark.parametrize("kernel", [None, exact_linear])
+def test_linear_that_is_not_quantised(kernel: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a layer kept in BF16 and the last projection, on hosts of both kinds: y, dX, dW and db are rounded once."""
+    monkeypatch.setattr(CpuKernels, "linear", kernel if kernel is None else staticmethod(kernel))
+    x_TK, weight_NK, bias_N, grad_TN = random(41, 96), random(50, 96), random(50), random(41, 50).detach()
+    y_TN = linear(x_TK, weight_NK, bias_N)
+    y_TN.backward(grad_TN)
+    inputs = wide(x_TK, weight_NK, bias_N)
+    wanted_TN = functional.linear(*inputs)
+    wanted_TN.backward(grad_TN.double())
+    sums = [functional.linear(*(each.abs() for each in inputs))]
+    sums += [grad_TN.double().abs() @ inputs[1].abs(), grad_TN.double().abs().t() @ inputs[0].abs()]
+    pairs = [
+        (y_TN, wanted_TN),
+        *((mine.grad, each.grad) for mine, each in zip((x_TK, weight_NK), inputs, strict=False)),
+    ]
+    for (found, wanted), of_sum in zip(pairs, sums, strict=True):
+        assert_within(found, wanted, U * wanted.abs() + 96 * 2.0**-24 * of_sum)
+    assert_within(bias_N.grad, inputs[2].grad, U * inputs[2].grad.abs() + 41 * 2.0**-24 * grad_TN.double().abs().sum(0))
 
 
 def test_silu_and_mul_before_a_quantised_layer() -> None:

@@ -82,7 +82,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
         yield SimpleNamespace(data=None)
 
     monkeypatch.setattr(room, "keeping_fetched", keeping_fetched)
-    telemetry = SimpleNamespace(nonfinite_fraction=0.0, differing_tokens=0, mismatch=None, metrics=dict)
+    telemetry = SimpleNamespace(nonfinite_fraction=0.0, differing_tokens=0, mismatch=None, metrics=lambda **_: {})
     results = {
         **{
             name: None for name in ("attest_driver", "attest_trainers", "check_attested", "attested_code", "signals_of")
@@ -375,7 +375,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
             samples=SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}")), take_turns=dict
         ),
     )
-    telemetry = SimpleNamespace(metrics=lambda: {"mismatch_chi2": float("inf")})
+    telemetry = SimpleNamespace(metrics=lambda *, is_exact: {"mismatch_chi2": float("inf"), "x": is_exact})
     trainer._step = Step(INT8, reward_failures=2, telemetry=telemetry)
     trainer.engines.restart_s = 1.5
     sent: dict[str, Any] = {}
@@ -388,6 +388,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
         **{"step": 3, "telemetry_s": 0.25, "mismatch_chi2": None, "reward_failures": 2, "engine_restart_s": 1.5},
         **INT8.metrics(),
         **validated,
+        "x": False,  # nothing was promised
     }
     folder = checkpoint_folder(tmp_path, step=3)
     kept = json.loads((folder / "state.json").read_text())["line"]

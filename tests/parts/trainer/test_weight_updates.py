@@ -41,6 +41,7 @@ class Parts:
             precision=self.precision,
             engines=self.engines,
             restart=self._restart,
+            attest=lambda: self.said.append("attest"),
             is_leaving=lambda: is_leaving,
         )
         self.engine = ProvingEngine(run_dir, way=way, said=self.said)
@@ -94,7 +95,8 @@ def test_live_engines_are_asked_and_none_starts(parts: Callable[..., Parts]) -> 
     made = parts(Switching.LIVE)
     made.precision.want(TOP)
     made.update(1)
-    assert made.said == ["update bf16"]
+    made.update(1)
+    assert made.said == ["update bf16", "attest", "update bf16"]  # layers that changed say so once
 
 
 def test_a_run_that_stops_ends_its_step_with_the_engines_it_has(parts: Callable[..., Parts]) -> None:
@@ -167,7 +169,7 @@ def test_a_validation_in_bf16_has_engines_started_there_and_back_but_not_at_the_
 def test_live_engines_go_back_at_the_end_too(parts: Callable[..., Parts]) -> None:
     made = parts(Switching.LIVE, every=1)
     assert made.validate(4)["val_reward_bf16_mean"] == 0.75
-    assert made.said == ["validate", "update bf16", "validate", "update int8"]
+    assert made.said == ["validate", "update bf16", "attest", "validate", "update int8", "attest"]
     assert made.precision.live.label == "int8"
 
 

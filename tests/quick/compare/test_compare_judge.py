@@ -219,6 +219,7 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: ComparisonR
     run = document["arms"][2]["runs"][0]
     assert (run["step"], run["truncated"], run["final"], run["problems"]) == ([1, 2], [0.0, 0.02], 0.25, 400)
     assert "rewards" not in run
+    assert [each["own"] for arm in document["arms"][1:3] for each in arm["runs"]] == [0.9, 0.9, None, None]
 
 
 def test_the_page_needs_nothing_else_and_escapes_names(shown: ComparisonReport) -> None:
@@ -233,6 +234,8 @@ def test_markdown_has_a_line_per_run(shown: ComparisonReport) -> None:
     text = markdown(shown)
     assert sum(line.startswith("| bad | ") for line in text.splitlines()) == 3  # the table's and two seeds'
     assert "| bad | 1 | done | 2 | 0.2500 | -0.7000 |" in text
+    own, *_ = [line for line in text.splitlines() if line.startswith("| <tis> | 1 | ")]
+    assert own.split(" | ")[7:9] == ["0.9000", "2.0e-04"]
 
 
 def test_a_verdict_from_fewer_seeds_than_asked_says_so() -> None:

@@ -58,7 +58,7 @@ def planned(folder: Path, *sets: str, device: str) -> RunPlan:
 
 def refused(plan: RunPlan, *, shape: ModelShape | None) -> list[tuple[str, str]]:
     """Errors about scheme and experts."""
-    gpus = (HostGpu(PRODUCTS[plan.device], 80 << 30),)
+    gpus = () if plan.is_cpu else (HostGpu(PRODUCTS[plan.device], 80 << 30),)
     found = judge(
         plan, host=dataclasses.replace(HOST, gpus=gpus), inputs=dataclasses.replace(INPUTS, model_shape=shape)
     )
@@ -79,6 +79,18 @@ def test_experts_are_refused_in_fp16(moe: Path) -> None:
     named = planned(moe, device="h100")
     named = named.replace(trainer=named.trainer.replace(dtype=Dtype.FP16))
     assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {why}", "use `bf16`")]
+
+
+@pytest.mark.parametrize("forward", ["rollout", "linears"])
+def test_experts_are_refused_with_the_rollouts_forward(moe: Path, forward: str) -> None:
+    """Also where engines keep them in BF16, and of a model of the hub, of which preflight alone knows them."""
+    asked, refusal = f"trainer.forward={forward}", f"trainer.forward: `{forward}` does not know experts"
+    for kept in ((), (KEPT,)):
+        with pytest.raises(RecipeError) as raised:
+            planned(moe, asked, *kept, device="cpu")
+        assert raised.value.problems == [(refusal, "use `bf16`")]
+        named = planned(Path("owner/moe"), asked, *kept, f"cluster.run_dir={moe.parent}", device="cpu")
+        assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {refusal}", "use `bf16`")]
 
 
 @pytest.mark.parametrize("device", ["a100", "h100"])

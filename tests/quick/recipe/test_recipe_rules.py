@@ -335,6 +335,20 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("rollout.top_p: a trainer's log-probs know no cut", "use 1.0, or trainer.forward: bf16"),
         ),
         (
+            ("trainer.forward=rollout", "trainer.sequence_parallel=2", *GPU),
+            (
+                "trainer.sequence_parallel: `rollout` does not share sequences",
+                "use 1, or trainer.forward: bf16",
+            ),
+        ),
+        (
+            ("trainer.forward=rollout", "trainer.attention=flash_attention_2", *GPU),
+            (
+                "trainer.attention: only the forward in BF16 has a choice of it",
+                "use auto, or trainer.forward: bf16",
+            ),
+        ),
+        (
             ("trainer.old_log_probs=rollout",),
             (
                 "trainer.old_log_probs: `rollout` takes the engines' log-probs for the trainer's, and a BF16 forward "

@@ -165,11 +165,12 @@ def test_a_mismatch_out_of_its_bounds_is_bad_until_it_returns(
 ) -> None:
     run_dir = make_run(tmp_path, done=4)
     question = "Do rollouts and trainer agree?"
+    for step, found in ((5, {"mismatch_k3_kl": 0.5}), (6, {"mismatch_k3_kl": 1e-9, "differing_tokens": 3})):
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics_line(step, **found)) + "\n")
+        assert words(run_dir)[question] is Word.BAD
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics_line(5, mismatch_k3_kl=0.5)) + "\n")
-    assert words(run_dir)[question] is Word.BAD
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics_line(6)) + "\n")
+        file.write(json.dumps(metrics_line(7)) + "\n")
     assert words(run_dir)[question] is Word.WARN
 
 

@@ -95,5 +95,12 @@ def test_verdict_names_every_bound_that_is_left(step_line: Callable) -> None:
     assert judge(step_line(1)) == Judgement("fine")
 
 
+def test_one_log_prob_that_was_to_be_the_rollouts_is_bad(step_line: Callable) -> None:
+    """Whatever the mismatch: with one flow there is none."""
+    told = judge(step_line(1, differing_tokens=1, mismatch_k3_kl=1e-9))
+    assert told == Judgement("bad", ("1 log-probs are not the rollouts'",))
+    assert judge(step_line(1, differing_tokens=0, mismatch_k3_kl=0.0)) == Judgement("fine")
+
+
 def test_verdict_without_signals_is_unknown(step_line: Callable) -> None:
     assert judge(step_line(1, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)) == Judgement("unknown")
