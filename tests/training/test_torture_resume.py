@@ -71,6 +71,20 @@ CASES = {
     "val-sets": Case(4, {**VAL_SETS, "trainer.validate_every": "1"}),
     # Of the adapter and its optimizer; what is dropped is drawn anew.
     "lora": Case(4, {"model.lora.rank": "8", "model.lora.dropout": "0.1", "optimizer.learning_rate": "2e-3"}),
+    # With precision that rises around the kill, for both sides; the old log-probs are the rollouts'.
+    "one-flow": Case(
+        6,
+        {
+            "trainer.forward": "rollout",
+            "trainer.old_log_probs": "rollout",
+            "batch.prompts_per_step": "16",
+            "batch.mini_batch_prompts": "8",
+            "correction.cap": "0.9",
+            "guard.bad_steps": "1",
+            "guard.cooling_steps": "0",
+            "guard.actions": "[raise-precision, bf16]",
+        },
+    ),
     # One level a step: it is killed while the engines have a quarter in BF16 and the half is decided, but not sent.
     "governed": Case(
         8,
@@ -127,6 +141,8 @@ def test_a_run_in_two_halves_is_the_run_in_one_go(name: str, new_run: Callable[.
         assert scales[half - 1] < 65536, scales
         saved = [checkpoint_folder(each.run_dir, step=case.steps) / "actor" / "scaler.json" for each in (whole, halves)]
         assert saved[0].read_bytes() == saved[1].read_bytes()
+    if name == "one-flow":
+        assert {line["mismatch_k3_kl"] for line in whole.lines("metrics.jsonl") if line["step"]} == {0.0}
     if name == "governed":
         in_bf16 = [line["bf16_layers"] for line in whole.lines("metrics.jsonl")]
         assert 0 < in_bf16[half] < in_bf16[half + 1] < in_bf16[half + 2], in_bf16
