@@ -30,7 +30,7 @@ def print_logs(
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
     """The logs on stdout, in the order of the work. which: one of them by name, None for all.  attempt: its number,
-    None for the newest.  follow: until the run ends.  Raises RecipeError when there is none."""
+    None for the newest.  follow: until its launcher has ended it.  Raises RecipeError when there is none."""
     run_dir = find_run(run, run_root=run_root)
     try:
         folder = log_dir(run_dir, attempt=attempt or read_record(run_dir).attempt)
