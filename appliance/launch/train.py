@@ -196,8 +196,9 @@ class _Training:
         if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news: from where this one goes on
             for item in self._tail.stream():
                 self.state = fold(self.state, item)
-                if isinstance(item, Event) and item.kind == "resume":
-                    self._untold = [item]
+                if isinstance(item, Event) and item.kind in ("restart", "resume"):
+                    announced = item.kind == "resume" and [each.kind for each in self._untold] == ["restart"]
+                    self._untold = [*(self._untold if announced else ()), item]
 
     def run(self, steps: Sequence[Step]) -> Outcome:
         with self._progress:
