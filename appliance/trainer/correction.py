@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -475,3 +475,10 @@ def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weigh
     found_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
     cut = [found[: len(row)] for found, row in zip(found_BT, rows, strict=True)]
     return _with_fields(batch, {"advantages": cut, "returns": cut})
+
+
+def without_advantage(batch: KVBatchMeta, *, places: Set[int]) -> KVBatchMeta:
+    """The batch where the samples at these places teach nothing, whatever their advantage was made of."""
+    rows = _get(batch, ["advantages"])["advantages"].unbind()
+    told = [torch.zeros_like(row) if place in places else row for place, row in enumerate(rows)]
+    return _with_fields(batch, {"advantages": told})

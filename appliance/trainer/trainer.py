@@ -29,7 +29,7 @@ from appliance.tasks.library import too_few_problems
 from appliance.terms.devices import CPU
 from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
-from appliance.trainer.correction import BatchCorrection, with_gdpo
+from appliance.trainer.correction import BatchCorrection, with_gdpo, without_advantage
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
@@ -182,6 +182,8 @@ class Trainer(PPOTrainerSync):
         if self.plan.algorithm.advantage is Advantage.GDPO and self.plan.task.own is not None:
             weights = {each.name: each.weight for each in self.plan.task.own.rewards}
             batch = with_gdpo(batch, parts=self.rollouts.reward_parts(batch.keys), weights=weights)
+        if ungraded := self.rollouts.take_ungraded(batch.keys, step=self.global_steps):
+            batch = without_advantage(batch, places=ungraded)
         batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
         self._step.correction = self.correction.metrics()
         return batch

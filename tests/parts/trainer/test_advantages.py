@@ -22,7 +22,7 @@ from appliance.plan.verl_args import ESTIMATORS
 from appliance.recipe.load import load_recipe
 from appliance.tasks.grading import Fault, Graded
 from appliance.trainer import correction as module
-from appliance.trainer.correction import gdpo, with_gdpo
+from appliance.trainer.correction import gdpo, with_gdpo, without_advantage
 from appliance.trainer.rollouts import Rollouts
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 9
@@ -219,3 +219,12 @@ def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.Monk
     assert lengths == [2, 1, 3, 2]
     first, second, *others = (row.tolist() for row in queue.columns["advantages"])
     assert min(first) > 0 > max(second) and {value for row in others for value in row} == {0.0}
+
+
+def test_a_sample_without_a_grade_has_no_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPO's and REINFORCE++'s of the others' mean reward is not 0."""
+    queue = Queue()
+    monkeypatch.setattr(module, "transfer_queue", queue)
+    queue.columns["advantages"] = [row * 0.5 for row in queue.columns["response_mask"]]
+    without_advantage(queue.batch(), places={1, 2})
+    assert [row.tolist() for row in queue.columns["advantages"]] == [[0.5, 0.5], [0.0], [0.0] * 3, [0.5, 0.5]]
