@@ -57,7 +57,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_from_neste
 
 from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
-from appliance.corrections.objective import ClipRange, Estimator, KlPlace, Loss
+from appliance.corrections.objective import Advantage, ClipRange, Estimator, KlPlace, Loss
 from appliance.errors import NumericsError, TrainingError
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
@@ -466,6 +466,12 @@ def gdpo(
         batch={"prompts": real_BT.new_zeros(int(kept_B.sum()), 0), "attention_mask": mask_BT[kept_B].long()},
     )
     return advantages_BT
+
+
+def gdpo_weights(plan: RunPlan) -> dict[str, float]:
+    """Of each reward by its name, where `gdpo` takes the place of verl's advantages; else empty."""
+    own = plan.task.own if plan.algorithm.advantage is Advantage.GDPO else None
+    return {each.name: each.weight for each in own.rewards} if own else {}
 
 
 def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> KVBatchMeta:
