@@ -328,7 +328,7 @@ def logs(
         str | None, typer.Option(help="One of them: prepare, profile, train, or stacks after a stall.")
     ] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt; else the newest.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the attempt ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the run ends.")] = False,
 ) -> None:
     """The logs of a run's last attempt."""
     from appliance.report.logs import print_logs
