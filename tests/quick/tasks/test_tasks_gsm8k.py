@@ -184,7 +184,7 @@ def on_the_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, **rows: list[str])
 
     asked = []
 
-    def download(name: str, file: str, *, repo_type: str, tqdm_class: type) -> str:
+    def download(name: str, file: str, *, repo_type: str) -> str:
         asked.append((name, file, repo_type))
         kept = folder / Path(file).name
         pq.write_table(pa.Table.from_pylist([json.loads(each) for each in rows[kept.name.partition("-")[0]]]), kept)
