@@ -263,16 +263,17 @@ def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
 @contextlib.contextmanager
 def beating(beat: Callable[[], None]) -> Iterator[None]:
     """Within it every progress bar of this process calls `beat` as it moves: `datasets` takes no bar of ours."""
-    from tqdm import tqdm
+    from huggingface_hub.utils import tqdm
 
-    update = tqdm.update
+    bar = next(kind for kind in tqdm.__mro__ if "update" in vars(kind))  # of which all libraries' bars are made
+    update = bar.update
 
-    def moved(bar: tqdm, n: float | None = 1) -> Any:
+    def moved(self: tqdm, n: float | None = 1) -> Any:
         beat()
-        return update(bar, n)
+        return update(self, n)
 
-    tqdm.update = moved
+    bar.update = moved
     try:
         yield
     finally:
-        tqdm.update = update
+        bar.update = update
