@@ -6,15 +6,13 @@ client. It reads its variables (HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLI
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from huggingface_hub.utils import tqdm
+from typing import Any
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # no pickles
 REMOTE_CODE = "*.py"
@@ -238,10 +236,10 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
         revision=revision or None,
         allow_patterns=patterns,
         ignore_patterns=f"{_MISTRALS}*",
-        tqdm_class=_beating(beat),
     )
     try:
-        return Path(ask())
+        with beating(beat):
+            return Path(ask())
     except (OSError, httpx.HTTPError) as error:  # of a commit it wants to know the files, which a cache may not say
         try:
             return Path(ask(local_files_only=True))
@@ -256,18 +254,26 @@ def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, file, repo_type="dataset", tqdm_class=_beating(beat)))
+        with beating(beat):
+            return Path(hf_hub_download(name, file, repo_type="dataset"))
     except httpx.HTTPError as error:  # a proxy's, or of a connection that broke
         raise OSError(str(error)) from error
 
 
-def _beating(beat: Callable[[], None]) -> type[tqdm]:
-    """huggingface_hub's own progress bar, which calls `beat` whenever it moves."""
+@contextlib.contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Within it every progress bar of this process calls `beat` as it moves: `datasets` takes no bar of ours."""
     from huggingface_hub.utils import tqdm
 
-    class Beating(tqdm):
-        def update(self, n: float | None = 1) -> bool | None:
-            beat()
-            return super().update(n)
+    bar = next(kind for kind in tqdm.__mro__ if "update" in vars(kind))  # of which all libraries' bars are made
+    update = bar.update
 
-    return Beating
+    def moved(self: tqdm, n: float | None = 1) -> Any:
+        beat()
+        return update(self, n)
+
+    bar.update = moved
+    try:
+        yield
+    finally:
+        bar.update = update

@@ -157,7 +157,8 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measu
 def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFacts) -> Path | None:
     """Keep the result where it may count; says why where it does not."""
     workload, shapes = job.workload, job.workload.shapes
-    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
+    ranks = job.tensor_parallel
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins, tensor_parallel=ranks)
     model = "the recipe's model"
     if shapes:
         key = dataclasses.replace(key, shapes=shapes.model.layer_slug)

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from appliance.compare.judge import CONFIDENCE, Interval
 
 DRAWS = 10_000
-_DRAWS_AT_ONCE = 500  # a matrix of draws by problems in memory
+_DRAWS_AT_ONCE = 500
+_VALUES_AT_ONCE = 1 << 20  # of a matrix of draws by problems, of which a few are in memory
 
 
 def paired_interval(
@@ -62,7 +63,10 @@ def _draws(difference_SP: NDArray[np.float64], *, draws: int, generator: np.rand
         count = min(_DRAWS_AT_ONCE, draws - start)
         share_DS = _shares(num_seeds, count=count, generator=generator)
         weight_DS = 1 / num_seeds + (share_DS - 1 / num_seeds) * stretch
-        by_seed_DS = _shares(num_problems, count=count, generator=generator) @ difference_SP.T
+        at_once = max(1, _VALUES_AT_ONCE // num_problems)
+        counts = [min(at_once, count - done) for done in range(0, count, at_once)]
+        of_problems = (_shares(num_problems, count=each, generator=generator) for each in counts)
+        by_seed_DS = np.concatenate([share_DP @ difference_SP.T for share_DP in of_problems])
         parts.append((weight_DS * by_seed_DS).sum(axis=1))
     return np.concatenate(parts)
 

@@ -15,7 +15,9 @@ The source fits clip bounds against a BF16 pass where training itself runs in FP
 steps were at hand. Chosen here:
 
 * The trainer is in full precision, the rollouts are not: the noise is in the denominator, and B is what to calibrate.
-* The shadow pass follows the step's update: before it p_theta is p_trainer, R is 1 and nothing is clipped.
+* The shadow pass follows the step's update: before it p_theta is p_trainer, R is 1 and nothing is clipped. So it is
+  after a first step of a warm-up, whose learning rate is 0: until the next fit no noise of that sample is clipped,
+  within 1/cap..cap.
 * Bounds are order statistics of the sample, matched on each side by itself: exact, with no model of the noise.
 * A bound is only ever widened, and never beyond 1/cap..cap. Where B clips no more than R the recipe's bound stays: a
   sample that nobody leaves says nothing of where the policy may go.

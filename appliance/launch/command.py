@@ -43,7 +43,7 @@ from appliance.record.checkpoints import (
 )
 from appliance.record.events import append_event, may_restart
 from appliance.record.plan import RunPlan
-from appliance.record.session import asked_to_stop, cannot_write, free_run_dir
+from appliance.record.session import asked_to_stop, cannot_write, free_run_dir, let_go
 from appliance.report.folder import find_run, reading
 from appliance.report.page import LivePage
 from appliance.signals import told_interruptions
@@ -149,6 +149,7 @@ class Attempts:
             with told_interruptions(lambda: newest_step(run_dir)):
                 return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
         finally:
+            let_go(run_dir)
             if code and restarts:  # the page of the last attempt may still wait for another one
                 LivePage(run_dir).write()
 

@@ -26,8 +26,11 @@ from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write
 from appliance.tasks.prepare import is_prepared
+from appliance.terms.environment import short_root, temporary_env
 
 _LOOK_EVERY_S = 0.2
+_TEMPORARY = "appliance-"
+_RANDOM = 8  # characters that tempfile adds
 
 # Codes of findings, by what a command uses.
 OF_THE_MODEL = frozenset(
@@ -85,12 +88,12 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
-    with log.open("wb") as out:
+    with log.open("wb") as out, _temporary_folder() as temporary:
         process = subprocess.Popen(
             module_argv(*module),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=os.environ | env,
+            env=os.environ | temporary_env(Path(temporary)) | env,
             start_new_session=True,  # a group of its own: an engine may have processes of its own
         )
         try:
@@ -103,6 +106,15 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
             process.wait()
     tick()
     return process.returncode
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """For what an engine leaves in TMPDIR, gone with it. Raises PreflightError when it cannot be made."""
+    root = short_root(Path(tempfile.gettempdir()), length=len(_TEMPORARY) + _RANDOM)
+    try:
+        return tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=root, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise cannot_write(root, error, setting="TMPDIR") from error
 
 
 @contextlib.contextmanager

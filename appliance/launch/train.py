@@ -92,7 +92,8 @@ def run_training(
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
     name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
     quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
-    resume: the run to go on with, None for a new one.  may_restart: after a fault the caller may make another attempt.
+    resume: the run to go on with, None for a new one.  may_restart: after a fault the caller may make another attempt:
+    the run's lock is kept for it.
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written, or not any more).
     """
     started = time.monotonic()
@@ -122,6 +123,8 @@ def run_training(
         outcome = _recorded(session, outcome)
         _pass_on(interrupts, run_dir=session.run_dir)
         page.may_restart = may_restart and not interrupts.names  # not where an error ends the launcher as well
+        if may_restart:
+            session.keep_lock()
     seconds = time.monotonic() - started
     with _reader_of(interrupts):
         _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
@@ -196,8 +199,9 @@ class _Training:
         if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news: from where this one goes on
             for item in self._tail.stream():
                 self.state = fold(self.state, item)
-                if isinstance(item, Event) and item.kind == "resume":
-                    self._untold = [item]
+                if isinstance(item, Event) and item.kind in ("restart", "resume"):
+                    announced = item.kind == "resume" and [each.kind for each in self._untold] == ["restart"]
+                    self._untold = [*(self._untold if announced else ()), item]
 
     def run(self, steps: Sequence[Step]) -> Outcome:
         with self._progress:

@@ -1,5 +1,5 @@
-"""Results of `bench`, kept per device, layer shapes and versions in `<run root>/.cache/bench/`, for `auto` to read. A
-result counts for the processor, the layer shapes and the versions it was made with, and for no others."""
+"""Results of `bench`, kept per device, layer shapes, tensor parallelism and versions in `<run root>/.cache/bench/`, for
+`auto` to read. A result counts for the processor, the layers and the versions it was made with, and for no others."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class ResultKey:
     """A slug."""
     versions: Versions
     """Sorted pairs."""
+    tensor_parallel: int = 1
+    """Each worker has this part of every layer."""
 
     def path(self, cache_dir: Path, *, kv_memory: bool = False) -> Path:
         """kv_memory: of a measurement with little memory, which is kept but not what `auto` reads."""
-        made_with = json.dumps([self.processor, self.versions])
+        ranks = [self.tensor_parallel] if self.tensor_parallel > 1 else []
+        made_with = json.dumps([self.processor, self.versions, *ranks])
         digest = hashlib.sha256(made_with.encode()).hexdigest()[:8]
         name = f"{self.device}-{self.shapes}" + ("-kvmem" if kv_memory else "")
         return cache_dir / FOLDER / f"{name}-{digest}.json"
@@ -59,13 +62,14 @@ class SchemeResult:
     ratio_max: float
 
 
-def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions) -> ResultKey:
+def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions, tensor_parallel: int) -> ResultKey:
     """pins: of the plan, as the stack that makes the run."""
     return ResultKey(
         device=device,
         processor=f"{host.processor or 'unknown'}, {host.cores} cores" if device == CPU else device,
         shapes=model_shapes(model),
         versions=tuple(sorted((name, version) for name, version in pins if name in VERSIONED)),
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -133,11 +137,13 @@ def _other(path: Path, *, key: ResultKey) -> str:
     """In which way a result that lies there is another one."""
     try:
         raw = json.loads(path.read_text())
-        processor, versions = raw["processor"], dict(raw["versions"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        processor, versions, ranks = raw["processor"], dict(raw["versions"]), raw.get("tensor_parallel", 1)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"a stored result cannot be read and does not count: {path.name}"
     if processor != key.processor:
         return f"a stored result of another processor ({processor}) does not count"
+    if ranks != key.tensor_parallel:
+        return f"a stored result of rollout.tensor_parallel {ranks} does not count"
     differ = {name: versions.get(name, "none") for name, version in key.versions if versions.get(name) != version}
     listed = ", ".join(f"{name} {version}" for name, version in differ.items()) or "other packages"
     return f"a stored result of other versions ({listed}) does not count"

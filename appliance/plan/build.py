@@ -107,7 +107,9 @@ def build_plan(
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
     capability = None if is_cpu else GPUS[device].capability
-    automatic, why = _automatic(device, host=host, model=model, experts=experts, cache_dir=cache_dir, original=original)
+    automatic, why = _automatic(
+        device, recipe=recipe, host=host, model=model, experts=experts, cache_dir=cache_dir, original=original
+    )
     if SchemeChoice.AUTO in recipe.rollout.schemes:
         book.note("rollout.scheme", automatic, why)
     if is_cpu:
@@ -257,13 +259,22 @@ def _device(recipe: Recipe, *, host: HostFacts, book: derive.Book) -> str:
 
 
 def _automatic(
-    device: str, *, host: HostFacts, model: ModelPlan, experts: bool, cache_dir: Path, original: OriginalPlan | None
+    device: str,
+    *,
+    recipe: Recipe,
+    host: HostFacts,
+    model: ModelPlan,
+    experts: bool,
+    cache_dir: Path,
+    original: OriginalPlan | None,
 ) -> tuple[Scheme, str]:
     """(what `auto` means on the device, why)."""
     if original is not None and original.automatic is not None and original.device == device:
         return original.automatic, "as the run began, whatever `bench` has measured since"
-    key = result_key(device=device, host=host, model=model, pins=pins_for(device))
-    stored, note = read_result(key, cache_dir=cache_dir)
+    ranks = recipe.rollout.tensor_parallel
+    key = result_key(device=device, host=host, model=model, pins=pins_for(device), tensor_parallel=ranks)
+    is_usual = recipe.trainer.forward is not Forward.ROLLOUT  # one flow has engines of its own
+    stored, note = read_result(key, cache_dir=cache_dir) if is_usual else (None, "")
     automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored, experts=experts)
     why = f"{why}; {note}" if note else why
     if original is not None and original.automatic is not None:

@@ -121,7 +121,6 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
-    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins) if host else None
     return InputFacts(
         model_folder_exists=is_barred or os.path.isdir(folder),
         model_missing=hub.missing_parts(folder) if may_look else (),
@@ -144,7 +143,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
         stack=read_stack(plan),
-        stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
+        stored=_stored(plan, host=host) if host and not plan.trainer.one_flow else None,
         written=read_written(plan),
     )
 
@@ -278,6 +277,12 @@ def expected_kl(plan: RunPlan) -> float | None:
         return None
     predicted = read_file_header(Path(plan.profile.source))["predicted"]
     return predicted["kl"] if predicted else None
+
+
+def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
+    ranks = plan.rollout.tensor_parallel
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins, tensor_parallel=ranks)
+    return read_result(key, cache_dir=Path(plan.cache_dir))[0]
 
 
 def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, str], ...]]:

@@ -32,6 +32,7 @@ LOGS = "logs"
 STOP_FILE = ".stop"
 _LOCK_FILE = ".lock"
 _LOOKING_TAKES_S = 1.0
+_kept: dict[Path, int] = {}  # the locks that this launcher holds between two attempts of a run
 
 
 class RunStatus(StrEnum):
@@ -65,6 +66,9 @@ class Session:
         """must_lock: raise BlockingIOError when another launcher has the run."""
         self.run_dir = run_dir
         self.record = record
+        if (kept := _kept.pop(run_dir, None)) is not None:
+            self._lock = kept
+            return
         self._lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._take_lock()
@@ -93,6 +97,10 @@ class Session:
     def release(self) -> None:
         """Let go of the lock, for a run that never began."""
         os.close(self._lock)
+
+    def keep_lock(self) -> None:
+        """Beyond the end of this attempt: for the next one of this launcher, or until `let_go`."""
+        _kept[self.run_dir] = os.dup(self._lock)
 
     def update(self, *, state: RunStatus, phase: str) -> None:
         """Write where the run is, if it moved. A disk that is full now does not end the run: its children say so."""
@@ -193,9 +201,17 @@ def read_record(run_dir: Path) -> RunRecord:
     return RunRecord(RunStatus.RUNNING, attempt=max(attempts, default=1))
 
 
+def let_go(run_dir: Path) -> None:
+    """Of a lock that was kept, when no attempt follows."""
+    if (kept := _kept.pop(run_dir, None)) is not None:
+        os.close(kept)
+
+
 def has_launcher(run_dir: Path) -> bool:
-    """Whether a launcher holds the run's lock. Where that cannot be told (no locks, or not our folder): whether
-    run.json says no end."""
+    """Whether a launcher holds the run's lock, but for this one between two attempts. Where that cannot be told (no
+    locks, or not our folder): whether run.json says no end."""
+    if run_dir in _kept:
+        return False
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -30,28 +30,37 @@ def print_logs(
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
     """The logs on stdout, in the order of the work. which: one of them by name, None for all.  attempt: its number,
-    None for the newest.  follow: until the run ends.  Raises RecipeError when there is none."""
+    None for the newest.  follow: until the run ends, through the attempts that come after the newest.  Raises
+    RecipeError when there is none."""
     run_dir = find_run(run, run_root=run_root)
-    try:
-        folder = log_dir(run_dir, attempt=attempt or read_record(run_dir).attempt)
-    except (OSError, ValueError) as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
+    number = attempt or _newest(run_dir)
     tails: dict[Path, Tail] = {}
-    lives = True
-    while lives:
+    lives = has_ended = True
+    while lives or has_ended:
         lives = follow and has_launcher(run_dir)
+        has_ended = follow and attempt is None and number < _newest(run_dir)  # and another one has begun
+        folder = log_dir(run_dir, attempt=number)
         with reading(run_dir):
             found = _logs(folder, which=which)
         for path in found:
             if path not in tails:
                 console.say(f"== {summary.typed_path(path)}")
                 tails[path] = Tail(path)
-            for line in _lines(tails[path], run_dir=run_dir, half=not lives):
+            for line in _lines(tails[path], run_dir=run_dir, half=has_ended or not lives):
                 _show(line)
-        if lives:
+        if has_ended:
+            number += 1
+        elif lives:
             pause(_LOOK_EVERY_S)
     if not tails:
         raise _none(run, folder=folder, which=which)
+
+
+def _newest(run_dir: Path) -> int:
+    try:
+        return read_record(run_dir).attempt
+    except (OSError, ValueError) as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
 
 
 def _lines(tail: Tail, *, run_dir: Path, half: bool) -> Iterator[str]:

@@ -196,8 +196,9 @@ def length(response: Response, *, target: int) -> float:
     return min(1.0, max(0.0, 2.0 - len(response.text) / target))
 
 
-_FENCED = re.compile(  # (language, what is in it); within a line ``` may be a quotation's
-    r"(?ms)(?:^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+|```(?i:python3?|py)?[ \t]*+)\n(.*?)```"
+_FENCED = re.compile(  # (what is before it, language, what is in it); within a line ``` may be a quotation's
+    r"(?ms)(?:^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)```[ \t]*+([^\s`]*+)[^\n`]*+"
+    r"|```(?i:python3?|py)?[ \t]*+)\n(.*?)```"
 )
 _PYTHON = ("", "python", "py", "python3")
 
@@ -210,12 +211,18 @@ def code(response: Response) -> float:
     limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
     """
     tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
-    found = [inner for language, inner in _FENCED.findall(response.text) if language.lower() in _PYTHON]
+    found = [each for each in _FENCED.findall(response.text) if each[1].lower() in _PYTHON]
     with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
         program = Path(folder) / "main.py"
-        program.write_text(found[-1] if found else response.text, errors="replace")
+        program.write_text(_outdented(found[-1]) if found else response.text, errors="replace")
         passed = sum(_passes(program, given, wanted, within_s=until - time.monotonic()) for given, wanted in tests)
     return passed / len(tests)
+
+
+def _outdented(fenced: tuple[str, str, str]) -> str:
+    """As Markdown reads it: a block in an item of a list stands as far in as its fence."""
+    before, _, inner = fenced
+    return re.sub(rf"(?m)^[ \t]{{0,{len(before)}}}", "", inner)
 
 
 def _tests(truth: str) -> list[tuple[str, str]]:

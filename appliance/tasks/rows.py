@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RecipeError, first_line
+from appliance.hub import beating
+from appliance.record.liveness import Heartbeat
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -122,7 +124,8 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
         if commit and builder.hash != commit:  # the hub does not give it: `datasets` takes what it loaded last
             message = f"task.data: {name} cannot be had at {commit}: the hub does not give it, here is {builder.hash}"
             raise RecipeError([(message, "start when the hub gives it, or give task.train_file")])
-        builder.download_and_prepare()
+        with beating(Heartbeat().beat):
+            builder.download_and_prepare()
         data = builder.as_dataset(split=split).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         why = first_line(error)

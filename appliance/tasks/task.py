@@ -134,7 +134,8 @@ class Task:
 
         A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
         of the train_file. val_sets: in place of val_file and val_size; the one without a file is what validates without
-        a val_file. No problem of any of them is trained on. Raises RecipeError for bad rows of all files at once, for
+        a val_file. No problem of any of them is trained on, nor one that a data set of the hub has for validation,
+        which is read for that where files validate. Raises RecipeError for bad rows of all files at once, for
         sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
         usual = next((each for each in plan.val_sets if not each.file), None)

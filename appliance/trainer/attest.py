@@ -20,6 +20,7 @@ from torch.nn import Module
 from transfer_queue import KVBatchMeta
 
 from appliance import patch
+from appliance.corrections.objective import Advantage
 from appliance.errors import AttestationError
 from appliance.quant.mismatch import LayerTrace, first_difference
 from appliance.record.attestations import (
@@ -35,6 +36,7 @@ from appliance.record.plan import RunPlan
 from appliance.sync.precision import Precision, attestations_at, read_generation
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype
+from appliance.trainer.correction import gdpo_weights
 from appliance.trainer.rollout_forward import HEAD, backward, follow_engines, quantised_layers
 
 SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all that its layers put out
@@ -64,9 +66,10 @@ def _other_layers(run_dir: Path) -> Iterator[str]:
 
 def attest_driver(plan: RunPlan, *, algorithm: DictConfig) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model; its pool
-    runs the user's code. algorithm: verl's, by which it computes advantages."""
+    runs the user's code. algorithm: verl's, by which it computes advantages, but for `gdpo`."""
     correction = plan.correction
-    detail: dict[str, Any] = {"advantage": algorithm.adv_estimator, "by_deviation": algorithm.norm_adv_by_std_in_grpo}
+    advantage = str(Advantage.GDPO) if gdpo_weights(plan) else algorithm.adv_estimator
+    detail: dict[str, Any] = {"advantage": advantage, "by_deviation": algorithm.norm_adv_by_std_in_grpo}
     detail |= {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
     if code := attested_code(plan):
         detail["code"] = code

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_from_neste
 
 from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
-from appliance.corrections.objective import ClipRange, Estimator, KlPlace, Loss
+from appliance.corrections.objective import Advantage, ClipRange, Estimator, KlPlace, Loss
 from appliance.errors import NumericsError, TrainingError
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
@@ -468,6 +468,12 @@ def gdpo(
     return advantages_BT
 
 
+def gdpo_weights(plan: RunPlan) -> dict[str, float]:
+    """Of each reward by its name, where `gdpo` takes the place of verl's advantages; else empty."""
+    own = plan.task.own if plan.algorithm.advantage is Advantage.GDPO else None
+    return {each.name: each.weight for each in own.rewards} if own else {}
+
+
 def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> KVBatchMeta:
     """The batch with these advantages. parts: in the order of its keys."""
     rows = _get(batch, ["response_mask"])["response_mask"].unbind()
@@ -475,3 +481,10 @@ def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weigh
     found_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
     cut = [found[: len(row)] for found, row in zip(found_BT, rows, strict=True)]
     return _with_fields(batch, {"advantages": cut, "returns": cut})
+
+
+def without_advantage(batch: KVBatchMeta, *, places: Set[int]) -> KVBatchMeta:
+    """The batch where the samples at these places teach nothing, whatever their advantage was made of."""
+    rows = _get(batch, ["advantages"])["advantages"].unbind()
+    told = [torch.zeros_like(row) if place in places else row for place, row in enumerate(rows)]
+    return _with_fields(batch, {"advantages": told})

@@ -5,10 +5,9 @@ stops itself by `signal.alarm`, which works on a main thread only, and the big n
 processor inside one instruction that no signal interrupts. pebble's pool ends such a process and starts another one.
 
 A reward function that raises, hangs, dies or returns no finite number says nothing about the response. In training
-such a sample gets the mean reward of the others of its prompt, so the mean of the group stays what it is, and where
-advantages are differences from it, it teaches nothing. (0 would teach that the response was wrong. OPO weighs that mean
-by length and REINFORCE++ takes the step's: there it teaches what its prompt taught.) In validation it counts as wrong
-(0, or the least of its set where rewards go below 0): there the mean must not become better by failures.
+such a sample gets the mean reward of the others of its prompt, so the mean of the group stays what it is, and 0 in
+place of its advantage. (A reward of 0 would teach that the response was wrong.) In validation it counts as wrong (0, or
+the least of its set where rewards go below 0): there the mean must not become better by failures.
 """
 
 from __future__ import annotations

@@ -142,6 +142,7 @@ class Rollouts:
         self._validated: dict[str, list[list[Graded]]] = {}  # by set, of each problem its samples
         self._rewards = rewards
         self._graded: dict[str, tuple[int, list[Graded]]] = {}  # by uid: the step, and the samples
+        self._ungraded: dict[str, int] = {}  # training samples without a grade, by key less its last part: the step
         self.validated = 0
         self._validates = False  # the newest that was asked for is a validation
         self._heartbeat = Heartbeat()
@@ -229,6 +230,14 @@ class Rollouts:
         a fault, or a row that only pads the batch. keys: as `reward_means`."""
         parts = list(self._parts(keys, of=known_parts))
         return {name: [math.nan if each is None else each.get(name, 0.0) for each in parts] for name in self._rewards}
+
+    def take_ungraded(self, keys: Iterable[str], *, step: int) -> set[int]:
+        """The places of a step's samples that have no grade. keys: as `reward_means`."""
+        found = {place for place, key in enumerate(keys) if key.rpartition("_")[0] in self._ungraded}
+        for name, of in self._ungraded.copy().items():  # the loop's thread may add some for the next step
+            if of < step:
+                del self._ungraded[name]
+        return found
 
     def _parts(
         self, keys: Iterable[str], *, of: Callable[[Sequence[Graded]], Sequence[dict[str, float] | None]]
@@ -389,6 +398,8 @@ class Rollouts:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
         if not validate:
             self._tally.extend(group.samples)
+            faulty = (session for session, each in enumerate(graded) if each.fault)
+            self._ungraded |= {f"{row['uid']}_{session}": int(row["global_steps"]) for session in faulty}
         is_known = [validate or each.fault is None for each in graded]
         accuracies, rewards = _shaped(graded, group=group, shaping=shaping, known=is_known)
         if not (validate or self._in_order):  # a filter chooses among them

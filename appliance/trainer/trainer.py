@@ -18,7 +18,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from appliance.corrections.objective import Advantage, Aggregate
+from appliance.corrections.objective import Aggregate
 from appliance.errors import ApplianceError, GuardStop, RecipeError
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
@@ -36,7 +36,7 @@ from appliance.trainer.attest import (
     tell_layer,
 )
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
-from appliance.trainer.correction import BatchCorrection, with_gdpo
+from appliance.trainer.correction import BatchCorrection, gdpo_weights, with_gdpo, without_advantage
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
@@ -187,9 +187,10 @@ class Trainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        if self.plan.algorithm.advantage is Advantage.GDPO and self.plan.task.own is not None:
-            weights = {each.name: each.weight for each in self.plan.task.own.rewards}
+        if weights := gdpo_weights(self.plan):
             batch = with_gdpo(batch, parts=self.rollouts.reward_parts(batch.keys), weights=weights)
+        if ungraded := self.rollouts.take_ungraded(batch.keys, step=self.global_steps):
+            batch = without_advantage(batch, places=ungraded)
         batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
         self._step.correction = self.correction.metrics()
         return batch

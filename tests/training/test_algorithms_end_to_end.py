@@ -225,7 +225,8 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     )
     algorithm = recipe.algorithm
     by_deviation = algorithm.advantage is not Advantage.DR_GRPO
-    assert (driver["advantage"], driver["by_deviation"]) == (ESTIMATORS[algorithm.advantage], by_deviation)
+    advantage = "gdpo" if algorithm.advantage is Advantage.GDPO else ESTIMATORS[algorithm.advantage]
+    assert (driver["advantage"], driver["by_deviation"]) == (advantage, by_deviation)
     assert (trainer["loss"], trainer["aggregate"]) == (LOSS_MODES[algorithm.loss], AGGREGATES[algorithm.aggregated])
     assert [math.isfinite(line.get("reference_kl", math.nan)) for line in lines] == [bool(recipe.algorithm.kl)] * STEPS
     in_fp16 = recipe.trainer.dtype is Dtype.FP16

@@ -88,6 +88,13 @@ def test_every_token_beyond_a_bound() -> None:
     assert fit_bounds(-far_T, rollout_T=-far_T, nominal=NOMINAL).bounds == NOMINAL
 
 
+def test_a_policy_that_did_not_move_has_none_of_the_scatter_clipped() -> None:
+    """As after an update at learning rate 0."""
+    rollout_T = torch.tensor([1.0, 1.5, 1.4, 0.6, 0.7], dtype=torch.float64).log()
+    bounds = fit_bounds(torch.zeros(5), rollout_T=rollout_T, nominal=NOMINAL).bounds
+    assert (1 + bounds.high, 1 - bounds.low) == (pytest.approx(1.5), pytest.approx(0.6))
+
+
 def test_a_ratio_beyond_every_number_stays_finite() -> None:
     fit = fit_bounds(torch.zeros(3), rollout_T=torch.tensor([0.0, 900.0, -900.0]), nominal=NOMINAL)
     assert math.isfinite(fit.bounds.high) and fit.bounds.low <= 1

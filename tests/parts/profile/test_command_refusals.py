@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,18 @@ def test_a_log_whose_place_is_taken_stays_under_another_name(tmp_path: Path, mon
     (log,) = tmp_path.glob("some-failed-*.log")
     assert raised.value.hint == f"its log: {log}"
     assert log.read_text() == "error: it broke\n"
+
+
+def test_what_a_child_leaves_in_its_temporary_folder_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM leaves sockets and its file store."""
+    (tmp_path / "leaving_child.py").write_text("import tempfile; print(tempfile.mkstemp()[1])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = set(os.listdir(tempfile.gettempdir()))
+    run_child(["leaving_child"], command="some", folder=tmp_path, env={})
+    left = Path((tmp_path / "child.log").read_text().strip())
+    assert left.parent.name not in before and not left.parent.exists()
 
 
 def test_a_folder_that_the_recipe_names_is_only_read(file: str, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import datasets
 import huggingface_hub
 import pytest
 from datasets.arrow_writer import ArrowWriter
+from datasets.packaged_modules.cache.cache import Cache
 from plans import make_task
 
 from appliance.errors import RecipeError
+from appliance.record.liveness import HEARTBEAT_FILE
 from appliance.record.plan import OwnPlan
 from appliance.tasks import own
+from appliance.terms.environment import LOG_DIR_VARIABLE
 
 ROWS = [{"question": f"{n}+1?", "answer": n + 1, "image": b"\x00"} for n in range(5)]
 OLD, NEW = "0" * 40, "1" * 40
@@ -96,6 +99,20 @@ def test_a_data_set_is_asked_of_the_hub_at_its_commit(cache: Path, monkeypatch: 
     )
     assert splits(commit=OLD) == splits()
     assert revisions == [OLD, None]
+
+
+def test_a_download_shows_signs_of_life(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` downloads by huggingface_hub, then writes its own files: each moves a bar of its own."""
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
+    splits()
+    assert not (tmp_path / HEARTBEAT_FILE).exists()
+    for kind in (huggingface_hub.utils.tqdm, datasets.utils.tqdm):
+        bar = kind(total=2, disable=True)
+        monkeypatch.setattr(Cache, "download_and_prepare", lambda self, bar=bar: bar.update(1))
+        splits()
+        (tmp_path / HEARTBEAT_FILE).unlink()
+        bar.update(1)
+        assert not (tmp_path / HEARTBEAT_FILE).exists()
 
 
 def test_an_unknown_split_names_those_there_are(cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from appliance.corrections.objective import Advantage, Estimator
 from appliance.plan.build import build_plan
 from appliance.plan.verl_args import ESTIMATORS
 from appliance.recipe.load import load_recipe
-from appliance.tasks.grading import Fault, Graded
+from appliance.record.samples import SampleLog
+from appliance.tasks.grading import Fault, Graded, Shaping
 from appliance.trainer import correction as module
-from appliance.trainer.correction import gdpo, with_gdpo
-from appliance.trainer.rollouts import Rollouts
+from appliance.trainer.correction import gdpo, with_gdpo, without_advantage
+from appliance.trainer.rollouts import Rollouts, Sampling
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 9
 ATOL = 2e-5  # float32 sums of some hundred terms of size 1, divided by deviations of 0.1 and more
@@ -204,9 +206,21 @@ class Queue:
 
 def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the driver graded; a reward that does not apply counts 0, and a fault nothing."""
-    queue, rollouts = Queue(), Rollouts.__new__(Rollouts)
+    queue, greedy = Queue(), Sampling(temperature=0.0, top_p=1.0, num_samples=2)
     monkeypatch.setattr(module, "transfer_queue", queue)
-    rollouts._rewards = ("right", "short")
+    rollouts = Rollouts(
+        [],
+        tokenizer=None,
+        pool=SimpleNamespace(),
+        samples=SampleLog(Path("run"), steps=1, decode=str),
+        shaping=Shaping(),
+        training=greedy,
+        validation=greedy,
+        max_prompt_tokens=8,
+        seed=0,
+        in_order=True,
+        rewards=("right", "short"),
+    )
     rollouts._graded = {
         "a": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 0.5))), Graded(0.0, parts=(("right", 0.0),))]),
         "b": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 2.0))), Graded(0.0, Fault.RAISED)]),
@@ -219,3 +233,12 @@ def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.Monk
     assert lengths == [2, 1, 3, 2]
     first, second, *others = (row.tolist() for row in queue.columns["advantages"])
     assert min(first) > 0 > max(second) and {value for row in others for value in row} == {0.0}
+
+
+def test_a_sample_without_a_grade_has_no_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPO's and REINFORCE++'s of the others' mean reward is not 0."""
+    queue = Queue()
+    monkeypatch.setattr(module, "transfer_queue", queue)
+    queue.columns["advantages"] = [row * 0.5 for row in queue.columns["response_mask"]]
+    without_advantage(queue.batch(), places={1, 2})
+    assert [row.tolist() for row in queue.columns["advantages"]] == [[0.5, 0.5], [0.0], [0.0] * 3, [0.5, 0.5]]

@@ -236,3 +236,12 @@ def test_loss_and_advantage_are_attested_as_they_are_and_not_as_planned(tmp_path
     given: list[Any] = []
     BatchCorrection(plan).install(SimpleNamespace(set_loss_fn=given.append), actor=config.actor_rollout_ref.actor)
     assert installed_loss(given[0]) == {"loss": "cispo", "aggregate": "seq-mean-token-mean"}
+
+
+def test_gdpo_is_attested_though_verl_is_told_grpo(tmp_path: Path) -> None:
+    rewards = [{"name": "length", "target": target} for target in (10, 20)]
+    own = ("task.kind=own", "task.data=me/sums", "task.prompt=q", f"task.rewards={json.dumps(rewards)}")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*own, "algorithm.advantage=gdpo"))
+    plan = build_plan(recipe, run_dir=tmp_path, host=HOST)
+    attest_driver(plan, algorithm=verl_config([*plan.argv[4:]]).algorithm)
+    assert json.loads((tmp_path / "attest" / "driver-0.json").read_text())["detail"]["advantage"] == "gdpo"

@@ -278,6 +278,26 @@ def test_a_sample_without_a_grade_has_the_others_mean_reward_whatever_its_length
     assert module._shaped(graded, group=group, shaping=shaping, known=[False] * 4) == ([0.0] * 4, [-1.0] * 4)
 
 
+@pytest.mark.parametrize("validate", [False, True])
+def test_samples_without_a_grade_are_told_until_their_step_is_over(validate: bool) -> None:
+    made = rollouts()
+
+    async def score(uid: str, *graded: Graded, step: int) -> None:
+        group, least = asyncio.get_running_loop().create_future(), asyncio.create_task(asyncio.sleep(0, 0.0))
+        group.set_result(TrajectoryGroup([Trajectory([7], [0.0], [1], True, "7")] * len(graded), 0))
+        row = {"uid": uid, "global_steps": step}
+        grades = asyncio.create_task(asyncio.sleep(0, list(graded)))
+        await made._scored(_Prompt(row, [1], None, group), grades, least=least, shaping=Shaping(), validate=validate)
+
+    fault = Graded(0.0, Fault.RAISED)
+    asyncio.run(score("a_b", Graded(1.0), fault, step=1))
+    asyncio.run(score("c", fault, Graded(1.0), step=2))
+    keys = ["c_0_0", "c_1_0", "a_b_0_0", "a_b_1_0", "pad_0_0"]
+    assert made.take_ungraded(keys, step=2) == (set() if validate else {0, 3})
+    assert made.take_ungraded(keys, step=3) == (set() if validate else {0})
+    assert made.take_ungraded(keys, step=3) == set()
+
+
 def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verl reads neither, and each sample would carry its prompt's whole row."""
     put = []

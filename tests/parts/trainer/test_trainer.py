@@ -113,6 +113,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     made.checkpoint_manager = SimpleNamespace(update_weights=None)
     pool = SimpleNamespace(graded=0, faults=Counter(), last_fault=None)
     made.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", said), validated=0, by_set=dict, take_turns=dict)
+    made.rollouts.take_ungraded = lambda keys, *, step: set()
     made.timing_raw = {"update_weights": 1.0}
     made._step = Step(INT8, telemetry=telemetry)
     return made
@@ -338,6 +339,19 @@ def test_a_step_is_corrected_as_the_guard_has_it(
     trainer.governor = SimpleNamespace(correction=tight)
     trainer._compute_advantage(BATCH, metrics={})
     assert told == {"step": trainer.global_steps, "correction": tight} and trainer._step.correction == {"a": 1}
+
+
+def test_what_has_no_grade_teaches_nothing_whatever_the_advantage(
+    trainer: Trainer, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def neutral(batch: object, *, places: set[int]) -> object:
+        said.append(f"neutral {places}")
+        return batch
+
+    monkeypatch.setattr(room, "without_advantage", neutral)
+    trainer.rollouts.take_ungraded = lambda keys, *, step: {step}
+    trainer._compute_advantage(BATCH, metrics={})
+    assert said == ["verl", "neutral {3}", "correction.prepare", "correction.metrics"]
 
 
 # with real parts

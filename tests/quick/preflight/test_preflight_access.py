@@ -257,7 +257,7 @@ assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has
 assert uaq_problem(plan.replace(uaq=UaqPlan(scale=1.5, folder=closed))) == ""
 constants.HF_HUB_CACHE = closed
 assert not hub.is_cached("owner/model")
-key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)
+key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins, tensor_parallel=1)
 assert read_result(key, cache_dir=Path({cache!r})) == (None, "")
 for each in (*checks._model(plan, inputs), *judge_access(inputs.access)):
     sys.stdout.write(each.text + "\\n")

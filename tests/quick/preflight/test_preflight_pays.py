@@ -84,8 +84,10 @@ def test_a_result_of_another_scheme_says_nothing() -> None:
 
 def test_what_bench_kept_is_found(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "runs" / "a-1", cache_dir=str(tmp_path))
-    key = result_key(device="cpu", host=HOST, model=plan.model, pins=plan.pins)
+    key = result_key(device="cpu", host=HOST, model=plan.model, pins=plan.pins, tensor_parallel=1)
     kept = (SchemeResult(Scheme.INT8, tokens_per_s=1.0, ratio=0.9, ratio_min=0.8, ratio_max=1.0),)
     write_result(key, cache_dir=tmp_path, kept=kept, what="5 pairs", pairs=5, kv_memory_bytes=None)
     assert read_inputs(plan, ask_hub=False, host=HOST).stored == StoredResult(((Scheme.INT8, 0.9),), "5 pairs")
     assert read_inputs(plan, ask_hub=False).stored is None
+    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    assert read_inputs(one_flow, ask_hub=False, host=HOST).stored is None

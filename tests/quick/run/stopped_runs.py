@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -83,3 +84,13 @@ def events(run_dir: Path, kind: str) -> list[tuple[str, str]]:
 
 def resumed(run_dir: Path) -> Resume:
     return find_start(target_of(run_dir))
+
+
+def is_free(run_dir: Path) -> bool:
+    """Of any launcher, as another process finds it."""
+    with (run_dir / ".lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 from plans import HOST
-from stopped_runs import recipe, save, stopped
+from stopped_runs import is_free, recipe, save, stopped
 
 from appliance.launch import command, train
 from appliance.launch.subreaper import SubreaperReport
@@ -17,6 +17,7 @@ from appliance.launch.train import run_training
 from appliance.plan.build import build_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import Recipe
+from appliance.record.checkpoints import CheckpointSearch
 from appliance.record.session import RunStatus, Session, asked_to_stop, read_record
 from appliance.report import page as report
 from appliance.report.folder import RunReader
@@ -149,6 +150,17 @@ def test_a_signal_that_comes_while_the_last_page_is_written_is_heard(
     code = run_training(plan, recipe_yaml="name: small\n", findings=(), name="small-1", json_mode=False, quiet=True)
     assert (code, asked_to_stop(Path(plan.run_dir))) == (5, "SIGTERM")
     assert restarts_after(Path(plan.run_dir), code=5) == []
+
+
+def test_between_two_attempts_the_run_is_held(
+    tmp_path: Path, small_plan: Callable, python: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_plan(tmp_path, argv=python("raise SystemExit(5)"))
+    how = {"recipe_yaml": "name: small\n", "findings": (), "name": "small-1", "json_mode": False, "quiet": True}
+    code, run_dir, free = run_training(plan, may_restart=True, **how), Path(plan.run_dir), []
+    monkeypatch.setattr(command, "find_newest", lambda run: free.append(is_free(run)) or CheckpointSearch(None))
+    assert command.Attempts(recipe(f"cluster.run_dir={tmp_path}")).through_faults(code, run_dir) == 5
+    assert free == [False] and is_free(run_dir)
 
 
 def restarts_after(run_dir: Path, *, code: int) -> list[object]:

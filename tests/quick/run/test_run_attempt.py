@@ -49,10 +49,13 @@ def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan:
 def test_machines_hear_where_an_attempt_goes_on(
     tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its steps come again. What was told before is no news."""
+    """Its steps come again, and why. What was told before is no news."""
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
     save(run_dir, 3)
+    append_event(run_dir, kind="restart", what="restart 1 of 2", step=3)
+    append_event(run_dir, kind="resume", what="of an attempt that a kill ended", step=3)
+    append_event(run_dir, kind="restart", what="restart 2 of 2", step=3)
     with begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n") as session:
         training = _Training(plan, session, Interrupts(), JsonProgress(), LivePage(run_dir), saved_step=3)
         append_event(run_dir, kind="phase", what="start")
@@ -60,10 +63,11 @@ def test_machines_hear_where_an_attempt_goes_on(
         training._tick()
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["type"], each["kind"], each["what"]) for each in said] == [
+        ("event", "restart", "restart 2 of 2"),
         ("event", "resume", "attempt 2 goes on after step 3"),
         ("event", "phase", "start"),
     ]
-    assert said[0]["step"] == 3
+    assert [each.get("step") for each in said] == [3, 3, None]
 
 
 def test_damaged_half_written_and_later_ones_are_set_aside(tmp_path: Path, small_plan: Callable) -> None:

@@ -6,10 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stopped_runs import is_free
 
 from appliance.errors import RecipeError
 from appliance.record.plan import RunPlan
-from appliance.record.session import RunStatus, Session, create_session
+from appliance.record.session import (
+    RunRecord,
+    RunStatus,
+    Session,
+    create_session,
+    has_launcher,
+    let_go,
+    write_record,
+)
+from appliance.report import logs
 from appliance.report.logs import print_logs
 
 
@@ -115,6 +125,36 @@ def test_following_prints_lines_as_they_come_and_ends_with_the_run(
     print_logs("small-1", run_root=tmp_path, follow=True, pause=next_look)
     assert printed == ["", "one\n", "two\nthree\n"]
     assert capsys.readouterr().out == ""
+
+
+def test_following_goes_on_with_the_attempts_that_follow(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of them their launcher still holds the run."""
+    monkeypatch.setattr(logs, "has_launcher", lambda run_dir: not is_free(run_dir))
+    (session.log_dir / "train.log").write_text("one\ncut")
+    looks = iter(("", "fail", "", "again", "end"))
+
+    def next_look(seconds: float) -> None:
+        match next(looks):
+            case "fail":
+                with session:
+                    session.finish(state=RunStatus.FAILED, exit_code=5, reason="x")
+                    session.keep_lock()
+            case "again":
+                second = Session(session.run_dir, record=RunRecord(attempt=2), must_lock=True)
+                second.log_dir.mkdir()
+                (second.log_dir / "train.log").write_text("two\n")
+                write_record(session.run_dir, second.record)
+                second.keep_lock()
+                second.release()
+            case "end":
+                assert not has_launcher(session.run_dir) and not is_free(session.run_dir)
+                let_go(session.run_dir)
+
+    print_logs("small-1", run_root=tmp_path, follow=True, pause=next_look)
+    assert capsys.readouterr().out == "one\ncut\ntwo\n"
+    assert next(looks, None) is None and is_free(session.run_dir)
 
 
 def test_a_record_that_cannot_be_read_is_no_fault_of_ours(tmp_path: Path) -> None:

@@ -243,16 +243,21 @@ def test_a_download_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monk
     import huggingface_hub
 
     told: list[dict[str, object]] = []
+
+    def moved(name: str, **more: object) -> str:
+        told.append(more)
+        huggingface_hub.utils.tqdm(total=2, disable=True).update(1)
+        return str(tmp_path)
+
     monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **more: told.append(more) or str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", moved)
+    huggingface_hub.utils.tqdm(total=2, disable=True).update(1)
+    assert not (tmp_path / HEARTBEAT_FILE).exists()
     assert hub.download_model(NAME, revision=OLD, beat=Heartbeat().beat) == tmp_path
     hub.download_model(NAME, revision="", beat=Heartbeat().beat, with_code=True)
     assert [each["revision"] for each in told] == [OLD, None]
     assert ["*.py" in each["allow_patterns"] for each in told] == [False, True]
     assert {each["ignore_patterns"] for each in told} == {"consolidated*"}
-    bar = told[0]["tqdm_class"](total=2, disable=True)
-    assert not (tmp_path / HEARTBEAT_FILE).exists()
-    bar.update(1)
     assert (tmp_path / HEARTBEAT_FILE).exists()
 
 

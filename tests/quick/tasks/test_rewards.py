@@ -153,6 +153,9 @@ SUM = "print(sum(map(int, input().split())))"
         (f"For\n```text\n1 2\n```\nthis:\n```Python3 main.py\n{SUM}\n```\nIt prints\n```text\n3\n```", 1.0),
         (f"As ```a + b``` says\n```python\n{SUM}\n```", 1.0),
         (f"So: ```py\n{SUM}```", 1.0),
+        (f"1. Read.\n\n   ```python\n   if True:\n       {SUM}\n   ```\n2. Done.", 1.0),
+        (f"1. ```python\n   if True:\n\n       {SUM}\n   ```\n- ```text\n  3\n  ```", 1.0),
+        (f"```python\n    {SUM}\n```", 0.0),
         ("print(3)", 0.5),
         ("print(", 0.0),
         (f"{SUM}\nraise SystemExit(1)", 0.0),
@@ -183,7 +186,7 @@ def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
-@pytest.mark.parametrize("opening", ["```" + "a" * 50_000, "```" + " " * 50_000, " " * 50_000])
+@pytest.mark.parametrize("opening", ["```" + "a" * 50_000, "```" + " " * 50_000, " " * 50_000, "-" + " " * 50_000])
 def test_a_block_that_never_opens_is_read_once(opening: str) -> None:
     """Backwards again and again it takes half a minute."""
     before_s = time.process_time()

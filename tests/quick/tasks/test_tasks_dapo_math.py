@@ -145,7 +145,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     files = {dapo_math.TRAIN.file: train_file(tmp_path), dapo_math.VAL.file: aime_file(tmp_path)}
     asked = []
 
-    def download(name: str, file: str, *, repo_type: str, tqdm_class: type) -> str:
+    def download(name: str, file: str, *, repo_type: str) -> str:
         asked.append((name, repo_type))
         return files[file]
 

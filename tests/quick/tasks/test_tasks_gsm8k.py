@@ -184,7 +184,7 @@ def on_the_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, **rows: list[str])
 
     asked = []
 
-    def download(name: str, file: str, *, repo_type: str, tqdm_class: type) -> str:
+    def download(name: str, file: str, *, repo_type: str) -> str:
         asked.append((name, file, repo_type))
         kept = folder / Path(file).name
         pq.write_table(pa.Table.from_pylist([json.loads(each) for each in rows[kept.name.partition("-")[0]]]), kept)
@@ -220,6 +220,15 @@ def test_of_the_hubs_validation_nothing_is_counted_where_all_sets_are_files(
     made = TASK.splits(make_task(val_sets=sets))
     assert ({each.truth for each in made.train}, made.notes) == ({"3", "5"}, ())
     assert [each.truth for each in made.val_sets["own"]] == ["7"]
+
+
+def test_what_the_hub_has_for_validation_is_not_trained_on_where_all_sets_are_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_the_hub(monkeypatch, tmp_path, train=[row(3), row(5), row(9)], test=[row(9)])
+    (tmp_path / "own.jsonl").write_text(row(7))
+    sets = (ValSetPlan(name="own", file=str(tmp_path / "own.jsonl"), size=0, samples=1, temperature=0.0),)
+    assert {each.truth for each in TASK.splits(make_task(val_sets=sets)).train} == {"3", "5"}
 
 
 def test_a_connection_that_breaks_is_told_as_a_hub_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
