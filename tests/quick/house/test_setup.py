@@ -69,6 +69,22 @@ def test_setup_refuses_a_wheel_of_another_version(clone: Path, tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(("held_gb", "is_enough"), [(2, False), (3, True)])
+def test_setup_counts_what_the_old_one_gives_back(clone: Path, tmp_path: Path, held_gb: int, is_enough: bool) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, said in (("df", "Filesystem\\n/dev/a 9 9 2097152 9 /"), ("du", f"{held_gb << 20}\\t.venv")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (clone / ".venv/bin").mkdir(parents=True)
+    result = set_up(clone, python='case "$*" in *-m\\ venv*) exit 1;; esac')
+    assert result.returncode == 1 and (clone / ".venv/bin").exists() == (not is_enough)
+    if not is_enough:
+        assert result.stderr == (
+            f"error: 4 GB free in {clone} without .venv, the set-up needs 5\n"
+            "hint: free some space, or clone to another disk\n"
+        )
+
+
 @pytest.mark.slow
 def test_setup_never_takes_another_torch_and_can_be_repeated(clone: Path) -> None:
     """Sources without the +cpu build, and no network: both runs end with the remedy, and without any torch."""
