@@ -127,7 +127,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
                 )
             quantised = gemm.quantise(weight_NK, absmax=absmax)
             if self.on_quantised is not None:
-                self.on_quantised(layer, weight_NK, quantised)
+                self.on_quantised(layer, (weight_NK,), quantised)
         replace_parameter(layer, "w13_weight", None)
         replace_parameter(layer, "w2_weight", None)
         layer._already_called_process_weights_after_loading = True

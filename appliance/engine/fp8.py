@@ -64,7 +64,7 @@ class NativeFp8Method(Quantising):
         weight_NK = layer.weight.data
         super().process_weights_after_loading(layer)
         if (held := self.held_weight(layer)) is not None:
-            self.on_quantised(layer, weight_NK, held)
+            self.on_quantised(layer, (weight_NK,), held)
 
     def held_weight(self, layer: Module) -> QuantisedWeight | None:
         """Codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""

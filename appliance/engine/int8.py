@@ -10,7 +10,9 @@ Legend: M tokens, N output channels, K input channels of this rank's part of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,7 +36,11 @@ _CUTLASS = 16
 
 
 class Int8LinearMethod(OnlineLinearMethod):
-    """One per layer. gemm: on a CPU, what multiplies.  dtype: of activations and answers."""
+    """One per layer. gemm: on a CPU, what multiplies.  dtype: of activations and answers.
+
+    A row's codes depend on that row alone: on a CPU, on one rank, a layer's tensors are quantised where they lie, each
+    into its rows, and no weight is assembled of them.
+    """
 
     proof = Int8Proof
 
@@ -45,12 +51,48 @@ class Int8LinearMethod(OnlineLinearMethod):
         )
         self.gemm: OneDnnGemm | SglGemm | WideGemm | None = None
         self.dtype = torch.bfloat16
+        self._parts: dict[int, Tensor] = {}  # that came, by their place in the layer
 
-    def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
-        super().create_weights(layer, *args, **kwargs)
+    def create_weights(self, layer: Module, *args: Any, weight_loader: Any, **kwargs: Any) -> None:
+        keeps = layer.tp_size == 1 and current_platform.is_cpu()
+        loader = self._keeping(weight_loader) if keeps else weight_loader
+        super().create_weights(layer, *args, weight_loader=loader, **kwargs)
         self.dtype = layer.weight.dtype
         for name in ("input_scale", "input_zero_point", "azp_adj"):  # the kernel looks for them
             layer.register_parameter(name, None)
+
+    def _keeping(self, loader: MethodType) -> MethodType:
+        """A layer's loader that keeps the parts of a weight. Bound to the layer, as vLLM undoes it for its records."""
+        load = loader.__func__
+
+        @functools.wraps(load)
+        def keeping_loader(layer: Module, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
+            if param.is_meta or layer.quant_method is not self:  # vLLM counts elements; a layer that is BF16 for now
+                load(layer, param, loaded_weight, *shard)
+                return
+            self._parts[_place(*shard)] = loaded_weight.to(param.dtype)
+            param.data = param.data.new_empty(0)
+
+        return MethodType(keeping_loader, loader.__self__)
+
+    def _quantised(self, layer: Module) -> QuantisedWeight:
+        if not self._parts:  # a GPU, several ranks, dummy weights
+            return super()._quantised(layer)
+        parts = [part_NK for _, part_NK in sorted(self._parts.items())]
+        self._parts.clear()
+        shape = layer.output_size_per_partition, layer.input_size_per_partition
+        if sum(map(len, parts)) != shape[0]:
+            raise EngineError(f"{layer.prefix} has {shape[0]} rows, and its tensors have {list(map(len, parts))}")
+        codes_NK = parts[0].new_empty(shape, dtype=torch.int8)
+        found, start = [], 0
+        for part_NK in parts:
+            into_NK = codes_NK[start : start + len(part_NK)]
+            found.append(quantise_for_kernel(part_NK, into_NK=into_NK, known_finite=self.known_finite).scale)
+            start += len(part_NK)
+        quantised = int8_rows(codes_NK, scale_N1=torch.cat(found))
+        if self.on_quantised is not None:
+            self.on_quantised(layer, parts, quantised)
+        return quantised
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
         return quantise_for_kernel(weight_NK, absmax=absmax, known_finite=self.known_finite)
@@ -88,6 +130,13 @@ class Int8LinearMethod(OnlineLinearMethod):
         return type(self.kernel).__name__ + suffix
 
 
+def _place(shard: str | int | tuple[int, ...] | None = None) -> int:
+    """Of a part among those of its layer. shard: as vLLM's loaders name it."""
+    if isinstance(shard, tuple):
+        return shard[0]
+    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
+
+
 def refuse_ragged(name: str, codes_NK: Tensor) -> None:
     """vLLM gives such a layer to a Triton kernel that rounds before it adds the bias: no proof holds it. Raises
     EngineError."""
@@ -100,11 +149,12 @@ def refuse_ragged(name: str, codes_NK: Tensor) -> None:
 
 
 def quantise_for_kernel(
-    weight_NK: Tensor, *, absmax: Tensor | None = None, known_finite: bool = False
+    weight_NK: Tensor, *, absmax: Tensor | None = None, known_finite: bool = False, into_NK: Tensor | None = None
 ) -> QuantisedWeight:
     """The codec's result bit for bit, by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
 
-    weight_NK: [N, K].  absmax: [N, 1] float32, of the whole rows where these are a part.
+    weight_NK: [N, K].  absmax: [N, 1] float32, of the whole rows where these are a part.  into_NK: on a CPU, memory for
+    the codes of whole rows.
     Raises NumericsError when a value is not finite, and not known to be (vLLM's quantiser would not notice).
     """
     if not current_platform.is_cpu():
@@ -112,8 +162,10 @@ def quantise_for_kernel(
 
         quantise = quantise_int8_triton if weight_NK.shape[1] <= WIDEST_ROW else quantise_int8
         return quantise(weight_NK.contiguous(), absmax=absmax)
+    if absmax is None:
+        return quantise_weight(weight_NK, known_finite=known_finite, into_NK=into_NK)
     # The quantiser takes no scales: one more column that has the absmax, which is a value of the whole row.
-    whole_NK = weight_NK if absmax is None else torch.cat([weight_NK, absmax.to(weight_NK.dtype)], dim=1)
+    whole_NK = torch.cat([weight_NK, absmax.to(weight_NK.dtype)], dim=1)
     quantised = quantise_weight(whole_NK, known_finite=known_finite)
     return int8_rows(quantised.codes_NK[:, : weight_NK.shape[1]].contiguous(), scale_N1=quantised.scale)
 

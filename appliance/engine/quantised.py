@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight, weight_absmax
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
-QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
+QuantisedHook = Callable[[Module, Sequence[Tensor], QuantisedWeight], None]
 
 
 class Quantising:
@@ -41,8 +41,8 @@ class Quantising:
     provable: bool = True
     """Whether that can be asked."""
     on_quantised: QuantisedHook | None = None
-    """Called with (layer, weight as assembled, its codes and scales) after each quantisation, before the weight is
-    dropped. Set it on an object, or with `staticmethod` on a class."""
+    """Called with (layer, weight as parts of its rows, codes and scales of all) after each quantisation, before the
+    weight is dropped. Set it on an object, or with `staticmethod` on a class."""
     known_finite: bool = False
     """Whether each tensor of a weight was looked at before it came."""
 
@@ -107,7 +107,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
             absmax = self._whole.of(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
         quantised = self.quantise(weight_NK, absmax=absmax)
         if self.on_quantised is not None:
-            self.on_quantised(layer, weight_NK, quantised)
+            self.on_quantised(layer, (weight_NK,), quantised)
         layer.weight.data = weight_NK.new_empty(0)
         return quantised
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,11 +120,11 @@ class TelemetryTap:
             layer_error_max=sums.error_max,
         )
 
-    def _take(self, layer: Module, weight_NK: Tensor, quantised: QuantisedWeight) -> None:
+    def _take(self, layer: Module, weight: Sequence[Tensor], quantised: QuantisedWeight) -> None:
         started = time.perf_counter()
         name = self._names[id(layer)]
         self._weights_of[name] = number = self._weights_of.get(name, -1) + 1  # experts have several, in a fixed order
-        self._waiting[name, number] = sample = _sample(weight_NK, quantised)
+        self._waiting[name, number] = sample = _sample(weight, quantised)
         self._codes_waiting += sample.codes_RK.numel()
         if self._codes_waiting > _TOGETHER:
             self._measure_waiting()
@@ -173,14 +174,17 @@ class TelemetryTap:
             self.layer_errors[name] = self._errors[name] = max(error, self._errors.get(name, 0.0))
 
 
-def _sample(weight_NK: Tensor, quantised: QuantisedWeight) -> _Sample:
-    """Copies: the whole weight is dropped."""
-    step = max(1, -(-len(weight_NK) // SAMPLED_ROWS))
-    rows = slice(0, None, step)
+def _sample(weight: Sequence[Tensor], quantised: QuantisedWeight) -> _Sample:
+    """Copies: the whole weight is dropped. weight: in parts of its rows."""
+    count, start, found = len(quantised.codes_NK), 0, []
+    step = max(1, -(-count // SAMPLED_ROWS))
+    for part_NK in weight:
+        found.append(part_NK[-start % step :: step])
+        start += len(part_NK)
     block_rows, columns = quantised.block
-    blocks = [row // block_rows for row in range(0, len(weight_NK), step)]
+    blocks = [row // block_rows for row in range(0, count, step)]
     codec = codec_of(quantised.scheme)
-    return _Sample(weight_NK[rows].clone(), quantised.codes_NK[rows].clone(), quantised.scale[blocks], columns, codec)
+    return _Sample(torch.cat(found), quantised.codes_NK[::step].clone(), quantised.scale[blocks], columns, codec)
 
 
 def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:

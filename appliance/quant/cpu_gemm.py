@@ -48,6 +48,9 @@ _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
 _EXACT_PRODUCTS = 1024  # of two codes, of which float32 has every partial sum: 1024 * 127^2 < 2^24
 _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
+_WIDENED_AT_ONCE = 1 << 20  # elements of a weight: 4 MiB in float32 stay in a cache, and take no fresh memory
+_FEW_TOKENS = 256  # of more, the product takes so long that a weight may be widened whole
+_WIDENED_ROWS = 512  # of so many output channels 1024 codes in float32 stay in a cache, and take no fresh memory
 
 
 @functools.cache
@@ -88,10 +91,27 @@ class _Widening:
                 self._library.impl(name, call, "CPU", with_keyset=True, allow_override=True)
 
     def _call(self, kernel: Any, keys: Any, *operands: Tensor, **factors: float) -> Tensor:
-        dtype = operands[0].dtype
+        dtype, left, right = operands[0].dtype, *operands[-2:]
+        is_large = right.ndim == 2 and right.numel() > _WIDENED_AT_ONCE and len(left) <= _FEW_TOKENS
+        if is_large and dtype in widened_types():
+            return self._by_columns(kernel, keys, *operands, **factors)
         wide = [each.to(self.to) for each in operands] if dtype in widened_types() else operands
         result: Tensor = kernel.call_boxed(keys, *wide, **factors)
         return result.to(dtype)
+
+    def _by_columns(self, kernel: Any, keys: Any, *operands: Tensor, **factors: float) -> Tensor:
+        """Of what an `addmm` adds, too, where it has columns."""
+        *added, left, right = operands
+        wide, count = left.to(self.to), right.shape[1]
+        width = max(1, _WIDENED_AT_ONCE // right.shape[0])
+        parts = []
+        for start in range(0, count, width):
+            own = slice(start, start + width)
+            more = [(each[..., own] if each.shape[-1:] == (count,) else each).to(self.to) for each in added]
+            parts.append(
+                kernel.call_boxed(keys, *more, wide, right[:, own].to(self.to), **factors).to(operands[0].dtype)
+            )
+        return torch.cat(parts, dim=1)
 
 
 @functools.cache
@@ -134,11 +154,13 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
     return int8_rows(codes_NK, scale_N1=scale_N1)
 
 
-def quantise_weight(weight_NK: Tensor, *, known_finite: bool = False) -> QuantisedWeight:
+def quantise_weight(weight_NK: Tensor, *, known_finite: bool = False, into_NK: Tensor | None = None) -> QuantisedWeight:
     """As `quantise_rows`. Raises NumericsError when a value is not finite: vLLM's quantiser would not notice."""
     if not (known_finite or all_finite(weight_NK)):
         raise NumericsError("a weight to quantise has a value that is not finite")
-    return quantise_rows(weight_NK, into_NK=weight_NK.new_empty(weight_NK.shape, dtype=torch.int8))
+    if into_NK is None:
+        into_NK = weight_NK.new_empty(weight_NK.shape, dtype=torch.int8)
+    return quantise_rows(weight_NK, into_NK=into_NK)
 
 
 class OneDnnGemm:
@@ -190,7 +212,9 @@ class WideGemm:
         parts = (each.split(_EXACT_PRODUCTS, dim=1) for each in (codes_MK, self._codes_NK))
         with torch.autocast("cpu", enabled=False):  # a trainer's would round the sums to BF16
             for left_MK, right_NK in zip(*parts, strict=True):
-                sum_MN += linear(left_MK.float(), right_NK.float())
+                wide_MK, sums = left_MK.float(), sum_MN.split(_WIDENED_ROWS, dim=1)
+                for sum_MR, right_RK in zip(sums, right_NK.split(_WIDENED_ROWS), strict=True):
+                    sum_MR += linear(wide_MK, right_RK.float())
         y_MN = sum_MN.mul_(scale_M1.double()).mul_(self.scale_N1.double().t())
         return (y_MN if bias_N is None else y_MN.add_(bias_N.double())).to(x_MK.dtype)
 

@@ -5,8 +5,10 @@ Legend: N output channels, K input channels, M tokens.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,34 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def int8(checkpoints: tuple[Path, Path]) -> Engine:
     return start_engine(checkpoints[0], scheme="int8")
+
+
+def test_no_weight_is_assembled_of_a_layers_tensors(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are quantised where they lie: vLLM's own loaders are asked for counts alone, and copy nothing."""
+    from vllm.model_executor.layers import linear
+
+    def counts_only(loader: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(loader)
+        def count(self: object, param: Tensor, *rest: object) -> None:
+            assert param.is_meta or param.ndim == 1, "a weight was assembled"
+            counted.add(type(self).__name__)
+            loader(self, param, *rest)
+
+        return count
+
+    counted: set[str] = set()
+    kinds = (linear.QKVParallelLinear, linear.MergedColumnParallelLinear, linear.RowParallelLinear)
+    for kind in kinds:
+        monkeypatch.setattr(kind, "weight_loader", counts_only(kind.weight_loader))
+    engine = start_engine(checkpoints[0], scheme="int8")
+    before = engine.generate()
+    report = engine.load(read_checkpoint(checkpoints[1])[::-1])
+    assert report.layers_proven == report.layers and engine.generate() != before
+    engine.load(read_checkpoint(checkpoints[0]))
+    assert engine.generate() == before
+    assert counted == {kind.__name__ for kind in kinds}
 
 
 def checkpoint_layer(folder: Path, name: str) -> tuple[Tensor, Tensor | None]:

@@ -110,7 +110,7 @@ def test_the_worst_layers_are_told_by_the_names_that_ignore_takes() -> None:
     for layer in model.modules():
         if isinstance(getattr(layer, "quant_method", None), Quantised):
             weight_NK = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-            layer.quant_method.on_quantised(layer, weight_NK, quantise(weight_NK, scheme=Scheme.INT8))
+            layer.quant_method.on_quantised(layer, (weight_NK,), quantise(weight_NK, scheme=Scheme.INT8))
     tap.read()
     named = tuple(tap.layer_errors)
     assert sorted(named) == sorted(

@@ -59,7 +59,7 @@ def update(
     tap.begin(switched)
     for number in order:
         quantised = quantise(weights[number], scheme=scheme)
-        layers[number].quant_method.on_quantised(layers[number], weights[number], quantised)
+        layers[number].quant_method.on_quantised(layers[number], (weights[number],), quantised)
     found = tap.read()
     assert found is not None and tap.seconds > 0 and max(tap.layer_errors.values()) == found.layer_error_max
     return found

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engines import Engine, free_engine, read_checkpoint, start_engine
 from torch import Tensor
+from vllm.model_executor.model_loader.reload import layerwise
 
 from appliance.errors import SyncError
 
@@ -123,16 +124,18 @@ def test_any_order_and_any_buckets_end_in_the_same_engine(
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine = start(two_checkpoints[0])
+    old = engine.generate()
+    assert old != told[scheme]
     first, second = map(read_checkpoint, two_checkpoints)
     shuffled, tried = random.Random(0), 0
     for _ in range(20):
-        for weights in (first, second):
+        for weights, says in ((second, told[scheme]), (first, old)):
             shuffled.shuffle(weights)
             rest = iter(weights)
             while bucket := list(itertools.islice(rest, shuffled.randint(1, 9))):
                 engine.model.load_weights(bucket)
-        assert engine.generate() == told[scheme]
-        tried += 2
+            assert engine.generate() == says
+            tried += 1
     record_property("said", f"orders and buckets of weight updates in {scheme}: {tried}")
     assert tried == 40
 
@@ -253,22 +256,35 @@ def test_every_fault_by_every_way_is_caught_and_never_sampled_from(
     assert len(caught) == len(cases) == 44
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_two_updates_at_once_are_refused(
-    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
-) -> None:
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+BEGINS: dict[str, tuple[str, Callable[[Engine, Path], object]]] = {
+    "tensors": ("load_weights", lambda engine, folder: by_buckets(engine, read_checkpoint(folder)[:6])),
+    "reload": ("a layerwise reload", lambda engine, folder: layerwise.initialize_layerwise_reload(engine.model)),
+    "transfer": ("a layerwise reload", lambda engine, folder: engine.llm.start_weight_update()),
+    "folder": (
+        "reload_weights of {}",
+        lambda engine, folder: engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)}),
+    ),
+}
 
-    ways_in.setenv("FLASHRL_CONFIG", scheme)
-    engine = start(two_checkpoints[0])
-    initialize_layerwise_reload(engine.model)
-    by_buckets(engine, read_checkpoint(two_checkpoints[1])[:6])
-    with pytest.raises(SyncError) as caught:
-        initialize_layerwise_reload(engine.model)
-    assert (
-        str(caught.value) == "weight update: it was begun by a layerwise reload, and then by a layerwise reload as well"
-    )
+
+@pytest.mark.parametrize("second", ["reload", "transfer", "folder"])
+@pytest.mark.parametrize("first", ["tensors", "reload", "transfer"])
+def test_two_updates_at_once_are_refused(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    """Each way within each that stays open: tensors of plain `load_weights` are then those of the update that is. A
+    second transfer vLLM refuses itself; the first one stays open."""
+    ways_in.setenv("FLASHRL_CONFIG", SCHEMES[len(first + second) % 2])
+    engine, folder = start(two_checkpoints[0]), two_checkpoints[1]
+    (one, begin), (other, begin_again) = BEGINS[first], BEGINS[second]
+    begin(engine, folder)
+    said = f"weight update: it was begun by {one}, and then by {other.format(folder)} as well$"
+    if first == second == "transfer":
+        said = "start_weight_update called while a weight update is already active"
+    with pytest.raises((SyncError, RuntimeError), match=f"^{said}"):
+        begin_again(engine, folder)
     assert generates_nothing(engine)
+    free_engine(engine)
 
 
 def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(

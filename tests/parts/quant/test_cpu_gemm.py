@@ -10,7 +10,7 @@ from appliance.quant.cpu_gemm import OneDnnGemm, WideGemm, load_kernels, packed,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (96, 352), (40, 3000)])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (96, 352), (40, 3000), (1040, 96)])
 @pytest.mark.parametrize("wide", [True, False])
 def test_it_answers_as_integers_do(dtype: torch.dtype, rows: int, columns: int, wide: bool) -> None:
     """The largest codes too, of which oneDNN without VNNI adds two in 16 bits. Of integers of which one is 127 the

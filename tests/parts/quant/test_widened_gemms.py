@@ -57,6 +57,22 @@ def test_sums_are_of_wider_operands_and_rounded_once(operation: str, dtype: torc
 
 
 @pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("operation", ["mm", "addmm", "a linear layer", "bmm"])
+def test_a_large_weight_is_widened_some_columns_at_a_time(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns do not depend on each other; in float64 their sums round to the same bits."""
+    multiply, given = OPERATIONS[operation], operands(torch.bfloat16)
+    widen_gemms(exactly=True)
+    wanted = multiply(*given)
+    widths, kernel = [], cpu_gemm._Widening._by_columns
+    monkeypatch.setattr(cpu_gemm, "_WIDENED_AT_ONCE", 96 * 16 + 5)  # 16 columns of 40, of which 8 are the last
+    monkeypatch.setattr(
+        cpu_gemm._Widening, "_by_columns", lambda *all, **more: widths.append(1) or kernel(*all, **more)
+    )
+    assert torch.equal(multiply(*given), wanted)
+    assert len(widths) == (operation != "bmm")
+
+
+@pytest.mark.usefixtures("widened")
 def test_float32_keeps_its_kernel() -> None:
     a, b, _ = operands(torch.float32)
     before = torch.mm(a[0], b[0])
