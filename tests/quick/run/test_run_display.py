@@ -196,6 +196,12 @@ def test_summary_of_a_run_that_was_validated_after_training_only(
     assert (told["reward_after"], told["val_reward_mean"], told["greedy"]) == (0.2148, 0.8, False)
 
 
+def test_a_short_run_compares_its_first_half_with_its_last(step_line: Callable) -> None:
+    state = folded(*(step_line(n, reward_mean=n / 10) for n in range(1, 6)), steps=5)
+    found = summary.result(state)
+    assert (found.before, found.after) == (pytest.approx(0.15), pytest.approx(0.45))
+
+
 def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
