@@ -98,6 +98,7 @@ def test_bad_verdict_is_a_word_and_not_only_a_colour(tmp_path: Path, small_plan:
 
 def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Callable) -> None:
     news: list[Event | StepMetrics] = [
+        Event(99.0, "note", "no VNNI", why="preflight"),  # a warning that was said before
         Event(100.0, "phase", "prepare"),
         *(Event(100.0 + n, "progress", "warm start", done=float(n), total=8.0, note="loss 1.2") for n in range(9)),
         Event(110.0, "phase", "start"),
