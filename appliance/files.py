@@ -78,8 +78,8 @@ def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
     try:
         yield folder
-        folder.chmod(0o755)  # mkdtemp makes it private; what is made here may be shared
-        for path in (*folder.rglob("*"), folder):
+        for path in (*folder.rglob("*"), folder):  # mkdtemp and safetensors make them private; these may be shared
+            path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o644))
             sync_to_disk(path)
         try:
             folder.rename(target)

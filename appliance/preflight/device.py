@@ -27,6 +27,7 @@ _KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
 # "Worth it from about 14B and long chains of thought": FlashRL's own account and its users' (Liu et al. 2025).
 _WEIGHTS_FROM = 14e9
 _LONG_RESPONSE = 4096  # tokens; DAPO's are up to 20480, GSM8K's a few hundred
+CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention on a CPU is made for
 
 
 def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
@@ -50,9 +51,13 @@ def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 
 def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
-    """verl checks the heads when its workers have started, vLLM after the weights are loaded."""
+    """verl checks the heads when its workers have started, vLLM after the weights are loaded, or at its first token."""
     if shape is None or not shape.heads:
         return
+    model = plan.model.source or plan.model.builtin
+    if plan.device == CPU and shape.head_size not in (0, *CPU_HEAD_SIZES):
+        message = f"the attention heads of {model} are {shape.head_size} wide, vLLM on a CPU cannot compute with them"
+        yield error("heads", "model.path", message, f"use a model with one of {', '.join(map(str, CPU_HEAD_SIZES))}")
     heads, columns = (shape.heads, "attention heads", False), (shape.intermediate, "columns of the MLP", False)
     kv_heads = (shape.kv_heads, "KV heads", True)  # that several ranks may have a copy of
     for place, sharing, divided in (
@@ -61,7 +66,7 @@ def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     ):
         for count, what, may_repeat in divided:
             if count % sharing and not (may_repeat and sharing % count == 0):
-                message = f"{sharing} does not divide the {count} {what} of {plan.model.source or plan.model.builtin}"
+                message = f"{sharing} does not divide the {count} {what} of {model}"
                 yield error("heads", place, message, "use a divisor")
 
 

@@ -310,7 +310,9 @@ class PlainProgress(Progress):
             return "" if quiet else f"phase {item.what}: {phase_text(item.what)}"
         if item.kind == "progress":
             return self._progress(item)
-        return f"{item.kind}: {item.what}" if item.kind in ("note", "guard", "cluster") else ""
+        if item.kind not in ("note", "guard", "cluster") or item.why == "preflight":  # whose findings were said
+            return ""
+        return f"{item.kind}: {item.what}"
 
     def _progress(self, item: Event) -> str:
         """A line per quarter of the work."""

@@ -188,6 +188,17 @@ def test_a_model_folder_that_is_incomplete(missing, words):
     assert found == [(text, remedy)]
 
 
+def test_heads_that_vllm_has_no_kernel_for_on_a_cpu():
+    shape = ModelShape(heads=4, head_size=16, architectures=("Qwen2ForCausalLM",))
+    sets = ("model.builtin=null", "model.path=/m")
+    (found,) = findings(*sets, inputs=with_inputs(model_shape=shape))
+    assert found == (
+        "error: model.path: the attention heads of /m are 16 wide, vLLM on a CPU cannot compute with them",
+        "use a model with one of 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512",
+    )
+    assert findings(*sets, inputs=with_inputs(model_shape=dataclasses.replace(shape, head_size=32))) == []
+
+
 def test_a_model_that_does_not_fit_the_recipe():
     inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=12, architectures=("Qwen2ForCausalLM",)))
     sets = ("model.builtin=null", "model.path=/m", "rollout.tensor_parallel=4", "cluster.gpus_per_node=4")

@@ -98,6 +98,7 @@ def test_bad_verdict_is_a_word_and_not_only_a_colour(tmp_path: Path, small_plan:
 
 def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Callable) -> None:
     news: list[Event | StepMetrics] = [
+        Event(99.0, "note", "no VNNI", why="preflight"),  # a warning that was said before
         Event(100.0, "phase", "prepare"),
         *(Event(100.0 + n, "progress", "warm start", done=float(n), total=8.0, note="loss 1.2") for n in range(9)),
         Event(110.0, "phase", "start"),
@@ -194,6 +195,12 @@ def test_summary_of_a_run_that_was_validated_after_training_only(
     assert rows["validation"] == "0.800 after step 2  (512 problems, greedy)"
     told = summary.summary_object(plan, state, state_name="done", exit_code=0, reason="", seconds=9.0)
     assert (told["reward_after"], told["val_reward_mean"], told["greedy"]) == (0.2148, 0.8, False)
+
+
+def test_a_short_run_compares_its_first_half_with_its_last(step_line: Callable) -> None:
+    state = folded(*(step_line(n, reward_mean=n / 10) for n in range(1, 6)), steps=5)
+    found = summary.result(state)
+    assert (found.before, found.after) == (pytest.approx(0.15), pytest.approx(0.45))
 
 
 def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
