@@ -41,7 +41,7 @@ class WeightState:
     version: int
     """How many updates have been proven."""
     open: str
-    """What begun an update and has not ended it, or SLEEP, or nothing."""
+    """What begun an update and has not ended it, with the layers that wait, or SLEEP, or nothing."""
     broken: str
     """What is wrong with the weights, for good, or nothing."""
 
@@ -77,7 +77,7 @@ class WaysIn:
 
     @property
     def state(self) -> WeightState:
-        opened = self._open or (SLEEP if self._slept else "")
+        opened = self._open + self._missing() if self._open else SLEEP if self._slept else ""
         return WeightState(version=self._version, open=opened, broken=self._why_broken())
 
     def drop(self) -> None:
@@ -205,7 +205,10 @@ class WaysIn:
         return incomplete_layers(self._model, tied=tied_layers(self._model))
 
     def _missing(self) -> str:
-        missing = self._incomplete() if self.update.is_open else []
+        """By an update that is open."""
+        if not self.update.is_open:
+            return ": no weights have come yet"
+        missing = self._incomplete()
         return f": {missing[0]} and {len(missing) - 1} more layers wait for weights" if missing else ""
 
     def _is_the_embedding(self, head: Tensor) -> bool:

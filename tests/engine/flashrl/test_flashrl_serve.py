@@ -271,7 +271,8 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
 
 REQUEST = {"model": "served", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 OPEN_SAID = re.compile(
-    r"request \S+: a weight update is open on rank 0, begun by a layerwise reload; ask again when the update has ended"
+    r"request \S+: a weight update is open on rank 0, begun by a layerwise reload: no weights have come yet; "
+    r"ask again when the update has ended"
 )
 BROKEN_SAID = re.compile(
     r"request \S+: the weights of rank 0 are half-updated: \d+ layers did not receive all their weights: "

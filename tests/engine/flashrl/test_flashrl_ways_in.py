@@ -295,7 +295,7 @@ def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0])
     engine.llm.start_weight_update()
-    is_open = "a weight update is open on rank 0, begun by a layerwise reload$"
+    is_open = "a weight update is open on rank 0, begun by a layerwise reload: no weights have come yet$"
     with pytest.raises(SyncError, match=rf"^request \S+: {is_open}"):
         engine.generate()
     with pytest.raises(SyncError, match=f"^the engine stays paused: {is_open}"):
@@ -307,6 +307,10 @@ def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
     )
     ShmTrainer(client=client, source=read_checkpoint(two_checkpoints[1]), chunk_bytes=1 << 20).send_weights()
     assert engine.generate() == told["int8"]
+    engine.llm.start_weight_update()
+    engine.model.load_weights(read_checkpoint(two_checkpoints[0])[:9])
+    with pytest.raises(SyncError, match=r": model\.\S+ \(\d+ of \d+ elements\) and \d+ more layers wait for weights$"):
+        engine.generate()
 
 
 def test_a_transport_that_packs_tensors_leaves_each_where_it_can_be_read() -> None:
