@@ -81,8 +81,9 @@ class Int8LinearMethod(OnlineLinearMethod):
         parts = [part_NK for _, part_NK in sorted(self._parts.items())]
         self._parts.clear()
         shape = layer.output_size_per_partition, layer.input_size_per_partition
-        if sum(map(len, parts)) != shape[0]:
-            raise EngineError(f"{layer.prefix} has {shape[0]} rows, and its tensors have {list(map(len, parts))}")
+        if sum(map(len, parts)) != shape[0] or any(part_NK.shape[1] != shape[1] for part_NK in parts):
+            given = [list(part_NK.shape) for part_NK in parts]  # vLLM's loaders count what they take of one
+            raise EngineError(f"{layer.prefix} of shape {list(shape)} was given tensors of {given}")
         codes_NK = parts[0].new_empty(shape, dtype=torch.int8)
         found, start = [], 0
         for part_NK in parts:

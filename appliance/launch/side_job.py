@@ -88,12 +88,12 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
-    with log.open("wb") as out, _temporary_folder() as temporary:
+    with log.open("wb") as out, _own_temporary() as temporary:
         process = subprocess.Popen(
             module_argv(*module),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=os.environ | temporary_env(Path(temporary)) | env,
+            env=os.environ | temporary | env,
             start_new_session=True,  # a group of its own: an engine may have processes of its own
         )
         try:
@@ -108,13 +108,20 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
     return process.returncode
 
 
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """For what an engine leaves in TMPDIR, gone with it. Raises PreflightError when it cannot be made."""
-    root = short_root(Path(tempfile.gettempdir()), length=len(_TEMPORARY) + _RANDOM)
+@contextlib.contextmanager
+def _own_temporary() -> Iterator[dict[str, str]]:
+    """Has an engine leave what it leaves in TMPDIR in a folder that goes with it; nothing where its sockets would have
+    too long a path there. Raises PreflightError when none can be made."""
+    root = Path(tempfile.gettempdir())
+    if short_root(root, length=len(_TEMPORARY) + _RANDOM) != root:
+        yield {}
+        return
     try:
-        return tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=root, ignore_cleanup_errors=True)
+        made = tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=root, ignore_cleanup_errors=True)
     except OSError as error:
         raise cannot_write(root, error, setting="TMPDIR") from error
+    with made as folder:
+        yield temporary_env(Path(folder))
 
 
 @contextlib.contextmanager

@@ -220,9 +220,11 @@ def code(response: Response) -> float:
 
 
 def _outdented(fenced: tuple[str, str, str]) -> str:
-    """As Markdown reads it: a block in an item of a list stands as far in as its fence."""
+    """A block in an item of a list stands as far in as its fence, if all of its lines do: Markdown would take from each
+    what it has, also where some are indented and others flush."""
     before, _, inner = fenced
-    return re.sub(rf"(?m)^[ \t]{{0,{len(before)}}}", "", inner)
+    margin = min((len(line) - len(line.lstrip(" \t")) for line in inner.splitlines() if line.strip()), default=0)
+    return re.sub(rf"(?m)^[ \t]{{0,{min(len(before), margin)}}}", "", inner)
 
 
 def _tests(truth: str) -> list[tuple[str, str]]:

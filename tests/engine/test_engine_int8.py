@@ -16,6 +16,7 @@ import torch
 from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start_engine
 from torch import Tensor
 
+from appliance.errors import SyncError
 from appliance.patch import applied
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
@@ -79,6 +80,24 @@ def test_no_weight_is_assembled_of_a_layers_tensors(
     engine.load(read_checkpoint(checkpoints[0]))
     assert engine.generate() == before
     assert counted == {kind.__name__ for kind in kinds}
+
+
+def test_a_tensor_that_is_too_wide_is_not_quantised(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's loaders count what they take of it; the quantiser would write beyond the layer's codes."""
+    from appliance.engine import int8
+
+    def quantise(weight_NK: Tensor, *, into_NK: Tensor, **known: bool) -> QuantisedWeight:
+        assert weight_NK.shape == into_NK.shape, "written beyond"
+        return kernel(weight_NK, into_NK=into_NK, **known)
+
+    kernel, engine = int8.quantise_for_kernel, start_engine(checkpoints[0], scheme="int8")
+    monkeypatch.setattr(int8, "quantise_for_kernel", quantise)
+    tensors, layer = dict(read_checkpoint(checkpoints[1])), "model.layers.1.self_attn.o_proj"
+    tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].repeat(1, 2)
+    with pytest.raises(SyncError, match=rf"{layer} of shape \[128, 128\] was given tensors of \[\[128, 256\]\]$"):
+        engine.load([*tensors.items()])
 
 
 def checkpoint_layer(folder: Path, name: str) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.errors import EngineError, NumericsError, PreflightError, RecipeError
+from appliance.launch import side_job
 from appliance.launch.side_job import run_child
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
@@ -203,6 +204,20 @@ def test_what_a_child_leaves_in_its_temporary_folder_goes_with_it(
     run_child(["leaving_child"], command="some", folder=tmp_path, env={})
     left = Path((tmp_path / "child.log").read_text().strip())
     assert left.parent.name not in before and not left.parent.exists()
+
+
+def test_a_long_temporary_folder_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made in /tmp, which may be closed: no child would be told of it."""
+    (long := tmp_path / ("t" * 40)).mkdir()
+    (tmp_path / "telling_child.py").write_text(
+        "import os; print(os.environ['TMPDIR'], os.listdir(os.environ['TMPDIR']))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(side_job, "short_root", lambda *_, **__: Path("/proc/closed"))
+    run_child(["telling_child"], command="some", folder=tmp_path, env={})
+    assert (tmp_path / "child.log").read_text().strip() == f"{long} []"
 
 
 def test_a_folder_that_the_recipe_names_is_only_read(file: str, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ SUM = "print(sum(map(int, input().split())))"
         (f"So: ```py\n{SUM}```", 1.0),
         (f"1. Read.\n\n   ```python\n   if True:\n       {SUM}\n   ```\n2. Done.", 1.0),
         (f"1. ```python\n   if True:\n\n       {SUM}\n   ```\n- ```text\n  3\n  ```", 1.0),
+        (f"1. Read.\n   ```python\nif True:\n  {SUM}\n   ```\n2. Done.", 1.0),
         (f"```python\n    {SUM}\n```", 0.0),
         ("print(3)", 0.5),
         ("print(", 0.0),
