@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from trainings import FEW, Finished, train
 
+from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
 from flashrl_compat.config_file import read_config
 
@@ -75,7 +76,7 @@ def test_trainer_and_engine_attest_their_layers(runs: list[Finished], which: int
     trainer, engine = (each["detail"] for each in said)
     assert trainer["forward"] == "rollout"
     assert trainer["quantised"] == engine["quantised"] == []
-    assert "as it was trained: FLASHRL_CONFIG=" in " ".join(run.stderr.split())
+    assert f"as it was trained: {EXACT_VARIABLE}=1 FLASHRL_CONFIG=" in " ".join(run.stderr.split())
     (served,) = read_config(run.run_dir / "model" / "profile" / "quantization.yaml")
     assert served.quantisation.scheme is Scheme.BF16  # the guard's last word
     assert run.left == ()
