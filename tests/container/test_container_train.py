@@ -18,8 +18,8 @@ pytestmark = pytest.mark.docker
 FEW = ("--set", "trainer.steps=2", "--set", "trainer.validate_every=2", "--set", "task.val_size=64")
 START_S, END_S = 900, 900
 NOT_ON_A_VOLUME = (
-    "note: cluster.run_dir: /appliance/runs is not on a volume: the results go with the container; "
-    "to keep them: docker run -v flashrl-runs:/appliance/runs ...\n"
+    "warning: cluster.run_dir: /appliance/runs is not on a volume: the results go with the container\n"
+    "hint: to keep them: docker run -v flashrl-runs:/appliance/runs ...\n"
 )
 
 
