@@ -6,6 +6,7 @@ becomes an exit code.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -405,11 +406,13 @@ def recipes_show(name: RecipeArgument) -> None:
 
 
 @recipes.command("cp")
-def recipes_cp(name: RecipeArgument, target: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
+def recipes_cp(name: RecipeArgument, target: Annotated[str, typer.Argument(help="A new file, or a folder.")]) -> None:
     """Copy a recipe to start from. Overwrites nothing."""
     from appliance.recipe import library
 
-    console.out(str(library.copy(name, target=target)))
+    if target.endswith("/") and not os.path.isdir(target):  # a Path has no last slash
+        raise RecipeError([(f"{target}: no such folder", "make it, or name a file")])
+    console.out(str(library.copy(name, target=Path(target))))
 
 
 def _load(recipe: str, sets: list[str] | None) -> Recipe:

@@ -41,6 +41,7 @@ def register() -> None:
     from flashrl_compat.arguments import patch_engine_arguments
     from flashrl_compat.core import patch_core
     from flashrl_compat.layerwise import patch_layerwise
+    from flashrl_compat.metrics import patch_metrics
     from flashrl_compat.refusals import patch_refusals
     from flashrl_compat.shared_memory import register as register_backend
 
@@ -48,4 +49,5 @@ def register() -> None:
     patch_core()
     patch_refusals()
     patch_layerwise()
+    patch_metrics()
     register_backend()

@@ -45,6 +45,10 @@ class Result:
         scale = max(abs(self.before), abs(self.after)) if plan.task.own else 1.0
         return self.after > self.before + _CLIMB * scale
 
+    def began_at_top(self, plan: RunPlan) -> bool:
+        """Whether nothing was left to learn. Of rewards of the user's own nobody knows the range."""
+        return not plan.task.own and self.before is not None and self.before > 1 - _CLIMB
+
 
 def result(state: RunState) -> Result:
     """By validation where there is one before and one after, else by the sampled rewards at both ends."""
@@ -110,7 +114,10 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         compare = one_scheme and other is Scheme.BF16
         how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"
         lines.append(f"the mismatch left its bounds: {how}")
-    if not result(state).climbed(plan):
+    found = result(state)
+    if found.began_at_top(plan):
+        lines.append("the reward was at its top before the first step: harder problems leave something to learn")
+    elif not found.climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
         lines += [f"train longer: {longer}", *([f"compare: --set rollout.scheme={other}"] if one_scheme else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -234,6 +235,7 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         url, old = server.url, server.answer()
         client = HTTPVLLMWeightSyncClient(url)
         client.init_weight_transfer_engine({})
+        assert metric(url) == 0
         alone = {first: long_answer(url)}
         reasons: list[str] = []
         for number, folder in enumerate((second, first) * 5, start=1):
@@ -248,12 +250,15 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
             assert len(whole) == len(alone)
             assert all(any(one[: len(tokens)] == tokens for one in whole) for tokens, _ in texts), texts
             assert requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"] == str(number)
+            assert metric(url) == number
             reasons += [reason for _, reason in texts]
             if "abort" in reasons:  # one at least was in flight
                 break
         assert "abort" in reasons
         answer = server.answer()
         assert answer == told(folder, scheme="int8") and (answer == old) == (folder == first)
+        requests.post(f"{url}/update_weight_version", json={"new_version": "mine"}, timeout=60).raise_for_status()
+        assert math.isnan(metric(url))
         client.start_weight_update()
         code, while_open = refusal(url)
         assert code == 503 and OPEN_SAID.fullmatch(while_open), while_open
@@ -264,6 +269,7 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         assert requests.post(f"{url}/finish_weight_update", timeout=60).status_code == 500
         code, for_good = refusal(url)
         assert code == 503 and BROKEN_SAID.fullmatch(for_good), for_good
+        assert math.isnan(metric(url))  # the others are still read
         streamed = requests.post(f"{url}/v1/completions", json=REQUEST | {"stream": True}, timeout=60).text
         [told_first, *_] = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if "{" in line]
         assert BROKEN_SAID.fullmatch(told_first["error"]["message"]), streamed
@@ -284,6 +290,13 @@ def refusal(url: str) -> tuple[int, str]:
     """Status, and what the error of a request that is not answered says."""
     answer = requests.post(f"{url}/v1/completions", json=REQUEST, timeout=60)
     return answer.status_code, answer.json()["error"]["message"]
+
+
+def metric(url: str) -> float:
+    """The version of the weights in the server's metrics, which has one line of its own."""
+    lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
+    [value] = [line.split()[1] for line in lines if line.startswith("flashrl:weight_version ")]
+    return float(value)
 
 
 def long_answer(url: str, *, after_s: float = 0) -> tuple[tuple[int, ...], str]:

@@ -411,6 +411,9 @@ def test_recipes_ls_show_cp(appliance, tmp_path):
     assert (tmp_path / "mine.yaml").read_text() == shown
     again = appliance("recipes", "cp", "arithmetic-tiny-int8", "mine.yaml")
     assert (again.returncode, again.stderr) == (2, "error: mine.yaml: the file exists\nhint: give another name\n")
+    missing = appliance("recipes", "cp", "arithmetic-tiny-int8", "sub/")
+    assert (missing.returncode, missing.stderr) == (2, "error: sub/: no such folder\nhint: make it, or name a file\n")
+    assert not (tmp_path / "sub").exists()
 
 
 def test_schema_is_a_json_schema(appliance):

@@ -122,3 +122,13 @@ def test_the_page_has_a_curve_for_each_name(
         assert f"<strong>{title}</strong>" in text and f"<strong>{title}</strong>" not in plain
     (cost,) = [each for each in verdicts(read_view(run_dir)) if each.question == "What does the scheme cost?"]
     assert (cost.word, cost.text) == (Word.OPEN, "0.250 in int8, 0.900 in bf16, after step 5")
+
+
+def test_summary_of_a_run_that_had_nothing_left_to_learn(
+    tmp_path: Path, small_plan: Callable, step_line: Callable, own: OwnPlan
+) -> None:
+    plan = small_plan(tmp_path, steps=2)
+    state = functools.reduce(fold, (step_line(n, reward_mean=0.99) for n in (1, 2)), RunState(steps=2))
+    top, of_own = (summary.try_next(each, state, folder="a")[0] for each in (plan, with_sets(plan, own)))
+    assert top == "the reward was at its top before the first step: harder problems leave something to learn"
+    assert of_own.startswith("the reward did not climb")  # its top is not known
