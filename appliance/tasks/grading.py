@@ -4,10 +4,10 @@ Imports no torch."""
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import SupportsFloat
 
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import line_of
@@ -65,9 +65,11 @@ def weighed(values: Values) -> Graded:
 
 
 def _finite(value: object) -> float | None:
+    """Also of what libraries have for a number: NumPy's scalars, a tensor of one element, a Decimal. What is too large,
+    or several numbers, raises: which error, depends on the library."""
     try:
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (ArithmeticError, TypeError, ValueError, RuntimeError):
         return None
     return number if math.isfinite(number) else None
 

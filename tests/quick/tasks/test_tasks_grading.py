@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from appliance.tasks.grading import Fault, Graded, Shaping, overlong_penalty, weighed
 
 
-@pytest.mark.parametrize("value", [0, 1, 0.5, -3.5, True, Fraction(1, 4)])
+@pytest.mark.parametrize("value", [0, 1, 0.5, -3.5, True, Fraction(1, 4), Decimal(2), np.bool_(True), np.float32(0.5)])
 def test_a_finite_number_is_a_grade(value: float) -> None:
     graded = weighed([("one", 1.0, value)])
     assert (graded, graded.parts) == (Graded(float(value)), (("one", float(value)),))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1], 1j])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1], 1j, Decimal("sNaN"), np.array([1, 2])])
 def test_anything_else_is_a_fault(value: object) -> None:
     why = f"the reward `two` returned {value!r}, not a finite number"
     assert weighed([("one", 1.0, 1.0), ("two", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
