@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -77,6 +78,16 @@ def missing_parts(folder: Path) -> tuple[str, ...]:
     if not any(os.path.isfile(folder / name) for name in _TOKENIZERS):
         missing.append("tokenizer")
     return tuple(missing)
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's tokenizer says how messages are put to it, in one of the two files that transformers reads."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    told = config.get("chat_template") if isinstance(config, dict) else None
+    return bool(told) or os.path.isfile(folder / "chat_template.jinja")
 
 
 def weight_bytes(folder: Path) -> int:

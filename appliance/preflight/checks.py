@@ -138,6 +138,10 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         elif inputs.model_damage:
             message = f"{model.path}: {'; '.join(inputs.model_damage)}"
             yield error("model-damaged", "model.path", message, "copy or download the model again")
+    if not inputs.has_chat_template and not inputs.model_missing:
+        message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
+        remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"
+        yield error("chat-template", "model.path", message, remedy)
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

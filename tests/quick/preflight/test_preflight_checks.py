@@ -173,6 +173,12 @@ def test_a_model_folder_that_is_not_there():
     assert found == [("error: model.path: /no/model: no such folder", "correct the path")]
 
 
+def test_a_model_whose_tokenizer_takes_no_messages():
+    [(text, remedy)] = findings("model.builtin=null", "model.path=/m", inputs=with_inputs(has_chat_template=False))
+    assert text.startswith("error: model.path: /m has no chat template: ")
+    assert remedy == "take an instruct model, or add a chat_template.jinja to the model's folder"
+
+
 @pytest.mark.parametrize(
     ("missing", "words"),
     [

@@ -148,7 +148,21 @@ def test_a_snapshot_in_the_hub_cache_counts(tmp_path, monkeypatch):
     main.write_text(snapshot.name)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (snapshot / name).write_text("x")
-    assert read_inputs(plan, ask_hub=False).model_is_cached
+    inputs = read_inputs(plan, ask_hub=False)
+    assert (inputs.model_is_cached, inputs.has_chat_template) == (True, False)
+    (snapshot / "chat_template.jinja").write_text("x")
+    assert read_inputs(plan, ask_hub=False).has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("config", "has"),
+    [(None, False), ("{}", False), ("[]", False), ("{", False), ('{"chat_template": "{{ messages }}"}', True)],
+)
+def test_where_a_chat_template_can_be(tmp_path, config, has):
+    plan = planned(tmp_path, "model.builtin=null", f"model.path={tmp_path}")
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    assert read_inputs(plan, ask_hub=False).has_chat_template is has
 
 
 def test_the_hub_is_asked_only_when_it_is_needed(tmp_path, monkeypatch):
