@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 PLAIN = "vLLM, BF16"
 OURS = ("bf16", "int8")
-LEGEND = """update: seconds from the first tensor to the end. To vLLM's: ratios of the turns, their median and range.
+LEGEND = """update: seconds from the first tensor to the end; processor s: of all threads. To vLLM's: ratios of the
+turns, their median and range.
 Extra memory: most that tensors took above what they took before, from PyTorch's record of its allocations, in two more
 updates; beside it, in decoder layers of BF16."""
 
@@ -43,6 +44,7 @@ class Side:
     update: Callable[[dict[str, Tensor]], None]
     seconds: list[float]
     """Of each turn."""
+    processor_s: list[float]
 
 
 def plain(folder: Path) -> Side:
@@ -59,7 +61,7 @@ def plain(folder: Path) -> Side:
                 runner.get_model().load_weights([each])
             finalize_layerwise_reload(runner.get_model(), runner.model_config)
 
-    return Side(PLAIN, update, [])
+    return Side(PLAIN, update, [], [])
 
 
 def ours(folder: Path, config: str) -> Side:
@@ -78,7 +80,7 @@ def ours(folder: Path, config: str) -> Side:
             runner.get_model().load_weights([each])
         assert (ways.state.version, ways.state.open) == (before + 1, ""), "it ends with its last layer, proven"
 
-    return Side(f"FLASHRL_CONFIG={config}", update, [])
+    return Side(f"FLASHRL_CONFIG={config}", update, [], [])
 
 
 def measure(shapes: Shapes, *, turns: int) -> list[tuple[Side, int]]:
@@ -88,10 +90,11 @@ def measure(shapes: Shapes, *, turns: int) -> list[tuple[Side, int]]:
         sides = [plain(Path(folder)), *(ours(Path(folder), config) for config in OURS)]
         for turn in range(-1, turns):
             for side in sides:
-                started = time.perf_counter()
+                started, worked = time.perf_counter(), time.process_time()
                 side.update(tensors)
                 if turn >= 0:
                     side.seconds.append(time.perf_counter() - started)
+                    side.processor_s.append(time.process_time() - worked)
         return [(side, peak_of_tensors(lambda side=side: side.update(tensors), times=2)) for side in sides]
 
 
@@ -99,14 +102,19 @@ def ratios(side: list[float], base: list[float]) -> list[float]:
     return [one / other for one, other in zip(side, base, strict=True)]
 
 
+def spread(found: list[float]) -> str:
+    return f"{median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
+
+
 def table(measured: list[tuple[Side, int]], *, layer_bytes: int) -> str:
-    lines = ["| engine | update | to vLLM's | extra memory |", "| --- | --- | --- | --- |"]
-    base = measured[0][0].seconds
+    heads = ("engine", "update", "to vLLM's", "processor s", "to vLLM's", "extra memory")
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    base = measured[0][0]
     for side, extra in measured:
-        found = ratios(side.seconds, base)
+        clock = f"{median(side.seconds):.3f} s | {spread(ratios(side.seconds, base.seconds))}"
+        worked = f"{median(side.processor_s):.3f} | {spread(ratios(side.processor_s, base.processor_s))}"
         lines.append(
-            f"| {side.name} | {median(side.seconds):.3f} s | {median(found):.2f} ({min(found):.2f}-{max(found):.2f}) "
-            f"| {extra / 2**20:.0f} MiB, {extra / layer_bytes:.2f} layers |"
+            f"| {side.name} | {clock} | {worked} | {extra / 2**20:.0f} MiB, {extra / layer_bytes:.2f} layers |"
         )
     return "\n".join(lines)
 
