@@ -410,8 +410,8 @@ def recipes_cp(name: RecipeArgument, target: Annotated[str, typer.Argument(help=
     """Copy a recipe to start from. Overwrites nothing."""
     from appliance.recipe import library
 
-    if target.endswith("/") and not os.path.isdir(target):  # a Path has no last slash
-        raise RecipeError([(f"{target}: no such folder", "make it, or name a file")])
+    if target.endswith(("/", "/.")) and not os.path.isdir(target):  # a Path has neither
+        raise RecipeError([(f"{target}: no such folder", "name one that is there, or a file")])
     console.out(str(library.copy(name, target=Path(target))))
 
 

@@ -22,6 +22,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
 _MISTRALS = "consolidated"  # all weights once more, in a format of its own that only vLLM reads
+_CHAT_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/default.jinja")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ANSWERS_WITHIN_S = 5
 
@@ -81,13 +82,14 @@ def missing_parts(folder: Path) -> tuple[str, ...]:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a model's tokenizer says how messages are put to it, in one of the two files that transformers reads."""
+    """Whether a model's tokenizer says how messages are put to it, in one of the places that transformers reads."""
+    if any(os.path.isfile(folder / name) for name in _CHAT_TEMPLATES):
+        return True
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        config = None
-    told = config.get("chat_template") if isinstance(config, dict) else None
-    return bool(told) or os.path.isfile(folder / "chat_template.jinja")
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def weight_bytes(folder: Path) -> int:

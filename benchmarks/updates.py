@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -42,9 +42,9 @@ class Side:
 
     name: str
     update: Callable[[dict[str, Tensor]], None]
-    seconds: list[float]
+    seconds: list[float] = field(default_factory=list)
     """Of each turn."""
-    processor_s: list[float]
+    processor_s: list[float] = field(default_factory=list)
 
 
 def plain(folder: Path) -> Side:
@@ -61,7 +61,7 @@ def plain(folder: Path) -> Side:
                 runner.get_model().load_weights([each])
             finalize_layerwise_reload(runner.get_model(), runner.model_config)
 
-    return Side(PLAIN, update, [], [])
+    return Side(PLAIN, update)
 
 
 def ours(folder: Path, config: str) -> Side:
@@ -80,7 +80,7 @@ def ours(folder: Path, config: str) -> Side:
             runner.get_model().load_weights([each])
         assert (ways.state.version, ways.state.open) == (before + 1, ""), "it ends with its last layer, proven"
 
-    return Side(f"FLASHRL_CONFIG={config}", update, [], [])
+    return Side(f"FLASHRL_CONFIG={config}", update)
 
 
 def measure(shapes: Shapes, *, turns: int) -> list[tuple[Side, int]]:

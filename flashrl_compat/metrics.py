@@ -28,16 +28,16 @@ ROUTES = Patch(
     source_sha256="505274300362a4800365da4263dd43e0abf251bee3f8cb3947dfc1cdffbfa925",
     remove_when="vLLM has a metric of its weight version",
 )
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVERS_OWN = "vllm.entrypoints.launcher"  # API servers alone import it, however they are started
 METRIC = "flashrl:weight_version"
-MEANS = "Weight updates taken and proven; NaN: named by the trainer itself, or the engine did not answer within 2 s"
+MEANS = "As in GET /weight_info, 0 before the first update; NaN: no number, or the engine did not answer within 2 s"
 ANSWERS_WITHIN_S = 2.0
 
 
 def patch_metrics() -> None:
     """In API servers alone: nobody else has their modules, which are slow to import. Raises PatchError. The sources are
     the same in the GPU wheel: compared, not run there."""
-    if SERVER in sys.modules:
+    if SERVERS_OWN in sys.modules:
         here = ROUTES if current_platform.is_cpu() else dataclasses.replace(ROUTES, version="0.28.0")
         apply_patch(here, _with_version)
 
@@ -45,12 +45,17 @@ def patch_metrics() -> None:
 def _with_version(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def attach_router(app: Any) -> None:
-        from prometheus_client import Gauge  # only now: how it counts depends on the number of API servers
-
         original(app)
-        app.add_middleware(_Asking, gauge=Gauge(METRIC, MEANS, multiprocess_mode="mostrecent"))
+        app.add_middleware(_Asking, gauge=_gauge())
 
     return attach_router
+
+
+@functools.cache
+def _gauge() -> Any:
+    from prometheus_client import Gauge  # slow, and in a server it is there
+
+    return Gauge(METRIC, MEANS, multiprocess_mode="mostrecent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +66,19 @@ class _Asking:
     gauge: Any
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/metrics"):
-            self.gauge.set(await _version(scope["app"].state.engine_client))
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith("/metrics"):
+            self.gauge.set(await _version(getattr(scope["app"].state, "engine_client", None)))
         await self.app(scope, receive, send)
 
 
 async def _version(engine: Any) -> float:
+    """engine: None: a server that only renders."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    if engine is None:
+        return math.nan
     try:
-        version = await asyncio.wait_for(engine.get_weight_version(), ANSWERS_WITHIN_S)
+        version = str(await asyncio.wait_for(engine.get_weight_version(), ANSWERS_WITHIN_S))
     except (TimeoutError, EngineDeadError):  # the other metrics are wanted all the more
         return math.nan
     return 0.0 if version == "default" else float(version) if version.isdecimal() else math.nan

@@ -27,6 +27,7 @@ from appliance.sync.manifest import digest
 from appliance.terms.schemes import Scheme
 
 Expecting = Callable[..., KernelProof]  # of `ask=`
+Place = tuple[str, str, int]  # a layer's name, its parameter, number of the part
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class SyncProof:
         self._kernels: dict[str, KernelProof] = {}
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
+        self._taken: set[Place] = set()
 
     def begin(self, sync: int, *, changed: bool = False) -> None:
         """sync: number of the update, from 1.  changed: layers have another precision than at the update before, so
@@ -71,6 +73,7 @@ class SyncProof:
         if changed:
             self._provable = _provable(self._model, dtype=self._dtype)
         self._held.clear()
+        self._taken.clear()
         self._unproven = 0
         asked = {
             name: ask(turn, sync=sync, every=self._every, parts=self._parts, everyone=changed)
@@ -82,8 +85,12 @@ class SyncProof:
         self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
 
     def layers_of(self, name: str) -> list[Module]:
-        """The layers that a checkpoint's tensor has a part in."""
-        return [self._layers[slot.layer] for slot in self._slots.get(name, ())]
+        """The layers that a checkpoint's tensor has a part in, each once."""
+        return [self._layers[layer] for layer in dict.fromkeys(slot.layer for slot in self._slots.get(name, ()))]
+
+    def has_some_of(self, name: str) -> bool:
+        """Whether a place of this tensor has been taken, by it or by another that is fused with it."""
+        return any(_place(slot) in self._taken for slot in self._slots.get(name, ()))
 
     def source_of(self, layer: str) -> str:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
@@ -95,6 +102,7 @@ class SyncProof:
         if not all(slot.fits(tensor) for slot in self._slots.get(name, ())):
             return False
         self._unproven += name not in self._slots
+        self._taken |= {_place(slot) for slot in self._slots.get(name, ())}
         for slot in self._slots.get(name, ()):
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
@@ -136,6 +144,10 @@ class SyncProof:
             f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}",
             hint="no rollouts were made with these weights",
         )
+
+
+def _place(slot: Slot) -> Place:
+    return (slot.layer, slot.parameter, slot.part)
 
 
 def _provable(model: Module, *, dtype: torch.dtype) -> dict[str, Expecting]:

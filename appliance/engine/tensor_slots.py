@@ -114,12 +114,16 @@ def _linear(name: str, layer: LinearBase) -> Iterator[tuple[str, Slot]]:
     if isinstance(layer, RowParallelLinear):
         width = layer.input_size_per_partition
         columns = slice(layer.tp_rank * width, (layer.tp_rank + 1) * width)
-    start = 0
+    start, before, fused = 0, 0, (sum(whole for whole, _, _ in parts), layer.input_size)
     for part, (source, (whole, width, index)) in enumerate(zip(sources, parts, strict=True)):
         rows, shape = slice(index * width, (index + 1) * width), (whole, layer.input_size)
         yield f"{source}.weight", Slot(name, "weight", part, start=start, rows=rows, columns=columns, shape=shape)
         yield f"{source}.bias", Slot(name, "bias", part, start=start, rows=rows, shape=shape[:1])
-        start += width
+        if len(parts) > 1:  # some families' checkpoints have one tensor for all
+            rows = slice(before + rows.start, before + rows.stop)
+            yield f"{name}.weight", Slot(name, "weight", part, start=start, rows=rows, shape=fused)
+            yield f"{name}.bias", Slot(name, "bias", part, start=start, rows=rows, shape=fused[:1])
+        start, before = start + width, before + whole
 
 
 def _parts(name: str, layer: LinearBase) -> list[tuple[int, int, int]]:

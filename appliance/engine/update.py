@@ -220,7 +220,8 @@ class WeightUpdate:
 
     def _load_part(self, name: str, tensor: Tensor) -> None:
         """By a checkpoint's name: experts one by one, which is how they are proven."""
-        if name in self._now.names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
+        # vLLM counts elements: twice the one half of a layer would pass for both halves
+        if name in self._now.names or self._proof.has_some_of(name):
             self._fail(f"{name} came twice", f"brought {name} twice")
         with self._naming(name):
             folded = fold(name, tensor, smoothing=self._now.smoothing)

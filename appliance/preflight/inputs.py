@@ -83,7 +83,7 @@ class InputFacts:
     model_damage: tuple[str, ...] = ()
     """What is wrong with the model's files of weights."""
     has_chat_template: bool = True
-    """True as well where the model's files are not here."""
+    """True as well where the model's files are not here, or its own code may make one."""
     model_problem: str = ""
     """Why the hub, which answers, does not give the model."""
     revision_problem: str = ""
@@ -138,7 +138,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         expected_kl=expected_kl(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),
-        has_chat_template=_has_chat_template(plan.model) if may_look or cached else True,
+        has_chat_template=not (may_look or cached) or _has_chat_template(plan.model),
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
@@ -171,8 +171,8 @@ def _is_cached(model: ModelPlan) -> bool:
 
 
 def _has_chat_template(model: ModelPlan) -> bool:
-    folder = hub.cached_snapshot(model.hub_name, revision=model.revision) if model.hub_name else Path(model.path)
-    return folder is None or hub.has_chat_template(folder)
+    folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
+    return model.trust_remote_code or folder is None or hub.has_chat_template(folder)
 
 
 def _revision_problem(model: ModelPlan) -> str:

@@ -45,9 +45,10 @@ class Result:
         scale = max(abs(self.before), abs(self.after)) if plan.task.own else 1.0
         return self.after > self.before + _CLIMB * scale
 
-    def began_at_top(self, plan: RunPlan) -> bool:
+    def stayed_at_top(self, plan: RunPlan) -> bool:
         """Whether nothing was left to learn. Of rewards of the user's own nobody knows the range."""
-        return not plan.task.own and self.before is not None and self.before > 1 - _CLIMB
+        ends = (self.before, self.after)
+        return not plan.task.own and all(each is not None and each > 1 - _CLIMB for each in ends)
 
 
 def result(state: RunState) -> Result:
@@ -115,8 +116,8 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"
         lines.append(f"the mismatch left its bounds: {how}")
     found = result(state)
-    if found.began_at_top(plan):
-        lines.append("the reward was at its top before the first step: harder problems leave something to learn")
+    if found.stayed_at_top(plan):
+        lines.append("the reward was at its top from the start: harder problems leave something to learn")
     elif not found.climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:

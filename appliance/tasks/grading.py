@@ -4,6 +4,7 @@ Imports no torch."""
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -65,11 +66,11 @@ def weighed(values: Values) -> Graded:
 
 
 def _finite(value: object) -> float | None:
-    """Also of what libraries have for a number: NumPy's scalars, a tensor of one element, a Decimal. What is too large,
-    or several numbers, raises: which error, depends on the library."""
+    """Also of what libraries have for a number: NumPy's scalars, a tensor of one element, a Decimal."""
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (ArithmeticError, TypeError, ValueError, RuntimeError):
+        is_other = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | numbers.Complex)
+        number = float(value) if isinstance(value, numbers.Real) or is_other else math.nan
+    except Exception:  # the boundary of the user's code: what is too large, or several numbers, raises what it likes
         return None
     return number if math.isfinite(number) else None
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm import envs
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from appliance.engine import kernel_proof
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
 from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, answer, ask, exact_product
-from appliance.engine.tensor_slots import LocalShape, Slot
+from appliance.engine.tensor_slots import LocalShape, Slot, slots
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
 from appliance.quant.codec import QuantisedWeight
@@ -292,3 +293,23 @@ def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_pro
             assert found.what in (f"probe, output channel {wrong}", f"scale {wrong}")
             seen.add(sync)
     assert seen == {sync for sync in range(1, 17) if sync in (1, 8, 16) or sync % 8 == wrong % 8}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_tensor_for_a_fused_layer_is_cut_as_its_parts_are(rank: int) -> None:
+    layer = object.__new__(QKVParallelLinear)  # its __init__ asks for processes
+    Module.__init__(layer)
+    sizes = {"head_size": 8, "v_head_size": 8, "total_num_heads": 4, "num_heads": 2, "input_size": 16}
+    cut = {"tp_rank": rank, "tp_size": 2, "total_num_kv_heads": 2, "num_kv_heads": 1, "num_kv_head_replicas": 1}
+    layer.__dict__ |= sizes | cut
+    model = Module()
+    model.attn = Module()
+    model.attn.qkv_proj = layer
+    found = slots(model, tied_head=False)
+    for kind, shape in (("weight", (16,)), ("bias", ())):
+        parts = {name: torch.randn(rows, *shape) for name, rows in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16))}
+        fused = torch.cat([*parts.values()])
+        for slot, (name, part) in zip(found[f"attn.qkv_proj.{kind}"], parts.items(), strict=True):
+            [own] = found[f"attn.{name}.{kind}"]
+            assert torch.equal(slot.cut(fused), own.cut(part)) and slot.fits(fused) and own.fits(part)
+            assert (slot.part, slot.start) == (own.part, own.start)

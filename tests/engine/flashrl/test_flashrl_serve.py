@@ -269,7 +269,6 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         assert requests.post(f"{url}/finish_weight_update", timeout=60).status_code == 500
         code, for_good = refusal(url)
         assert code == 503 and BROKEN_SAID.fullmatch(for_good), for_good
-        assert math.isnan(metric(url))  # the others are still read
         streamed = requests.post(f"{url}/v1/completions", json=REQUEST | {"stream": True}, timeout=60).text
         [told_first, *_] = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if "{" in line]
         assert BROKEN_SAID.fullmatch(told_first["error"]["message"]), streamed

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import Engine, free_engine, read_checkpoint, start_engine
+from families import SIZES
 from torch import Tensor
 from vllm.model_executor.model_loader.reload import layerwise
 
@@ -138,6 +139,36 @@ def test_any_order_and_any_buckets_end_in_the_same_engine(
             tried += 1
     record_property("said", f"orders and buckets of weight updates in {scheme}: {tried}")
     assert tried == 40
+
+
+@pytest.fixture(scope="module")
+def two_fused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Phi-3's, whose checkpoints have one tensor for queries, keys and values, and one for gate and up."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(**(SIZES | {"pad_token_id": 0}))
+    folders = tuple(tmp_path_factory.mktemp(name) for name in ("fused-a", "fused-b"))
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        Phi3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folders
+
+
+def test_one_tensor_for_a_fused_layer_is_taken_by_every_way(
+    two_fused: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    """And half of it beside it is one that came twice."""
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    engine, (first, second) = start(two_fused[0]), map(read_checkpoint, two_fused)
+    old, new = engine.generate(), start_engine(two_fused[1], scheme="bf16").generate()
+    assert old != new
+    for way, weights, says in zip(WAYS.values(), (second, first) * 2, (new, old) * 2, strict=True):
+        way(engine, listed(weights) if way is by_tensor else weights)
+        assert engine.generate() == says
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    half = (name.replace("gate_up_proj", "up_proj"), dict(first)[name][:160])
+    with pytest.raises(SyncError, match=r"^weight update: model\.layers\.0\.mlp\.up_proj\.weight came twice$"):
+        by_tensor(engine, [(name, dict(first)[name]), half])
 
 
 def lent(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -130,5 +130,8 @@ def test_summary_of_a_run_that_had_nothing_left_to_learn(
     plan = small_plan(tmp_path, steps=2)
     state = functools.reduce(fold, (step_line(n, reward_mean=0.99) for n in (1, 2)), RunState(steps=2))
     top, of_own = (summary.try_next(each, state, folder="a")[0] for each in (plan, with_sets(plan, own)))
-    assert top == "the reward was at its top before the first step: harder problems leave something to learn"
+    assert top == "the reward was at its top from the start: harder problems leave something to learn"
     assert of_own.startswith("the reward did not climb")  # its top is not known
+    assert summary.Result(0.99, 0.99, validated=True).stayed_at_top(plan)
+    assert not summary.Result(0.99, 0.3, validated=True).stayed_at_top(plan)
+    assert not summary.Result(None, None, validated=True).stayed_at_top(plan)

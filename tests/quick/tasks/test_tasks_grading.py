@@ -18,7 +18,10 @@ def test_a_finite_number_is_a_grade(value: float) -> None:
     assert (graded, graded.parts) == (Graded(float(value)), (("one", float(value)),))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1], 1j, Decimal("sNaN"), np.array([1, 2])])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), "1", [1], 1j, np.complex64(1), np.str_("1"), Decimal("sNaN"), np.array([1, 2])],
+)
 def test_anything_else_is_a_fault(value: object) -> None:
     why = f"the reward `two` returned {value!r}, not a finite number"
     assert weighed([("one", 1.0, 1.0), ("two", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
