@@ -1,0 +1,103 @@
+"""FLASHRL_CONFIG=bf16 with models that no scheme of ours knows: updated, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engines import free_engine, read_checkpoint, start_engine
+from families import SIZES
+
+from appliance.errors import EngineError, SyncError
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
+
+HEAD = {"head_dim": 32}
+SLIDES = HEAD | {"sliding_window": 64}
+EXPERTS = {"num_experts_per_tok": 2}
+# By model_type of transformers, in its order of fields: what its configuration needs beside SIZES.
+TAKEN: dict[str, dict[str, object]] = {
+    "phi3": {},
+    "glm": HEAD,
+    "glm4": HEAD,
+    "gemma2": SLIDES | {"query_pre_attn_scalar": 32},
+    "gemma3_text": SLIDES | {"query_pre_attn_scalar": 32},
+    "granite": {},
+    "olmo2": {},
+    "exaone4": {"sliding_window": 64},
+    "smollm3": {},
+    "stablelm": {},
+    "cohere": {},
+    "cohere2": SLIDES,
+    "starcoder2": {},
+    "ernie4_5": HEAD,
+    "seed_oss": HEAD,
+    "nemotron": {},
+    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 96},
+    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "olmoe": EXPERTS | {"num_experts": 4},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": EXPERTS | HEAD | {"num_experts": 4, "moe_intermediate_size": 64},
+}
+AT_THE_START = ("gpt2", "gpt_neox", "gpt_bigcode", "falcon", "bloom")  # queries, keys and values in orders of their own
+AT_AN_UPDATE = {  # names of their own
+    "gpt_oss": EXPERTS | HEAD | {"num_local_experts": 4},
+    "granitemoe": EXPERTS | {"num_local_experts": 4},
+}
+
+
+def checkpoint(folder: Path, model_type: str, *, seed: int, **fields: object) -> Path:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[model_type](**(SIZES | {"pad_token_id": 0} | fields))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():  # norms and biases, which begin as ones and zeros
+        torch.nn.init.normal_(parameter, std=0.08) if parameter.ndim > 1 else parameter.data.add_(
+            0.05 * torch.randn_like(parameter)
+        )
+    model.save_pretrained(folder)
+    return folder
+
+
+def updated(tmp_path: Path, model_type: str, **fields: object) -> tuple[object, object, object]:
+    """What an engine says before and after an update, and a fresh one of the new weights."""
+    first, second = (checkpoint(tmp_path / str(seed), model_type, seed=seed, **fields) for seed in (1, 2))
+    engine = start_engine(first, scheme="bf16")
+    old = engine.generate()
+    for each in read_checkpoint(second):
+        engine.model.load_weights([each])
+    new = engine.generate()
+    free_engine(engine)
+    other = start_engine(second, scheme="bf16")
+    fresh = other.generate()
+    free_engine(other)
+    return old, new, fresh
+
+
+@pytest.mark.parametrize("model_type", TAKEN)
+def test_an_update_ends_in_the_engine_of_the_new_weights(
+    tmp_path: Path, ways_in: pytest.MonkeyPatch, model_type: str
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    old, new, fresh = updated(tmp_path, model_type, **TAKEN[model_type])
+    assert old != new == fresh
+
+
+@pytest.mark.parametrize("model_type", AT_THE_START)
+def test_what_no_proof_knows_is_refused_at_the_start(
+    tmp_path: Path, ways_in: pytest.MonkeyPatch, model_type: str
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    with pytest.raises(EngineError, match=r"^\S+ has 3 parts, the model names 1 for it"):
+        start_engine(checkpoint(tmp_path, model_type, seed=1), scheme="bf16")
+
+
+@pytest.mark.parametrize("model_type", AT_AN_UPDATE)
+def test_names_that_no_proof_knows_end_the_first_update(
+    tmp_path: Path, ways_in: pytest.MonkeyPatch, model_type: str
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    with pytest.raises(SyncError, match=r"^weight update( 1)?: (vLLM refused|nothing to prove) "):
+        updated(tmp_path, model_type, **AT_AN_UPDATE[model_type])
