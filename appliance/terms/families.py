@@ -78,6 +78,8 @@ class Family:
     """Of a decoder layer without experts."""
     mixture: tuple[Unit, ...] = ()
     """Of a decoder layer with experts, where the family has such."""
+    one_flow: bool = False
+    """Whether `trainer/rollout_forward.py` computes its forward: Llama's, and nothing else is multiplied or added."""
 
     def units(self, parameters: Iterable[str]) -> tuple[Unit, ...]:
         """Of a decoder layer with these parameters."""
@@ -87,10 +89,10 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        Family("Qwen2ForCausalLM", "qwen2"),  # Qwen2.5 too
-        Family("Qwen3ForCausalLM", "qwen3"),
-        Family("LlamaForCausalLM", "llama"),
-        Family("MistralForCausalLM", "mistral"),
+        Family("Qwen2ForCausalLM", "qwen2", one_flow=True),  # Qwen2.5 too
+        Family("Qwen3ForCausalLM", "qwen3", one_flow=True),
+        Family("LlamaForCausalLM", "llama", one_flow=True),
+        Family("MistralForCausalLM", "mistral", one_flow=True),
         Family("Qwen3MoeForCausalLM", "qwen3_moe", mixture=_MIXTURE),
     )
 }

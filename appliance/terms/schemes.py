@@ -66,7 +66,8 @@ class SchemeSpec:
     takes_profile: bool = False
     """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
     finer: tuple[Scheme, ...] = ()
-    """What rollouts can be raised to in an engine and still be quantised, the next one first."""
+    """What rollouts can be raised to in an engine and still be quantised, the next one first: of the same `emulation`,
+    an engine that runs becomes no other scheme."""
     vllm_name: str = ""
     """What vLLM's own option calls a method of this kind, where it has one."""
     since: tuple[int, int] = (0, 0)

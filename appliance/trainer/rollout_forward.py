@@ -218,7 +218,7 @@ class RolloutForward:
         self._kept = () if profile is None else kept_layers(profile)
         architecture = type(model).__name__
         family = FAMILIES.get(architecture)
-        if family is None or family.mixture:
+        if family is None or not family.one_flow:
             raise TrainingError(f"trainer.forward: rollout does not know {architecture}", hint=_HINT)
         self._linears: list[EngineLayer] = []
         if linears_alone:

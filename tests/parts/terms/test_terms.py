@@ -52,6 +52,7 @@ def test_bf16_has_no_codec() -> None:
 def test_a_finer_scheme_runs_where_the_scheme_does(scheme: Scheme) -> None:
     """The guard raises rollouts to it in the same engine, or another one on the same device."""
     own = scheme.spec
+    assert own.emulation or not own.finer, "an engine that runs changes between schemes that it emulates"
     for finer in (each.spec for each in own.finer):
         assert (finer.emulation, finer.not_on_cpu, finer.experts) == (own.emulation, own.not_on_cpu, own.experts)
         assert finer.since <= own.since and finer.until == own.until

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from appliance.errors import TrainingError
 from appliance.sync.precision import Precision
+from appliance.terms import families
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_forward import RolloutForward
@@ -65,6 +66,14 @@ def test_another_architecture_is_refused_by_its_name() -> None:
     with pytest.raises(TrainingError) as raised:
         RolloutForward(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=VOCABULARY)
     assert raised.value.message == "trainer.forward: rollout does not know Qwen3MoeForCausalLM"
+
+
+def test_a_family_is_known_once_its_row_says_that_its_forward_is_llamas(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = families.FAMILIES["LlamaForCausalLM"]
+    monkeypatch.setitem(families.FAMILIES, row.architecture, families.Family(row.architecture, row.model_type))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.raises(TrainingError, match=r"^trainer\.forward: rollout does not know LlamaForCausalLM$"):
+        RolloutForward(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=96)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "moe" not in name])

@@ -17,7 +17,7 @@ from appliance.errors import EngineError
 from appliance.terms.schemes import Scheme
 
 LIGHT = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
-OF_VLLM = {"torch", "numpy", "numba", "triton"}  # its own requirements, and what multiplies on a GPU
+OF_VLLM = {"torch", "numpy", "numba", "triton", "prometheus_client"}  # it requires them; and a GPU's quantiser
 TRAINERS = {"verl", "ray"}
 
 

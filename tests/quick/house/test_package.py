@@ -7,7 +7,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-MOST_FILES = 200  # a function with one caller in the same folder needs no file of its own
+MOST_FILES = 169  # a function with one caller in the same folder needs no file of its own
+GROWING = ("appliance/corrections/", "appliance/tasks/built_in/", "appliance/quant/codec_", "appliance/engine/")
 
 
 def tracked(root: Path) -> list[str]:
@@ -16,7 +17,8 @@ def tracked(root: Path) -> list[str]:
 
 
 def test_the_package_has_few_files(root: Path) -> None:
-    assert 100 < len(tracked(root)) <= MOST_FILES
+    """But for those that docs/extending.md tells to add."""
+    assert 100 < sum(not file.startswith(GROWING) for file in tracked(root)) <= MOST_FILES
 
 
 def test_files_that_are_not_python_are_package_data(root: Path) -> None:
