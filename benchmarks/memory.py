@@ -66,8 +66,9 @@ SIZES = {
 
 # How a process is told by its command line; the first that fits. What fits none is of Ray.
 _TITLES = (
-    ("VLLM::EngineCore", Role.ENGINE),
+    ("VLLM::EngineCor", Role.ENGINE),  # as the system keeps it: a fork has the command line of its parent
     ("ray::WorkerDict", Role.TRAINER),
+    ("appliance-forks", Role.SERVICES),
     ("appliance.trainer.entry", Role.DRIVER),
     ("ray::", Role.SERVICES),
 )
@@ -174,10 +175,11 @@ def held_by_role(run_dir: Path, *, launcher: int) -> dict[Role, int]:
 
 def role_of(pid: int) -> Role:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        said = [Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("comm", "cmdline")]
     except OSError:
         return Role.SERVICES
-    return next((role for title, role in _TITLES if title in command), Role.SERVICES)
+    called = " ".join(said).replace("\0", " ")
+    return next((role for title, role in _TITLES if title in called), Role.SERVICES)
 
 
 def by_phase(
