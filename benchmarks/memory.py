@@ -31,7 +31,7 @@ from benchmarks.demo import processor, pss_bytes
 
 RECIPE = "arithmetic-tiny-int8"
 SAMPLE_EVERY_S = 0.5
-STEPS = 2
+STEPS = 20
 LONGEST = 64  # tokens of a sequence; random weights rarely end one sooner
 SETS = (
     "model.builtin=null",

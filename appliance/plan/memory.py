@@ -258,7 +258,7 @@ class Role(StrEnum):
 
 
 # Imports and the like, of each process of a role; `services` together. Measured: docs/results/memory.md.
-_BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 520 * MIB, Role.DRIVER: 580 * MIB, Role.SERVICES: 2150 * MIB}
+_BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB, Role.SERVICES: 1020 * MIB}
 
 
 def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:

@@ -76,7 +76,7 @@ def test_two_ranks_of_one_engine_have_a_cache_each_and_share_its_weights() -> No
     """vLLM gives each worker all of VLLM_CPU_KVCACHE_SPACE."""
     one = held(planned(), SMALL)
     shared = held(planned("cluster.gpus_per_node=2", "rollout.tensor_parallel=2"), SMALL)
-    assert shared[Role.ENGINE] - one[Role.ENGINE] == pytest.approx(520 * MIB + GIB, abs=2)
+    assert shared[Role.ENGINE] - one[Role.ENGINE] == pytest.approx(180 * MIB + GIB, abs=2)
 
 
 def test_the_ladder_takes_the_cache_first() -> None:
@@ -109,13 +109,14 @@ def test_the_demo_holds_what_the_estimate_says(setting: str) -> None:
 
 
 def test_three_sizes_hold_what_the_estimate_says() -> None:
-    """Measured by benchmarks.memory. Each role is estimated at its own largest moment; the sum errs by less."""
+    """Measured by benchmarks.memory in 20 steps; a trainer holds more in a longer run (docs/results/memory.md). Each role
+    is estimated at its own largest moment; the sum errs by less."""
     measured = json.loads((DEMO.parent / "memory.json").read_text())
     assert [run["size"] for run in measured["runs"]] == list(SIZES)
     for run in measured["runs"]:
         shape = ModelShape(**{**run["shape"], "architectures": tuple(run["shape"]["architectures"])})
         plan = planned(*measured["sets"], f"rollout.kv_cache_gb={SIZES[run['size']].kv_cache_gb}")
         moments = [dict(roles) for _, roles in run["peaks"]]
-        assert peak(plan, shape) == pytest.approx(max(sum(each.values()) for each in moments), rel=0.10)
+        assert 0.95 <= peak(plan, shape) / max(sum(each.values()) for each in moments) <= 1.2
         for role, estimated in held(plan, shape).items():
-            assert estimated == pytest.approx(max(each[role] for each in moments), rel=0.35), (run["size"], role)
+            assert 0.65 <= estimated / max(each[role] for each in moments) <= 1.65, (run["size"], role)

@@ -55,6 +55,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "of": commit}))
         (snapshot / "tokenizer.json").write_text("{}")
+        (snapshot / "chat_template.jinja").write_text("{}")
         (snapshot / "model.safetensors").write_bytes(len(HEADER).to_bytes(8, "little") + HEADER + bytes(8))
     return folder
 
