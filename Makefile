@@ -5,7 +5,7 @@ MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
 ARGS ?=
-# Two, whatever the host has: a training takes 6 GB. tests/two_workers.py says who takes what.
+# Two, whatever the host has: a training takes 4 GB. tests/two_workers.py says who takes what.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU

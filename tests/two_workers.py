@@ -30,7 +30,7 @@ class FromBothEnds(LoadFileScheduling):
     """Whole files: the first worker takes them from the front, the other one from the back, until they meet.
 
     In front are the trainings, which wait for each other's processes half of their time, at the back is what only
-    computes. So one fills the pauses of the other, and two trainings, 6 GB each, are seldom there at once.
+    computes. So one fills the pauses of the other, and two trainings, 4 GB each, are seldom there at once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
