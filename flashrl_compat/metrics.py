@@ -66,7 +66,8 @@ class _Asking:
     gauge: Any
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith("/metrics"):
+        root = scope.get("root_path", "")
+        if scope["type"] == "http" and scope["path"].startswith((f"{root}/metrics", "/metrics")):
             self.gauge.set(await _version(getattr(scope["app"].state, "engine_client", None)))
         await self.app(scope, receive, send)
 

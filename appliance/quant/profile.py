@@ -41,7 +41,7 @@ from appliance.quant.files import (
     Settings,
     read_file_header,
 )
-from appliance.terms.families import GATE_UP, ONE_EXPERT
+from appliance.terms.families import FUSED_LAYERS, GATE_UP, ONE_EXPERT
 from appliance.terms.schemes import Scheme
 
 ACTIVATION = "activation."
@@ -79,7 +79,7 @@ class Smoothing:
 
     def factor_of(self, name: str) -> Tensor | None:
         """[K] float32: what the parameter's last dimension is multiplied by; None for one that smoothing leaves."""
-        return self._factors.get(_key(name))
+        return self._factors.get(_key(_parts(name)[0]))  # what is fused reads one norm
 
     @functools.cached_property
     def _factors(self) -> Mapping[str, Tensor]:
@@ -112,7 +112,7 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
 def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
     """names: every parameter of a model that `fold` was given. Raises EngineError when a part of a group was not among
     them: its norm and its layers would not belong together."""
-    folded = {_key(name) for name in names}
+    folded = {_key(part) for name in names for part in _parts(name)}
     parts = [part for group in smoothing.groups for part in (group.norm, *group.linears)]
     missing = [part for part in parts if _key(part) not in folded]
     if missing:
@@ -129,6 +129,13 @@ def power_of_two(scale_K: Tensor) -> Tensor:
 
 def _key(name: str) -> str:
     return ONE_EXPERT.sub(GATE_UP, name)
+
+
+def _parts(name: str) -> list[str]:
+    """A parameter's own name, or those of its parts where it is a fused layer's."""
+    layer, _, kind = name.rpartition(".")
+    parent, _, leaf = layer.rpartition(".")
+    return [f"{parent}.{part}.{kind}" for part in FUSED_LAYERS.get(leaf, ())] or [name]
 
 
 @dataclass(frozen=True)

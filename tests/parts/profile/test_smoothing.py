@@ -63,6 +63,16 @@ def test_one_expert_of_a_checkpoint_gets_the_scales_of_the_fused_experts() -> No
     assert fold("l.mlp.experts.7.down_proj.weight", weight, smoothing=smoothing) is weight
 
 
+def test_a_fused_tensor_is_folded_as_its_parts() -> None:
+    linears = tuple(f"l.self_attn.{part}_proj.weight" for part in "qkv")
+    scale_K = torch.tensor([0.5, 2.0])
+    smoothing = Smoothing((SmoothingGroup("l.input_layernorm.weight", linears, scale_K),))
+    fused, weight = "l.self_attn.qkv_proj.weight", torch.randn(6, 2)
+    assert torch.equal(fold(fused, weight, smoothing=smoothing), weight * scale_K)
+    assert fold("l.self_attn.qkv_proj.bias", weight, smoothing=smoothing) is weight
+    require_all_folded({"l.input_layernorm.weight", fused}, smoothing=smoothing)
+
+
 @pytest.mark.parametrize(("value", "scale"), [(3e38, 2.0), (1e-40, 0.25), (float("nan"), 2.0)])
 def test_a_value_outside_the_format_is_refused(value: float, scale: float) -> None:
     group = SmoothingGroup("norm.weight", ("q_proj.weight",), torch.tensor([scale, 1.0]))

@@ -109,8 +109,8 @@ def test_the_demo_holds_what_the_estimate_says(setting: str) -> None:
 
 
 def test_three_sizes_hold_what_the_estimate_says() -> None:
-    """Measured by benchmarks.memory in 20 steps; a trainer holds more in a longer run (docs/results/memory.md). Each role
-    is estimated at its own largest moment; the sum errs by less."""
+    """Measured by benchmarks.memory in 20 steps; in a longer one a trainer holds more (docs/results/memory.md). Each
+    role is estimated at its own largest moment; the sum errs by less."""
     measured = json.loads((DEMO.parent / "memory.json").read_text())
     assert [run["size"] for run in measured["runs"]] == list(SIZES)
     for run in measured["runs"]:
