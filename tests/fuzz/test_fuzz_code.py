@@ -125,11 +125,12 @@ NO_HEADS = [
 ]
 NO_NUMBER = "the reward `f` returned "
 NUMBERS = ["1.0", "True", "0", "-3.5", "1e14", "5e-324", "__import__('fractions').Fraction(1, 3)"]
+NUMBERS += ["__import__('decimal').Decimal(1)", "__import__('torch').tensor(1.0)", "__import__('numpy').bool_(True)"]
 ODD = "type('R', (), {'__repr__': lambda self: 1 / 0})()"
 NO_NUMBERS = [
     *(Part(text, NO_NUMBER) for text in ("'1'", "b'1'", "float('nan')", "float('inf')", "10 ** 400", "object()", "1j")),
-    *(Part(text, NO_NUMBER) for text in ("{1}", "f", "(x for x in 'a')", "__import__('decimal').Decimal(1)")),
-    *(Part(text, NO_NUMBER) for text in ("__import__('torch').tensor(1.0)", "'x' * 9999", "'a\\nb'")),
+    *(Part(text, NO_NUMBER) for text in ("{1}", "f", "(x for x in 'a')", "__import__('numpy').complex64(1)")),
+    *(Part(text, NO_NUMBER) for text in ("__import__('torch').ones(2)", "'x' * 9999", "'a\\nb'")),
     Part(ODD, f"ZeroDivisionError: division by zero{LINE}"),
     Part("2e15", "the rewards come to 2e+15, which is not within ±1e+15"),
     Part("None", "no reward applies to the truth of row 1"),
