@@ -116,7 +116,17 @@ def marked_answer(text: str) -> str | None:
     """What the last mark of an answer says: `#### x`, `\\boxed{x}`, `Answer: x` or `<answer>x</answer>`.
 
     Of `####` the last one with a number, as in GSM8K, without the unit behind it; without a number the last one.
+    A mark within a mark, such as a box in the tags, is read too, eight deep at most: degenerate text nests thousands.
     """
+    said = None
+    for _ in range(8):
+        if (inner := _outermost_answer(text)) is None:
+            break
+        said = text = inner
+    return said
+
+
+def _outermost_answer(text: str) -> str | None:
     text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
     found = [(each.start(), each[1]) for mark in _MARKS for each in mark.finditer(text)]
     if (start := text.rfind("\\boxed{")) >= 0 and (inner := braced(text[start + len("\\boxed{") :])) is not None:
@@ -130,9 +140,7 @@ def marked_answer(text: str) -> str | None:
         found.append((lines[-1].start(), lines[-1][1]))
     if not found:
         return None
-    said = max(found)[1].strip().strip("*").strip()
-    inner = marked_answer(said)  # such as a box in the tags
-    return said if inner is None else inner
+    return max(found)[1].strip().strip("*").strip()
 
 
 def math(response: Response) -> float:

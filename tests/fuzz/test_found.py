@@ -17,6 +17,7 @@ from appliance.recipe.text import full_path, parse
 from appliance.record.events import first_failure, parse_event, parse_metrics
 from appliance.record.session import read_record
 from appliance.tasks.built_in import dapo_math, gsm8k
+from appliance.tasks.rewards import marked_answer
 from appliance.terms.shapes import read_shape
 from flashrl_compat import unpickle
 from flashrl_compat.variables import read_variables
@@ -140,6 +141,11 @@ def test_a_number_with_two_signs_in_a_row(room: Path) -> None:
     (room / "d.jsonl").write_text('{"question": "1 + 2?", "answer": "####--0"}\n')
     found = gsm8k.TASK.check_rows(room / "d.jsonl")[0][0]
     assert found == f"{room}/d.jsonl:1: the field `answer` has no number after `####`"
+
+
+@pytest.mark.parametrize("mark", ["####", "Answer: "])
+def test_a_response_of_nothing_but_marks(mark: str) -> None:
+    assert marked_answer(mark * 3000 + "x") == mark * (3000 - 8) + "x"
 
 
 def test_half_a_character_in_a_row(room: Path) -> None:
