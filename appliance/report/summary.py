@@ -121,7 +121,8 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     elif not found.climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
-        lines += [f"train longer: {longer}", *([f"compare: --set rollout.scheme={other}"] if one_scheme else [])]
+        lines.append(f"train longer: --resume {shlex.quote(folder)} {longer}")
+        lines += [f"compare: --set rollout.scheme={other}"] if one_scheme else []
     return (*lines, f"appliance status {shlex.quote(folder)}")
 
 

@@ -111,7 +111,7 @@ def test_run_that_ends_well(tmp_path: Path, small_plan: Callable, python: Callab
         "model       small-1/model",
         "report      small-1/report.html",
         "run folder  small-1  (metrics.jsonl, events.jsonl, logs/)",
-        "try next    train longer: --set trainer.steps=6",
+        "try next    train longer: --resume small-1 --set trainer.steps=6",
         "try next    compare: --set rollout.scheme=bf16",
         "try next    appliance status small-1",
     ]

@@ -177,7 +177,7 @@ def test_summary_of_a_run_that_climbed(tmp_path: Path, small_plan: Callable, ste
         ("model", "runs/small-1/model"),
         ("report", "runs/small-1/report.html"),
         ("run folder", "runs/small-1  (metrics.jsonl, events.jsonl, logs/)"),
-        ("try next", "train longer: --set trainer.steps=26"),
+        ("try next", "train longer: --resume runs/small-1 --set trainer.steps=26"),
         ("try next", "compare: --set rollout.scheme=bf16"),
         ("try next", "appliance status runs/small-1"),
     )
