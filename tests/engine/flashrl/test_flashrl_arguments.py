@@ -265,6 +265,15 @@ def test_a_model_with_names_of_its_own_is_refused(
     ]
 
 
+def test_a_pooling_engine_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    """A request during an update would end its server: vLLM has no answer to a pooling request but a result."""
+    pooling = {"runner": "pooling", "convert": "embed"}
+    assert engine_config(model, **pooling)
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    fact = "--runner pooling: no request of it can be refused while weights are updated"
+    assert problems_of(model, **pooling) == [(fact, "unset FLASHRL_CONFIG for this engine")]
+
+
 def test_an_engine_in_fp32_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     assert engine_config(model, dtype="float32")
     flashrl.setenv("FLASHRL_CONFIG", "bf16")
