@@ -50,6 +50,9 @@ VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExte
 SYNC_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from: what FlashRL patches the sampler for
 
+# vLLM renames what a checkpoint of theirs calls a layer, or one expert's part, so that no tensor of it would be found.
+_NAMES_OF_THEIR_OWN = frozenset({"GptOssForCausalLM", "GraniteMoeForCausalLM"})
+
 Problem = tuple[str, str]
 
 
@@ -97,6 +100,12 @@ def _require_provable(config: Any) -> None:
         parts["--enable-expert-parallel"] = "a rank has some of the experts"
     hint = "use --tensor-parallel-size, and an engine of its own for each replica"
     problems = [(f"{option}: {why}, and no weight update of it is proven", hint) for option, why in parts.items()]
+    if config.model_config.runner_type == "pooling":  # vLLM has no answer to such a request but a result
+        fact = "--runner pooling: no request of it can be refused while weights are updated"
+        problems.append((fact, f"unset {CONFIG_VARIABLE} for this engine"))
+    for name in _NAMES_OF_THEIR_OWN.intersection(config.model_config.architectures):
+        fact = f"--model: {name} has checkpoints whose names no proof knows, and no weight update of it is proven"
+        problems.append((fact, f"use a model of another type, or unset {CONFIG_VARIABLE}"))
     if config.lora_config is not None:
         fact = "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven"
         problems.append((fact, "merge the adapters in the trainer"))

@@ -41,7 +41,7 @@ from appliance.record.checkpoints import (
     newest_step,
     step_of,
 )
-from appliance.record.events import append_event, may_restart
+from appliance.record.events import may_restart
 from appliance.record.plan import RunPlan
 from appliance.record.session import asked_to_stop, cannot_write, free_run_dir, let_go
 from appliance.report.folder import find_run, reading
@@ -117,13 +117,15 @@ class Attempts:
             may_restart=self.most_restarts > 0,
         )
 
-    def go_on(self, target: resuming.Target, *, force: bool, found: CheckpointSearch | None = None) -> int:
-        """found: a look at the run's checkpoints, None: it is still to be made."""
+    def go_on(
+        self, target: resuming.Target, *, force: bool, found: CheckpointSearch | None = None, restart: str = ""
+    ) -> int:
+        """found: a look at the run's checkpoints, None: it is still to be made.  restart: as of Resume."""
         resuming.refuse_changes(self.recipe, target=target, force=force)
         if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
             console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
             return 0
-        start = resuming.find_start(target) if found is None else resuming.Resume(target, found)
+        start = resuming.find_start(target) if found is None else resuming.Resume(target, found, restart)
         resuming.warn_of_rejected(start.found)
         plan, _, findings = examine(
             self.recipe,
@@ -139,10 +141,10 @@ class Attempts:
     def through_faults(self, code: int, run_dir: Path) -> int:
         """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
 
-        def again(found: CheckpointSearch) -> int:
+        def again(found: CheckpointSearch, restart: str) -> int:
             target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=None)
             assert target is not None, "a run's own folder is a target"
-            return self.go_on(target, force=True, found=found)
+            return self.go_on(target, force=True, found=found, restart=restart)
 
         restarts = self.most_restarts
         try:
@@ -154,11 +156,11 @@ class Attempts:
                 LivePage(run_dir).write()
 
 
-def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch], int]) -> int:
+def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch, str], int]) -> int:
     """Start the run again after faults. Returns the last exit code.
 
     code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and
-    returns its exit code; raises as it does.  Raises PreflightError when the run's folder cannot be written.
+    returns its exit code; raises as it does; its second argument: as `restart` of Resume.
     """
     reached = -1
     for number in range(1, max_restarts + 1):
@@ -175,12 +177,8 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
             return code
         reached = step
         what = f"restart {number} of {max_restarts}, from the state after step {step}"
-        try:
-            append_event(run_dir, kind="restart", what=what, why="trainer.max_restarts", step=step)
-        except OSError as error:
-            raise cannot_write(run_dir, error) from error
         console.say(what)
-        code = again(found)
+        code = again(found, what)
     return code
 
 

@@ -100,6 +100,8 @@ class Resume:
     target: Target
     found: CheckpointSearch
     """Where from; nothing whole means from the beginning, in the same folder."""
+    restart: str = ""
+    """Which one this is after a fault, for people; empty where a user asked for it."""
 
     @property
     def step(self) -> int:
@@ -443,6 +445,8 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
     copy_code(plan, logs=logs)
+    if resume.restart:
+        append_event(run_dir, kind="restart", what=resume.restart, why="trainer.max_restarts", step=resume.step)
     how = f"goes on after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
     what = f"attempt {attempt + 1} {how}"
     append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)

@@ -281,12 +281,13 @@ class _Training:
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
     def _watched_tick(self) -> Callable[[], None]:
-        """A tick that raises EngineError or TrainingError when the child stands still."""
+        """A tick that raises EngineError or TrainingError when the child stands still. One that was told to end may:
+        saving and ending have times of their own."""
         stall_s, log_dir = self._plan.guard.stall_s, self._session.log_dir
         watch = StallWatch(stall_s=stall_s, log_dir=log_dir, now=time.monotonic())
 
         def tick() -> None:
-            if watch.is_stalled(news=self._tick(), now=time.monotonic()):
+            if watch.is_stalled(news=self._tick(), now=time.monotonic()) and not self._interrupts.names:
                 raise ask_around(self._session.run_dir, log_dir=log_dir, phase=self.state.phase, stall_s=stall_s)
 
         return tick

@@ -231,8 +231,12 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
 
 
 def flow(plan: RunPlan, *, shape: ModelShape | None, expected_kl: float | None) -> Iterator[Finding]:
-    """Where no correction is needed. shape: as of `gain`.  expected_kl: nats per token."""
+    """Where the trainer has the rollouts' forward: what that does not compute; else where it would need no correction.
+    shape: as of `gain`.  expected_kl: nats per token."""
     rollout, trainer, bound = plan.rollout, plan.trainer, plan.guard.k3_kl
+    if trainer.one_flow and shape and shape.beyond_one_flow:
+        message = f"`rollout` does not know {shape.beyond_one_flow}, which {plan.model.source} asks for"
+        yield error("forward", "trainer.forward", message, "use `bf16`")
     if trainer.one_flow or expected_kl is None or expected_kl <= bound:
         return
     can = (

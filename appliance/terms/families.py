@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from appliance.errors import EngineError
 
@@ -123,6 +124,29 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
         f"{unknown[0]} is not known to the quantised engine (known are {known}); missing for it are the list of its "
         "layers to quantise, the order of the tensors in its fused layers and its row in the engine's matrix test"
     )
+
+
+DEFAULT_ROPE = "default"
+_ROPES = (DEFAULT_ROPE, "llama3")
+
+
+def beyond_one_flow(config: Mapping[str, Any]) -> str:
+    """What a checkpoint asks for that vLLM has, and the trainer's form of the rollouts' forward has not, or an empty
+    text; transformers has some of it neither. config: its config.json, or what transformers makes of it."""
+    layers = config.get("layer_types")
+    if len(set(map(str, layers if isinstance(layers, list) else ()))) > 1:
+        return "layers with and without a sliding window"
+    found = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = found if isinstance(found, dict) else {}
+    kind = rope.get("rope_type", rope.get("type", DEFAULT_ROPE))
+    if kind not in _ROPES:
+        return f"rope_type {kind}"
+    others = {
+        "logit_scale": config.get("logit_scale") or 1,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1,
+        "head_dtype": int(config.get("head_dtype") is None),
+    }
+    return ", ".join(name for name, value in others.items() if value != 1)
 
 
 @dataclass(frozen=True)

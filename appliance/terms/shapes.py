@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from appliance.terms.families import FAMILIES
+from appliance.terms.families import FAMILIES, beyond_one_flow
 
 _QUANTISED = "quantization_config"
 _LARGEST = 2**31  # of a size of a model; what is larger is not one
@@ -54,6 +54,8 @@ class ModelShape:
     """Width of one expert's MLP."""
     quantised: str = ""
     """How the checkpoint's weights are, where they are."""
+    beyond_one_flow: str = ""
+    """As the function of this name."""
 
     @property
     def is_dense(self) -> bool:
@@ -157,4 +159,5 @@ def read_shape(config: Path) -> ModelShape | None:
         experts=next(filter(None, map(number, _EXPERTS)), 0),
         expert_intermediate=number("moe_intermediate_size"),
         quantised=str(found.get("quant_method", "")) if isinstance(found := raw.get(_QUANTISED), dict) else "",
+        beyond_one_flow=beyond_one_flow(raw),
     )

@@ -33,7 +33,7 @@ from appliance.quant.layer_view import is_ignored
 from appliance.quant.profile import Smoothing, fold, load_smoothing
 from appliance.sync.manifest import Manifest, digest
 from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.terms.families import FAMILIES, Unit
+from appliance.terms.families import DEFAULT_ROPE, FAMILIES, Unit, beyond_one_flow
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_ops import (
@@ -49,8 +49,6 @@ from appliance.trainer.rollout_ops import (
 
 HEAD = "lm_head"
 _HINT = "use trainer.forward: bf16"
-_DEFAULT_ROPE = "default"
-_ROPES = (_DEFAULT_ROPE, "llama3")
 _KEY = ("uid", "session_id")  # of a sequence: trainer/rollouts.py makes its key of them
 
 
@@ -226,7 +224,7 @@ class RolloutForward:
             self.follow(AS_PLANNED)
             return
         self._config = model.config
-        if why := _why_unlike(model.config):
+        if why := beyond_one_flow(model.config.to_dict()):
             raise TrainingError(f"trainer.forward: rollout does not know {why}", hint=_HINT)
         self._cos_sin = _cos_sin_of(model)
         layers = [
@@ -341,18 +339,6 @@ def _window_of(config: PreTrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None) or None if slides else None
 
 
-def _why_unlike(config: PreTrainedConfig) -> str:
-    """What a checkpoint asks for that vLLM has, and this forward has not; transformers has some of it neither."""
-    if len(set(getattr(config, "layer_types", None) or ())) > 1:
-        return "layers with and without a sliding window"
-    others = {
-        "logit_scale": getattr(config, "logit_scale", None) or 1,
-        "partial_rotary_factor": config.rope_parameters.get("partial_rotary_factor", 1),
-        "head_dtype": int(getattr(config, "head_dtype", None) is None),
-    }
-    return ", ".join(name for name, value in others.items() if value != 1)
-
-
 _PRESENT: list[RolloutForward] = []  # of this process: verl builds the model, and another of its objects sends weights
 
 
@@ -402,10 +388,8 @@ def _cos_sin_of(model: nn.Module) -> Callable[[torch.device], Tensor]:
     """Gives [positions, D] BF16, as vLLM has it: computed on the device that it is for."""
     rotary, config = model.model.rotary_emb, model.config
     kind = config.rope_parameters["rope_type"]
-    if kind not in _ROPES:
-        raise TrainingError(f"trainer.forward: rollout does not know rope_type {kind}", hint=_HINT)
     make: Callable[..., Any] = rotary.compute_default_rope_parameters
-    make = make if kind == _DEFAULT_ROPE else ROPE_INIT_FUNCTIONS[kind]
+    make = make if kind == DEFAULT_ROPE else ROPE_INIT_FUNCTIONS[kind]
 
     @functools.cache
     def cos_sin(device: torch.device) -> Tensor:

@@ -249,6 +249,31 @@ def test_an_engine_with_parts_of_layers_or_experts_is_refused(
     assert problems_of(folder, **arguments) == [(f"{fact}, and no weight update of it is proven", hint)]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("gpt_oss", "GptOssForCausalLM"), ("granitemoe", "GraniteMoeForCausalLM")]
+)
+def test_a_model_with_names_of_its_own_is_refused(
+    tmp_path: Path, flashrl: pytest.MonkeyPatch, model_type: str, architecture: str
+) -> None:
+    config = {"model_type": model_type, "architectures": [architecture], "hidden_size": 96, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    assert engine_config(tmp_path, skip_tokenizer_init=True)
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    fact = f"--model: {architecture} has checkpoints whose names no proof knows, and no weight update of it is proven"
+    assert problems_of(tmp_path, skip_tokenizer_init=True) == [
+        (fact, "use a model of another type, or unset FLASHRL_CONFIG")
+    ]
+
+
+def test_a_pooling_engine_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    """A request during an update would end its server: vLLM has no answer to a pooling request but a result."""
+    pooling = {"runner": "pooling", "convert": "embed"}
+    assert engine_config(model, **pooling)
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    fact = "--runner pooling: no request of it can be refused while weights are updated"
+    assert problems_of(model, **pooling) == [(fact, "unset FLASHRL_CONFIG for this engine")]
+
+
 def test_an_engine_in_fp32_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     assert engine_config(model, dtype="float32")
     flashrl.setenv("FLASHRL_CONFIG", "bf16")

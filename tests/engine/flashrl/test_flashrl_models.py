@@ -9,7 +9,7 @@ import torch
 from engines import free_engine, read_checkpoint, start_engine
 from families import SIZES
 
-from appliance.errors import EngineError, SyncError
+from appliance.errors import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
 
@@ -41,10 +41,6 @@ TAKEN: dict[str, dict[str, object]] = {
     "qwen3_moe": EXPERTS | HEAD | {"num_experts": 4, "moe_intermediate_size": 64},
 }
 AT_THE_START = ("gpt2", "gpt_neox", "gpt_bigcode", "falcon", "bloom")  # queries, keys and values in orders of their own
-AT_AN_UPDATE = {  # names of their own
-    "gpt_oss": EXPERTS | HEAD | {"num_local_experts": 4},
-    "granitemoe": EXPERTS | {"num_local_experts": 4},
-}
 
 
 def checkpoint(folder: Path, model_type: str, *, seed: int, **fields: object) -> Path:
@@ -92,12 +88,3 @@ def test_what_no_proof_knows_is_refused_at_the_start(
     ways_in.setenv("FLASHRL_CONFIG", "bf16")
     with pytest.raises(EngineError, match=r"^\S+ has 3 parts, the model names 1 for it"):
         start_engine(checkpoint(tmp_path, model_type, seed=1), scheme="bf16")
-
-
-@pytest.mark.parametrize("model_type", AT_AN_UPDATE)
-def test_names_that_no_proof_knows_end_the_first_update(
-    tmp_path: Path, ways_in: pytest.MonkeyPatch, model_type: str
-) -> None:
-    ways_in.setenv("FLASHRL_CONFIG", "bf16")
-    with pytest.raises(SyncError, match=r"^weight update( 1)?: (vLLM refused|nothing to prove) "):
-        updated(tmp_path, model_type, **AT_AN_UPDATE[model_type])

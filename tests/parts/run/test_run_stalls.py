@@ -219,3 +219,23 @@ def test_slow_training_with_a_heartbeat_is_left_alone(
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+def test_child_that_was_told_to_end_is_no_stall(
+    tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
+) -> None:
+    """Saving may take longer than a step, and the subreaper waits for what a child leaves behind."""
+    slow_to_end = """
+import os, signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(6), os._exit(1)))
+(Path(os.environ["APPLIANCE_PLAN"]).parent / "ready").write_text("1")
+time.sleep(1000)
+"""
+    plan = small_plan(tmp_path, argv=python(slow_to_end)).replace(guard=make_guard(stall_s=4.0, save_budget_s=0.1))
+    process = launch(plan)
+    wait_until(lambda: (Path(plan.run_dir) / "ready").exists(), seconds=60)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert '"stall"' not in (Path(plan.run_dir) / "events.jsonl").read_text()

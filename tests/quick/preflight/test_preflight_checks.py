@@ -386,6 +386,28 @@ def test_a_model_that_is_quantised_already(tmp_path):
     assert found == [(message, "use the model that they were made from")]
 
 
+@pytest.mark.parametrize(
+    ("asks", "why"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "layer_types": ["full_attention"] * 2}, ""),
+        ({"rope_scaling": None, "partial_rotary_factor": None, "layer_types": None, "logit_scale": None}, ""),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type linear"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5, "logit_scale": 0.5}, "logit_scale, partial_rotary_factor"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layers with and without a sliding window"),
+        ({"layer_types": [{}, {}], "rope_scaling": "no", "head_dtype": "float32"}, "head_dtype"),
+    ],
+)
+def test_what_the_rollouts_forward_does_not_compute_is_refused_before_a_model_is_loaded(tmp_path, asks, why):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **asks}))
+    inputs = with_inputs(model_shape=read_shape(tmp_path / "config.json"))
+    refusal = (f"error: trainer.forward: `rollout` does not know {why}, which {tmp_path} asks for", "use `bf16`")
+    for forward, wanted in (("rollout", [refusal] if why else []), ("linears", []), ("bf16", [])):
+        sets = ("model.builtin=null", f"model.path={tmp_path}", f"trainer.forward={forward}")
+        assert findings(*sets, inputs=inputs) == wanted
+
+
 def test_a_model_class_that_the_engine_does_not_know(tmp_path):
     for scheme in ("int8", "bf16"):
         sets = ("model.builtin=null", f"model.path={tmp_path}", f"rollout.scheme={scheme}")

@@ -167,5 +167,5 @@ def restarts_after(run_dir: Path, *, code: int) -> list[object]:
     """What the restarts of a run whose first attempt ended with this code would go on from."""
     save(run_dir, 3)
     found: list[object] = []
-    command.keep_going(code, run_dir=run_dir, max_restarts=3, again=lambda each: found.append(each) or 0)
+    command.keep_going(code, run_dir=run_dir, max_restarts=3, again=lambda each, _: found.append(each) or 0)
     return found

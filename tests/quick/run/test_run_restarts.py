@@ -55,7 +55,7 @@ class Attempts:
         self.ends = list(ends)
         self.found: list[CheckpointSearch | None] = []
 
-    def __call__(self, found: CheckpointSearch | None = None) -> int:
+    def __call__(self, found: CheckpointSearch | None = None, restart: str = "") -> int:
         """found: what the restart goes on from, None for the first attempt."""
         self.found.append(found)
         code, step = self.ends.pop(0)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from plans import HOST
-from stopped_runs import recipe, resumed, save, stopped, target_of
+from stopped_runs import events, recipe, resumed, save, stopped, target_of
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch import command
 from appliance.launch.resume import (
+    Resume,
     Target,
+    begin_attempt,
     cache_of,
     find_start,
     find_target,
@@ -32,6 +34,7 @@ from appliance.preflight.disk import Disk, Disks
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.record import checkpoints as seal_module
 from appliance.record.checkpoints import hash_file
+from appliance.record.events import append_event, read_events
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.record.state import RunState
@@ -369,6 +372,32 @@ def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest
     assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 0
     assert told == [True]
     assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
+
+
+def test_a_restart_that_preflight_refuses_is_not_told_by_the_resume_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ("trainer.steps=9", "trainer.max_restarts=2", f"cluster.run_dir={tmp_path}")
+    run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
+    save(run_dir, 3)
+
+    def begun(plan: RunPlan, *, resume: Resume, recipe_yaml: str, **_: object) -> int:
+        begin_attempt(plan, resume=resume, recipe_yaml=recipe_yaml).release()
+        return 0
+
+    monkeypatch.setattr(command, "run_training", begun)
+    with monkeypatch.context() as full:
+        disk = Disk(str(tmp_path), free_bytes=0, number=1)
+        full.setattr("appliance.preflight.inputs.read_disks", lambda _: Disks(disk, checkpoints=disk))
+        with pytest.raises(PreflightError, match="this host cannot run the plan"):
+            command.Attempts(recipe(*sets)).through_faults(5, run_dir)
+    command.Attempts(recipe(*sets)).go_on(target_of(run_dir), force=True)
+    assert events(run_dir, "restart") == []
+    append_event(run_dir, kind="failure", what="an engine died", error="EngineError", exit_code=4)
+    assert command.Attempts(recipe(*sets)).through_faults(4, run_dir) == 0
+    assert events(run_dir, "restart") == [("restart 1 of 2, from the state after step 3", "trainer.max_restarts")]
+    beginnings = [each.kind for each in read_events(run_dir) if each.kind in ("resume", "restart")]
+    assert beginnings == ["resume", "restart", "resume"]
 
 
 def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
