@@ -100,9 +100,9 @@ def _require_provable(config: Any) -> None:
         parts["--enable-expert-parallel"] = "a rank has some of the experts"
     hint = "use --tensor-parallel-size, and an engine of its own for each replica"
     problems = [(f"{option}: {why}, and no weight update of it is proven", hint) for option, why in parts.items()]
-    if config.model_config.runner_type == "pooling":  # vLLM has no answer to such a request but a result
-        fact = "--runner pooling: no request of it can be refused while weights are updated"
-        problems.append((fact, f"unset {CONFIG_VARIABLE} for this engine"))
+    if config.model_config.runner_type == "pooling" and config.model_config.quantization:
+        fact = "--model: a pooling model, and quantised schemes are for those that generate"
+        problems.append((fact, f"use {CONFIG_VARIABLE}=bf16, or start it without {CONFIG_VARIABLE}"))
     for name in _NAMES_OF_THEIR_OWN.intersection(config.model_config.architectures):
         fact = f"--model: {name} has checkpoints whose names no proof knows, and no weight update of it is proven"
         problems.append((fact, f"use a model of another type, or unset {CONFIG_VARIABLE}"))

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
@@ -61,7 +62,8 @@ def patch_refusals() -> None:
 
 def _refused(output: Any) -> str:
     """Why the core took no request, or nothing: vLLM's own errors have no reason."""
-    answers = (each for each in getattr(output, "outputs", None) or () if each.finish_reason == "error")
+    outputs = output.outputs if isinstance(output, RequestOutput) else ()  # a pooling request's has no reason
+    answers = (each for each in outputs if each.finish_reason == "error")
     return next((each.stop_reason for each in answers if isinstance(each.stop_reason, str)), "")
 
 

@@ -59,7 +59,7 @@ class WaysIn:
         # a torch that asks for the device at every call is slow, and on a CPU it is asked for what it has
         self._where = nullcontext() if self._device.type == "cpu" else self._device
         model_config = vllm_config.model_config
-        self._dtype = model_config.dtype
+        self._dtype, self._pools = model_config.dtype, model_config.runner_type == "pooling"
         captured = self._device.type == "cuda" and not model_config.enforce_eager
         self.update = WeightUpdate(
             model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured, prove_parts=ROTATION
@@ -93,8 +93,11 @@ class WaysIn:
         return self._said or f"an update {self.update.broken}"
 
     def begin(self, by: str = "verl") -> None:
-        """Raises SyncError where an update is open, which is then broken for good, and where one was broken before."""
+        """Raises SyncError where an update is open, which is then broken for good, where one was broken before, and for
+        models that pool."""
         self._require_sound()
+        if self._pools:  # vLLM has no answer to such a request but a result, so none could be refused meanwhile
+            raise SyncError("weight update: a pooling model takes none", hint="start its engine anew")
         if self._open:
             self._break(f"was begun by {self._open}, and then by {by} as well")
         self.update.begin()

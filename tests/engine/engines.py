@@ -148,12 +148,11 @@ def start_engine(
     with own_worker_class():
         llm = LLM(
             str(folder),
-            skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=128,
             kv_cache_memory_bytes=64 << 20,
             logprobs_mode="processed_logprobs",
-            **(quantisation.engine_arguments() | settings),
+            **({"skip_tokenizer_init": True} | quantisation.engine_arguments() | settings),
         )
     return Engine(llm=llm, scheme=scheme)
 

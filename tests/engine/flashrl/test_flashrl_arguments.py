@@ -265,13 +265,15 @@ def test_a_model_with_names_of_its_own_is_refused(
     ]
 
 
-def test_a_pooling_engine_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
-    """A request during an update would end its server: vLLM has no answer to a pooling request but a result."""
+def test_a_quantised_pooling_engine_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     pooling = {"runner": "pooling", "convert": "embed"}
-    assert engine_config(model, **pooling)
     flashrl.setenv("FLASHRL_CONFIG", "bf16")
-    fact = "--runner pooling: no request of it can be refused while weights are updated"
-    assert problems_of(model, **pooling) == [(fact, "unset FLASHRL_CONFIG for this engine")]
+    assert engine_config(model, **pooling)
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    (problem, hint), *others = problems_of(model, **pooling)
+    assert not others
+    assert problem == "--model: a pooling model, and quantised schemes are for those that generate"
+    assert hint == "use FLASHRL_CONFIG=bf16, or start it without FLASHRL_CONFIG"
 
 
 def test_an_engine_in_fp32_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:

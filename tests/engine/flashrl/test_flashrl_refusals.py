@@ -149,3 +149,25 @@ def test_a_request_in_flight_ends_with_an_update_that_is_whole_at_once(
     assert not llm.has_unfinished_requests()
     assert engine.generate() == wanted
     free_engine(engine)
+
+
+def test_a_pooling_engine_answers_and_takes_no_update(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    """vLLM has no answer to a pooling request but a result, so none could be refused while weights are half-updated."""
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    pooling = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
+    engine = start_engine(two_checkpoints[0], scheme="bf16", **pooling)
+
+    def embedding() -> list[float]:
+        (output,) = engine.llm.embed({"prompt_token_ids": [1, 2, 3]}, use_tqdm=False)
+        return output.outputs.embedding
+
+    before = embedding()
+    assert len(before) == 64
+    with pytest.raises(SyncError, match=r"^weight update: a pooling model takes none"):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
+    with pytest.raises(SyncError, match=r"^weight update: a pooling model takes none"):
+        engine.model.load_weights(read_checkpoint(two_checkpoints[1]))
+    assert embedding() == before
+    free_engine(engine)
