@@ -117,15 +117,13 @@ class Attempts:
             may_restart=self.most_restarts > 0,
         )
 
-    def go_on(
-        self, target: resuming.Target, *, force: bool, found: CheckpointSearch | None = None, restart: str = ""
-    ) -> int:
-        """found: a look at the run's checkpoints, None: it is still to be made.  restart: as of Resume."""
+    def go_on(self, target: resuming.Target, *, force: bool, restart: resuming.Resume | None = None) -> int:
+        """restart: from where after a fault, None: a look at the run's checkpoints is still to be made."""
         resuming.refuse_changes(self.recipe, target=target, force=force)
         if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
             console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
             return 0
-        start = resuming.find_start(target) if found is None else resuming.Resume(target, found, restart)
+        start = restart or resuming.find_start(target)
         resuming.warn_of_rejected(start.found)
         plan, _, findings = examine(
             self.recipe,
@@ -133,7 +131,7 @@ class Attempts:
             ask_hub=True,
             cache_dir=resuming.cache_of(target),
             resume_from=start.found.newest,
-            original=resuming.original_plan(target, alone=found is not None),
+            original=resuming.original_plan(target, alone=restart is not None),
         )
         resuming.refuse_misfit(start, plan=plan)
         return self.begin(plan, findings, name=target.run_dir.name, resume=start)
@@ -141,10 +139,10 @@ class Attempts:
     def through_faults(self, code: int, run_dir: Path) -> int:
         """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
 
-        def again(found: CheckpointSearch, restart: str) -> int:
+        def again(found: CheckpointSearch, what: str) -> int:
             target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=None)
             assert target is not None, "a run's own folder is a target"
-            return self.go_on(target, force=True, found=found, restart=restart)
+            return self.go_on(target, force=True, restart=resuming.Resume(target, found, restart=what))
 
         restarts = self.most_restarts
         try:

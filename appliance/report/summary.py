@@ -22,7 +22,7 @@ from appliance.report.folder import UNFINISHED, find_run, read_run, reading
 from appliance.terms.devices import CPU
 from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype
+from appliance.terms.settings import Dtype, Schedule
 
 REPORT_FILE = "report.html"
 _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems
@@ -104,7 +104,7 @@ def _mismatch(state: RunState) -> str:
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     """One or two things that this run's outcome suggests."""
-    longer, lines = f"--set trainer.steps={2 * plan.steps}", []
+    longer, lines = _longer(plan, folder=folder), []
     one_scheme = (  # that may be another: what the recipe has goes with each
         len({each.scheme for each in plan.rollout.replicas}) == 1
         and not (plan.trainer.quantises or plan.guard.ranks_layers)
@@ -121,9 +121,16 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     elif not found.climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
-        lines.append(f"train longer: --resume {shlex.quote(folder)} {longer}")
+        lines.append(f"train longer: {longer}")
         lines += [f"compare: --set rollout.scheme={other}"] if one_scheme else []
     return (*lines, f"appliance status {shlex.quote(folder)}")
+
+
+def _longer(plan: RunPlan, *, folder: str) -> str:
+    """A learning rate that sinks has come down by the last step: such a run begins anew."""
+    resume = f"--resume {shlex.quote(folder)} " if plan.optimizer.schedule is Schedule.CONSTANT else ""
+    by_epochs = any(each.key == "trainer.steps" and "epochs" in each.why for each in plan.choices)
+    return f"{resume}{'--set trainer.epochs=null ' if by_epochs else ''}--set trainer.steps={2 * plan.steps}"
 
 
 def summary_object(

@@ -106,7 +106,8 @@ def number(response: Response) -> float:
     return float(_numbers(response.text)[-1:] == wanted[-1:])
 
 
-_MARKS = (re.compile(r"(?is)<answer>(.*?)</answer>"), re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)"))
+_TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
+_ANSWER = re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)")
 _LINE = re.compile(r"####[ \t]*([^\n]*\S)")
 _MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)")  # no unit: miles/hour, $5/hour
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
@@ -128,7 +129,9 @@ def marked_answer(text: str) -> str | None:
 
 def _outermost_answer(text: str) -> str | None:
     text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
-    found = [(each.start(), each[1]) for mark in _MARKS for each in mark.finditer(text)]
+    end = max((each.start() for each in _CLOSING.finditer(text)), default=0) + len("</answer>")
+    marks = (*_TAGS.finditer(text, 0, end), *_ANSWER.finditer(text))  # each tag behind `end` would read to the text's
+    found = [(each.start(), each[1]) for each in marks]
     if (start := text.rfind("\\boxed{")) >= 0 and (inner := braced(text[start + len("\\boxed{") :])) is not None:
         found.append((start, inner))
     numbers, lines = list(FINAL.finditer(text)), list(_LINE.finditer(text))

@@ -133,20 +133,30 @@ _ROPES = (DEFAULT_ROPE, "llama3")
 def beyond_one_flow(config: Mapping[str, Any]) -> str:
     """What a checkpoint asks for that vLLM has, and the trainer's form of the rollouts' forward has not, or an empty
     text; transformers has some of it neither. config: its config.json, or what transformers makes of it."""
-    layers = config.get("layer_types")
-    if len(set(map(str, layers if isinstance(layers, list) else ()))) > 1:
+    if _has_both_windows(config):
         return "layers with and without a sliding window"
     found = config.get("rope_scaling") or config.get("rope_parameters")
     rope = found if isinstance(found, dict) else {}
     kind = rope.get("rope_type", rope.get("type", DEFAULT_ROPE))
     if kind not in _ROPES:
-        return f"rope_type {kind}"
+        return f"rope_type {str(kind)[:60]}"
     others = {
         "logit_scale": config.get("logit_scale") or 1,
         "partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1,
         "head_dtype": int(config.get("head_dtype") is None),
+        "dual_chunk_attention_config": int(not config.get("dual_chunk_attention_config")),
     }
     return ", ".join(name for name, value in others.items() if value != 1)
+
+
+def _has_both_windows(config: Mapping[str, Any]) -> bool:
+    """By `layer_types`, or as transformers makes those of Qwen's older keys."""
+    layers = config.get("layer_types")
+    if isinstance(layers, list):
+        return len(set(map(str, layers))) > 1
+    first, count = config.get("max_window_layers", 28), config.get("num_hidden_layers")
+    slides = bool(config.get("use_sliding_window") and config.get("sliding_window", 4096))
+    return slides and isinstance(first, int) and isinstance(count, int) and 0 < first < count
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,12 @@ def test_a_number_with_two_signs_in_a_row(room: Path) -> None:
 @pytest.mark.parametrize("mark", ["####", "Answer: "])
 def test_a_response_of_nothing_but_marks(mark: str) -> None:
     assert marked_answer(mark * 3000 + "x") == mark * (3000 - 8) + "x"
+
+
+def test_tags_that_nothing_closes_are_read_once() -> None:
+    began = time.process_time()
+    assert marked_answer("<answer>7</answer>" + "<answer>" * 40_000) == "7"  # quadratic where each tag is read to the end
+    assert time.process_time() - began < 5
 
 
 def test_half_a_character_in_a_row(room: Path) -> None:

@@ -386,6 +386,9 @@ def test_a_model_that_is_quantised_already(tmp_path):
     assert found == [(message, "use the model that they were made from")]
 
 
+QWENS_WINDOW = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4096}
+
+
 @pytest.mark.parametrize(
     ("asks", "why"),
     [
@@ -397,6 +400,11 @@ def test_a_model_that_is_quantised_already(tmp_path):
         ({"partial_rotary_factor": 0.5, "logit_scale": 0.5}, "logit_scale, partial_rotary_factor"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layers with and without a sliding window"),
         ({"layer_types": [{}, {}], "rope_scaling": "no", "head_dtype": "float32"}, "head_dtype"),
+        (QWENS_WINDOW | {"max_window_layers": 2}, "layers with and without a sliding window"),
+        (QWENS_WINDOW | {"max_window_layers": 4}, ""),
+        (QWENS_WINDOW | {"max_window_layers": 2, "sliding_window": None}, ""),
+        (QWENS_WINDOW | {"max_window_layers": 2, "use_sliding_window": False}, ""),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
     ],
 )
 def test_what_the_rollouts_forward_does_not_compute_is_refused_before_a_model_is_loaded(tmp_path, asks, why):

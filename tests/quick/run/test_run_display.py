@@ -12,11 +12,12 @@ from rich.console import Console
 
 from appliance.guard.policy import Action
 from appliance.record.events import Event, StepMetrics, parse_metrics
+from appliance.record.plan import Choice, RunPlan
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
 from appliance.report.display import JsonProgress, LiveProgress, PlainProgress
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype
+from appliance.terms.settings import Dtype, Schedule
 
 FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val_samples": 512, "scheme": "int8"}')
 
@@ -230,10 +231,26 @@ def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, ste
     state = folded(step_line(1), step_line(2, is_weight_mean=3.0))
     assert summary.try_next(small_plan(tmp_path, steps=2), state, folder="runs/a") == (
         "the mismatch left its bounds: compare with --set rollout.scheme=bf16",
-        "the reward did not climb: more steps (--set trainer.steps=4) or a higher learning rate",
+        "the reward did not climb: more steps (--resume runs/a --set trainer.steps=4) or a higher learning rate",
         "appliance status runs/a",
     )
     assert summary.result(state) == summary.Result(0.2148, 0.2148, validated=False)
+
+
+def test_a_longer_training_goes_on_where_a_resume_takes_it(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    """A learning rate that has sunk with the steps makes more of them a change that a resume refuses."""
+    plan, state = small_plan(tmp_path, steps=2), folded(step_line(1))
+    sinks = plan.replace(optimizer=plan.optimizer.replace(schedule=Schedule.COSINE))
+    in_epochs = plan.replace(choices=(Choice(key="trainer.steps", value="2", why="1 epochs x 64 problems // 32"),))
+
+    def hint(plan: RunPlan) -> str:
+        return summary.try_next(plan, state, folder="runs/a b")[0]
+
+    assert "(--resume 'runs/a b' --set trainer.steps=4)" in hint(plan)
+    assert "(--set trainer.steps=4)" in hint(sinks)
+    assert "(--resume 'runs/a b' --set trainer.epochs=null --set trainer.steps=4)" in hint(in_epochs)
 
 
 def test_summary_advises_no_scheme_that_the_recipe_refuses(
