@@ -157,10 +157,11 @@ class Int8Proof(KernelProof):
         length = self.shape.length
         self.probe_K = self._integers(COLUMNS, 128, count=length) * self._signs(length)
         self.probe_K[self.ask.sync % length] = 127
-        self._looks_at_N = torch.arange(self.shape.channels, device="cpu") % self.ask.parts == self._part
+        self._looks_at_N = torch.zeros(self.shape.channels, dtype=torch.bool, device="cpu")
+        self._looks_at_N[self._part :: self.ask.parts] = True
         self._sums_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
-        self.samples: list[tuple[Tensor, Tensor, QuantisedWeight]] = []
+        self.samples: list[tuple[range, Tensor, QuantisedWeight]] = []
 
     @property
     def _part(self) -> int:
@@ -176,20 +177,20 @@ class Int8Proof(KernelProof):
         for start in range(0, len(whole_NK), rows):
             chunk_NK = whole_NK[start : start + rows]
             quantised = quantise_rows(chunk_NK, into_NK=codes_NK)
-            own = slice(slot.start + first + start * parts, None, parts)
+            beginning = slot.start + first + start * parts
+            part = slice(beginning, beginning + len(chunk_NK) * parts, parts)
             if chunk_NK.device.type == "cpu":
-                self._sample(chunk_NK, quantised, own=own)
-            part = slice(own.start, own.start + len(chunk_NK) * parts, parts)
+                self._sample(chunk_NK, quantised, own=part)
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale.squeeze(1).cpu()
 
     def _sample(self, chunk_NK: Tensor, quantised: QuantisedWeight, *, own: slice) -> None:
         """own: its rows in the layer."""
-        height = max(1, _SAMPLED_ELEMENTS // chunk_NK.shape[1])
-        starts = torch.arange(0, len(chunk_NK), height, device="cpu")
-        rows = (starts + self._integers(0, height, count=len(starts))).clamp_(max=len(chunk_NK) - 1)
-        codes = int8_rows(quantised.codes_NK[rows], scale_N1=quantised.scale[rows])
-        self.samples.append((own.start + rows * own.step, chunk_NK[rows], codes))
+        height = min(len(chunk_NK), max(1, _SAMPLED_ELEMENTS // chunk_NK.shape[1]))
+        first = int(self._integers(0, height, count=1))
+        codes = int8_rows(quantised.codes_NK[first::height].clone(), scale_N1=quantised.scale[first::height])
+        rows = range(own.start, own.stop, own.step)[first::height]
+        self.samples.append((rows, chunk_NK[first::height].clone(), codes))
 
     def check(self, layer: Module) -> Mismatch | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
@@ -215,8 +216,8 @@ class Bf16Proof(KernelProof):
         self._block = slice(first, min(first + COLUMNS, length))
         self._probe_K = torch.zeros(length, dtype=torch.float32, device="cpu")
         self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
-        self._answer_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
-        self._bound_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
+        self._answer_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
+        self._magnitude_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
         columns = self._block.stop - self._block.start if envs.VLLM_BATCH_INVARIANT else 0
         self._columns_NB = torch.zeros(self.shape.channels, columns, dtype=self.dtype, device="cpu")
 
@@ -227,13 +228,14 @@ class Bf16Proof(KernelProof):
             self._columns_NB[part] = few_NB.cpu()
             return
         few_NB = few_NB.float()
-        self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device)).double().cpu()
-        self._bound_N[part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
+        self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device))
+        self._magnitude_N[part] = few_NB.abs_().sum(dim=1)
 
     def check(self, layer: Module) -> Mismatch | None:
         if self._columns_NB.shape[1]:
             return self._first_column(layer)
-        return first_answer(layer, self._probe_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
+        exact_N, bound_N = self._answer_N.double(), 2 * COLUMNS * U * self._magnitude_N.double()
+        return first_answer(layer, self._probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
 
     def _first_column(self, layer: Module) -> Mismatch | None:
         probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
@@ -293,7 +295,7 @@ def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
         if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale):
             continue
         differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale)).any(dim=1)
-        places = [(name, row) for name, rows, *_ in found for row in rows.tolist()]
+        places = [(name, row) for name, rows, *_ in found for row in rows]
         name, row = places[int(differs_N.nonzero()[0])]
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 

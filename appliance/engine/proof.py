@@ -53,11 +53,16 @@ class SyncProof:
         self._rank = rank
         self._every, self._parts = every, parts
         self._slots = slots(model, tied_head=tied_head)
+        self._places = {name: frozenset(map(_place, found)) for name, found in self._slots.items()}
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._provable = _provable(model, dtype=dtype)
         quantised = {name for name, layer in self._layers.items() if isinstance(_method(layer), Quantising)}
         self._unasked = quantised - self._provable.keys()
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
+        self._layers_of = {
+            name: [self._layers[layer] for layer in dict.fromkeys(slot.layer for slot in found)]
+            for name, found in self._slots.items()
+        }
         self._sync = 0
         self._unproven = 0
         self._due: dict[str, ProofRequest] = {}
@@ -86,11 +91,11 @@ class SyncProof:
 
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in, each once."""
-        return [self._layers[layer] for layer in dict.fromkeys(slot.layer for slot in self._slots.get(name, ()))]
+        return self._layers_of.get(name, [])
 
     def has_some_of(self, name: str) -> bool:
         """Whether a place of this tensor has been taken, by it or by another that is fused with it."""
-        return any(_place(slot) in self._taken for slot in self._slots.get(name, ()))
+        return not self._taken.isdisjoint(self._places.get(name, ()))
 
     def source_of(self, layer: str) -> str:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
@@ -99,11 +104,12 @@ class SyncProof:
     def take(self, name: str, tensor: Tensor, *, known: str = "") -> bool:
         """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised. Returns
         False, and expects nothing, where it is not as large as its layers want it."""
-        if not all(slot.fits(tensor) for slot in self._slots.get(name, ())):
+        found = self._slots.get(name, ())
+        if not all(slot.fits(tensor) for slot in found):
             return False
-        self._unproven += name not in self._slots
-        self._taken |= {_place(slot) for slot in self._slots.get(name, ())}
-        for slot in self._slots.get(name, ()):
+        self._unproven += not found
+        self._taken |= self._places.get(name, frozenset())
+        for slot in found:
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))

@@ -27,6 +27,7 @@ from appliance.engine.experts import ExpertGemm, pack_experts_anew
 from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import SyncProof
 from appliance.engine.quantised import Quantising
+from appliance.engine.routes import Routes
 from appliance.engine.telemetry import FirstScales, TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec import all_finite
@@ -115,6 +116,7 @@ class WeightUpdate:
             dtype=model_config.dtype,
         )
         self._precision = PrecisionSwitch(model)
+        self._routes = Routes(model)
         for layer in model.modules():
             if isinstance(method := getattr(layer, "quant_method", None), Quantising):
                 method.known_finite = True  # from here on: `_load_one` looks at each tensor
@@ -211,8 +213,8 @@ class WeightUpdate:
             self._now.digest_s += time.perf_counter() - started
         if not all_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
-        layer, parts = packed_parts(name)
-        if not parts or tensor.ndim != 3:
+        layer, parts = packed_parts(name) if tensor.ndim == 3 else ("", ())
+        if not parts:
             return self._load_part(name, tensor)
         for expert, weight in enumerate(tensor):
             for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
@@ -271,7 +273,7 @@ class WeightUpdate:
     def _give(self, name: str, tensor: Tensor) -> set[str]:
         """One at a time: only what `load_weights` returns shows that vLLM did not skip a name (any `*.bias`)."""
         try:
-            return type(self.model).load_weights(self.model, [(name, tensor)])  # past engine/ways_in.py
+            return self._routes.give(name, tensor, layers=self._proof.layers_of(name))
         except (ValueError, AssertionError, RuntimeError, LookupError) as error:  # how vLLM's loaders refuse
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", width=200, placeholder=" ...")
             self.broken = f"brought {name}, which vLLM refused"

@@ -110,7 +110,7 @@ class WaysIn:
         with self._broken_by_an_error():
             for name, tensor in weights:
                 is_head = self.update.is_tied_head(name)
-                if is_derived(name) and not self._open:
+                if not self._open and is_derived(name):
                     continue
                 if is_head and self._version and not self._open and self._is_the_embedding(tensor):
                     continue  # some senders' state has it, after the last layer

@@ -50,6 +50,7 @@ _EXACT_PRODUCTS = 1024  # of two codes, of which float32 has every partial sum: 
 _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 _WIDENED_AT_ONCE = 1 << 20  # elements of a weight: 4 MiB in float32 stay in a cache, and take no fresh memory
 _FEW_TOKENS = 256  # of more, the product takes so long that a weight may be widened whole
+_TINY_SCALE = 2.0**-120  # with those above, 1 / s is finite, whether denormals count or not
 _WIDENED_ROWS = 512  # of so many output channels 1024 codes in float32 stay in a cache, and take no fresh memory
 
 
@@ -148,8 +149,8 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
         return quantise_int8(weight_NK)
     codes_NK, scale_N1 = into_NK[: len(weight_NK)], torch.empty((len(weight_NK), 1), dtype=torch.float32, device="cpu")
     torch.ops._C.dynamic_scaled_int8_quant(codes_NK, weight_NK.contiguous(), scale_N1, None)
-    no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
-    if bool(no_reciprocal.any()):
+    if not bool((scale_N1 > _TINY_SCALE).all()):
+        no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
         codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
     return int8_rows(codes_NK, scale_N1=scale_N1)
 

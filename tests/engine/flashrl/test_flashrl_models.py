@@ -57,19 +57,22 @@ def checkpoint(folder: Path, model_type: str, *, seed: int, **fields: object) ->
     return folder
 
 
-def updated(tmp_path: Path, model_type: str, **fields: object) -> tuple[object, object, object]:
-    """What an engine says before and after an update, and a fresh one of the new weights."""
+def updated(tmp_path: Path, model_type: str, **fields: object) -> tuple[object, object, object, object]:
+    """What an engine says before an update, after it and after one more that takes it back, and a fresh one of the new
+    weights."""
     first, second = (checkpoint(tmp_path / str(seed), model_type, seed=seed, **fields) for seed in (1, 2))
     engine = start_engine(first, scheme="bf16")
     old = engine.generate()
-    for each in read_checkpoint(second):
-        engine.model.load_weights([each])
-    new = engine.generate()
+    said = []
+    for folder in (second, first):
+        for each in read_checkpoint(folder):
+            engine.model.load_weights([each])
+        said.append(engine.generate())
     free_engine(engine)
     other = start_engine(second, scheme="bf16")
     fresh = other.generate()
     free_engine(other)
-    return old, new, fresh
+    return old, *said, fresh
 
 
 @pytest.mark.parametrize("model_type", TAKEN)
@@ -77,8 +80,8 @@ def test_an_update_ends_in_the_engine_of_the_new_weights(
     tmp_path: Path, ways_in: pytest.MonkeyPatch, model_type: str
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", "bf16")
-    old, new, fresh = updated(tmp_path, model_type, **TAKEN[model_type])
-    assert old != new == fresh
+    old, new, back, fresh = updated(tmp_path, model_type, **TAKEN[model_type])
+    assert back == old != new == fresh
 
 
 @pytest.mark.parametrize("model_type", AT_THE_START)

@@ -74,10 +74,10 @@ WAYS = {"tensors": by_tensor, "buckets": by_buckets, "reload": by_reload, "trans
 Fault = Callable[[Weights], Iterable[tuple[str, Tensor]]]
 
 
-def listed(weights: Weights) -> Weights:
+def listed(weights: Weights, *, number: int = 1) -> Weights:
     from flashrl_compat.sender import with_manifest
 
-    return list(with_manifest(weights, number=1))
+    return list(with_manifest(weights, number=number))
 
 
 def of_fp32(weights: Weights) -> Weights:
@@ -257,16 +257,23 @@ def generates_nothing(engine: Engine) -> bool:
 
 
 def caught_of(
-    cases: Iterable[tuple[str, Fault, bool]], *, ways_in: pytest.MonkeyPatch, old: Path, weights: Callable[[], Weights]
+    cases: Iterable[tuple[str, Fault, bool]],
+    *,
+    ways_in: pytest.MonkeyPatch,
+    old: Path,
+    weights: Callable[[], Weights],
+    number: int = 1,
 ) -> list[tuple[str, str, bool]]:
     """Those of the cases (way, fault, whether a list of digests came before it) that are told of, and never sampled
-    from: each in an engine of its own."""
+    from: each in an engine of its own. number: of the update, after sound ones."""
     caught = []
     for turn, (way, fault, is_listed) in enumerate(cases):
         ways_in.setenv("FLASHRL_CONFIG", SCHEMES[turn % 2])
         engine = start(old)
+        for _ in range(1, number):
+            by_tensor(engine, weights())
         try:
-            WAYS[way](engine, fault(listed(weights()) if is_listed else weights()))
+            WAYS[way](engine, fault(listed(weights(), number=number) if is_listed else weights()))
             said = ""
         except (SyncError, ConnectionError) as error:
             said = str(error)

@@ -1,0 +1,66 @@
+"""From the second update on tensors go to vLLM's loaders by the routes that the first one has shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import read_checkpoint
+from test_flashrl_ways_in import (
+    IN_THE_WEIGHTS,
+    ON_THE_WAY,
+    SCHEMES,
+    by_reload,
+    by_tensor,
+    caught_of,
+    generates_nothing,
+    start,
+)
+
+from appliance.errors import SyncError
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_later_update_asks_the_model_for_no_place(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    old = engine.generate()
+    by_tensor(engine, read_checkpoint(two_checkpoints[1]))
+    new = engine.generate()
+    assert old != new
+    ways_in.setattr(type(engine.model), "load_weights", None)
+    for way, folder, says in ((by_reload, two_checkpoints[0], old), (by_tensor, two_checkpoints[1], new)):
+        way(engine, read_checkpoint(folder)[::-1])
+        assert engine.generate() == says
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_route_to_another_place_is_caught(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Keys and values have one shape: only what the kernel answers tells them apart."""
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    by_tensor(engine, read_checkpoint(two_checkpoints[1]))
+    known = engine.worker.appliance_ways_in.update._routes._known
+    keys, values = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv")
+    known[keys], known[values] = known[values], known[keys]
+    with pytest.raises(SyncError, match=r"^weight update 2: model\.layers\.1\.self_attn\.qkv_proj on rank 0 is not as"):
+        by_tensor(engine, read_checkpoint(two_checkpoints[0]))
+    assert generates_nothing(engine)
+
+
+def test_every_fault_of_a_second_update_is_caught_and_never_sampled_from(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property
+) -> None:
+    ways = ("tensors", "reload")
+    cases = [(way, fault, False) for way in ways for fault in IN_THE_WEIGHTS]
+    cases += [(way, fault, True) for way in ways for fault in ON_THE_WAY]
+    old, new = two_checkpoints
+    caught = caught_of(cases, ways_in=ways_in, old=old, weights=lambda: read_checkpoint(new), number=2)
+    record_property("said", f"faults in second updates by {len(ways)} ways: {len(cases)}, caught: {len(caught)}")
+    assert len(caught) == len(cases) == 22
