@@ -32,8 +32,9 @@ class _Call:
 class Routes:
     """Of one model, by the names of its checkpoint's tensors."""
 
-    def __init__(self, model: Module) -> None:
-        self._model = model
+    def __init__(self, model: Module, *, records: bool) -> None:
+        """records: of a model whose `load_weights` is known to do nothing but find places; others are asked always."""
+        self._model, self._records = model, records
         self._known: dict[str, Callable[[Tensor], object]] = {}
 
     def give(self, name: str, tensor: Tensor, *, layers: Sequence[object]) -> set[str]:
@@ -46,7 +47,8 @@ class Routes:
             route(tensor)
             return {name}
         calls: list[_Call] = []
-        with _overheard([layer for layer in layers if isinstance(layer, Module)], tell=calls.append):
+        heard = [layer for layer in layers if isinstance(layer, Module)] if self._records else []
+        with _overheard(heard, tell=calls.append):
             given: set[str] = type(self._model).load_weights(self._model, [(name, tensor)])  # past engine/ways_in.py
         if given and len(calls) == 1 and calls[0].tensor is tensor:
             self._known[name] = _route(calls[0])

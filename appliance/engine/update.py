@@ -43,7 +43,7 @@ from appliance.sync.manifest import (
 )
 from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.sync.records import Acknowledgement
-from appliance.terms.families import packed_parts
+from appliance.terms.families import packed_parts, why_unknown
 from appliance.terms.schemes import Scheme
 
 Bucket = list[tuple[str, Tensor]]
@@ -116,7 +116,7 @@ class WeightUpdate:
             dtype=model_config.dtype,
         )
         self._precision = PrecisionSwitch(model)
-        self._routes = Routes(model)
+        self._routes = Routes(model, records=not why_unknown(model_config.architectures))
         for layer in model.modules():
             if isinstance(method := getattr(layer, "quant_method", None), Quantising):
                 method.known_finite = True  # from here on: `_load_one` looks at each tensor

@@ -42,7 +42,7 @@ def place(layer: Module, tensor: Tensor, *part: str) -> set[str]:
 
 
 def given(model: Model, *, times: int) -> tuple[Tensor, list[set[str] | None]]:
-    tensor, routes = torch.ones(2, 2), Routes(model)
+    tensor, routes = torch.ones(2, 2), Routes(model, records=True)
     loaders = [layer.weight.weight_loader for layer in model.children()]
     answers = [routes.give(NAME, tensor, layers=[model.one, model.other]) for _ in range(times)]
     assert [layer.weight.weight_loader for layer in model.children()] == loaders
@@ -61,7 +61,7 @@ def test_the_model_is_asked_once_and_the_loader_gets_the_part_each_time() -> Non
 def test_a_layers_new_parameter_is_the_one_that_is_loaded() -> None:
     """As at each reload."""
     model = Model(lambda model, tensor: place(model.one, tensor))
-    routes, tensor = Routes(model), torch.ones(2, 2)
+    routes, tensor = Routes(model, records=True), torch.ones(2, 2)
     routes.give(NAME, tensor, layers=[model.one])
     model.one.weight = torch.nn.Parameter(torch.zeros(2, 2))
     model.one.weight.weight_loader = model.loader("new")
@@ -99,7 +99,7 @@ def test_a_loader_that_the_model_takes_off_stays_off() -> None:
 
     model = Model(complete)
     plain = model.loader("plain")
-    Routes(model).give(NAME, torch.ones(2, 2), layers=[model.one])
+    Routes(model, records=True).give(NAME, torch.ones(2, 2), layers=[model.one])
     assert model.one.weight.weight_loader is plain
 
 
@@ -109,8 +109,17 @@ def test_an_error_of_a_loader_leaves_the_loaders_and_no_route() -> None:
         raise ValueError("refused")
 
     model = Model(refuse)
-    routes, loader = Routes(model), model.one.weight.weight_loader
+    routes, loader = Routes(model, records=True), model.one.weight.weight_loader
     for asked in (1, 2):
         with pytest.raises(ValueError, match="refused"):
             routes.give(NAME, torch.ones(2, 2), layers=[model.one])
         assert (model.asked, model.one.weight.weight_loader) == (asked, loader)
+
+
+def test_a_model_that_may_do_more_is_asked_always() -> None:
+    """Such as one that works on its tensors once they are loaded."""
+    model = Model(lambda model, tensor: place(model.one, tensor))
+    routes = Routes(model, records=False)
+    for asked in (1, 2):
+        assert routes.give(NAME, torch.ones(2, 2), layers=[model.one]) == {NAME}
+        assert model.asked == asked == len(model.got)
