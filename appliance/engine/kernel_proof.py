@@ -180,17 +180,16 @@ class Int8Proof(KernelProof):
             beginning = slot.start + first + start * parts
             part = slice(beginning, beginning + len(chunk_NK) * parts, parts)
             if chunk_NK.device.type == "cpu":
-                self._sample(chunk_NK, quantised, own=part)
+                self._sample(chunk_NK, quantised, rows=range(part.start, part.stop, parts))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale.squeeze(1).cpu()
 
-    def _sample(self, chunk_NK: Tensor, quantised: QuantisedWeight, *, own: slice) -> None:
-        """own: its rows in the layer."""
+    def _sample(self, chunk_NK: Tensor, quantised: QuantisedWeight, *, rows: range) -> None:
+        """rows: the chunk's in the layer."""
         height = min(len(chunk_NK), max(1, _SAMPLED_ELEMENTS // chunk_NK.shape[1]))
         first = int(self._integers(0, height, count=1))
         codes = int8_rows(quantised.codes_NK[first::height].clone(), scale_N1=quantised.scale[first::height])
-        rows = range(own.start, own.stop, own.step)[first::height]
-        self.samples.append((rows, chunk_NK[first::height].clone(), codes))
+        self.samples.append((rows[first::height], chunk_NK[first::height].clone(), codes))
 
     def check(self, layer: Module) -> Mismatch | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()

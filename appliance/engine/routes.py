@@ -37,22 +37,21 @@ class Routes:
         self._model, self._records = model, records
         self._known: dict[str, Callable[[Tensor], object]] = {}
 
-    def give(self, name: str, tensor: Tensor, *, layers: Sequence[object]) -> set[str]:
-        """The names of what vLLM loaded: none where it skipped the tensor. layers: those that have a part of it.
+    def give(self, name: str, tensor: Tensor, *, layers: Sequence[Module]) -> bool:
+        """Whether vLLM took the tensor, or skipped it. layers: those that have a part of it.
 
         Remembered is a tensor that one loader got as it is. What vLLM skips, changes, cuts or gives to several goes by
-        the model at each update, and so do experts, which are no modules.  Raises what vLLM's loaders raise.
+        the model at each update, and so do experts, whose GEMMs have no loader.  Raises what vLLM's loaders raise.
         """
         if (route := self._known.get(name)) is not None:
             route(tensor)
-            return {name}
+            return True
         calls: list[_Call] = []
-        heard = [layer for layer in layers if isinstance(layer, Module)] if self._records else []
-        with _overheard(heard, tell=calls.append):
-            given: set[str] = type(self._model).load_weights(self._model, [(name, tensor)])  # past engine/ways_in.py
-        if given and len(calls) == 1 and calls[0].tensor is tensor:
+        with _overheard(layers if self._records else (), tell=calls.append):
+            taken = type(self._model).load_weights(self._model, [(name, tensor)])  # past engine/ways_in.py
+        if taken and len(calls) == 1 and calls[0].tensor is tensor:
             self._known[name] = _route(calls[0])
-        return given
+        return bool(taken)
 
 
 def _route(call: _Call) -> Callable[[Tensor], object]:
@@ -77,7 +76,7 @@ def _overheard(layers: Sequence[Module], *, tell: Callable[[_Call], None]) -> It
     try:
         yield
     finally:
-        for held, loader, telling in put:
+        for held, loader, telling in reversed(put):  # a parameter of two layers has two
             if held.weight_loader is telling:  # else vLLM has taken it off, with its own, as the layer is complete
                 held.weight_loader = loader
 

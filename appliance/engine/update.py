@@ -116,7 +116,7 @@ class WeightUpdate:
             dtype=model_config.dtype,
         )
         self._precision = PrecisionSwitch(model)
-        self._routes = Routes(model, records=not why_unknown(model_config.architectures))
+        self._routes = Routes(model, records=not why_unknown([model_config.architecture]))
         for layer in model.modules():
             if isinstance(method := getattr(layer, "quant_method", None), Quantising):
                 method.known_finite = True  # from here on: `_load_one` looks at each tensor
@@ -270,7 +270,7 @@ class WeightUpdate:
                 self._now.waiting.pop(layer, None)
         self._now.waiting_most = max(self._now.waiting_most, sum(self._now.waiting.values()))
 
-    def _give(self, name: str, tensor: Tensor) -> set[str]:
+    def _give(self, name: str, tensor: Tensor) -> bool:
         """One at a time: only what `load_weights` returns shows that vLLM did not skip a name (any `*.bias`)."""
         try:
             return self._routes.give(name, tensor, layers=self._proof.layers_of(name))

@@ -81,7 +81,10 @@ class WaysIn:
         return WeightState(version=self._version, open=opened, broken=self._why_broken())
 
     def drop(self) -> None:
-        """The weights are gone until the next update, and with them what one that is open has brought."""
+        """The weights are gone until the next update, and with them what one that is open has brought. Raises SyncError
+        for models that take none."""
+        if self._pools:
+            raise SyncError("weight update: a pooling model takes none after a sleep of level 2", hint="use level 1")
         if self._open:
             self._said = f"an update by {self._open} was cut off by {SLEEP}"
             self._open, self.update.broken = "", "was cut off"

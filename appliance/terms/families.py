@@ -71,6 +71,8 @@ _MIXTURE = (
 
 @dataclass(frozen=True)
 class Family:
+    """Also that vLLM's class does nothing in `load_weights` but find a tensor's place (engine/routes.py)."""
+
     architecture: str
     """The model's class, as `architectures` in a checkpoint's config.json names it."""
     model_type: str

@@ -121,7 +121,8 @@ def served(scheme: Scheme, *, seed: int = 1) -> Mlp:
 
 
 def new_update(model: Mlp, **settings: int) -> WeightUpdate:
-    untied = SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=False), dtype=torch.bfloat16)
+    text = SimpleNamespace(tie_word_embeddings=False)
+    untied = SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16, architecture=type(model).__name__)
     return WeightUpdate(model, model_config=untied, **settings)
 
 

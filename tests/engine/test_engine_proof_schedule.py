@@ -145,7 +145,9 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
             one.take(Slot("layer", "weight", rows=slice(0, 64)), weight_NK)
             kernel_proof.check_quantiser({"layer": one})
         except SyncError as error:
-            assert error.message.startswith("weight update: layer: this CPU's row quantiser differs from the codec")
+            start = "weight update: layer: this CPU's row quantiser differs from the codec in row "
+            assert error.message.startswith(start)
+            assert int(error.message.removeprefix(start)) in range(64)[bad]
             return True
         return False
 

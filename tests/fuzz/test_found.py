@@ -150,10 +150,8 @@ def test_a_response_of_nothing_but_marks(mark: str) -> None:
 
 
 def test_tags_that_nothing_closes_are_read_once() -> None:
-    began = time.process_time()
-    assert (
-        marked_answer("<answer>7</answer>" + "<answer>" * 40_000) == "7"
-    )  # quadratic where each tag is read to the end
+    began, text = time.process_time(), "<answer>7</answer>" + "<answer>" * 40_000
+    assert marked_answer(text) == "7"  # quadratic where each tag is read to the end
     assert time.process_time() - began < 5
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import read_checkpoint
+from engines import free_engine, read_checkpoint
+from families import FAMILIES, make_family
 from test_flashrl_ways_in import (
     IN_THE_WEIGHTS,
     ON_THE_WAY,
@@ -36,6 +37,31 @@ def test_a_later_update_asks_the_model_for_no_place(
     for way, folder, says in ((by_reload, two_checkpoints[0], old), (by_tensor, two_checkpoints[1], new)):
         way(engine, read_checkpoint(folder)[::-1])
         assert engine.generate() == says
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_goes_to_and_fro(tmp_path: Path, ways_in: pytest.MonkeyPatch, name: str) -> None:
+    """Its model is asked for experts alone in the end, whose GEMMs have no loader."""
+    folders = [make_family(tmp_path / str(seed), name=name, seed=seed) for seed in (1, 2)]
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(folders[0])
+    says, asked = [engine.generate()], []
+    ask = type(engine.model).load_weights
+
+    def asking(model: object, weights: list[tuple[str, object]]) -> object:
+        asked.extend(name for name, _ in weights)
+        return ask(model, weights)
+
+    for number in (1, 0, 1):
+        asked.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(engine.model), "load_weights", asking)
+            by_tensor(engine, read_checkpoint(folders[number]))
+        says.append(engine.generate())
+    assert says[0] == says[2] != says[1] == says[3]
+    assert [name for name in asked if ".experts." not in name] == []
+    assert bool(asked) == (name == "qwen3-moe")
+    free_engine(engine)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

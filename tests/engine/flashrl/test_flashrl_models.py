@@ -68,6 +68,8 @@ def updated(tmp_path: Path, model_type: str, **fields: object) -> tuple[object, 
         for each in read_checkpoint(folder):
             engine.model.load_weights([each])
         said.append(engine.generate())
+    known = engine.worker.appliance_ways_in.update._routes._known  # of the families whose models do no more alone
+    assert bool(known) == (model_type == "qwen3_moe")
     free_engine(engine)
     other = start_engine(second, scheme="bf16")
     fresh = other.generate()

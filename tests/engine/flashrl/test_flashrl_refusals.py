@@ -169,5 +169,7 @@ def test_a_pooling_engine_answers_and_takes_no_update(
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
     with pytest.raises(SyncError, match=r"^weight update: a pooling model takes none"):
         engine.model.load_weights(read_checkpoint(two_checkpoints[1]))
+    with pytest.raises(SyncError, match=r"^weight update: a pooling model takes none after a sleep of level 2"):
+        engine.llm.collective_rpc("sleep", kwargs={"level": 2})
     assert embedding() == before
     free_engine(engine)
