@@ -187,5 +187,5 @@ def test_the_example_of_the_page_can_be_planned(write) -> None:
 def test_shipped_comparisons_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = load_comparison(path.stem)
-    assert found.validation >= 2000
+    assert found.validation >= (998 if path.stem == "flow-long" else 2000)  # all that its training leaves
     assert len(plan_runs(found)) == len(found.arms) * len(found.seeds)
