@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as GradingTimeout
@@ -43,6 +44,7 @@ LOADS_WITHIN_S = 60.0  # a process its rewards, before its first response
 MOST_WORKERS = 8
 IDLE_DEATH = "a reward process died while it waited for a response"
 _LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
+_READS_WITHIN_S = 2.0  # what a process wrote before it ended
 
 T = TypeVar("T")
 _loaded: Sequence[Reward] | BaseException  # in a process of the pool, or why there are none
@@ -63,17 +65,36 @@ class CallFailed(Exception):
 
 
 class _TellingProcesses(PoolManager):
-    """Hears of every process that ended by itself; pebble tells only of those that were at work."""
+    """Hears of every process that ended by itself; pebble tells only of those that were at work, and takes for idle, or
+    still at the task before, one whose last messages have not been read."""
 
     def __init__(self, on_idle_death: Callable[[], None], *others: Any) -> None:
         super().__init__(*others)
         self._on_idle_death = on_idle_death
+        self._reads = 0
+
+    def process_next_message(self, timeout: float) -> None:
+        """On a thread of its own, over and over."""
+        try:
+            super().process_next_message(timeout)
+        finally:
+            self._reads += 1
 
     def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
         worker, _ = expiration
+        self._wait_until_all_is_read()
         if worker not in {task.worker_id for task in tuple(self.task_manager.tasks.values())}:
             self._on_idle_death()
         super().handle_worker_expiration(expiration)
+
+    def _wait_until_all_is_read(self) -> None:
+        """Up to _READS_WITHIN_S: a process that was killed within a message leaves one that has no end."""
+        last = time.monotonic() + _READS_WITHIN_S
+        done = None
+        while time.monotonic() < last and done in (None, self._reads):
+            if done is None and not self.worker_manager.pool_channel.poll(0):
+                done = self._reads  # what was there is read when this one has ended
+            time.sleep(0.01)
 
 
 class _TellingPool(ProcessPool):

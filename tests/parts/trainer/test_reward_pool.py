@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from pebble import ProcessPool
+from pebble.pool.process import PoolManager
 
 from appliance.record.liveness import Heartbeat, last_beat
 from appliance.tasks.grading import Fault, Graded
@@ -185,6 +186,20 @@ def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> 
                 break
         assert asyncio.run(hang_and_kill()).fault is Fault.TIMED_OUT
         assert told.wait(60)
+    finally:
+        pool.close()
+
+
+def test_one_that_died_before_it_was_heard_what_it_took_was_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is its response waited for until the time limit, nor the pool given up."""
+    told = threading.Event()
+    pool = RewardPool(load=misbehaving, workers=2, timeout_s=30, on_idle_death=told.set)
+    hear = PoolManager.process_next_message
+    monkeypatch.setattr(PoolManager, "process_next_message", lambda self, s: (time.sleep(0.2), hear(self, s)))
+    first = pool._pool
+    try:
+        assert grade(pool, "die") == [Graded(0.0, Fault.DIED, "the process of the function ended with 3")]
+        assert not told.is_set() and pool._pool is first
     finally:
         pool.close()
 
