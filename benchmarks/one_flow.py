@@ -89,17 +89,7 @@ class Mix:
 def rollouts(shapes: Shapes, *, mix: Mix, turns: int, threads: int) -> Times:
     """Of one layer, by scheme: `appliance bench`'s child."""
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
-            workload=shapes.replace(layers=ENGINE_LAYERS, batch=mix.sequences, new_tokens=mix.response_tokens).workload,
-            engines=tuple(Quantisation(scheme=scheme) for scheme in SCHEMES),
-            tensor_parallel=1,
-            pairs=turns,
-            kv_bytes=GIB // 4,
-            memory_bytes=None,
-            seed=0,
-            results=str(Path(folder, "results.jsonl")),
-            facts=str(Path(folder, "facts.jsonl")),
-        )
+        job = rollouts_job(shapes, mix=mix, turns=turns, folder=Path(folder))
         file, log = Path(folder, "job.json"), Path(folder, "log")
         file.write_text(job.model_dump_json())
         with log.open("w") as output:
@@ -110,6 +100,21 @@ def rollouts(shapes: Shapes, *, mix: Mix, turns: int, threads: int) -> Times:
             raise SystemExit(done.returncode)
         measured = read_lines(job.results, Measurement)
     return {scheme: [one.seconds / ENGINE_LAYERS for one in measured if one.scheme == scheme] for scheme in SCHEMES}
+
+
+def rollouts_job(shapes: Shapes, *, mix: Mix, turns: int, folder: Path) -> Job:
+    return Job(
+        workload=shapes.replace(layers=ENGINE_LAYERS, batch=mix.sequences, new_tokens=mix.response_tokens).workload,
+        engines=tuple(Quantisation(scheme=scheme) for scheme in SCHEMES),
+        eager=SCHEMES,
+        tensor_parallel=1,
+        pairs=turns,
+        kv_bytes=GIB // 4,
+        memory_bytes=None,
+        seed=0,
+        results=str(folder / "results.jsonl"),
+        facts=str(folder / "facts.jsonl"),
+    )
 
 
 def environment(threads: int) -> dict[str, str]:
