@@ -78,9 +78,10 @@ def dequantise_rows(codes_NK: Tensor, scale_N1: Tensor, *, dtype: torch.dtype) -
     """As `dequantise_int8`, each rounded once, a cache's worth at a time: in float32 a whole weight is large."""
     values_NK = torch.empty(codes_NK.shape, dtype=dtype, device=codes_NK.device)
     rows = chunk_rows(codes_NK)
-    for start in range(0, len(codes_NK), rows):
-        part = slice(start, start + rows)
-        values_NK[part] = codes_NK[part] * scale_N1[part]
+    wide_RK = values_NK.new_empty((min(rows, len(codes_NK)), codes_NK.shape[1]), dtype=torch.float32)
+    parts = (each.split(rows) for each in (codes_NK, scale_N1, values_NK))
+    for codes_RK, scale_R1, into_RK in zip(*parts, strict=True):  # a product of both types at once is far slower
+        into_RK.copy_(wide_RK[: len(codes_RK)].copy_(codes_RK).mul_(scale_R1))
     return values_NK
 
 

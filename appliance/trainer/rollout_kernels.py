@@ -22,10 +22,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType, pad
 
-from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec import QuantisedWeight, quantise_tokens
 from appliance.quant.codec_fp8 import quantise_fp8_tokens
-from appliance.quant.cpu_gemm import exact_linear, fp8_product, load_kernels, multiply_fp8, packed, widened_types
-from appliance.terms.schemes import BLOCK, Scales
+from appliance.quant.cpu_gemm import (
+    exact_linear,
+    fp8_product,
+    load_kernels,
+    multiply_fp8,
+    packed,
+    quantise_weight,
+    widened_types,
+)
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 from appliance.trainer.attention import Sequences
 
 Gemm = Callable[[Tensor, Tensor | None], Tensor]  # [T, N] of activations [T, K] and a bias [N]
@@ -192,6 +200,12 @@ class CpuKernels:
             return packed(weight.codes_NK, scale_N1=weight.scale, dtype=torch.bfloat16)
         return lambda x_TK, bias_N: multiply_fp8(x_TK, weight, bias_N)
 
+    def codes(self, x_TK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
+        """The codec's, of activations. Raises NumericsError when a value is not finite."""
+        if scheme is Scheme.INT8:
+            return quantise_weight(x_TK, what="an activation")
+        return quantise_tokens(x_TK, scheme=scheme)
+
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
         return fp8_product(left, right)
 
@@ -239,6 +253,9 @@ class CudaKernels(CpuKernels):
             return y_TN
 
         return multiply
+
+    def codes(self, x_TK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
+        return quantise_tokens(x_TK, scheme=scheme)
 
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
         return product_in_blocks(left, right)

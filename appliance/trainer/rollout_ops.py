@@ -39,7 +39,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from appliance.errors import NumericsError
-from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise, quantise_tokens
+from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
 from appliance.quant.cpu_gemm import quantise_weight
@@ -236,7 +236,7 @@ class EngineWeight:
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
         """Of activations. Raises NumericsError."""
         try:
-            return quantise_tokens(x_TK, scheme=self.quantised.scheme)
+            return kernels_of(x_TK).codes(x_TK, scheme=self.quantised.scheme)
         except NumericsError as error:
             raise NumericsError(f"{self.name} in training: {error.message}") from None
 

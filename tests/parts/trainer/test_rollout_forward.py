@@ -122,7 +122,7 @@ def test_codes_kept_for_the_gradient_are_those_that_were_multiplied(columns: int
     x_TK[100:] *= 2.0 ** torch.randint(-8, 8, (100, 1))
     x_TK[:100, 0] = x_TK[:100].abs().amax(dim=1) / 2
     layer = EngineWeight.of([torch.eye(columns, dtype=torch.bfloat16)], scheme=Scheme.INT8, factor_K=None)
-    kept = quantise_int8(x_TK)
+    kept = layer.codes_of(x_TK)
     scale_TK = 127 * kept.scale.double() * layer.quantised.scale.double().t()
     shown_TK = (layer.gemm(x_TK, None).double() / scale_TK).round()
     steps_TK = x_TK.double() * 127 / x_TK.double().abs().amax(dim=1, keepdim=True)
@@ -134,11 +134,22 @@ def test_codes_kept_for_the_gradient_are_those_that_were_multiplied(columns: int
         assert not differs.any()
 
 
+def test_codes_kept_are_the_codecs_in_every_row() -> None:
+    x_TK = torch.randn(300, 90).to(torch.bfloat16) * 2.0 ** torch.randint(-140, 120, (300, 1))
+    x_TK[7] = 0
+    layer = EngineWeight.of([torch.eye(90, dtype=torch.bfloat16)], scheme=Scheme.INT8, factor_K=None)
+    kept, codec = layer.codes_of(x_TK.t().contiguous().t()), quantise_int8(x_TK)
+    assert torch.equal(kept.codes_NK, codec.codes_NK) and torch.equal(kept.scale, codec.scale)
+    x_TK[3, 5] = torch.inf
+    with pytest.raises(NumericsError, match="^a layer in training: an activation to quantise has a value that is not"):
+        layer.codes_of(x_TK)
+
+
 def test_a_pass_without_gradients_keeps_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TK, weight_NK = random(5, 96), random(64, 96)
     layer = EngineWeight.of([weight_NK], scheme=Scheme.INT8, factor_K=None)
     wanted_TN = layer(x_TK, [weight_NK], None)
-    monkeypatch.setattr(rollout_ops, "quantise_tokens", None)
+    monkeypatch.setattr(EngineWeight, "codes_of", None)
     with torch.no_grad():
         assert torch.equal(layer(x_TK, [weight_NK], None), wanted_TN)
 
