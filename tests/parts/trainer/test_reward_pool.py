@@ -172,7 +172,8 @@ def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> 
 
     async def hang_and_kill() -> Graded:
         at_work = asyncio.ensure_future(pool.grade(Response(str(tmp_path / "hang"), "7")))
-        await asyncio.sleep(HANG_S / 2)
+        while not (tmp_path / "hang").exists() or not (tmp_path / "hang").read_text():
+            await asyncio.sleep(0.01)
         first, second, busy = ((tmp_path / name).read_text() for name in names)
         assert first != second and not told.is_set()
         os.kill(int(second if busy == first else first), signal.SIGKILL)
