@@ -226,9 +226,10 @@ class Bf16Proof(KernelProof):
         if self._columns_NB.shape[1]:
             self._columns_NB[part] = few_NB.cpu()
             return
-        few_NB = few_NB.float()
-        self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device))
-        self._magnitude_N[part] = few_NB.abs_().sum(dim=1)
+        few_NB = few_NB.contiguous().float()  # what is strided is widened one by one, and sums of rows are slow
+        probe_K = self._probe_K[self._block].to(few_NB.device)
+        self._answer_N[part] = torch.mv(few_NB, probe_K)
+        self._magnitude_N[part] = torch.mv(few_NB.abs_(), probe_K.abs())
 
     def check(self, layer: Module) -> Mismatch | None:
         if self._columns_NB.shape[1]:
