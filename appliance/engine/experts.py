@@ -13,7 +13,7 @@ Legend: E experts, M tokens, T experts of one token, N output channels, K input 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -213,13 +213,13 @@ def _refuse_unknown(layer: RoutedExperts) -> None:
         )
 
 
-def pack_experts_anew(model: Module) -> None:
+def pack_experts_anew(layers: Iterable[Module]) -> None:
     """Call before a reload of the weights: vLLM's BF16 experts on a CPU are packed once, at the first load.
 
     A second load copies plain weights into the packed tensor: another model, without an error where nothing is padded.
     Without a kernel the method makes a new one, and packs. Remove when: UnquantizedFusedMoEMethod packs on reload.
     """
-    for layer in model.modules():
+    for layer in layers:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend is UnquantizedMoeBackend.CPU:
             method.moe_kernel = None

@@ -106,6 +106,8 @@ class Mismatch:
     expected: float | str
     bound: float = 0.0
     """On their difference."""
+    channel: int = -1
+    """Of an answer that is not finite."""
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
@@ -205,7 +207,9 @@ class Int8Proof(KernelProof):
 
 class Bf16Proof(KernelProof):
     """A layer that is not quantised: its kernel may multiply by a packed copy. In vLLM's batch-invariant mode a bias is
-    added to what is rounded already: there each column of the block is asked for alone, and must be the weight's."""
+    added to what is rounded already: there each column of the block is asked for alone, and must be the weight's.
+
+    A row with a value that is not finite, wherever, has such an answer: zero times it is NaN."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,9 +230,10 @@ class Bf16Proof(KernelProof):
         if self._columns_NB.shape[1]:
             self._columns_NB[part] = few_NB.cpu()
             return
-        few_NB = few_NB.float()
-        self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device))
-        self._magnitude_N[part] = few_NB.abs_().sum(dim=1)
+        few_NB = few_NB.contiguous().float()  # what is strided is widened one by one, and sums of rows are slow
+        probe_K = self._probe_K[self._block].to(few_NB.device)
+        self._answer_N[part] = torch.mv(few_NB, probe_K)
+        self._magnitude_N[part] = torch.mv(few_NB.abs_(), probe_K.abs())
 
     def check(self, layer: Module) -> Mismatch | None:
         if self._columns_NB.shape[1]:
@@ -312,7 +317,9 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
     worst = int(excess_N.argmax())
     if float(excess_N[worst]) <= 1:
         return None
-    return Mismatch(f"probe, output channel {worst}", *(float(each[worst]) for each in (kernel_N, expected_N, bound_N)))
+    numbers = (float(each[worst]) for each in (kernel_N, expected_N, bound_N))
+    is_finite = bool(torch.isfinite(kernel_N[worst]))
+    return Mismatch(f"probe, output channel {worst}", *numbers, channel=-1 if is_finite else worst)
 
 
 def first_scale(held: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:

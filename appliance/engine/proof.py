@@ -70,6 +70,7 @@ class SyncProof:
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
         self._taken: set[Place] = set()
+        self._sources: dict[str, dict[int, str]] = {}  # of a layer's rows: where a tensor begins, and its name
 
     def begin(self, sync: int, *, changed: bool = False) -> None:
         """sync: number of the update, from 1.  changed: layers have another precision than at the update before, so
@@ -79,6 +80,7 @@ class SyncProof:
             self._provable = _provable(self._model, dtype=self._dtype)
         self._held.clear()
         self._taken.clear()
+        self._sources.clear()
         self._unproven = 0
         asked = {
             name: ask(turn, sync=sync, every=self._every, parts=self._parts, everyone=changed)
@@ -97,6 +99,15 @@ class SyncProof:
         """Whether a place of this tensor has been taken, by it or by another that is fused with it."""
         return not self._taken.isdisjoint(self._places.get(name, ()))
 
+    def notices(self, name: str) -> bool:
+        """Whether `check` will see, and name, a value of this tensor that is not finite, so that nobody has to look."""
+        found = self._slots.get(name, ())
+        return bool(found) and all(slot.parameter == "weight" and self._sees_all(slot.layer) for slot in found)
+
+    def _sees_all(self, layer: str) -> bool:
+        proof = self._kernels.get(layer)
+        return isinstance(proof, Bf16Proof) and not proof.shape.is_cut
+
     def source_of(self, layer: str) -> str:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
         return next((name for name, found in self._slots.items() if any(slot.layer == layer for slot in found)), "")
@@ -113,6 +124,7 @@ class SyncProof:
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))
+                self._sources.setdefault(slot.layer, {})[slot.start] = name
             elif slot.parameter == "weight" and slot.layer in self._unasked:  # codes that we cannot tell or find
                 self._unproven += 1
             elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
@@ -146,10 +158,13 @@ class SyncProof:
         )
 
     def _fail_on(self, layer: str, mismatch: Mismatch) -> NoReturn:
-        raise SyncError(
-            f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}",
-            hint="no rollouts were made with these weights",
-        )
+        why = f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}"
+        hint = "no rollouts were made with these weights"
+        if mismatch.channel >= 0 and self._sees_all(layer):
+            start = max(start for start in self._sources[layer] if start <= mismatch.channel)
+            why = f"weight update: {self._sources[layer][start]} has a value that is not finite"
+            hint = f"or what {layer} multiplies by has one; {hint}"
+        raise SyncError(why, hint=hint)
 
 
 def _place(slot: Slot) -> Place:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -102,6 +102,7 @@ class WeightUpdate:
         captured: CUDA graphs replay the parameters' addresses, which the proof's own call does not: none may move.
         """
         self.model = model
+        self.layers = dict(model.named_modules())  # once: walks through a model add up
         self.model_config = model_config
         self.broken = ""
         self.telemetry = TelemetryTap(model, first=first_scales)
@@ -117,7 +118,7 @@ class WeightUpdate:
         )
         self._precision = PrecisionSwitch(model)
         self._routes = Routes(model, records=not why_unknown([model_config.architecture]))
-        for layer in model.modules():
+        for layer in self.layers.values():
             if isinstance(method := getattr(layer, "quant_method", None), Quantising):
                 method.known_finite = True  # from here on: `_load_one` looks at each tensor
         self._replica, self._rank = replica, rank
@@ -192,7 +193,7 @@ class WeightUpdate:
         self._now.is_open = True
         if precision.scheme is Scheme.BF16:
             self._now.smoothing = Smoothing()
-        pack_experts_anew(self.model)
+        pack_experts_anew(self.layers.values())
         self._now.switched = self._precision.change(precision)
         initialize_layerwise_reload(self.model)
         self._precision.release()
@@ -211,7 +212,7 @@ class WeightUpdate:
             started = time.perf_counter()
             self._now.arrived[name] = record(name, tensor)
             self._now.digest_s += time.perf_counter() - started
-        if not all_finite(tensor):
+        if not (self._proof.notices(name) or all_finite(tensor)):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
         layer, parts = packed_parts(name) if tensor.ndim == 3 else ("", ())
         if not parts:
@@ -295,9 +296,8 @@ class WeightUpdate:
         if not self._now.is_open:
             self._begin_reload(AS_PLANNED)
         self._check_arrival()
-        tied = tied_layers(self.model)
-        missing = incomplete_layers(self.model, tied=tied)
-        if missing:
+        tied = tied_layers(self.layers.values())
+        if missing := incomplete_layers(self.layers, tied=tied):
             shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             self.broken = f"left {len(missing)} layers incomplete"
             raise SyncError(f"weight update: {len(missing)} layers did not receive all their weights: {shown}")
@@ -307,6 +307,10 @@ class WeightUpdate:
             for layer in tied:
                 _process_again(layer)
         return self._prove()
+
+    def incomplete(self) -> list[str]:
+        """Of an update that is open: the layers that wait for weights."""
+        return incomplete_layers(self.layers, tied=tied_layers(self.layers.values()))
 
     def _check_arrival(self) -> None:
         if not self._needs_manifest:
@@ -388,22 +392,23 @@ def addresses(model: Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-def tied_layers(model: Module) -> list[Module]:
+def tied_layers(layers: Iterable[Module]) -> list[Module]:
     """Layers of the running reload that wait for weights of their own and whose every parameter is one that a complete
     layer has: an `lm_head` tied to the embedding. No checkpoint brings tensors for them."""
-    complete: set[int] = set()
     waiting: list[tuple[Module, set[int]]] = []
-    for layer in model.modules():
+    complete: list[Iterable[Tensor]] = []
+    for layer in layers:
         info = get_layerwise_info(layer)
         if not info.can_load():
-            complete |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+            complete.append(layer.parameters(recurse=False))
         elif info.kernel_tensors is not None:
-            held = {id(parameter) for parameter in info.kernel_tensors[0].values()}
+            held = info.kernel_tensors[0].values()
             if 0 < info.load_numel >= loadable_elements(layer):  # a padded vocabulary: vLLM processes it at the end
-                complete |= held
+                complete.append(held)
             elif held and not info.load_numel:
-                waiting.append((layer, held))
-    return [layer for layer, held in waiting if held <= complete]
+                waiting.append((layer, {id(parameter) for parameter in held}))
+    known = {id(parameter) for held in complete for parameter in held} if waiting else set()
+    return [layer for layer, held in waiting if held <= known]
 
 
 def _process_again(layer: Module) -> None:
@@ -415,13 +420,13 @@ def _process_again(layer: Module) -> None:
         method.process_weights_after_loading(layer)
 
 
-def incomplete_layers(model: Module, *, tied: list[Module]) -> list[str]:
+def incomplete_layers(layers: Mapping[str, Module], *, tied: list[Module]) -> list[str]:
     """Names of the layers that have parameters to load in the running reload and did not get all of them.
 
     vLLM itself fills such a layer from uninitialised memory (DEBUG line) or keeps its old weights (warning).
     """
     missing = []
-    for name, layer in model.named_modules():
+    for name, layer in layers.items():
         info = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer) or any(layer is known for known in tied):
             continue
@@ -433,7 +438,7 @@ def incomplete_layers(model: Module, *, tied: list[Module]) -> list[str]:
 
 def loadable_elements(layer: Module) -> int:
     """How many elements a checkpoint brings for a layer: vLLM pads a vocabulary to a multiple of 64 rows of zeros."""
-    elements = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+    elements = sum(parameter.numel() for parameter in layer._parameters.values() if parameter is not None)
     if isinstance(layer, VocabParallelEmbedding):
         rows = layer.shard_indices
         padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.kernel_proof import ROTATION
-from appliance.engine.update import WeightUpdate, incomplete_layers, is_derived, loadable_elements, tied_layers
+from appliance.engine.update import WeightUpdate, is_derived, loadable_elements
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
 from appliance.sync.manifest import MANIFEST_NAME, digest
@@ -202,19 +202,16 @@ class WaysIn:
         if not self.update.is_open:
             return False
         if self._waiting is None:
-            self._waiting = [layer for layer in self._model.modules() if not isinstance(layer, ParallelLMHead)]
+            self._waiting = [each for each in self.update.layers.values() if not isinstance(each, ParallelLMHead)]
         while self._waiting and not _waits(self._waiting[-1]):
             self._waiting.pop()
-        return not self._waiting and not self._incomplete()
-
-    def _incomplete(self) -> list[str]:
-        return incomplete_layers(self._model, tied=tied_layers(self._model))
+        return not self._waiting and not self.update.incomplete()
 
     def _missing(self) -> str:
         """By an update that is open."""
         if not self.update.is_open:
             return ": no weights have come yet"
-        missing = self._incomplete()
+        missing = self.update.incomplete()
         return f": {missing[0]} and {len(missing) - 1} more layers wait for weights" if missing else ""
 
     def _is_the_embedding(self, head: Tensor) -> bool:
@@ -223,7 +220,7 @@ class WaysIn:
 
     def _head_digest(self, head: Tensor | None) -> str:
         """Of a checkpoint's head, the rows that this rank has, or of the embedding's. head: [vocabulary, hidden]."""
-        layer = next(each for each in self._model.modules() if isinstance(each, VocabParallelEmbedding))
+        layer = next(each for each in self.update.layers.values() if isinstance(each, VocabParallelEmbedding))
         first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
         held = layer.weight.data[: last - first] if head is None else head[first:last]
         return digest(held.to(self._dtype))
@@ -240,4 +237,4 @@ def ways_into(model: Module) -> WaysIn | None:
 
 def _waits(layer: Module) -> bool:
     info = get_layerwise_info(layer)
-    return info.can_load() and not is_deferred_attention_layer(layer) and info.load_numel < loadable_elements(layer)
+    return info.can_load() and info.load_numel < loadable_elements(layer) and not is_deferred_attention_layer(layer)
