@@ -200,11 +200,9 @@ class CpuKernels:
             return packed(weight.codes_NK, scale_N1=weight.scale, dtype=torch.bfloat16)
         return lambda x_TK, bias_N: multiply_fp8(x_TK, weight, bias_N)
 
-    def codes(self, x_TK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
-        """The codec's, of activations. Raises NumericsError when a value is not finite."""
-        if scheme is Scheme.INT8:
-            return quantise_weight(x_TK, what="an activation")
-        return quantise_tokens(x_TK, scheme=scheme)
+    def codes(self, x_TK: Tensor, *, scheme: Scheme, integers: bool) -> QuantisedWeight:
+        """The codec's, of activations. integers: in INT8.  Raises NumericsError when a value is not finite."""
+        return quantise_weight(x_TK, what="an activation") if integers else quantise_tokens(x_TK, scheme=scheme)
 
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
         return fp8_product(left, right)
@@ -254,7 +252,7 @@ class CudaKernels(CpuKernels):
 
         return multiply
 
-    def codes(self, x_TK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
+    def codes(self, x_TK: Tensor, *, scheme: Scheme, integers: bool) -> QuantisedWeight:
         return quantise_tokens(x_TK, scheme=scheme)
 
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:

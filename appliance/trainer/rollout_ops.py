@@ -236,7 +236,8 @@ class EngineWeight:
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
         """Of activations. Raises NumericsError."""
         try:
-            return kernels_of(x_TK).codes(x_TK, scheme=self.quantised.scheme)
+            scheme = self.quantised.scheme
+            return kernels_of(x_TK).codes(x_TK, scheme=scheme, integers=scheme is Scheme.INT8)
         except NumericsError as error:
             raise NumericsError(f"{self.name} in training: {error.message}") from None
 

@@ -139,7 +139,7 @@ def test_the_page_shows_the_run(short: Finished) -> None:
     assert [each["prompt"] for each in first] == [each["prompt"] for each in last]
     for each in (*first, *last):
         assert each["accuracy"] == float(each["response"].strip() == each["truth"]) and 0 < each["tokens"] <= 8
-    assert max(line["pss_bytes"] for line in short.json_lines("memory.jsonl")) > 1 << 30
+    assert max(line["pss_bytes"] for line in short.json_lines("memory.jsonl")) > 1 << 28  # of the children, too
 
 
 def test_tensorboard_has_every_step_by_our_names(short: Finished) -> None:
