@@ -127,8 +127,8 @@ def _writing(target: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if not isinstance(error, OSError) and not is_full(error):
             raise
-        message = f"{target}: cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise PreflightError(message, hint="free some space, or set -o to another folder") from error
+        why = "no space left" if is_full(error) else f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise PreflightError(f"{target}: {why}", hint="free some space, or set -o to another folder") from error
 
 
 if __name__ == "__main__":

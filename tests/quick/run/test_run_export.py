@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,10 +101,21 @@ def test_an_output_that_cannot_be_written_is_no_fault_of_an_engine(run_dir: Path
     assert not (tmp_path / "new").exists()
 
 
-def test_a_disk_that_fills_under_safetensors_is_no_fault_of_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")]),
+    ],
+)
+def test_a_disk_that_fills_is_no_fault_of_an_engine(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(PreflightError) as caught, _writing(tmp_path / "out"):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise error
+    assert caught.value.message == f"{tmp_path / 'out'}: no space left"
     assert caught.value.hint == "free some space, or set -o to another folder"
+
+
+def test_a_model_that_cannot_be_read_is_no_full_disk(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError), _writing(tmp_path / "out"):
         raise SafetensorError("Error while deserializing header: header too small")
 
