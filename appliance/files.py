@@ -24,8 +24,8 @@ _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether something could not be written for want of space."""
-    return getattr(error, "errno", None) in _FULL
+    """Whether something could not be written for want of space. safetensors' errors, and Ray's, have no number."""
+    return getattr(error, "errno", None) in _FULL or "No space left" in str(error)
 
 
 def is_refused(error: BaseException) -> bool:

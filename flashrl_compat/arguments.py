@@ -51,7 +51,9 @@ SYNC_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from: what FlashRL patches the sampler for
 
 # vLLM renames what a checkpoint of theirs calls a layer, or one expert's part, so that no tensor of it would be found.
-_NAMES_OF_THEIR_OWN = frozenset({"GptOssForCausalLM", "GraniteMoeForCausalLM"})
+_NAMES_OF_THEIR_OWN = frozenset(
+    {"GptOssForCausalLM", *(f"GraniteMoe{kind}ForCausalLM" for kind in ("", "Hybrid", "Shared"))}
+)
 
 Problem = tuple[str, str]
 

@@ -109,7 +109,9 @@ def part_names(name: str) -> list[str]:
 def _linear(name: str, layer: LinearBase) -> Iterator[tuple[str, Slot]]:
     sources, parts = part_names(name), _parts(name, layer)
     if len(sources) != len(parts):
-        raise EngineError(f"{name} has {len(parts)} parts, the model names {len(sources)} for it: {sources}")
+        fact = f"{name} holds {len(parts)} layers, in an order that no proof knows"
+        hint = "use a model of another type, or unset FLASHRL_CONFIG"
+        raise EngineError(f"{fact}: no weight update of this model is proven", hint=hint)
     columns = ALL
     if isinstance(layer, RowParallelLinear):
         width = layer.input_size_per_partition

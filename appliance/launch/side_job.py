@@ -16,6 +16,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, error_class
+from appliance.files import is_full
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity, lines
@@ -154,7 +155,7 @@ def folder_elsewhere(*, command: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_folder(folder: Path, *, option: str) -> Iterator[None]:
     """Make a folder before any work, so that none is lost. If nothing came into it, it goes again. option: of the
-    command, which names the folder.  Raises PreflightError when it cannot be made or written."""
+    command, which names the folder.  Raises PreflightError when it cannot be made or written, or the disk fills."""
     try:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,6 +164,10 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
         raise cannot_write(folder, error, setting=option) from error
     try:
         yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise cannot_write(folder, error, setting=option) from error
     finally:
         with contextlib.suppress(OSError):  # not empty: the user's now
             for each in missing:

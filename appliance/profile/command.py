@@ -78,7 +78,8 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
         plan, host = plan_in(folder, recipe)
         _refuse_existing(output, *((beside,) if plan.profile else ()))
         examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
-        with new_folder(output.absolute().parent, option="-o"):
+        of_its_own = new_folder(beside, option="-o") if plan.profile else nullcontext()
+        with new_folder(output.absolute().parent, option="-o"), of_its_own:
             profile = None
             if plan.profile is not None:
                 profile = _make(plan, output=beside)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,8 +180,9 @@ def _rows(path: Path, left_out: set[str]) -> Iterator[tuple[int, Row | str]]:
             if len(line) > MAX_LINE:
                 yield number, f"a line of more than {MAX_LINE >> 20} MiB: the rest of the file is not read"
                 return
-            if line.strip():
-                yield number, _json_row(line.rstrip(b"\n"))
+            row = line.removeprefix(BOM_UTF8).rstrip(b"\n")
+            if row.strip():
+                yield number, _json_row(row)
 
 
 def _parquet_batches(path: Path, left_out: set[str]) -> Iterator[pa.RecordBatch]:

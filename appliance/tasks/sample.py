@@ -175,7 +175,7 @@ def _best_grade(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> G
 
 
 def main() -> int:
-    plan = TaskPlan.model_validate_json(sys.stdin.read())
+    plan = TaskPlan.model_validate_json(sys.stdin.buffer.read())
     say = voice()
     sys.path.extend(plan.own.import_path if plan.own is not None else ())
     say("verdict", asdict(judge_sample(plan, tell=lambda what: say("doing", what))))

@@ -234,7 +234,7 @@ def _hermes_calls(text: str) -> list[object]:
 
 
 def main() -> int:
-    asked = ToolsRequest(**json.loads(sys.stdin.read()))
+    asked = ToolsRequest(**json.loads(sys.stdin.buffer.read()))
     say = voice()
     sys.path.extend(asked.import_path)  # as in the pool
     say("tools", asdict(_described(asked)))

@@ -268,7 +268,7 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
     """
     folders = [each.resolve() for each in (run_dir / FOLDER, run_dir) if each.is_dir()]
     full = [each for each in folders if shutil.disk_usage(each).free < _FULL_BYTES]
-    if is_full(getattr(error, "cause", error)) or "No space left" in str(error):
+    if is_full(getattr(error, "cause", error)) or is_full(error):
         return (full or folders)[0]
     return folders[0] if folders[0] in full else None
 

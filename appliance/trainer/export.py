@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from appliance.errors import PreflightError, TrainingError
-from appliance.files import whole_folder
+from appliance.files import is_full, whole_folder
 from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, write_config
 from appliance.quant.uaq import fold_back
 from appliance.record.checkpoints import ADAPTER_FOLDER, PROFILE_FOLDER
@@ -122,9 +124,11 @@ def _export_adapter(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
 def _writing(target: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        message = f"{target}: cannot be written: {error.strerror or error}"
-        raise PreflightError(message, hint="free some space, or set -o to another folder") from error
+    except (OSError, SafetensorError) as error:
+        if not isinstance(error, OSError) and not is_full(error):
+            raise
+        why = "no space left" if is_full(error) else f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise PreflightError(f"{target}: {why}", hint="free some space, or set -o to another folder") from error
 
 
 if __name__ == "__main__":

@@ -250,13 +250,20 @@ def test_an_engine_with_parts_of_layers_or_experts_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture"), [("gpt_oss", "GptOssForCausalLM"), ("granitemoe", "GraniteMoeForCausalLM")]
+    ("model_type", "architecture"),
+    [
+        ("gpt_oss", "GptOssForCausalLM"),
+        ("granitemoe", "GraniteMoeForCausalLM"),
+        ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    ],
 )
 def test_a_model_with_names_of_its_own_is_refused(
     tmp_path: Path, flashrl: pytest.MonkeyPatch, model_type: str, architecture: str
 ) -> None:
-    config = {"model_type": model_type, "architectures": [architecture], "hidden_size": 96, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    config = {"model_type": model_type, "architectures": [architecture], "hidden_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **heads}))
     assert engine_config(tmp_path, skip_tokenizer_init=True)
     flashrl.setenv("FLASHRL_CONFIG", "bf16")
     fact = f"--model: {architecture} has checkpoints whose names no proof knows, and no weight update of it is proven"

@@ -139,6 +139,24 @@ def test_preflight_stops_these_commands_too(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["profile", "setup"])
+def test_a_disk_that_fills_is_named_and_nothing_is_left(
+    file: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(plan: object, *, output: Path) -> Path:
+        output.mkdir(exist_ok=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "_make", fill)
+    run = {"profile": command.run_profile, "setup": command.run_setup}[name]
+    with pytest.raises(PreflightError) as raised:
+        run(loaded(file), output=tmp_path / "new" / "out")
+    full = tmp_path / "new" / {"profile": "out", "setup": "out-profile"}[name]
+    assert raised.value.message == f"{full}: no space left"
+    assert raised.value.hint == "free some space, or set -o to a roomier place"
+    assert not (tmp_path / "new").exists(), "what is there already would be refused the next time"
+
+
 def test_a_childs_own_word_and_code_reach_the_user(file: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         command.run_profile(loaded(file, "task.max_prompt_tokens=1"), output=tmp_path / "new" / "out")

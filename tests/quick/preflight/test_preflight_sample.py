@@ -104,6 +104,14 @@ def test_a_file_of_the_current_folder_takes_no_place_of_a_module(
     assert reward_problem(planned(tmp_path, "arithmetic", None)) is None
 
 
+def test_a_path_that_is_not_ascii_is_read_whatever_pythons_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    file = rows(tmp_path / "дані.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
+    assert reward_problem(planned(tmp_path, "gsm8k", file)) is None
+
+
 def test_data_that_is_not_here_yet_is_not_graded(tmp_path: Path) -> None:
     assert reward_problem(planned(tmp_path, "gsm8k", None)) is None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.files import partial_prefix
@@ -13,7 +15,7 @@ from appliance.launch import command
 from appliance.launch.command import run_export
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.session import create_session
-from appliance.trainer.export import export_checkpoint
+from appliance.trainer.export import _writing, export_checkpoint
 
 
 @pytest.fixture
@@ -97,6 +99,25 @@ def test_an_output_that_cannot_be_written_is_no_fault_of_an_engine(run_dir: Path
         run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "new" / ("a" * 250))
     assert caught.value.message == f"{tmp_path / 'new' / ('a' * 250)}: cannot be written: File name too long"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")]),
+    ],
+)
+def test_a_disk_that_fills_is_no_fault_of_an_engine(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(PreflightError) as caught, _writing(tmp_path / "out"):
+        raise error
+    assert caught.value.message == f"{tmp_path / 'out'}: no space left"
+    assert caught.value.hint == "free some space, or set -o to another folder"
+
+
+def test_a_model_that_cannot_be_read_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(SafetensorError), _writing(tmp_path / "out"):
+        raise SafetensorError("Error while deserializing header: header too small")
 
 
 def test_half_a_model_does_not_stay(run_dir: Path, tmp_path: Path, monkeypatch) -> None:

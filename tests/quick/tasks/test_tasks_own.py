@@ -73,6 +73,12 @@ def test_numbers_and_texts_may_stand_in_one_file(file: Path) -> None:
     assert ([each.truth for each in found.problems], found.faults) == (["1", "2"], [])
 
 
+def test_byte_order_marks_line_ends_of_windows_and_empty_lines_are_no_part_of_rows(file: Path) -> None:
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "1?"}\r\n\r\n \r\n\xef\xbb\xbf{"prompt": "2?"}\r\n\xef\xbb\xbf')
+    found = read_parts(file)
+    assert ([each.prompt for each in found.problems], found.rows, found.faults) == (["1?", "2?"], 2, [])
+
+
 def test_chat_messages_keep_what_was_said_before(file: Path) -> None:
     (problem,) = read(file, {"prompt": SAID}).problems
     assert (problem.prompt, problem.before) == ("1 + 2?", (("system", "Be short."),))
