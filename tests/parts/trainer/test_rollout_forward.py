@@ -141,7 +141,7 @@ def test_codes_kept_are_the_codecs_in_every_row() -> None:
     kept, codec = layer.codes_of(x_TK.t().contiguous().t()), quantise_int8(x_TK)
     assert torch.equal(kept.codes_NK, codec.codes_NK) and torch.equal(kept.scale, codec.scale)
     x_TK[3, 5] = torch.inf
-    with pytest.raises(NumericsError, match="^a layer in training: an activation to quantise has a value that is not"):
+    with pytest.raises(NumericsError, match=r"^a layer in training: an activation to quantise has a value that is not"):
         layer.codes_of(x_TK)
 
 
