@@ -25,7 +25,8 @@ _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 def is_full(error: BaseException) -> bool:
     """Whether something could not be written for want of space. safetensors' errors, and Ray's, have no number."""
-    return getattr(error, "errno", None) in _FULL or "No space left" in str(error)
+    said = any(os.strerror(number) in str(error) for number in _FULL)
+    return said or getattr(error, "errno", None) in _FULL
 
 
 def is_refused(error: BaseException) -> bool:

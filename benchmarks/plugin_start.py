@@ -8,6 +8,7 @@ processor time, which other work on the machine touches less.
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import resource
 import subprocess
@@ -20,6 +21,7 @@ from statistics import median
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES
 from appliance.control_groups import usable_cores
+from benchmarks.demo import processor
 from benchmarks.sync import random_state, set_environment, started_runner
 
 SIDES = {"vLLM, BF16": {"VLLM_PLUGINS": ""}, "FLASHRL_CONFIG=bf16": {"FLASHRL_CONFIG": "bf16"}}
@@ -69,7 +71,9 @@ def main() -> int:
                 took = start_once(Path(folder), variables)
                 found[name] += [took] if turn >= 0 else []
     page = (
-        f"# An engine's start with the plugin\n\nMedians of {given.turns} starts of each, in turns.\n\n{table(found)}"
+        f"# An engine's start with the plugin\n\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: "
+        f"{processor()}, {usable_cores()} threads. Medians of {given.turns}\nstarts of each, in turns; *later* is that "
+        f"of the turns' differences.\n\n{table(found)}"
     )
     console.out(page)
     if given.output is not None:

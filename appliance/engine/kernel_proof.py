@@ -106,7 +106,7 @@ class Mismatch:
     expected: float | str
     bound: float = 0.0
     """On their difference."""
-    channel: int = -1
+    channel: int | None = None
     """Of an answer that is not finite."""
 
     def __str__(self) -> str:
@@ -319,7 +319,7 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
         return None
     numbers = (float(each[worst]) for each in (kernel_N, expected_N, bound_N))
     is_finite = bool(torch.isfinite(kernel_N[worst]))
-    return Mismatch(f"probe, output channel {worst}", *numbers, channel=-1 if is_finite else worst)
+    return Mismatch(f"probe, output channel {worst}", *numbers, channel=None if is_finite else worst)
 
 
 def first_scale(held: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:

@@ -120,7 +120,7 @@ class WeightUpdate:
         self._routes = Routes(model, records=not why_unknown([model_config.architecture]))
         for layer in self.layers.values():
             if isinstance(method := getattr(layer, "quant_method", None), Quantising):
-                method.known_finite = True  # from here on: `_load_one` looks at each tensor
+                method.known_finite = True  # from here on: `_load_one` looks at each of its tensors
         self._replica, self._rank = replica, rank
         self._sync = self._taken_before = taken_before
         self._now = _Running(self._smoothing)
@@ -152,8 +152,8 @@ class WeightUpdate:
         """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. The
         tensors are kept until their layer is complete: is_lent says that their sender uses their memory again, so that
         what has to wait is copied. Raises SyncError for a tensor that the model does not have, has in another shape or
-        has already got, for a value that is not finite, for what comes after the list, and for a precision that this
-        engine cannot have."""
+        has already got, for a value that is not finite (or `finish` does), for what comes after the list, and for a
+        precision that this engine cannot have."""
         for name, tensor in bucket:
             if name == DIRECTIVE_NAME and self._needs_manifest:
                 self._take_directive(tensor)

@@ -80,7 +80,7 @@ def dequantise_rows(codes_NK: Tensor, scale_N1: Tensor, *, dtype: torch.dtype) -
     rows = chunk_rows(codes_NK)
     wide_RK = values_NK.new_empty((min(rows, len(codes_NK)), codes_NK.shape[1]), dtype=torch.float32)
     parts = (each.split(rows) for each in (codes_NK, scale_N1, values_NK))
-    for codes_RK, scale_R1, into_RK in zip(*parts, strict=True):  # a product of both types at once is far slower
+    for codes_RK, scale_R1, into_RK in zip(*parts, strict=True):  # on a CPU a product of both types is far slower
         into_RK.copy_(wide_RK[: len(codes_RK)].copy_(codes_RK).mul_(scale_R1))
     return values_NK
 

@@ -105,7 +105,7 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     # Exact means that the way back is the identity. It also fails for what is not finite.
     if not torch.equal(folded * factor_K.reciprocal().to(tensor.dtype), tensor):
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}")
+        raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}, or is not finite")
     return folded
 
 

@@ -204,7 +204,12 @@ def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
         tempfile.TemporaryFile("w+", errors="replace") as printed,
     ):
         child = subprocess.Popen(
-            module_argv(module), stdin=subprocess.PIPE, stdout=said, stderr=printed, text=True, start_new_session=True
+            module_argv(module),
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=printed,
+            encoding="utf-8",
+            start_new_session=True,
         )
         try:
             is_late = not _ends(child, given=given, said=said, within_s=within_s)

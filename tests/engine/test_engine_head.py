@@ -105,6 +105,33 @@ def test_the_bf16_head_is_another_one(shape: str, tmp_path: Path, monkeypatch: p
     assert float(((seen.logits_MV.double() - wanted_MV).abs() > bound_MV).double().mean()) > 0.9
 
 
+@pytest.mark.parametrize("fp32", [False, True], ids=["bf16-head", "fp32-head"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_not_finite_is_told_as_what_it_is(
+    shape: str, fp32: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of its own is not looked at: its kernel's answer shows a value. A tied one's tensor is, as it comes: an
+    answer that is not finite is then the kernel's fault."""
+    from appliance.errors import SyncError
+
+    folder = make_checkpoint(tmp_path / "a", seed=21, num_hidden_layers=1, **SHAPES[shape])
+    tensors = read_checkpoint(folder)
+    engine = start_engine(folder, scheme="bf16", lm_head_fp32=fp32)
+    method, name = engine.model.lm_head.quant_method, "lm_head.weight"
+    if shape == "tied":
+        apply = method.apply
+        monkeypatch.setattr(method, "apply", lambda *given: apply(*given) * float("nan"))
+        wanted = "weight update 1: lm_head on rank 0 is not as received: probe, output channel 0: there is nan"
+    else:
+        held = dict(tensors)[name].clone()
+        held[7, -1] = float("inf")
+        tensors = [(each, held if each == name else tensor) for each, tensor in tensors]
+        wanted = "weight update: lm_head.weight has a value that is not finite"
+    with pytest.raises(SyncError) as raised:
+        engine.load(tensors)
+    assert raised.value.message.startswith(wanted), raised.value.message
+
+
 def test_parts_of_the_vocabulary_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is widened some rows at a time: rows are independent, whatever their number."""
     from appliance.engine import config
