@@ -105,6 +105,7 @@ def test_an_output_that_cannot_be_written_is_no_fault_of_an_engine(run_dir: Path
     "error",
     [
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
         shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")]),
     ],
 )
