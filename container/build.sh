@@ -62,6 +62,10 @@ done
 [ "$flavour" != cpu ] || { fill_wheels && arguments+=(--tag "$name:latest"); }
 
 DOCKER_BUILDKIT=1 "$client" build --progress plain --target "$flavour" "${arguments[@]}" \
-    --tag "$name:$flavour" --tag "$name:$version-$flavour" .
+    --tag "$name:$flavour" --tag "$name:$version-$flavour" . || {
+    code=$?
+    "$client" version >/dev/null 2>&1 && exit "$code"
+    fail "the Docker engine ended under the build" "start it and build again; 20.10's BuildKit can crash (moby/buildkit#2861)"
+}
 "$client" image inspect --format '{{.Size}}' "$name:$flavour" |
     awk -v name="$name:$flavour" -v s="$SECONDS" '{ printf "build: %s has %.2f GB, made in %d s\n", name, $1 / 1e9, s }' >&2
