@@ -7,6 +7,7 @@ set -euo pipefail
 
 readonly folder=/run/flashrl-appliance # root's: nobody else can put another process's number or a link there
 readonly log=$folder/dockerd.log started=$folder/dockerd.pid
+readonly running=/var/run/docker.pid # dockerd's own: while a process has the number in it, no other starts
 readonly ends_within_s=60
 
 answers() { docker version --format '{{.Server.Version}}' 2>/dev/null; }
@@ -21,6 +22,15 @@ install_missing() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
 }
 
+forget_crashed() { # its number stays taken until somebody has waited for it
+    local engine
+    engine=$(cat "$running" 2>/dev/null) || return 0
+    for _ in {1..50}; do
+        grep -qs '^State:[[:space:]][^ZX]' "/proc/$engine/status" || { rm -f "$running" && return; }
+        sleep 0.1
+    done
+}
+
 start() {
     local version
     answers >/dev/null || rm -f "$started" # of an earlier one: whatever has its number now is not ours
@@ -29,6 +39,7 @@ start() {
         echo "engine: $version answers" >&2
         return
     fi
+    forget_crashed
     mkdir -p "$folder"
     nohup dockerd >"$log" 2>&1 </dev/null &
     echo $! >"$started"

@@ -1,4 +1,4 @@
-"""container/engine.sh ends the Docker engine that it started, and no other process.
+"""container/engine.sh starts an engine, after a crash too, and ends the one that it started, and no other process.
 
 No engine is started here: the programs that they call are of the test.
 """
@@ -19,8 +19,13 @@ LASTS = "while :; do sleep 0.1; done"
 def script(root: Path, tmp_path: Path) -> Path:
     """The script with a folder of the test in the place of root's."""
     text = (root / "container/engine.sh").read_text()
-    assert text.count("folder=/run/flashrl-appliance ") == 1
-    return program(tmp_path / "engine.sh", text.replace("folder=/run/flashrl-appliance ", f"folder={tmp_path}/run "))
+    for name, there, here in (
+        ("folder", "/run/flashrl-appliance", "run"),
+        ("running", "/var/run/docker.pid", "docker.pid"),
+    ):
+        assert text.count(f"{name}={there} ") == 1
+        text = text.replace(f"{name}={there} ", f"{name}={tmp_path}/{here} ")
+    return program(tmp_path / "engine.sh", text)
 
 
 def program(file: Path, text: str) -> Path:
@@ -69,3 +74,25 @@ def test_stop_leaves_a_process_that_has_the_number_now(script: Path, process: Ca
     other = process("another", "")
     done = call(script, "stop")
     assert (done.returncode, done.stderr, other.poll()) == (0, "", None)
+
+
+@pytest.mark.parametrize("crashed", [True, False])
+def test_one_starts_after_one_that_crashed_and_not_beside_one_that_runs(
+    script: Path, process: Callable, crashed: bool
+) -> None:
+    """As dockerd does: none starts while a process has the number in its file, one that nobody waited for included."""
+    file = script.parent / "docker.pid"
+    before = process("before", "")
+    file.write_text(str(before.pid))
+    if crashed:
+        before.kill()
+        os.waitid(os.P_PID, before.pid, os.WEXITED | os.WNOWAIT)  # it stays, as of a parent that does not look
+    up = script.parent / "up"
+    program(script.parent / "bin/dockerd", f"[ ! -e {file} ] || exit 1\ntouch {up}")
+    for name in "debootstrap", "docker-compose":
+        program(script.parent / "bin" / name, "")
+    program(script.parent / "bin/docker", f"[ -e {up} ] && echo 20.10")
+    program(script.parent / "bin/sleep", "")
+    done = call(script)
+    assert (done.returncode, up.exists(), file.exists()) == ((0, True, False) if crashed else (1, False, True)), done
+    assert ("started" if crashed else "no Docker engine answers") in done.stderr
