@@ -7,7 +7,7 @@ set -euo pipefail
 
 readonly folder=/run/flashrl-appliance # root's: nobody else can put another process's number or a link there
 readonly log=$folder/dockerd.log started=$folder/dockerd.pid
-readonly running=/var/run/docker.pid # dockerd's own: while a process has the number in it, no other starts
+readonly running=/var/run/docker # dockerd's own .pid, and its containerd's: while a process has the number, no other starts
 readonly ends_within_s=60
 
 answers() { docker version --format '{{.Server.Version}}' 2>/dev/null; }
@@ -22,12 +22,14 @@ install_missing() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
 }
 
-forget_crashed() { # its number stays taken until somebody has waited for it
-    local engine
-    engine=$(cat "$running" 2>/dev/null) || return 0
-    for _ in {1..50}; do
-        grep -qs '^State:[[:space:]][^ZX]' "/proc/$engine/status" || { rm -f "$running" && return; }
-        sleep 0.1
+forget_crashed() { # their numbers stay taken until somebody has waited for them
+    local file
+    for file in "$running.pid" "$running/containerd/containerd.pid"; do
+        for _ in {1..50}; do
+            [ -f "$file" ] || break
+            grep -qs '^State:[[:space:]][^ZX]' "/proc/$(<"$file")/status" || rm -f "$file"
+            sleep 0.1
+        done
     done
 }
 
