@@ -94,7 +94,7 @@ class ProblemSet:
 def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: int | None = None) -> ProblemSet:
     """Never raises for the file. name: as faults call it, empty: by its path.  most_rows: look at no more."""
     name, hint = name or str(path), source.hint
-    kind = "parquet" if str(path).endswith(PARQUET) else "JSON-lines or parquet"
+    kind = "parquet" if Path(path).suffix.lower() == PARQUET else "JSON-lines or parquet"
     try:
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
@@ -172,7 +172,7 @@ def without_faults(*read: ProblemSet) -> list[ProblemSet]:
 
 def _rows(path: Path, left_out: set[str]) -> Iterator[tuple[int, Row | str]]:
     """(line or row number, the row or what is wrong with it). left_out: takes the fields that are not in them."""
-    if path.suffix == PARQUET:
+    if path.suffix.lower() == PARQUET:
         yield from enumerate(_plain_rows(_parquet_batches(path, left_out), left_out), start=1)
         return
     with path.open("rb") as file:

@@ -223,8 +223,8 @@ def test_verls_parquet_is_taken_unchanged(tmp_path: Path) -> None:
         "reward_model": {"style": "rule", "ground_truth": {"answer": [3, 4], "unit": None}},
         "extra_info": {"split": "train", "index": 5},
     }
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
-    (problem,) = read_parts(tmp_path / "train.parquet").problems
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "TRAIN.PARQUET")
+    (problem,) = read_parts(tmp_path / "TRAIN.PARQUET").problems
     assert problem.messages == (("system", "Be short."), ("user", "1 + 2?"))
     assert json.loads(problem.truth) == {"answer": [3, 4], "unit": None}
     assert json.loads(problem.row) == row
