@@ -223,9 +223,10 @@ def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:
     if reason := _no_kernels(quantisation):
         hint = "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file"
         problems.append((f"{CONFIG_VARIABLE}: {reason}", hint if quantisation.scheme.spec.can_emulate else ""))
-    if not quantisation.is_plain and (method := _method_of_checkpoint(arguments)):
+    if method := _method_of_checkpoint(arguments):
         fact = f"--model: {arguments.model} is quantised already ({method})"
-        problems.append((fact, "serve the BF16 checkpoint: it is quantised when it is loaded"))
+        hint = "" if quantisation.is_plain else ": it is quantised when it is loaded"
+        problems.append((fact, f"serve the BF16 checkpoint{hint}"))
     return problems
 
 
@@ -247,7 +248,8 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _method_of_checkpoint(arguments: Any) -> str:
-    """The quantisation method that the checkpoint itself names, or nothing: ours would take its place silently."""
+    """The quantisation method that the checkpoint itself names, or nothing. Ours would take its place silently, and no
+    update in BF16 fits a layer that keeps it."""
     from vllm.transformers_utils.config import get_config
 
     config = get_config(

@@ -1,4 +1,4 @@
-"""The environment variables of a run's children. No other file of the launcher names one."""
+"""The environment variables that the launcher gives to a run's children."""
 
 from __future__ import annotations
 

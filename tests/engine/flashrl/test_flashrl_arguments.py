@@ -200,16 +200,19 @@ def test_vllms_own_online_method_is_refused(model: Path, flashrl: pytest.MonkeyP
     ]
 
 
-def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scheme", "hint"), [("int8", ": it is quantised when it is loaded"), ("bf16", "")])
+def test_a_quantised_checkpoint_is_refused(
+    model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch, scheme: str, hint: str
+) -> None:
     """FlashRL serves a quantised donor; here the settings would silently take the place of the checkpoint's own."""
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    flashrl.setenv("FLASHRL_CONFIG", scheme)
     assert problems_of(tmp_path, skip_tokenizer_init=True) == [
         (
             f"--model: {tmp_path} is quantised already (compressed-tensors)",
-            "serve the BF16 checkpoint: it is quantised when it is loaded",
+            f"serve the BF16 checkpoint{hint}",
         )
     ]
 
