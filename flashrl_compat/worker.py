@@ -6,6 +6,7 @@ each as one weight update, and speaks as the last one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -61,15 +62,18 @@ class ProvenWorker(Worker):
                 "weight update: weights in a kernel's own format cannot be proven", hint="send checkpoints'"
             )
         runner, by = self.model_runner, "reload_weights"
+        config = copy.copy(runner.model_config)
         if weights_iterator is None:
-            if weights_path is not None:  # and the next one without a path loads it again
-                runner.model_config.model, runner.model_config.revision = weights_path, None
-            by = f"reload_weights of {runner.model_config.model}"
-            weights_iterator = _weights(runner, load_config=self.vllm_config.load_config)
+            if weights_path is not None:
+                config.model, config.revision = weights_path, None
+            by = f"reload_weights of {config.model}"
+            weights_iterator = _weights(config, model=runner.get_model(), load_config=self.vllm_config.load_config)
         self.appliance_ways_in.begin(by)
         self.appliance_ways_in.load(weights_iterator, by=by)
         self.appliance_ways_in.finish()
-        self.model_runner.reset_lora_state()
+        # the next one without a path loads it again
+        runner.model_config.model, runner.model_config.revision = config.model, config.revision
+        runner.reset_lora_state()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Raises SyncError while an update is open, and for good after one that failed."""
@@ -88,7 +92,7 @@ class ProvenWorker(Worker):
         return state.version, state.open, state.broken
 
 
-def _weights(runner: Any, *, load_config: Any) -> Iterator[tuple[str, Tensor]]:
+def _weights(config: Any, *, model: Any, load_config: Any) -> Iterator[tuple[str, Tensor]]:
     """As vLLM's own loader reads them, whatever loader the engine was started with."""
     load_config = dataclasses.replace(load_config, load_format="hf", use_tqdm_on_load=False)
-    return DefaultModelLoader(load_config).get_all_weights(runner.model_config, runner.get_model())
+    return DefaultModelLoader(load_config).get_all_weights(config, model)

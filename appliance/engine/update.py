@@ -144,6 +144,11 @@ class WeightUpdate:
         self._needs_manifest = self._wants_manifest
         self._now = _Running(self._smoothing)
 
+    def undo_begin(self) -> None:
+        """Of an update that had no tensor: the weights are whole."""
+        self.broken = ""
+        self._sync -= 1
+
     def expect_manifest(self) -> None:
         """This update's sender has a list. Before its first tensor."""
         self._needs_manifest = True

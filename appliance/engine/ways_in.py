@@ -175,7 +175,8 @@ class WaysIn:
 
     @contextmanager
     def _broken_by_an_error(self) -> Iterator[None]:
-        """What vLLM sets around a load; and after any error, an interrupt too, the update stays broken."""
+        """What vLLM sets around a load; and after any error, an interrupt too, the update stays broken. One that had no
+        tensor has changed nothing, and is as if it had not begun."""
         whole = False
         try:
             with set_current_vllm_config(self._vllm_config), self._where, torch.no_grad():
@@ -186,6 +187,8 @@ class WaysIn:
                 self._said = error.message.removeprefix("weight update: ")
             raise
         finally:
+            if self._open and not whole and not self.update.is_open:
+                self.update.undo_begin()
             self._open = self._open if whole else ""
 
     def _take(self, name: str, tensor: Tensor) -> None:

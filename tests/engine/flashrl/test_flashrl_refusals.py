@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engines import Engine, free_engine, read_checkpoint, start_engine
+from torch import Tensor
 
 from appliance.engine.ways_in import WeightState
 from appliance.errors import SyncError
@@ -172,4 +174,31 @@ def test_a_pooling_engine_answers_and_takes_no_update(
     with pytest.raises(SyncError, match=r"^weight update: a pooling model takes none after a sleep of level 2"):
         engine.llm.collective_rpc("sleep", kwargs={"level": 2})
     assert embedding() == before
+    free_engine(engine)
+
+
+def test_an_update_that_fails_before_its_first_tensor_leaves_the_weights(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder that is not there, a connection that was cut. The next one is the engine's first."""
+
+    def cut_off() -> Iterator[tuple[str, Tensor]]:
+        yield from ()
+        raise ConnectionError("cut off")
+
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    before, config = engine.generate(), engine.worker.model_runner.model_config
+    with pytest.raises(Exception, match="nowhere"):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path / "nowhere")})
+    assert config.model == str(two_checkpoints[0])
+    engine.worker.appliance_ways_in.begin("a sender")
+    with pytest.raises(ConnectionError, match="cut off"):
+        engine.model.load_weights(cut_off())
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(0, "", "")]
+    assert engine.generate() == before
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
+    assert config.model == str(two_checkpoints[1])
+    update = engine.worker.appliance_ways_in.update
+    assert (update._sync, engine.generate() == before) == (1, False)
     free_engine(engine)
