@@ -19,6 +19,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, TrainingError
+from appliance.files import is_full
 from appliance.launch.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.launch.resume import Resume, begin_attempt
 from appliance.launch.subreaper import SubreaperReport
@@ -27,7 +28,7 @@ from appliance.preflight.access import write_token
 from appliance.preflight.finding import Finding, Severity
 from appliance.processes import find_processes, module_argv
 from appliance.record.code import code_of
-from appliance.record.events import Event, MemoryWatch, RunTail, append_event, append_failure
+from appliance.record.events import Event, MemoryWatch, RunTail, append_event, append_failure, failure_event
 from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
 from appliance.record.plan import RunPlan
 from appliance.record.session import (
@@ -136,9 +137,12 @@ def _host_is_to_blame(run_dir: Path) -> Iterator[None]:
     """A file of the run that cannot be written is no fault of ours. Raises PreflightError."""
     try:
         yield
+    except console.StdoutError:
+        raise
     except OSError as error:
-        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(run_dir):
-            raise  # of stdout, or of somebody else's folder
+        name = error.filename  # None for a write, which is of a file that was opened
+        if not (is_full(error) if name is None else Path(os.fsdecode(name)).is_relative_to(run_dir)):
+            raise  # of somebody else's folder, or nobody reads stdout
         raise cannot_write(run_dir, error) from error
 
 
@@ -274,7 +278,10 @@ class _Training:
                 remove=str(ray_dir or ""),
             )
         except (EngineError, TrainingError) as stall:
-            append_failure(self._session.run_dir, stall)
+            try:
+                append_failure(self._session.run_dir, stall)
+            except OSError:  # a full disk: it is told, and counts, all the same
+                self._untold.append(failure_event(stall))
             self._tick()
             report = SubreaperReport(-signal.SIGKILL, ended=(), left=())
         self._note_processes(report)

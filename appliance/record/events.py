@@ -63,14 +63,17 @@ def _is_torn(descriptor: int) -> bool:
 
 def append_failure(run_dir: Path, error: ApplianceError) -> None:
     """Append a `failure` event: the one line, the class, the hint and the exit code of an error of ours."""
-    append_event(
-        run_dir,
-        kind="failure",
-        what=error.message,
-        error=type(error).__name__,
-        hint=error.hint,
-        exit_code=error.exit_code,
-    )
+    append_event(run_dir, kind="failure", what=error.message, **_of_failure(error))
+
+
+def failure_event(error: ApplianceError) -> Event:
+    """What `append_failure` appends, for where that fails."""
+    values = {"time": time.time(), "kind": "failure", "what": error.message, "why": "", **_of_failure(error)}
+    return Event(**values, line=json.dumps(values))
+
+
+def _of_failure(error: ApplianceError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "hint": error.hint, "exit_code": error.exit_code}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from plans import make_guard
 
-from appliance.errors import EngineError, TrainingError
+from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.launch.outcome import Child
 from appliance.launch.train import StallWatch, Step, ask_around, run_training
 from appliance.record.liveness import HEARTBEAT_FILE, Heartbeat, dump_stacks, last_beat
@@ -120,6 +121,33 @@ def test_stalled_training_is_cut_and_says_where_it_hung(
     record = read_record(run_dir)
     assert (record.state, record.exit_code) == (RunStatus.FAILED, 5)
     assert processes_of(run_dir) == []
+
+
+def test_a_stall_on_a_full_disk_is_told_all_the_same(
+    disk_of: Callable[[str], Path],
+    small_plan: Callable,
+    python: Callable,
+    processes_of: Callable,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = disk_of("1m")
+    plan = small_plan(disk, argv=python("import time; time.sleep(1000)")).replace(guard=make_guard(stall_s=2.0))
+
+    def on_a_full_disk(*where: Path, **how: object) -> ApplianceError:
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1 << 16))
+        return ask_around(*where, **how)
+
+    monkeypatch.setattr("appliance.launch.train.ask_around", on_a_full_disk)
+    assert run_training(plan, recipe_yaml="name: small\n", findings=(), name="small", json_mode=True) == 5
+    said = capsys.readouterr()
+    assert "error: training failed in phase starting: no progress for 2 s in phase starting: cut" in said.err
+    assert f"error: {plan.run_dir}: no space left: run.json does not say how the run ended" in said.err
+    (failure,) = [each for each in map(json.loads, said.out.splitlines()) if each.get("kind") == "failure"]
+    assert (failure["error"], failure["exit_code"]) == ("TrainingError", 5)
+    assert processes_of(Path(plan.run_dir)) == []
 
 
 BEFORE_TRAINING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from stopped_runs import resumed, save, steps_in, stopped
 
+from appliance import console
 from appliance.errors import PreflightError
 from appliance.launch.resume import begin_attempt
+from appliance.launch.train import _host_is_to_blame
 from appliance.record.checkpoints import find_newest
 from appliance.record.events import append_event, append_line
 from appliance.record.session import create_session, read_record
@@ -56,6 +59,17 @@ def test_an_attempt_that_cannot_begin_leaves_the_run_as_it_was(
     filler.unlink()
     begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n").release()
     assert read_record(run_dir).attempt == 2 and steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3]
+
+
+def test_a_write_that_names_no_file_is_the_hosts_fault(disk_of: Callable[[str], Path]) -> None:
+    """But for stdout's, which has words of its own."""
+    disk = disk_of("1m")
+    fill(disk)
+    with pytest.raises(PreflightError) as caught, _host_is_to_blame(disk):
+        append_event(disk, kind="note", what="heard")
+    assert (caught.value.message, caught.value.hint) == (f"{disk}: no space left", HINT)
+    with pytest.raises(console.StdoutError), _host_is_to_blame(disk):
+        raise console.StdoutError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_line_that_only_begins_to_fit_is_an_error(disk_of: Callable[[str], Path]) -> None:
