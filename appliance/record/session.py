@@ -146,19 +146,28 @@ def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Sessi
         raise cannot_write(run_dir, error) from error
     record = RunRecord()
     try:
+        session = Session(run_dir, record=record, must_lock=True)
+    except BlockingIOError:  # it is the folder of a launcher that resumes what one that died had claimed
+        raise _in_use(run_dir, is_chosen=is_chosen) from None
+    except OSError as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise cannot_write(run_dir, error) from error
+    try:
         log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
         copy_code(plan)
         (run_dir / "recipe.yaml").write_text(recipe_yaml)
         plan.write(run_dir / "plan.json")
         (run_dir / "versions.json").write_text(json.dumps(versions(plan), indent=2) + "\n")
         write_record(run_dir, record)
-        return Session(run_dir, record=record)
-    except RecipeError:
+    except (RecipeError, OSError) as error:
         shutil.rmtree(run_dir, ignore_errors=True)
+        session.release()
+        with contextlib.suppress(OSError):  # over NFS a file that is open keeps its folder
+            run_dir.rmdir()
+        if isinstance(error, OSError):
+            raise cannot_write(run_dir, error) from error
         raise
-    except OSError as error:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        raise cannot_write(run_dir, error) from error
+    return session
 
 
 def free_run_dir(root: Path, *, name: str) -> Path:

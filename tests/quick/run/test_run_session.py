@@ -73,6 +73,34 @@ def test_losing_a_chosen_name_is_not_the_users_mistake(tmp_path: Path, small_pla
     assert caught.value.problems[0][1] == "another run has just taken it: start again"
 
 
+def test_a_new_folder_that_another_launcher_takes_at_once_is_its_own(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes what it takes for the claim of one that died."""
+    plan, mkdir, taken = small_plan(tmp_path), Path.mkdir, []
+
+    def and_taken(folder: Path, *how: object, **more: object) -> None:
+        mkdir(folder, *how, **more)
+        if folder == Path(plan.run_dir):
+            taken.append(Session(folder, record=RunRecord(), must_lock=True))
+
+    monkeypatch.setattr(Path, "mkdir", and_taken)
+    with pytest.raises(RecipeError) as caught:
+        create(plan, is_chosen=True)
+    assert caught.value.problems[0][1] == "another run has just taken it: start again"
+    assert [each.name for each in Path(plan.run_dir).iterdir()] == [".lock"]
+    taken[0].release()
+
+
+def test_a_run_has_its_launcher_while_its_folder_is_written(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, seen = small_plan(tmp_path), []
+    monkeypatch.setattr("appliance.record.session.versions", lambda plan: seen.append(has_launcher(Path(plan.run_dir))))
+    create(plan).release()
+    assert seen == [True] and not has_launcher(Path(plan.run_dir))
+
+
 def test_file_in_the_way_is_refused(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path)
     Path(plan.run_dir).touch()
