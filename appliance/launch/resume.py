@@ -121,6 +121,9 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
         run_dir = root / name if name else newest_run_dir(root, name=recipe_name)
         if run_dir is None or not run_dir.exists():
             return None
+        if not run_dir.is_dir():
+            hint = "choose another --name, or move the file away"
+            raise RecipeError([(f"--resume: {run_dir} is a file, not the folder of a run", hint)])
     else:
         run_dir, checkpoint = _named(resume, name=name)
     if link := _first_link(run_dir):

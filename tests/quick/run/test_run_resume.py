@@ -91,6 +91,15 @@ def test_a_path_names_a_run_or_one_of_its_checkpoints(tmp_path: Path, small_plan
         assert target == Target(run_dir, read_record(run_dir), checkpoint)
 
 
+@pytest.mark.parametrize("name", ["small-1", None])
+def test_a_file_of_a_runs_name_is_no_run(tmp_path: Path, name: str | None) -> None:
+    (tmp_path / "small-1").touch()
+    with pytest.raises(RecipeError) as caught:
+        find_target("auto", root=tmp_path, recipe_name="small", name=name)
+    message = f"--resume: {tmp_path / 'small-1'} is a file, not the folder of a run"
+    assert caught.value.problems == [(message, "choose another --name, or move the file away")]
+
+
 @pytest.mark.parametrize("path", ["nowhere", "runs", "/etc", "small-1/checkpoints"])
 def test_another_path_is_refused(tmp_path: Path, path: str) -> None:
     hint = "use `auto`, `never`, the folder of a run, or one of its checkpoints/global_step_<n>"
