@@ -223,7 +223,8 @@ def is_done(target: Target, *, steps: int) -> bool:
     """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
-    return _plan_before(target.run_dir).steps >= steps
+    has_model = (target.run_dir / _MODEL / "config.json").is_file()  # an attempt that was cut off may have put it aside
+    return has_model and _plan_before(target.run_dir).steps >= steps
 
 
 def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None:
@@ -456,6 +457,9 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     for each in changed_code(plan):
         what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
         append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")
+    for folder in (_MODEL, SYNC_FOLDER, ATTEST_FOLDER):  # without its model a run is not done: before all else
+        if (run_dir / folder).exists():
+            (run_dir / folder).rename(logs / folder)
     _put_checkpoints_aside(resume)
     after = resume.step if checkpoint else -1
     # The last step's line is written again, whole, after the validation that a stop cut.
@@ -468,9 +472,6 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     if checkpoint is not None and not owed and _plan_before(run_dir).steps == resume.step:
         _bring_back_line(run_dir, checkpoint=checkpoint)
     _restore(run_dir, checkpoint=checkpoint)
-    for folder in (SYNC_FOLDER, ATTEST_FOLDER, _MODEL):
-        if (run_dir / folder).exists():
-            (run_dir / folder).rename(logs / folder)
     for partial in run_dir.glob(f"{partial_prefix(run_dir / _MODEL)}*"):  # of an attempt that was killed
         shutil.rmtree(partial)
     now = versions(plan)

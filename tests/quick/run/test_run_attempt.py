@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from stopped_runs import events, metric, recipe, resumed, save, steps_in, stopped, target_of
 
-from appliance.errors import RecipeError
+from appliance.errors import PreflightError, RecipeError
 from appliance.launch.resume import (
     Resume,
     begin_attempt,
     cut_lines,
     find_start,
     find_target,
+    is_done,
     refuse_changes,
 )
 from appliance.launch.train import _Training
@@ -210,6 +212,25 @@ def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callab
     begin_attempt(plan, resume=Resume(target_of(run_dir), CheckpointSearch(None)), recipe_yaml="").release()
     assert (run_dir / "logs" / "1" / "model").is_dir()
     assert not (run_dir / "model").exists() and not (run_dir / ".model-77").exists()
+
+
+@pytest.mark.parametrize("cut_off_at", ["_put_checkpoints_aside", "versions", "write_record"])
+def test_a_run_that_is_done_is_not_any_more_once_its_next_attempt_was_cut_off(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch, cut_off_at: str
+) -> None:
+    plan = small_plan(tmp_path, steps=5)
+    run_dir = stopped(plan, state=RunStatus.DONE)
+    save(run_dir, 5)
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").touch()
+    assert is_done(target_of(run_dir), steps=5)
+    longer = plan.replace(steps=9)
+    with monkeypatch.context() as patched, pytest.raises(PreflightError):
+        patched.setattr(f"appliance.launch.resume.{cut_off_at}", MagicMock(side_effect=OSError))
+        begin_attempt(longer, resume=resumed(run_dir), recipe_yaml="")
+    assert not any(is_done(target_of(run_dir), steps=steps) for steps in (5, 9))
+    begin_attempt(longer, resume=resumed(run_dir), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
 
 def test_another_version_is_noted(tmp_path: Path, small_plan: Callable) -> None:
