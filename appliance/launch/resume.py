@@ -223,8 +223,9 @@ def is_done(target: Target, *, steps: int) -> bool:
     """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
-    has_model = (target.run_dir / _MODEL / "config.json").is_file()  # an attempt that was cut off may have put it aside
-    return has_model and _plan_before(target.run_dir).steps >= steps
+    if not (target.run_dir / _MODEL).exists() and any(target.run_dir.glob(f"logs/*/{_MODEL}")):
+        return False  # an attempt that was cut off as it began has put it aside
+    return _plan_before(target.run_dir).steps >= steps
 
 
 def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None:
