@@ -70,7 +70,7 @@ def _finite(value: object) -> float | None:
     try:
         is_other = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | numbers.Complex)
         number = float(value) if isinstance(value, numbers.Real) or is_other else math.nan
-    except Exception:  # the boundary of the user's code: what is too large, or several numbers, raises what it likes
+    except BaseException:  # the boundary of the user's code: too large a number, or several, raise what they like
         return None
     return number if math.isfinite(number) else None
 
@@ -80,7 +80,7 @@ def in_words(error: BaseException) -> str:
     not be printable."""
     try:
         first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST] + line_of(error)
-    except Exception:  # the boundary of the user's code: an error's own `__str__` may raise anything
+    except BaseException:  # the boundary of the user's code: an error's own `__str__` may raise anything
         first = "its message cannot be made"
     return f"{type(error).__name__}: {first}"
 

@@ -18,9 +18,17 @@ def test_a_finite_number_is_a_grade(value: float) -> None:
     assert (graded, graded.parts) == (Graded(float(value)), (("one", float(value)),))
 
 
+class Interrupts:
+    def __float__(self) -> float:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     "value",
-    [float("nan"), float("inf"), "1", [1], 1j, np.complex64(1), np.str_("1"), Decimal("sNaN"), np.array([1, 2])],
+    [
+        *(float("nan"), float("inf"), "1", [1], 1j, np.complex64(1), np.str_("1"), Decimal("sNaN"), np.array([1, 2])),
+        Interrupts(),
+    ],
 )
 def test_anything_else_is_a_fault(value: object) -> None:
     why = f"the reward `two` returned {value!r}, not a finite number"
