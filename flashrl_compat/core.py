@@ -151,10 +151,10 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
         _tell_of_mixed(core, old=known.version, new=states[0].version)
         known.version = states[0].version
         core.set_weight_version(str(known.version))
-        if known.paused:
-            known.paused = False
-            if not core.model_executor.is_sleeping:  # else the call that wakes its cache resumes
-                core.resume_scheduler()
+    if known.paused:
+        known.paused = False
+        if not core.model_executor.is_sleeping:  # else the call that wakes its cache resumes
+            core.resume_scheduler()
     return is_new
 
 

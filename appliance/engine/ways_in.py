@@ -189,6 +189,7 @@ class WaysIn:
         finally:
             if self._open and not whole and not self.update.is_open:
                 self.update.undo_begin()
+                self._said = ""
             self._open = self._open if whole else ""
 
     def _take(self, name: str, tensor: Tensor) -> None:

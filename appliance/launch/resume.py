@@ -223,8 +223,9 @@ def is_done(target: Target, *, steps: int) -> bool:
     """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
-    if not (target.run_dir / _MODEL).exists() and any(target.run_dir.glob(f"logs/*/{_MODEL}")):
-        return False  # an attempt that was cut off as it began has put it aside
+    logs = log_dir(target.run_dir, attempt=target.record.attempt)
+    if (logs / _MODEL).exists() or (logs / "plan.json").exists():
+        return False  # put aside by a next attempt that was cut off as it began
     return _plan_before(target.run_dir).steps >= steps
 
 

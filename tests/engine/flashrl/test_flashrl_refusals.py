@@ -180,11 +180,11 @@ def test_a_pooling_engine_answers_and_takes_no_update(
 def test_an_update_that_fails_before_its_first_tensor_leaves_the_weights(
     two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A folder that is not there, a connection that was cut. The next one is the engine's first."""
+    """A folder or a segment that is not there, a connection that was cut. The next one is the engine's first."""
 
     def cut_off() -> Iterator[tuple[str, Tensor]]:
         yield from ()
-        raise ConnectionError("cut off")
+        raise SyncError("weight update: cut off")
 
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0])
@@ -192,13 +192,17 @@ def test_an_update_that_fails_before_its_first_tensor_leaves_the_weights(
     with pytest.raises(Exception, match="nowhere"):
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path / "nowhere")})
     assert config.model == str(two_checkpoints[0])
-    engine.worker.appliance_ways_in.begin("a sender")
-    with pytest.raises(ConnectionError, match="cut off"):
+    engine.llm.start_weight_update()  # the core closes, and is open again
+    with pytest.raises(FileNotFoundError, match="no_segment"):
+        engine.llm.update_weights({"update_info": {"segment": "no_segment"}})
+    assert engine.generate() == before
+    ways = engine.worker.appliance_ways_in
+    ways.begin("a sender")
+    with pytest.raises(SyncError, match="cut off"):
         engine.model.load_weights(cut_off())
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(0, "", "")]
+    assert (engine.llm.collective_rpc("appliance_weights", args=(False,)), ways._said) == ([(0, "", "")], "")
     assert engine.generate() == before
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
     assert config.model == str(two_checkpoints[1])
-    update = engine.worker.appliance_ways_in.update
-    assert (update._sync, engine.generate() == before) == (1, False)
+    assert (ways.update._sync, engine.generate() == before) == (1, False)
     free_engine(engine)
