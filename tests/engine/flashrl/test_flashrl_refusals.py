@@ -195,6 +195,7 @@ def test_an_update_that_fails_before_its_first_tensor_leaves_the_weights(
     engine.llm.start_weight_update()  # the core closes, and is open again
     with pytest.raises(FileNotFoundError, match="no_segment"):
         engine.llm.update_weights({"update_info": {"segment": "no_segment"}})
+    assert not engine.llm.llm_engine.engine_core.engine_core.is_scheduler_paused()
     assert engine.generate() == before
     ways = engine.worker.appliance_ways_in
     ways.begin("a sender")
