@@ -18,10 +18,13 @@ One code that is off by one moves the rest by at least 64 s_n: it is seen with c
 of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one row cancel for one in about 128 probes at
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
-BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound
-2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
-BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor. The bound is for sums in
-float32 from end to end: cuBLAS may else cut a row into parts and add these in BF16.
+BF16, on a CPU. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick:
+bound 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one
+unit of BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
+
+BF16, on a GPU. A bias may be added to what is rounded already: by vLLM's batch-invariant product always, by cuBLAS for
+some shapes (a router of 4 experts, seen on an H200), and what is split over K may be added up in BF16. So each of the
+64 columns is asked for alone: one weight and zeros have one sum in any order, and it must be the weight, bit for bit.
 
 FP16. The same of either, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below FP16's smallest number is
 none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above 2^-23.
@@ -40,14 +43,14 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from vllm import _custom_ops, envs  # noqa: F401  the first registers torch.ops._C
+from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
+from vllm.platforms import current_platform
 
 from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
@@ -206,8 +209,7 @@ class Int8Proof(KernelProof):
 
 
 class Bf16Proof(KernelProof):
-    """A layer that is not quantised: its kernel may multiply by a packed copy. In vLLM's batch-invariant mode a bias is
-    added to what is rounded already: there each column of the block is asked for alone, and must be the weight's.
+    """A layer that is not quantised: its kernel may multiply by a packed copy.
 
     A row with a value that is not finite, wherever, has such an answer: zero times it is NaN."""
 
@@ -221,7 +223,7 @@ class Bf16Proof(KernelProof):
         self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
         self._answer_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
         self._magnitude_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
-        columns = self._block.stop - self._block.start if envs.VLLM_BATCH_INVARIANT else 0
+        columns = 0 if rounds_once() else self._block.stop - self._block.start
         self._columns_NB = torch.zeros(self.shape.channels, columns, dtype=self.dtype, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
@@ -243,11 +245,19 @@ class Bf16Proof(KernelProof):
 
     def _first_column(self, layer: Module) -> Mismatch | None:
         probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
-        held_BN = answer(layer, probe_BK, bias_N=None, dtype=self.dtype)
-        wanted_BN = self._columns_NB.t().double()
+        held_BN = asked(layer, probe_BK, bias_N=None, dtype=self.dtype)
+        wanted_BN = self._columns_NB.t().to(held_BN.device)
+        if bool((held_BN == wanted_BN).all()):
+            return None
+        held_BN, wanted_BN = held_BN.double().cpu(), wanted_BN.double().cpu()
         worst_1N = torch.nan_to_num((held_BN - wanted_BN).abs(), nan=torch.inf).argmax(dim=0, keepdim=True)
         kernel_N, expected_N = (each.gather(0, worst_1N)[0] for each in (held_BN, wanted_BN))
         return first_beyond(kernel_N, expected_N, bound_N=torch.full_like(expected_N, TINY))
+
+
+def rounds_once() -> bool:
+    """Whether a product that is not quantised gets its bias before it is rounded: oneDNN's does."""
+    return current_platform.is_cpu()
 
 
 def first_answer(
@@ -262,28 +272,16 @@ def first_answer(
 
 
 def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[M, N] float64 on the CPU: what the layer's method makes of a probe, with a bias of ours in place of its own."""
+    """As of `asked`, in float64 on the CPU."""
+    return asked(layer, probe_MK, bias_N=bias_N, dtype=dtype).double().cpu()
+
+
+def asked(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[M, N] where the layer is: what its method makes of a probe, with a bias of ours in place of its own."""
     device = torch.get_default_device()
     bias_N = None if bias_N is None else bias_N.to(device)
-    with _summed_in_float32():
-        out_MN = layer.quant_method.apply(layer, probe_MK.to(device, dtype), bias_N)
-    return out_MN.double().cpu()
-
-
-@contextmanager
-def _summed_in_float32() -> Iterator[None]:
-    """No product of cuBLAS is added up in BF16 or FP16. It may be split over K, with its parts added in float32: where
-    it may not, cuBLAS without Lt (a product without a bias) refuses."""
-    matmul = torch.backends.cuda.matmul
-    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
-    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
-    for name in names:
-        setattr(matmul, name, (False, True))
-    try:
-        yield
-    finally:
-        for name, both in before.items():
-            setattr(matmul, name, both)
+    out_MN: Tensor = layer.quant_method.apply(layer, probe_MK.to(device, dtype), bias_N)
+    return out_MN
 
 
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:

@@ -41,7 +41,7 @@ def engine(
     own_process: of its core.  Emulated on a CPU where it has no kernels.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM
     from vllm.compilation.counter import compilation_counter
 

@@ -40,7 +40,7 @@ def lack_of(error: Exception) -> str:
     """What the row needs and this host has not, or an empty text where it is another error."""
     if isinstance(error, RowSkipped):
         return str(error)
-    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    name = error.name if isinstance(error, ModuleNotFoundError) else ""  # of a part that is missing: `vllm.something`
     return f"needs {name}, which is not installed" if name in ENGINE_AND_TRAINER else ""
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
-from vllm import envs
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from appliance.engine import kernel_proof
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
-from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, answer, ask, exact_product
+from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, ask, exact_product
 from appliance.engine.tensor_slots import LocalShape, Slot, slots
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
@@ -20,21 +19,6 @@ from appliance.quant.codec_int8 import quantise_int8
 from appliance.terms.schemes import Scheme
 
 EVERY = (1, 3, 8, 20)
-
-
-class Asked(Module):
-    """Has no kernel, and keeps what cuBLAS was allowed when it was asked."""
-
-    quant_method = property(lambda self: self)
-
-    def apply(self, layer: Module, probe_MK: Tensor, bias_N: Tensor | None) -> Tensor:
-        self.allowed = reduced_precision()
-        raise SyncError("no kernel")
-
-
-def reduced_precision() -> tuple[bool, bool]:
-    matmul = torch.backends.cuda.matmul
-    return matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
 
 
 def proof(kind: type[KernelProof], scheme: Scheme, *, channels: int, length: int, **when: int) -> KernelProof | None:
@@ -184,18 +168,8 @@ def test_a_compiled_codec_that_is_not_the_codec_is_found(scheme: Scheme, monkeyp
     assert any(run(sync, bad=slice(8, 40)) for sync in range(1, 61))
 
 
-def test_a_kernel_is_asked_for_sums_in_float32_and_the_setting_is_put_back() -> None:
-    """The bound of the BF16 proof leaves no room for partial sums in BF16, which torch allows cuBLAS. To forbid parts
-    altogether is what a cuBLAS without Lt refuses."""
-    assert reduced_precision() == (True, True)
-    layer = Asked()
-    with pytest.raises(SyncError, match="no kernel"):
-        answer(layer, torch.ones(1, 8), bias_N=None)
-    assert layer.allowed == (False, True) and reduced_precision() == (True, True)
-
-
-class InvariantKernel(Module):
-    """As vLLM multiplies in its batch-invariant mode: a bias is added to what is rounded already."""
+class TwiceRounded(Module):
+    """As a GPU may multiply, and in vLLM's batch-invariant mode does: a bias is added to what is rounded already."""
 
     quant_method = property(lambda self: self)
 
@@ -209,11 +183,11 @@ class InvariantKernel(Module):
 
 
 @pytest.mark.parametrize("length", [40, 64, 200])
-def test_in_batch_invariant_mode_bf16_columns_are_asked_one_by_one(
+def test_where_a_bias_comes_after_rounding_bf16_columns_are_asked_one_by_one(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One unit of BF16 is seen in each column that has its turn, and a right weight is never taken for a wrong one."""
-    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # the variable is asked for once in a process
+    monkeypatch.setattr(kernel_proof, "rounds_once", lambda: False)
     weight_NK = torch.randn(97, length, generator=torch.Generator().manual_seed(length)).to(torch.bfloat16)
     seen = set()
     for sync in range(1, 5):
@@ -222,8 +196,8 @@ def test_in_batch_invariant_mode_bf16_columns_are_asked_one_by_one(
             wrong_NK[5, column] *= 1 + 2**-7
             one = proof(Bf16Proof, Scheme.BF16, channels=97, length=length, turn=0, sync=sync, every=1)
             one.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
-            assert one.check(InvariantKernel(weight_NK)) is None
-            if (found := one.check(InvariantKernel(wrong_NK))) is not None:
+            assert one.check(TwiceRounded(weight_NK)) is None
+            if (found := one.check(TwiceRounded(wrong_NK))) is not None:
                 assert found.what == "probe, output channel 5" and found.expected == float(weight_NK[5, column])
                 seen.add(column)
     assert seen == set(range(length))

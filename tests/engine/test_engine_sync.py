@@ -34,17 +34,15 @@ def test_other_weights_equal_a_fresh_engine(engine: Engine, checkpoints) -> None
     assert len(first) == len(PROMPTS)
 
 
-def test_bf16_layers_are_proven_by_their_columns_in_batch_invariant_mode(
-    checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU has no such mode: it is the proof that is asked, of real kernels."""
-    from vllm import envs
+def test_bf16_layers_are_proven_by_their_columns_as_on_a_gpu(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this CPU's kernels."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+    from appliance.engine import kernel_proof
     from appliance.errors import SyncError
 
     engine = start_engine(checkpoints[0], scheme="bf16")
-    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # the variable is asked for once in a process
+    monkeypatch.setattr(kernel_proof, "rounds_once", lambda: False)
     for sent in (checkpoints[1], checkpoints[0]):
         taken = engine.load(read_checkpoint(sent))
         assert taken.layers_proven == taken.layers > 0

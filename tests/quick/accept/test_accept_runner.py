@@ -100,7 +100,8 @@ def test_how_a_row_ends(function: str, state: State, why: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "state", "why"),
     [
-        ("verl.utils", State.SKIPPED, "needs verl, which is not installed"),
+        ("verl", State.SKIPPED, "needs verl, which is not installed"),
+        ("vllm.of_a_part", State.FAILED, "ModuleNotFoundError: No module named 'vllm.of_a_part'"),
         ("benchmarks.typo", State.FAILED, "ModuleNotFoundError: No module named 'benchmarks.typo'"),
     ],
 )
