@@ -23,11 +23,12 @@ bound 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary si
 unit of BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
 
 BF16, on a GPU. A bias may be added to what is rounded already: by vLLM's batch-invariant product always, by cuBLAS for
-some shapes (a router of 4 experts, seen on an H200), and what is split over K may be added up in BF16. So each of the
-64 columns is asked for alone: one weight and zeros have one sum in any order, and it must be the weight, bit for bit.
+some shapes (so answered an H200 for a router of 4 experts), and what is split over K may be added up in BF16. So each
+of the 64 columns is asked for alone: one weight and zeros have one sum in any order, in FP16 too, and it must be the
+weight (a difference of 1e-35 passes: what is smaller may be flushed).
 
-FP16. The same of either, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below FP16's smallest number is
-none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above 2^-23.
+FP16. INT8, and BF16's probe of a CPU: the same, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below FP16's
+smallest number is none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above 2^-23.
 
 FP8: fp8_proof.py.
 

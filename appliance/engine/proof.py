@@ -67,7 +67,7 @@ class SyncProof:
         self._sync = 0
         self._unproven = 0
         self._due: dict[str, ProofRequest] = {}
-        self._kernels: dict[str, KernelProof] = {}
+        self._kernels: dict[str, KernelProof] = {}  # until they are checked: one may keep 128 bytes of each row
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
         self._taken: set[Place] = set()
@@ -152,9 +152,10 @@ class SyncProof:
         for name, proof in self._kernels.items():
             if mismatch := proof.check(self._layers[name]):
                 self._fail_on(name, mismatch)
+        proven, self._kernels = len(self._kernels), {}
         return Proven(
             layers=len(self._provable),
-            layers_proven=len(self._kernels),
+            layers_proven=proven,
             parameters_proven=len(self._held),
             unproven=self._unproven,
         )

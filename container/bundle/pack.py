@@ -51,10 +51,12 @@ GLIBC = re.compile(r"manylinux_(\d+)_(\d+)_x86_64|manylinux(2014|2010|1)_x86_64"
 OLD_GLIBC = {"2014": (2, 17), "2010": (2, 12), "1": (2, 5)}  # before a tag had the version in it
 FA2, HOPPER = re.compile(r"vllm/vllm_flash_attn/_vllm_fa2_C.*\.so$"), 90
 RUN = """#!/bin/sh
-# `appliance accept` with the packages of this bundle before those of the host.
+# `appliance accept` with the packages of this bundle before those of the host, by the Python that put it together.
 here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH="$here:$here/site${{PYTHONPATH:+:$PYTHONPATH}}"
-exec "${{PYTHON:-python{python}}}" -P -m appliance accept "$@"
+export PYTHONPATH="$here:$here/site${PYTHONPATH:+:$PYTHONPATH}"
+python=${PYTHON:-$(cat "$here/python")}
+command -v "$python" >/dev/null || { echo "error: there is no $python; name one that has torch: PYTHON=" >&2; exit 3; }
+exec "$python" -P -m appliance accept "$@"
 """
 
 
@@ -197,8 +199,8 @@ def files_of(wheel: Path, *, architecture: int | None) -> Iterator[tuple[str, by
             yield path, content
 
 
-def code(*, python: str) -> Iterator[tuple[str, bytes]]:
-    """The project's files as git has them, and what vLLM looks for to find our plugins. python: such as 3.12."""
+def code() -> Iterator[tuple[str, bytes]]:
+    """The project's files as git has them, and what vLLM looks for to find our plugins."""
     listed = subprocess.run(["git", "ls-files", *CODE], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.split():
         yield name, (ROOT / name).read_bytes()
@@ -213,7 +215,7 @@ def code(*, python: str) -> Iterator[tuple[str, bytes]]:
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     lines = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in named.items()) for group, named in groups.items()]
     yield f"{info}/entry_points.txt", "\n".join(lines).encode()
-    yield "accept.sh", RUN.format(python=python).encode()
+    yield "accept.sh", RUN.encode()
 
 
 def pack(
@@ -272,7 +274,7 @@ def main() -> int:
             for wheel in wheels
             for path, content in files_of(wheel, architecture=given.architecture or None)
         )
-        files = (each for part in (code(python=given.python), site) for each in part)
+        files = (each for part in (code(), site) for each in part)
         parts = pack(files, folder=given.folder, python=given.python, glibc=glibc_of(wheels))
     total = sum(part.stat().st_size for part in parts)
     console.show(f"{given.folder}: {len(parts)} parts, {total / 1e6:.1f} MB")

@@ -1,7 +1,7 @@
 """Puts a bundle together: `python3 put_together.py FOLDER`, beside its parts. Any Python from 3.9, nothing else.
 
 Python and glibc of this host are checked first, and every part before anything is unpacked. FOLDER is new; it holds the
-project, `site/` with the packages, and `accept.sh`, which runs `appliance accept` with both.
+project, `site/` with the packages, and `accept.sh`, which runs `appliance accept` with both and with this Python.
 """
 
 import hashlib
@@ -107,6 +107,7 @@ def put_together(folder, target):
     safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with io.BufferedReader(Parts(parts), 1 << 20) as stream, tarfile.open(fileobj=stream, mode="r|xz") as archive:
         archive.extractall(partial, **safe)
+    (partial / "python").write_bytes(os.fsencode(sys.executable))
     partial.rename(target)
 
 

@@ -90,14 +90,16 @@ def sent(tensors: Tensors, *, after: Change = lambda stream: stream, number: int
     return after(asyncio.run(collect()))
 
 
-def take(engine: Engine, stream: Tensors, *, update: object = None) -> object:
-    """One update in this process. Raises SyncError."""
+def take(engine: Engine, stream: Tensors, *, update: object = None, asked: set[str] | None = None) -> object:
+    """One update in this process. asked: gets the names of the layers whose kernels it asks.  Raises SyncError."""
     from vllm.config import set_current_vllm_config
 
     update = update or new_update(engine)
     with set_current_vllm_config(engine.runner.vllm_config), torch.no_grad():
         update.begin()
         update.load([(name, tensor.clone()) for name, tensor in stream])
+        if asked is not None:
+            asked |= set(update._proof._kernels)
         return update.finish()
 
 

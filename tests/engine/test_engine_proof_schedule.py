@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -173,33 +175,43 @@ class TwiceRounded(Module):
 
     quant_method = property(lambda self: self)
 
-    def __init__(self, weight_NK: Tensor) -> None:
+    def __init__(self, weight_NK: Tensor, *, answers_in: torch.dtype) -> None:
         super().__init__()
-        self.weight_NK = weight_NK
+        self.weight_NK, self.answers_in = weight_NK, answers_in
 
     def apply(self, layer: Module, probe_MK: Tensor, bias_N: Tensor | None) -> Tensor:
-        product_MN = (probe_MK.float() @ self.weight_NK.float().t()).to(torch.bfloat16)
+        product_MN = (probe_MK.float() @ self.weight_NK.float().t()).to(self.answers_in)
         return product_MN if bias_N is None else product_MN + bias_N
 
 
+@pytest.mark.parametrize("answers_in", [None, torch.float32])  # the head in FP32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [40, 64, 200])
-def test_where_a_bias_comes_after_rounding_bf16_columns_are_asked_one_by_one(
-    length: int, monkeypatch: pytest.MonkeyPatch
+def test_where_a_bias_comes_after_rounding_columns_are_asked_one_by_one(
+    length: int, dtype: torch.dtype, answers_in: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One unit of BF16 is seen in each column that has its turn, and a right weight is never taken for a wrong one."""
+    """One unit is seen in each column that has its turn, and a right weight is never taken for a wrong one: not a
+    negative zero, not what FP16 just has."""
     monkeypatch.setattr(kernel_proof, "rounds_once", lambda: False)
-    weight_NK = torch.randn(97, length, generator=torch.Generator().manual_seed(length)).to(torch.bfloat16)
+    kernel = functools.partial(TwiceRounded, answers_in=answers_in or dtype)
+    weight_NK = torch.randn(97, length, generator=torch.Generator().manual_seed(length)).to(dtype)
+    weight_NK[6], weight_NK[7] = 2.0**-24, -0.0
     seen = set()
     for sync in range(1, 5):
         for column in range(length):
             wrong_NK = weight_NK.clone()
             wrong_NK[5, column] *= 1 + 2**-7
-            one = proof(Bf16Proof, Scheme.BF16, channels=97, length=length, turn=0, sync=sync, every=1)
+            asked = ask(0, sync=sync, every=1)
+            shape = LocalShape(97, length, is_cut=False)
+            one = Bf16Proof("layer", shape=shape, scheme=Scheme.BF16, ask=asked, dtype=dtype)
             one.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
-            assert one.check(TwiceRounded(weight_NK)) is None
-            if (found := one.check(TwiceRounded(wrong_NK))) is not None:
+            assert one.check(kernel(weight_NK)) is None
+            if (found := one.check(kernel(wrong_NK))) is not None:
                 assert found.what == "probe, output channel 5" and found.expected == float(weight_NK[5, column])
                 seen.add(column)
+        wrong_NK[5, 0] = float("nan")  # wherever it is: a row of NaN is its answer to every column
+        found = one.check(kernel(wrong_NK))
+        assert found is not None and found.channel == 5
     assert seen == set(range(length))
 
 

@@ -305,23 +305,23 @@ def test_parts_that_are_not_as_packed_are_refused_all_at_once(bundle: Path, tmp_
 
 
 def test_the_code_runs_where_it_was_put_together(tmp_path: Path) -> None:
-    """By the Python that it was packed for. The launcher's own packages are this environment's; nothing is read from
-    this checkout."""
-    pack(code(python="3.99"), folder=tmp_path / "bundle", preset=0)
-    python = tmp_path / "bin" / "python3.99"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    """By the Python that did, whatever PATH finds: that of an environment with torch. The launcher's own packages are
+    this environment's; nothing is read from this checkout."""
+    pack(code(), folder=tmp_path / "bundle", preset=0)
     assert put(tmp_path / "bundle", tmp_path / "new").returncode == 0
     listed = subprocess.run(
         [str(tmp_path / "new/accept.sh"), "--list"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"PATH": f"{python.parent}:/usr/bin:/bin"},
+        env={"PATH": "/usr/bin:/bin"},
     )
     assert listed.returncode == 0, listed.stderr
     assert listed.stdout.splitlines()[0].split() == ["row", "s", "what"]
+    (tmp_path / "new/python").write_text("/gone/python")
+    gone = subprocess.run([str(tmp_path / "new/accept.sh")], capture_output=True, text=True)
+    said = "error: there is no /gone/python; name one that has torch: PYTHON=\n"
+    assert (gone.returncode, gone.stderr) == (3, said)
     ask = "import importlib.metadata as m, appliance; print(appliance.__file__); print(m.version('flashrl-appliance'))"
     where = subprocess.run(
         [sys.executable, "-P", "-c", ask],
