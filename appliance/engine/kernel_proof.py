@@ -27,8 +27,9 @@ some shapes (so answered an H200 for a router of 4 experts), and what is split o
 of the 64 columns is asked for alone: one weight and zeros have one sum in any order, in FP16 too, and it must be the
 weight (a difference of 1e-35 passes: what is smaller may be flushed).
 
-FP16. INT8, and BF16's probe of a CPU: the same, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below FP16's
-smallest number is none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above 2^-23.
+FP16. INT8, and BF16's probe of a CPU: the same, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below the
+smallest number of FP16 is none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above
+2^-23.
 
 FP8: fp8_proof.py.
 
