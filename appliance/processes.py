@@ -29,8 +29,13 @@ class Process:
     start: int
     """Clock ticks since boot."""
     name: str
-    tracker: bool
-    """One of Python's resource trackers: it removes shared memory once the processes that used it are gone."""
+    command: bytes
+    """Its arguments, each ended by a zero."""
+
+    @property
+    def tracker(self) -> bool:
+        """One of Python's resource trackers: it removes shared memory once the processes that used it are gone."""
+        return b"resource_tracker" in self.command
 
     def __str__(self) -> str:
         return f"{self.name} ({self.pid})"
@@ -111,7 +116,7 @@ def _read(pid: int) -> Process | None:
     fields = rest.split()
     if fields[0] in "ZX":
         return None
-    return Process(pid, parent=int(fields[1]), start=int(fields[19]), name=name, tracker=b"resource_tracker" in command)
+    return Process(pid, parent=int(fields[1]), start=int(fields[19]), name=name, command=command)
 
 
 def _carries(pid: int, mark: str) -> bool:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import partial_prefix, whole_file, write_whole
+from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, own_of
 from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe, to_plain
@@ -422,7 +423,8 @@ def warn_of_rejected(found: CheckpointSearch) -> None:
 
 def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:
     """Claim the run and bring its folder back to the end of the last step that is kept; nothing is thrown away. Raises
-    RecipeError when another launcher has it, PreflightError when the folder cannot be written."""
+    RecipeError when another launcher has it, PreflightError when the folder cannot be written, or what a launcher that
+    was killed has left is not gone in time."""
     run_dir, before = resume.target.run_dir, resume.target.record.attempt
     taken = RecipeError([(f"--resume: another program has just taken the run {run_dir}", "wait for its end")])
     try:
@@ -434,12 +436,13 @@ def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session
     try:
         if _record(run_dir).attempt != before:
             raise taken
+        wait_for_sweep(run_dir)
         _put_back(plan, resume=resume, recipe_yaml=recipe_yaml)
         write_record(run_dir, session.record)
     except OSError as error:
         session.release()
         raise cannot_write(run_dir, error) from error
-    except RecipeError:
+    except (RecipeError, PreflightError):
         session.release()
         raise
     return session

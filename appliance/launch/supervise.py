@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from appliance.errors import PreflightError
 from appliance.launch.subreaper import SubreaperOrder, SubreaperReport, become_subreaper
 from appliance.processes import Process, end_processes, find_processes, module_argv
 from appliance.signals import Interrupts
@@ -19,7 +20,9 @@ from appliance.terms.environment import RUN_VARIABLE
 
 GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
 PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
+SWEEP_TAKES_S = 30.0  # of a launcher that was killed, on a busy host; alone it takes under a second
 _TICK_S = 0.1
+_SUBREAPER = "appliance.launch.subreaper"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def supervise(
     with log.open("ab") as file, os.fdopen(receive, "rb") as answer:
         try:
             subreaper = subprocess.Popen(
-                module_argv("appliance.launch.subreaper", json.dumps(asdict(order))),
+                module_argv(_SUBREAPER, json.dumps(asdict(order))),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -82,6 +85,19 @@ def supervise(
                 subreaper.wait()
         said = answer.read()
     return SubreaperReport.from_json(said) if said else _without_subreaper(mark, before=before)
+
+
+def wait_for_sweep(run_dir: Path, *, within_s: float = SWEEP_TAKES_S) -> None:
+    """Until no subreaper of this run is there: one whose launcher was killed ends all that carries the run's mark, and
+    the next attempt's processes carry it, too. Raises PreflightError."""
+    deadline = time.monotonic() + within_s
+    while found := [
+        each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if os.fsencode(_SUBREAPER) in each.command
+    ]:
+        if time.monotonic() > deadline:
+            hint = f"wait for it; where it hangs: kill -9 {found[0].pid}"
+            raise PreflightError(f"{run_dir}: process {found[0].pid} still ends the attempt before", hint=hint)
+        time.sleep(0.05)
 
 
 def _watch(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.errors import PreflightError
 from appliance.launch.subreaper import SubreaperReport
-from appliance.launch.supervise import GracefulStop, supervise
+from appliance.launch.supervise import GracefulStop, supervise, wait_for_sweep
 from appliance.signals import SAME_SIGNAL_S, Interrupts
 
 # A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.
@@ -248,6 +249,37 @@ def test_killed_subreaper_takes_the_child_with_it(run_dir: Path, is_alive: Calla
     assert report.returncode == -9
     assert [name for name in report.ended if name.endswith(f"({daemon})")]
     assert not any(map(is_alive, pids(run_dir / "pid", run_dir / "pid.daemon")))
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from appliance.launch.supervise import supervise
+from appliance.signals import Interrupts
+
+folder = Path(sys.argv[1])
+code = "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()} {os.getppid()}'); time.sleep(100)"
+argv = [sys.executable, "-c", code, str(folder / "pids")]
+supervise(argv, run_dir=folder, env={}, log=folder / "log", interrupts=Interrupts(), on_tick=lambda: None)
+"""
+
+
+def test_the_next_attempt_waits_until_a_killed_launchers_processes_are_ended(run_dir: Path, is_alive: Callable) -> None:
+    """The sweep finds by the run's mark, which the next attempt's processes have, too: it would kill them."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir)])
+    written = run_dir / "pids"
+    while not (written.exists() and len(written.read_text().split()) == 2):
+        time.sleep(0.02)
+    old, subreaper = map(int, written.read_text().split())
+    os.kill(subreaper, signal.SIGSTOP)  # as on a busy host: its turn comes late
+    launcher.kill()
+    launcher.wait()
+    with pytest.raises(PreflightError, match=f"process {subreaper} still ends the attempt before"):
+        wait_for_sweep(run_dir, within_s=0.2)
+    threading.Timer(0.5, os.kill, (subreaper, signal.SIGCONT)).start()
+    wait_for_sweep(run_dir)
+    assert not is_alive(old) and not is_alive(subreaper)
+    assert child(run_dir, "import time; time.sleep(0.5)").returncode == 0
 
 
 def test_processes_of_others_are_left_alone(run_dir: Path, is_alive: Callable) -> None:

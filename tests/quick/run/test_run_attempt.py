@@ -204,6 +204,23 @@ def test_of_two_launchers_one_gets_the_run(tmp_path: Path, small_plan: Callable)
     assert read_record(run_dir).attempt == 2
 
 
+def test_nothing_moves_while_what_was_killed_is_still_being_ended(
+    tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch, pytest.raises(PreflightError, match="still ends the attempt before"):
+        patch.setattr(
+            "appliance.launch.resume.wait_for_sweep",
+            MagicMock(side_effect=PreflightError("still ends the attempt before")),
+        )
+        begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="")
+    after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == {path: content for path, content in before.items() if path.name != ".lock"}
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+
+
 def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan, state=RunStatus.DONE)
