@@ -13,23 +13,29 @@ the least of its set where rewards go below 0): there the mean must not become b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import functools
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as GradingTimeout
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
-from pebble.pool.process import PoolManager
+from pebble.common import stop_process
+from pebble.pool.base_pool import PoolContext
+from pebble.pool.process import PoolManager, WorkerManager
 
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
@@ -64,12 +70,45 @@ class CallFailed(Exception):
         self.why = why
 
 
+class _ProcessGroups(WorkerManager):
+    """Each process has a group of its own (`_begin`), which ends with it: what a function started, too."""
+
+    def inspect_workers(self) -> tuple[tuple[int, int | None], ...]:
+        """Those that ended by themselves, also with 0: pebble would take that for the end of a process's work, which
+        has none here."""
+        ended = tuple((pid, process.exitcode) for pid, process in self.workers.items() if not process.is_alive())
+        for pid, _ in ended:
+            del self.workers[pid]
+            _end_group(pid)
+        return ended
+
+    def maybe_stop_worker(self, worker_id: int) -> bool:
+        was_there = worker_id in self.workers
+        is_ended = bool(super().maybe_stop_worker(worker_id))
+        if was_there and is_ended:
+            _end_group(worker_id)
+        return is_ended
+
+    def force_stop_workers(self) -> None:
+        for pid in tuple(self.workers):
+            stop_process(self.workers.pop(pid))
+            _end_group(pid)
+
+
+def _end_group(leader: int) -> None:
+    """What is left of it. Called right after the leader was reaped: its number is given to no other process while one
+    of the group lives, and where none does, not before all other numbers had their turn."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 class _TellingProcesses(PoolManager):
     """Hears of every process that ended by itself; pebble tells only of those that were at work, and takes for idle, or
     still at the task before, one whose last messages have not been read."""
 
-    def __init__(self, on_idle_death: Callable[[], None], *others: Any) -> None:
-        super().__init__(*others)
+    def __init__(self, on_idle_death: Callable[[], None], context: PoolContext, processes: BaseContext) -> None:
+        super().__init__(context, processes)
+        self.worker_manager = _ProcessGroups(context.workers, context.worker_parameters, processes)
         self._on_idle_death = on_idle_death
         self._reads = 0
 
@@ -196,11 +235,14 @@ class RewardPool:
         """
         if self._is_closed:
             raise BrokenProcessPool
-        if not self._pool.active:
-            self._end()
-            self._start()
-        pool = self._pool
-        scheduled = pool.schedule(function, args=arguments, timeout=timeout_s)
+        try:
+            if not self._pool.active:
+                self._end()
+                self._start()
+            pool = self._pool
+            scheduled = pool.schedule(function, args=arguments, timeout=timeout_s)
+        except RuntimeError as error:  # pebble's: it broke just now
+            raise BrokenProcessPool from error
         future = asyncio.wrap_future(scheduled)
         try:
             while not (await asyncio.wait({future}, timeout=_LOOK_EVERY_S))[0]:
@@ -235,6 +277,8 @@ def pool_for(plan: RunPlan) -> RewardPool:
 def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
     """In each process of the pool, at its start. Loading may run the user's code, in its own time and not in that of
     the first response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     keep_stacks("reward")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what reads stdin finds its end
@@ -250,6 +294,12 @@ def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -
     if os.getpid() != own:
         os._exit(0)  # as below
     faulthandler.cancel_dump_traceback_later()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """On a thread: who ends the group of the parent does not reach this one."""
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 class _Answer(NamedTuple, Generic[T]):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,8 +19,10 @@ from typing import Any
 
 import pytest
 from pebble import ProcessPool
+from pebble.pool.base_pool import PoolStatus
 from pebble.pool.process import PoolManager
 
+from appliance.processes import find_processes
 from appliance.record.liveness import Heartbeat, last_beat
 from appliance.tasks.grading import Fault, Graded
 from appliance.tasks.library import TASKS
@@ -28,6 +32,7 @@ from appliance.trainer import rewards
 from appliance.trainer.rewards import CallFailed, RewardPool, num_workers
 
 HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
+ENDS_WITHIN_S = 300.0  # whatever a test waits for
 
 
 def misbehaving() -> tuple[Reward, ...]:
@@ -47,20 +52,32 @@ def misbehave(response: str, truth: str) -> float:
                 pass
         case "die":
             os._exit(3)
+        case "end":
+            os._exit(0)
         case "leave":
             sys.exit(3)
         case "interrupt":
             raise KeyboardInterrupt
+        case "cancel":
+            raise asyncio.CancelledError
         case "unprintable":
             raise Unprintable
+        case "unprintable base":
+            raise UnprintableBase
         case "read":
             return float(input())
         case "fork":
             return float(os.fork() == 0)  # the child's answer would be 1, and come as well
+        case "fork lives":
+            if os.fork() == 0:
+                time.sleep(600)
         case "nan":
             return float("nan")
         case "text":
             return "1"  # type: ignore[return-value]
+        case _ if response.startswith("start "):
+            subprocess.Popen(["sleep", "600"])
+            return misbehave(response.removeprefix("start "), truth)
         case _ if response.startswith("/"):
             Path(response).write_text(str(os.getpid()))
             time.sleep({"slow": HANG_S / 2, "hang": 600}.get(Path(response).name[:4], 0))
@@ -75,6 +92,13 @@ class Unprintable(Exception):
         return (os._exit, (7,))  # of the process that reads it
 
 
+class UnprintableBase(BaseException):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+    __reduce__ = Unprintable.__reduce__
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
     made = RewardPool(load=misbehaving, workers=2, timeout_s=HANG_S)
@@ -86,7 +110,21 @@ def grade(pool: RewardPool, *responses: str, truth: str = "7") -> list[Graded]:
     async def all_of_them() -> list[Graded]:
         return list(await asyncio.gather(*(pool.grade(Response(each, truth)) for each in responses)))
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(asyncio.wait_for(all_of_them(), timeout=ENDS_WITHIN_S))
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + ENDS_WITHIN_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Of the processes that live, of those that began in this test."""
+    monkeypatch.setenv("OF_THE_TEST", mark := str(time.monotonic_ns()))
+    return lambda: [each.name for each in find_processes(f"OF_THE_TEST={mark}") if not each.tracker]
 
 
 GONE = Graded(0.0, Fault.DIED, "the processes of the pool are gone")
@@ -100,9 +138,12 @@ NOT = "the reward `it` returned {}, not a finite number"
         ("hang", Fault.TIMED_OUT, "no answer after 1 s"),
         ("hang deaf", Fault.TIMED_OUT, "no answer after 1 s"),
         ("die", Fault.DIED, "the process of the function ended with 3"),
+        ("end", Fault.DIED, "the process of the function ended with 0"),
         ("leave", Fault.RAISED, "SystemExit: 3"),
         ("interrupt", Fault.RAISED, "KeyboardInterrupt: no message"),
+        ("cancel", Fault.RAISED, "CancelledError: no message"),
         ("unprintable", Fault.RAISED, "Unprintable: its message cannot be made"),
+        ("unprintable base", Fault.RAISED, "UnprintableBase: its message cannot be made"),
         ("read", Fault.RAISED, "EOFError: EOF when reading a line"),
         ("nan", Fault.NOT_A_GRADE, NOT.format("nan")),
         ("text", Fault.NOT_A_GRADE, NOT.format("'1'")),
@@ -128,6 +169,53 @@ def test_every_call_that_ends_is_progress(
 
 def test_a_fork_that_a_function_leaves_behind_answers_nothing(pool: RewardPool) -> None:
     assert grade(pool, *["fork"] * 20, *["7"] * 20) == [Graded(0.0)] * 20 + [Graded(1.0)] * 20
+
+
+@pytest.mark.parametrize(
+    ("then", "fault"), [("hang", Fault.TIMED_OUT), ("die", Fault.DIED), ("end", Fault.DIED), ("7", None)]
+)
+def test_what_a_process_started_ends_with_it(names: Callable[[], list[str]], then: str, fault: Fault | None) -> None:
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S)
+    try:
+        assert grade(pool, f"start {then}")[0].fault is fault
+        if fault is not None:
+            until(lambda: "sleep" not in names())
+    finally:
+        pool.close()
+    until(lambda: not names())
+
+
+def test_a_fork_that_lives_does_not_hold_up_the_end(names: Callable[[], list[str]], tmp_path: Path) -> None:
+    """Nor do responses that wait, of more than a pipe holds."""
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=600)
+    closing = threading.Thread(target=pool.close, daemon=True)
+
+    async def close_at_work() -> None:
+        await pool.grade(Response("fork lives", "7"))
+        waiting = [asyncio.ensure_future(pool.grade(Response(str(tmp_path / "hang"), "7" * 20_000))) for _ in range(20)]
+        while not (tmp_path / "hang").exists():
+            await asyncio.sleep(0.01)
+        closing.start()
+        await asyncio.wait(waiting, timeout=ENDS_WITHIN_S)
+
+    asyncio.run(close_at_work())
+    closing.join(ENDS_WITHIN_S)
+    assert not closing.is_alive()
+    until(lambda: not names())
+
+
+def hang_in_a_pool(file: str) -> None:
+    grade(RewardPool(load=misbehaving, workers=1, timeout_s=600), f"start {file}")
+
+
+def test_the_processes_of_a_parent_that_is_killed_end(names: Callable[[], list[str]], tmp_path: Path) -> None:
+    """Who kills it and its group does not reach theirs."""
+    parent = multiprocessing.get_context("spawn").Process(target=hang_in_a_pool, args=(str(tmp_path / "hang"),))
+    parent.start()
+    until((tmp_path / "hang").exists)
+    parent.kill()
+    parent.join()
+    until(lambda: not names())
 
 
 def test_any_function_is_called_in_the_pool(pool: RewardPool) -> None:
@@ -229,9 +317,28 @@ def test_a_response_that_a_breaking_pool_forgot_is_graded_by_the_next() -> None:
         pool.close()
 
 
-def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_breaks_before_it_has_a_response_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S)
+    inner = pool._pool
+    schedule = inner.schedule
+
+    def break_first(*arguments: Any, **others: Any) -> object:
+        inner._context.status = PoolStatus.ERROR  # as a thread of pebble's does
+        return schedule(*arguments, **others)
+
+    monkeypatch.setattr(inner, "schedule", break_first)
+    try:
+        assert grade(pool, "7") == [Graded(1.0)]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_processes_that_cannot_live_cost_their_responses_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """Each response is tried twice, and the caller is told."""
-    monkeypatch.setattr(rewards, "_begin", ends_at_once)
+    monkeypatch.setattr(rewards, "_begin", functools.partial(ends_at_once, code))
     pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S)
     try:
         assert grade(pool, "7", "8") == [GONE, GONE]
@@ -239,8 +346,8 @@ def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch
         pool.close()
 
 
-def ends_at_once(*_: object) -> None:
-    os._exit(1)
+def ends_at_once(code: int, *_: object) -> None:
+    os._exit(code)
 
 
 def slow_to_load() -> tuple[Reward, ...]:
@@ -253,6 +360,10 @@ def slow_to_fail() -> tuple[Reward, ...]:
     raise ValueError("no such file\nas this")
 
 
+def interrupts() -> tuple[Reward, ...]:
+    raise KeyboardInterrupt
+
+
 def hangs_in_c() -> tuple[Reward, ...]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     re.fullmatch("(a|aa)+", "a" * 99 + "b")  # with the interpreter's lock
@@ -263,6 +374,7 @@ def hangs_in_c() -> tuple[Reward, ...]:
     ("load", "graded"),
     [
         (slow_to_load, [Graded(1.0), Graded(0.0)]),
+        (interrupts, [Graded(0.0, Fault.RAISED, "KeyboardInterrupt: no message")] * 2),
         (slow_to_fail, [Graded(0.0, Fault.RAISED, "ValueError: no such file")] * 2),
     ],
 )
