@@ -1,4 +1,5 @@
-"""`appliance accept`: each row in a process of its own, and after each the table, a page and an archive anew.
+"""`appliance accept`: each row in a process of its own, and after each the table, a page and an archive anew. On a GPU
+rows that measure nothing run first, several at once.
 
 A fault, a hang or a typo costs its row; a power cut the row that runs; Ctrl-C the rows after it.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +31,8 @@ from benchmarks.accept.report import Report, say_end
 from benchmarks.accept.rows import ROWS, Row, chosen, minutes
 
 RESULTS = Path("docs/results")  # of a checkout
+MOST_AT_ONCE = 6
+CORES_OF_A_ROW, BYTES_OF_A_ROW = 2, 10 << 30  # what one that shares is given: it compiles, and has a small engine
 FREE_BELOW = 0.9  # of a GPU's memory: something else runs on it
 
 
@@ -57,17 +62,24 @@ def run_accept(*, only: tuple[str, ...], output: Path | None, run_root: Path, re
         facts=facts,
         host=host_files(facts, command=sys.argv),
     )
-    expected = "tiny sizes" if rehearsal else f"about {minutes(rows, gpus=len(facts.devices)):.0f} min by estimate"
-    console.say(f"{report.title}: {len(rows)} rows, {expected}")
+    together = 1 if rehearsal else at_once(facts.devices, cores=len(os.sched_getaffinity(0)))
+    expected = "tiny sizes" if rehearsal else f"at most {minutes(rows, gpus=len(facts.devices)):.0f} min by estimate"
+    console.say(f"{report.title}: {len(rows)} rows, {expected}{f', up to {together} at once' * (together > 1)}")
     for line in facts.lines + warnings(facts, rehearsal=rehearsal):
         console.say(f"  {line}")
     with Interrupts() as stop:
-        outcomes = _Run(rows, facts=facts, rehearsal=rehearsal, report=report, stop=stop).run()
+        run = _Run(rows, facts=facts, rehearsal=rehearsal, report=report, stop=stop, at_once=together)
+        outcomes = run.run()
     say_end(outcomes, report=report, rehearsal=rehearsal)
     if stop.names:
         raise Interrupted(f"accept: stopped by {stop.names[0]}", hint="what the rows before it found is kept")
     failed = {outcome.row for outcome in outcomes if outcome.state is State.FAILED}
     return next((row.exit_code for row in rows if row.id in failed), 0)
+
+
+def at_once(devices: tuple[Device, ...], *, cores: int) -> int:
+    """How many rows that share may run on the first GPU."""
+    return max(1, min(MOST_AT_ONCE, cores // CORES_OF_A_ROW, devices[0].free_bytes // BYTES_OF_A_ROW))
 
 
 @dataclass
@@ -77,24 +89,38 @@ class _Run:
     rehearsal: bool
     report: Report
     stop: Interrupts
-    outcomes: list[Outcome] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
+    at_once: int
+    found: dict[str, Outcome] = field(default_factory=dict)
+    """Of the rows that have begun."""
+    told: set[tuple[str, str]] = field(default_factory=set)
+    """(row, part)"""
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def run(self) -> list[Outcome]:
-        for number, row in enumerate(self.rows, start=1):
-            if self.stop.names:
-                break
-            self.told.clear()
-            self._write(Outcome(row=row.id, state=State.RUNNING))
-            console.say(
-                f"{number}/{len(self.rows)}  {row.id}: {row.what}, {self._expected(row)}at most {row.limit_s} s"
-            )
-            outcome = self._one(row)
+        """In the order of the rows."""
+        together = [row for row in self.rows if row.shares and self.at_once > 1]
+        with ThreadPoolExecutor(self.at_once) as pool:
+            list(pool.map(self._run_row, together))
+        for row in self.rows:
+            if row not in together:
+                self._run_row(row)
+        return self._outcomes()
+
+    def _run_row(self, row: Row) -> None:
+        if self.stop.names:
+            return
+        with self.lock:
+            self._now(Outcome(row=row.id, state=State.RUNNING))
+            number = f"{len(self.found)}/{len(self.rows)}"
+            console.say(f"{number}  {row.id}: {row.what}, {self._expected(row)}at most {row.limit_s} s")
+        outcome = self._one(row)
+        with self.lock:
             self._tell_parts(outcome)
-            self.outcomes.append(outcome)
-            self._write()
+            self._now(outcome)
             console.say(f"     {shown(outcome)}")
-        return self.outcomes
+
+    def _outcomes(self) -> list[Outcome]:
+        return [self.found[row.id] for row in self.rows if row.id in self.found]
 
     def _one(self, row: Row) -> Outcome:
         if why := lack(row, facts=self.facts, rehearsal=self.rehearsal):
@@ -108,27 +134,28 @@ class _Run:
         return "" if self.rehearsal else f"about {row.estimate_s} s by estimate, "
 
     def _watch(self, now: Outcome) -> None:
-        if self._tell_parts(now):
-            self._write(now)
+        with self.lock:
+            if self._tell_parts(now):
+                self._now(now)
 
     def _tell_parts(self, now: Outcome) -> bool:
         """Whether there was a new verdict."""
         new = [
             part
             for part in now.parts
-            if part.state not in (State.WAITING, State.RUNNING) and part.name not in self.told
+            if part.state not in (State.WAITING, State.RUNNING) and (now.row, part.name) not in self.told
         ]
         for part in new:
             if part.seconds >= 1 or part.state is not State.PASSED:
                 console.say(f"     {now.row}, {part.text}")
-        self.told |= {part.name for part in new}
+        self.told |= {(now.row, part.name) for part in new}
         return bool(new)
 
-    def _write(self, *running: Outcome) -> None:
-        """A disk that is full costs the page, not the rows."""
-        done = [*self.outcomes, *running]
+    def _now(self, outcome: Outcome) -> None:
+        """Write what is known. A disk that is full costs the page, not the rows."""
+        self.found[outcome.row] = outcome
         try:
-            self.report.write(done, waiting=[row.id for row in self.rows[len(done) :]])
+            self.report.write(self._outcomes(), waiting=[row.id for row in self.rows if row.id not in self.found])
         except OSError as error:
             console.say(f"the page and the archive in {self.report.output} are not written: {error}")
 

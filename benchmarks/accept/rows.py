@@ -46,6 +46,8 @@ class Row:
     """Kernels are compiled at first use."""
     needs_hopper: bool = False
     """For what torch multiplies in blocks of 128."""
+    shares: bool = False
+    """It holds no speed and no memory: others may run on its GPU."""
     is_plain: bool = False
     """PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM."""
 
@@ -86,6 +88,7 @@ def _reload(scheme: Scheme, *covers: str) -> Row:
         arguments=(("by", str(scheme)), ("families", _FAMILIES)),
         scheme=scheme,
         needs_nvcc=needs_nvcc,
+        shares=True,
     )
 
 
@@ -96,10 +99,11 @@ def _engines(
     what: str,
     *covers: str,
     scheme: Scheme | None = None,
+    shares: bool = False,
     **arguments: object,
 ) -> Row:
-    code = f"benchmarks.accept.{function}"
-    return Row(name, what, code, estimate_s, covers=covers, arguments=tuple(arguments.items()), scheme=scheme)
+    code, given = f"benchmarks.accept.{function}", tuple(arguments.items())
+    return Row(name, what, code, estimate_s, covers=covers, arguments=given, scheme=scheme, shares=shares)
 
 
 def _sync(size: str, *, layers: int) -> Row:
@@ -165,6 +169,7 @@ ROWS: tuple[Row, ...] = (
         "the INT8 quantiser is the codec, bit for bit",
         _QUANTISER,
         scheme=Scheme.INT8,
+        shares=True,
     ),
     _kernel(
         "quantiser-bandwidth",
@@ -181,6 +186,7 @@ ROWS: tuple[Row, ...] = (
         "the INT8 product is the exact one, rounded",
         _INT8,
         scheme=Scheme.INT8,
+        shares=True,
     ),
     _kernel(
         "fp8-quantiser",
@@ -189,6 +195,7 @@ ROWS: tuple[Row, ...] = (
         "vLLM's FP8 quantisers are the codec, bit for bit",
         _FP8,
         scheme=Scheme.FP8,
+        shares=True,
         is_plain=True,
     ),
     _kernel(
@@ -198,6 +205,7 @@ ROWS: tuple[Row, ...] = (
         "FP8 products are float64's within what tensor cores cut off",
         _FP8,
         scheme=Scheme.FP8,
+        shares=True,
         is_plain=True,
     ),
     _kernel(
@@ -207,6 +215,7 @@ ROWS: tuple[Row, ...] = (
         "gradients of a layer in `fp8-block` are float64's of the same codes, within what tensor cores cut off",
         _BACKWARD,
         scheme=Scheme.FP8_BLOCK,
+        shares=True,
         needs_hopper=True,
         is_plain=True,
     ),
@@ -276,6 +285,7 @@ ROWS: tuple[Row, ...] = (
         "updates by the calls of other trainers under FLASHRL_CONFIG, proven, and one that is cut short",
         "weight updates from other trainers",
         scheme=Scheme.INT8,
+        shares=True,
         config="int8",
     ),
     _engines(
@@ -286,6 +296,7 @@ ROWS: tuple[Row, ...] = (
         "`FLASHRL_CONFIG` under `vllm serve`",
         "weight updates from other trainers",
         scheme=Scheme.INT8,
+        shares=True,
         config="int8",
     ),
     _engines(

@@ -95,3 +95,13 @@ def by_hanging(ground: Ground) -> None:
 
 def without_a_package(ground: Ground, *, name: str) -> None:
     raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+
+def meets(ground: Ground, *, others: list[str]) -> None:
+    """Holds if the rows of these names run while it does."""
+    ground.hold(True, "")
+    deadline = time.monotonic() + 60
+    while not all((ground.folder.parent / name / "outcome.json").is_file() for name in others):
+        if time.monotonic() > deadline:
+            ground.hold(False, f"{others} did not come")
+        time.sleep(0.05)

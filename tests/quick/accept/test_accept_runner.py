@@ -385,6 +385,46 @@ def test_page_and_archive_are_there_after_each_row(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
+def test_on_a_gpu_rows_that_share_run_at_once_and_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page has them in their order, whoever ends first."""
+    pair = [
+        dataclasses.replace(row("meets", others=[other]), id=name, shares=True)
+        for name, other in (("one", "other"), ("other", "one"))
+    ]
+    monkeypatch.setattr(rows, "ROWS", (row("well", value=1), pair[0], row("wrongly"), pair[1]))
+    monkeypatch.setattr(command, "ask", lambda *, hidden: FACTS)
+    monkeypatch.setattr(command, "refuse", lambda *given, **named: None)
+    monkeypatch.setattr(command, "at_once", lambda devices, *, cores: 2)
+    code = run_accept(only=(), output=tmp_path / "out", run_root=tmp_path / "runs", rehearse=False)
+    shown = capsys.readouterr()
+    assert (code, "4 rows, at most 0 min by estimate, up to 2 at once\n" in shown.err) == (4, True)
+    assert [line.split()[:2] for line in shown.out.splitlines()[1:5]] == [
+        ["well", "passed"],
+        ["one", "passed"],
+        ["wrongly", "failed"],
+        ["other", "passed"],
+    ]
+    begun = re.findall(r"^(\d/4)  (\w+): ", shown.err, re.M)
+    assert {name for _, name in begun[:2]} == {"one", "other"} and begun[2:] == [("3/4", "well"), ("4/4", "wrongly")]
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "wanted"), [(16, 138, 6), (8, 79, 4), (64, 22, 2), (1, 138, 1), (64, 5, 1)]
+)
+def test_how_many_rows_run_at_once(cores: int, free_gib: int, wanted: int) -> None:
+    device = H100.model_copy(update={"free_bytes": free_gib << 30})
+    assert command.at_once((device,), cores=cores) == wanted
+
+
+def test_what_measures_does_not_share() -> None:
+    sharing = [each.id for each in ROWS if each.shares]
+    kernels = ["int8-quantiser", "int8-gemm", "fp8-quantiser", "fp8-gemm", "fp8-backward"]
+    assert sharing == [*kernels, *(f"reload-{scheme}" for scheme in Scheme), "other-trainers", "serve"]
+
+
+@pytest.mark.slow
 def test_a_signal_names_the_row_that_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_rows: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
