@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
 from appliance import console
-from appliance.errors import PreflightError, RecipeError
+from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.files import partial_prefix, whole_file, write_whole
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, own_of
@@ -224,9 +224,6 @@ def is_done(target: Target, *, steps: int) -> bool:
     """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
-    logs = log_dir(target.run_dir, attempt=target.record.attempt)
-    if (logs / _MODEL).exists() or (logs / "plan.json").exists():
-        return False  # put aside by a next attempt that was cut off as it began
     return _plan_before(target.run_dir).steps >= steps
 
 
@@ -462,7 +459,8 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     for each in changed_code(plan):
         what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
         append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")
-    for folder in (_MODEL, SYNC_FOLDER, ATTEST_FOLDER):  # without its model a run is not done: before all else
+    write_record(run_dir, _cut_off(resume.target.record))  # what it says from here on until this attempt has begun
+    for folder in (_MODEL, SYNC_FOLDER, ATTEST_FOLDER):
         if (run_dir / folder).exists():
             (run_dir / folder).rename(logs / folder)
     _put_checkpoints_aside(resume)
@@ -490,6 +488,11 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
         if (run_dir / name).is_file() and not (logs / name).exists():
             shutil.copyfile(run_dir / name, logs / name)
         write_whole(run_dir / name, text)
+
+
+def _cut_off(before: RunRecord) -> RunRecord:
+    reason = f"attempt {before.attempt + 1} was cut off as it began"
+    return replace(before, state=RunStatus.STOPPED, exit_code=Interrupted.exit_code, reason=reason)
 
 
 def _bring_back_line(run_dir: Path, *, checkpoint: Path) -> None:

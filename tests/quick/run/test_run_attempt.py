@@ -233,7 +233,7 @@ def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callab
 
 @pytest.mark.parametrize(
     ("cut_off_at", "has_model"),
-    [("_put_checkpoints_aside", True), ("versions", True), ("write_record", True), ("write_record", False)],
+    [("_put_checkpoints_aside", True), ("versions", True), ("_tell_versions", False)],
 )
 def test_a_run_that_is_done_is_not_any_more_once_its_next_attempt_was_cut_off(
     tmp_path: Path, small_plan: Callable, monkeypatch: pytest.MonkeyPatch, cut_off_at: str, has_model: bool
@@ -250,6 +250,7 @@ def test_a_run_that_is_done_is_not_any_more_once_its_next_attempt_was_cut_off(
         patched.setattr(f"appliance.launch.resume.{cut_off_at}", MagicMock(side_effect=OSError))
         begin_attempt(longer, resume=resumed(run_dir), recipe_yaml="")
     assert not any(is_done(target_of(run_dir), steps=steps) for steps in (5, 9))
+    assert read_run(run_dir)[1].reason == "attempt 2 was cut off as it began"
     begin_attempt(longer, resume=resumed(run_dir), recipe_yaml="").release()
     assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
