@@ -18,6 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from appliance.terms.families import FAMILIES as KNOWN
+
 VOCABULARY = 288
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -38,6 +40,7 @@ _FAMILIES = {
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**_EXPERTS, "decoder_sparse_step": 1}),
 }
 FAMILIES = tuple(_FAMILIES)
+ONE_FLOW = tuple(name for name, (_, model, _) in _FAMILIES.items() if KNOWN[model.__name__].one_flow)
 
 
 def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: object) -> PreTrainedModel:

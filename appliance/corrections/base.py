@@ -77,7 +77,8 @@ class Correction:
     source: ClassVar[str] = ""
     """Of the usual limit."""
     cuts_tokens: ClassVar[bool] = False
-    """Whether `cap` is where a single token's weight is cut: the caps of others are of other things."""
+    """Whether `cap` is where a single token's `w` itself is cut, so that the share above it is the governor's: the caps
+    of others are of other things (of a root, of a sequence)."""
     clips: ClassVar[bool] = False
     """Whether the bounds of the ratio are the method's, token by token, in place of the recipe's."""
     ratio_to: ClassVar[str] = "old_log_probs"

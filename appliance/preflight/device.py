@@ -18,6 +18,7 @@ from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.recipe.schema import Attention, Forward
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
+from appliance.terms.families import FAMILIES
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.terms.settings import Dtype
 from appliance.terms.shapes import ModelShape
@@ -234,8 +235,8 @@ def flow(plan: RunPlan, *, shape: ModelShape | None, expected_kl: float | None) 
     """Where the trainer has the rollouts' forward: what that does not compute; else where it would need no correction.
     shape: as of `gain`.  expected_kl: nats per token."""
     rollout, trainer, bound = plan.rollout, plan.trainer, plan.guard.k3_kl
-    if trainer.one_flow and shape and shape.beyond_one_flow:
-        message = f"`rollout` does not know {shape.beyond_one_flow}, which {plan.model.source} asks for"
+    if trainer.one_flow and shape and (why := shape.beyond_one_flow or _other_forward(shape)):
+        message = f"`rollout` does not know {why}, which {plan.model.source} asks for"
         yield error("forward", "trainer.forward", message, "use `bf16`")
     if trainer.one_flow or expected_kl is None or expected_kl <= bound:
         return
@@ -250,6 +251,12 @@ def flow(plan: RunPlan, *, shape: ModelShape | None, expected_kl: float | None) 
         message = f"the profile predicts a mismatch of {expected_kl:.2g} nats per token; above {bound:g} a step is bad"
         remedy = "with `rollout`, and `trainer.attention: auto`, there is none (docs/one-flow.md)"
         yield warning("mismatch", "trainer.forward", message, remedy)
+
+
+def _other_forward(shape: ModelShape) -> str:
+    """A class of a known family whose forward is not Llama's, or an empty text. The plan refuses experts."""
+    known = (FAMILIES[name] for name in shape.architectures if name in FAMILIES and not FAMILIES[name].mixture)
+    return next((each.architecture for each in known if not each.one_flow), "")
 
 
 def _doubt(plan: RunPlan, *, shape: ModelShape | None) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.terms.families import FAMILIES as KNOWN
+
 
 @dataclass(frozen=True)
 class Family:
@@ -83,6 +85,7 @@ FAMILIES: dict[str, Family] = {
         tie_word_embeddings=False,
     ),
 }
+ONE_FLOW = [name for name, each in FAMILIES.items() if KNOWN[each.architecture].one_flow]
 
 
 def make_model(name: str, *, seed: int, **sizes: object):

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import Engine, free_engine, read_checkpoint, start_engine
-from families import FAMILIES, make_family
+from families import ONE_FLOW, make_family
 from test_engine_precision import Switched
 
 if TYPE_CHECKING:
     from appliance.trainer.rollout_forward import RolloutForward
 
 FP8 = ("fp8", "fp8-channel", "fp8-block")
-DENSE = [name for name in FAMILIES if "moe" not in name]
 PROMPTS = [[(7 * place + step * step) % 490 for step in range(3 + 5 * place)] for place in range(12)]
 
 
@@ -78,7 +77,7 @@ def recomputed_by(model: Any, rows: list, *, temperature: float) -> list[list[fl
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", ONE_FLOW)
 def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path, name=family, seed=1)
     engine = start_engine(folder, scheme="int8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCABULARY, tiny
+from tiny_models import ONE_FLOW, VOCABULARY, tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from appliance.errors import TrainingError
@@ -76,7 +76,7 @@ def test_a_family_is_known_once_its_row_says_that_its_forward_is_llamas(monkeypa
         RolloutForward(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=96)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "moe" not in name])
+@pytest.mark.parametrize("family", ONE_FLOW)
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.BF16])
 def test_a_sequence_has_its_bits_whatever_it_is_packed_with(family: str, scheme: Scheme) -> None:
     """Attention, too; layers in BF16, for which vLLM promises it of no kernel, at these sizes."""

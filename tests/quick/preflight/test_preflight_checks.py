@@ -14,6 +14,7 @@ from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
+from appliance.terms.families import FAMILIES, Family
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))
@@ -414,6 +415,15 @@ def test_what_the_rollouts_forward_does_not_compute_is_refused_before_a_model_is
     for forward, wanted in (("rollout", [refusal] if why else []), ("linears", []), ("bf16", [])):
         sets = ("model.builtin=null", f"model.path={tmp_path}", f"trainer.forward={forward}")
         assert findings(*sets, inputs=inputs) == wanted
+
+
+def test_a_family_whose_forward_is_not_the_rollouts_is_refused_before_its_model_is_loaded(tmp_path, monkeypatch):
+    row = FAMILIES["LlamaForCausalLM"]
+    monkeypatch.setitem(FAMILIES, row.architecture, Family(row.architecture, row.model_type))
+    shape = ModelShape(heads=0, max_positions=0, architectures=(row.architecture,))
+    sets = ("model.builtin=null", f"model.path={tmp_path}", "trainer.forward=rollout")
+    message = f"error: trainer.forward: `rollout` does not know {row.architecture}, which {tmp_path} asks for"
+    assert findings(*sets, inputs=with_inputs(model_shape=shape)) == [(message, "use `bf16`")]
 
 
 def test_a_model_class_that_the_engine_does_not_know(tmp_path):
