@@ -222,7 +222,8 @@ class Bf16Proof(KernelProof):
         first = min(self.ask.round % blocks * COLUMNS, max(0, length - COLUMNS))
         self._block = slice(first, min(first + COLUMNS, length))
         self._probe_K = torch.zeros(length, dtype=torch.float32, device="cpu")
-        self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
+        self._signs_B = self._signs(self._block.stop - self._block.start).float()
+        self._probe_K[self._block] = self._signs_B
         self._answer_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
         self._magnitude_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
         columns = 0 if rounds_once() else self._block.stop - self._block.start
@@ -235,9 +236,8 @@ class Bf16Proof(KernelProof):
             self._columns_NB[part] = few_NB.cpu()
             return
         few_NB = few_NB.contiguous().float()  # what is strided is widened one by one, and sums of rows are slow
-        probe_K = self._probe_K[self._block].to(few_NB.device)
-        self._answer_N[part] = torch.mv(few_NB, probe_K)
-        self._magnitude_N[part] = torch.mv(few_NB.abs_(), probe_K.abs())
+        torch.mv(few_NB, self._signs_B, out=self._answer_N[part])
+        torch.mv(few_NB.abs_(), self._signs_B.abs(), out=self._magnitude_N[part])
 
     def check(self, layer: Module) -> Mismatch | None:
         if self._columns_NB.shape[1]:

@@ -1,32 +1,55 @@
 """Which loader of a layer takes a tensor: vLLM finds it at the first update, and from then on it is called straight.
 
-A model's `load_weights` looks for a tensor's place from the top of the model, in some hundred Python calls for each
-tensor of each update: for small layers they take as long as packing. What it finds does not change. It stays vLLM's
-word, as before, and the proof has a mapping of its own to hold it against (tensor_slots.py).
+A model's `load_weights` looks for a tensor's place from the top of the model, and vLLM's layerwise reload runs the
+loader on meta tensors to count what it will copy: some hundred Python calls for each tensor of each update, which for
+small layers take as long as packing. What they find does not change. It stays vLLM's word, as before, and the proof has
+a mapping of its own to hold it against (tensor_slots.py).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+
+_COUNTS = "online_process_loader"  # by its name vLLM, too, knows the loader that it has put around a layer's own
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Of `weight_loader(parameter, tensor, *part, **named)`, as vLLM makes it."""
+class _Route:
+    """A call of `weight_loader(parameter, tensor, *part, **named)`, as vLLM makes it, of a layer that waits."""
 
     layer: Module
     parameter: str
     """Its name in the layer."""
-    tensor: Tensor
-    part: tuple[Any, ...]
-    named: dict[str, Any]
+    tensor: Tensor | None
+    shape: Size
+    call: inspect.BoundArguments
+    """Of the layer's own loader, without tensors."""
+    place: str
+    """Of the tensor among its arguments."""
+    elements: int
+    """That the loader copies."""
+
+    def leads(self, tensor: Tensor) -> bool:
+        return tensor.shape == self.shape and get_layerwise_info(self.layer).can_load()
+
+    def give(self, tensor: Tensor) -> None:
+        """As vLLM's loader does it, but for the counting."""
+        info = get_layerwise_info(self.layer)
+        arguments = {**self.call.arguments, self.place: tensor}
+        info.loaded_weights.append((self.parameter, inspect.BoundArguments(self.call.signature, arguments)))
+        info.load_numel += self.elements
+        if info.load_numel >= (info.load_numel_total or 0):
+            _layerwise_process(self.layer, info)
 
 
 class Routes:
@@ -35,7 +58,11 @@ class Routes:
     def __init__(self, model: Module, *, records: bool) -> None:
         """records: of a model whose `load_weights` is known to do nothing but find places; others are asked always."""
         self._model, self._records = model, records
-        self._known: dict[str, Callable[[Tensor], object]] = {}
+        self._known: dict[str, _Route] = {}
+
+    def forget(self) -> None:
+        """Layers have other methods from here on."""
+        self._known.clear()
 
     def give(self, name: str, tensor: Tensor, *, layers: Sequence[Module]) -> bool:
         """Whether vLLM took the tensor, or skipped it. layers: those that have a part of it.
@@ -43,29 +70,19 @@ class Routes:
         Remembered is a tensor that one loader got as it is. What vLLM skips, changes, cuts or gives to several goes by
         the model at each update, and so do experts, whose GEMMs have no loader.  Raises what vLLM's loaders raise.
         """
-        if (route := self._known.get(name)) is not None:
-            route(tensor)
+        if (route := self._known.get(name)) is not None and route.leads(tensor):
+            route.give(tensor)
             return True
-        calls: list[_Call] = []
-        with _overheard(layers if self._records else (), tell=calls.append):
+        found: list[_Route | None] = []
+        with _overheard(layers if self._records else (), tell=found.append):
             taken = type(self._model).load_weights(self._model, [(name, tensor)])  # past engine/ways_in.py
-        if taken and len(calls) == 1 and calls[0].tensor is tensor:
-            self._known[name] = _route(calls[0])
+        if taken and len(found) == 1 and found[0] is not None and found[0].tensor is tensor:
+            self._known.setdefault(name, replace(found[0], tensor=None))
         return bool(taken)
 
 
-def _route(call: _Call) -> Callable[[Tensor], object]:
-    layer, key, part, named = call.layer, call.parameter, call.part, call.named  # without the tensor
-
-    def route(tensor: Tensor) -> object:
-        parameter = getattr(layer, key)  # a reload's own one, until the layer is complete
-        return parameter.weight_loader(parameter, tensor, *part, **named)
-
-    return route
-
-
 @contextmanager
-def _overheard(layers: Sequence[Module], *, tell: Callable[[_Call], None]) -> Iterator[None]:
+def _overheard(layers: Sequence[Module], *, tell: Callable[[_Route | None], None]) -> Iterator[None]:
     """Each call of a loader of these layers is told, and goes through."""
     found = [(layer, key, held) for layer in layers for key, held in layer.named_parameters(recurse=False)]
     put: list[tuple[Tensor, Callable[..., Any], Callable[..., Any]]] = []
@@ -82,11 +99,23 @@ def _overheard(layers: Sequence[Module], *, tell: Callable[[_Call], None]) -> It
 
 
 def _telling(
-    loader: Callable[..., Any], *, layer: Module, key: str, tell: Callable[[_Call], None]
+    loader: Callable[..., Any], *, layer: Module, key: str, tell: Callable[[_Route | None], None]
 ) -> Callable[..., Any]:
     @functools.wraps(loader)  # by their name vLLM knows the loaders that it has put around others
     def telling_loader(parameter: Tensor, tensor: Tensor, *part: Any, **named: Any) -> Any:
-        tell(_Call(layer, key, tensor, part, named))
-        return loader(parameter, tensor, *part, **named)
+        info = get_layerwise_info(layer)
+        before, total = info.load_numel, info.load_numel_total or 0
+        given = loader(parameter, tensor, *part, **named)
+        elements = (info.load_numel if info.can_load() else total) - before
+        own = getattr(loader, "__wrapped__", None) if loader.__name__ == _COUNTS else None
+        if own is None or own.__name__ == _COUNTS or is_deferred_attention_layer(layer):  # of two layers; attention
+            tell(None)
+            return given
+        call = inspect.signature(own).bind(parameter, tensor, *part, **named)
+        call.apply_defaults()
+        place = next(each for each, value in call.arguments.items() if value is tensor)
+        call.arguments |= dict.fromkeys(("param", place))  # the first is vLLM's to fill in
+        tell(_Route(layer, key, tensor, tensor.shape, call, place, elements))
+        return given
 
     return telling_loader

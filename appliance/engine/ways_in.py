@@ -206,7 +206,7 @@ class WaysIn:
         if not self.update.is_open:
             return False
         if self._waiting is None:
-            self._waiting = [each for each in self.update.layers.values() if not isinstance(each, ParallelLMHead)]
+            self._waiting = [each for each in self.update.layers.values() if _may_wait(each)]
         while self._waiting and not _waits(self._waiting[-1]):
             self._waiting.pop()
         return not self._waiting and not self.update.incomplete()
@@ -239,6 +239,11 @@ def ways_into(model: Module) -> WaysIn | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
+def _may_wait(layer: Module) -> bool:
+    no = isinstance(layer, ParallelLMHead) or is_deferred_attention_layer(layer)
+    return not no and loadable_elements(layer) > 0
+
+
 def _waits(layer: Module) -> bool:
     info = get_layerwise_info(layer)
-    return info.can_load() and info.load_numel < loadable_elements(layer) and not is_deferred_attention_layer(layer)
+    return info.can_load() and (not info.load_numel or info.load_numel < loadable_elements(layer))
