@@ -236,8 +236,8 @@ class Bf16Proof(KernelProof):
             self._columns_NB[part] = few_NB.cpu()
             return
         few_NB = few_NB.contiguous().float()  # what is strided is widened one by one, and sums of rows are slow
-        torch.mv(few_NB, self._signs_B, out=self._answer_N[part])
-        torch.mv(few_NB.abs_(), self._signs_B.abs(), out=self._magnitude_N[part])
+        self._answer_N[part] = torch.mv(few_NB, self._signs_B)
+        self._magnitude_N[part] = torch.mv(few_NB.abs_(), self._signs_B.abs())
 
     def check(self, layer: Module) -> Mismatch | None:
         if self._columns_NB.shape[1]:

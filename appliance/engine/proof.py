@@ -160,13 +160,15 @@ class SyncProof:
         for name, proof in self._kernels.items():
             if mismatch := proof.check(self._layers[name]):
                 self._fail_on(name, mismatch)
-        proven, self._kernels = len(self._kernels), {}
-        return Proven(
+        proven = Proven(
             layers=len(self._provable),
-            layers_proven=proven,
+            layers_proven=len(self._kernels),
             parameters_proven=len(self._held),
             unproven=self._unproven,
         )
+        self._kernels.clear()
+        self._held.clear()
+        return proven
 
     def _fail_on(self, layer: str, mismatch: Mismatch) -> NoReturn:
         why = f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}"
@@ -181,7 +183,7 @@ class SyncProof:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Of any values: NaN is itself, and -0 is not 0."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
     return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
 

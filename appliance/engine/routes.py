@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Size, Tensor
@@ -22,6 +22,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 
 _COUNTS = "online_process_loader"  # by its name vLLM, too, knows the loader that it has put around a layer's own
 
+_Tell = Callable[[Tensor, "_Route | None"], None]
+
 
 @dataclass(frozen=True)
 class _Route:
@@ -30,7 +32,6 @@ class _Route:
     layer: Module
     parameter: str
     """Its name in the layer."""
-    tensor: Tensor | None
     shape: Size
     call: inspect.BoundArguments
     """Of the layer's own loader, without tensors."""
@@ -48,7 +49,8 @@ class _Route:
         arguments = {**self.call.arguments, self.place: tensor}
         info.loaded_weights.append((self.parameter, inspect.BoundArguments(self.call.signature, arguments)))
         info.load_numel += self.elements
-        if info.load_numel >= (info.load_numel_total or 0):
+        assert info.load_numel_total is not None, "the layer waits: see `leads`"
+        if info.load_numel >= info.load_numel_total:
             _layerwise_process(self.layer, info)
 
 
@@ -60,10 +62,6 @@ class Routes:
         self._model, self._records = model, records
         self._known: dict[str, _Route] = {}
 
-    def forget(self) -> None:
-        """Layers have other methods from here on."""
-        self._known.clear()
-
     def give(self, name: str, tensor: Tensor, *, layers: Sequence[Module]) -> bool:
         """Whether vLLM took the tensor, or skipped it. layers: those that have a part of it.
 
@@ -73,16 +71,16 @@ class Routes:
         if (route := self._known.get(name)) is not None and route.leads(tensor):
             route.give(tensor)
             return True
-        found: list[_Route | None] = []
-        with _overheard(layers if self._records else (), tell=found.append):
+        found: list[tuple[Tensor, _Route | None]] = []
+        with _overheard(layers if self._records else (), tell=lambda *call: found.append(call)):
             taken = type(self._model).load_weights(self._model, [(name, tensor)])  # past engine/ways_in.py
-        if taken and len(found) == 1 and found[0] is not None and found[0].tensor is tensor:
-            self._known.setdefault(name, replace(found[0], tensor=None))
+        if taken and len(found) == 1 and found[0][0] is tensor and (shown := found[0][1]) is not None:
+            self._known.setdefault(name, shown)
         return bool(taken)
 
 
 @contextmanager
-def _overheard(layers: Sequence[Module], *, tell: Callable[[_Route | None], None]) -> Iterator[None]:
+def _overheard(layers: Sequence[Module], *, tell: _Tell) -> Iterator[None]:
     """Each call of a loader of these layers is told, and goes through."""
     found = [(layer, key, held) for layer in layers for key, held in layer.named_parameters(recurse=False)]
     put: list[tuple[Tensor, Callable[..., Any], Callable[..., Any]]] = []
@@ -98,24 +96,22 @@ def _overheard(layers: Sequence[Module], *, tell: Callable[[_Route | None], None
                 held.weight_loader = loader
 
 
-def _telling(
-    loader: Callable[..., Any], *, layer: Module, key: str, tell: Callable[[_Route | None], None]
-) -> Callable[..., Any]:
+def _telling(loader: Callable[..., Any], *, layer: Module, key: str, tell: _Tell) -> Callable[..., Any]:
     @functools.wraps(loader)  # by their name vLLM knows the loaders that it has put around others
     def telling_loader(parameter: Tensor, tensor: Tensor, *part: Any, **named: Any) -> Any:
         info = get_layerwise_info(layer)
         before, total = info.load_numel, info.load_numel_total or 0
         given = loader(parameter, tensor, *part, **named)
         elements = (info.load_numel if info.can_load() else total) - before
+        route: _Route | None = None
         own = getattr(loader, "__wrapped__", None) if loader.__name__ == _COUNTS else None
-        if own is None or own.__name__ == _COUNTS or is_deferred_attention_layer(layer):  # of two layers; attention
-            tell(None)
-            return given
-        call = inspect.signature(own).bind(parameter, tensor, *part, **named)
-        call.apply_defaults()
-        place = next(each for each, value in call.arguments.items() if value is tensor)
-        call.arguments |= dict.fromkeys(("param", place))  # the first is vLLM's to fill in
-        tell(_Route(layer, key, tensor, tensor.shape, call, place, elements))
+        if own is not None and own.__name__ != _COUNTS and not is_deferred_attention_layer(layer):  # not of two layers
+            call = inspect.signature(own).bind(parameter, tensor, *part, **named)
+            call.apply_defaults()
+            if place := next((each for each, value in call.arguments.items() if value is tensor), ""):
+                call.arguments |= dict.fromkeys(("param", place))  # the first is vLLM's to fill in
+                route = _Route(layer, key, tensor.shape, call, place, elements)
+        tell(tensor, route)
         return given
 
     return telling_loader

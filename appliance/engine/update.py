@@ -202,8 +202,6 @@ class WeightUpdate:
         self._now.switched = self._precision.change(precision)
         initialize_layerwise_reload(self.model)
         self._precision.release()
-        if self._now.switched:
-            self._routes.forget()
         started = time.perf_counter()
         is_first = self._sync == self._taken_before + 1
         self._proof.begin(self._sync, changed=is_first or bool(self._now.switched))

@@ -10,6 +10,7 @@ import torch
 from faults import BIAS, EMBEDDING, NORM, WEIGHT, Bench, new_update, recover, sent, start_bench, take
 
 from appliance.engine.kernel_proof import ask
+from appliance.engine.proof import _same_bits
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.profile import Smoothing, SmoothingGroup
 
@@ -117,9 +118,16 @@ def test_the_layers_of_an_update_are_those_whose_turn_it_is(int8: Bench) -> None
         turns = {name: turn for turn, name in enumerate(update._proof._layers)}
         due = {name for name in update._proof._provable if ask(turns[name], sync=number, every=2)}
         assert asked == due and proven.layers_proven == len(due)
-        assert not update._proof._kernels, "they are kept until the next update"
+        assert not (update._proof._kernels or update._proof._held), "they are kept until the next update"
         assert (len(due) == 13) == (number in (1, 16))
     recover(int8.engine, int8.old)
+
+
+def test_small_tensors_are_the_same_when_their_bits_are() -> None:
+    zero, nan = torch.zeros(3), torch.full((3,), torch.nan)
+    assert _same_bits(zero, zero.clone()) and _same_bits(nan, nan.clone())
+    for other in (-zero, zero[:2], zero.view(3, 1), zero.bfloat16(), zero.int(), zero.to("meta")):
+        assert not _same_bits(zero, other)
 
 
 def test_an_entry_of_ignore_that_keeps_nothing(int8: Bench) -> None:
