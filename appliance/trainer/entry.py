@@ -13,6 +13,7 @@ import multiprocessing  # noqa: F401  here, since what it spawns begins in the f
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ def translate(error: Exception) -> ApplianceError:
     if isinstance(cause, ApplianceError):
         return cause
     last = last_line(error)
-    if type(error).__name__ in _OF_DEAD_ACTORS:  # heard before the watch of the processes saw it
+    if type(error).__name__ in _OF_DEAD_ACTORS:  # one that the watch of the processes does not know
         return ProcessDied(f"a worker died: {last}", hint="the log has its last words")
     return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the whole story")
 
@@ -112,7 +113,7 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
     importing.start()
     with _ray_of(plan) as on_death:
-        from appliance.trainer.process_watch import ProcessWatch
+        from appliance.trainer.process_watch import NAMED_AFTER_S, ProcessWatch
 
         processes = ProcessWatch(on_death=on_death, has_services=plan.cluster is None)
         try:
@@ -120,6 +121,10 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
             from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
             fit(plan, overrides=overrides, stopping=stopping, on_engine_death=on_death)
+        except Exception as error:
+            if type(error).__name__ in _OF_DEAD_ACTORS:  # the watch says who it was, and ends this process
+                time.sleep(NAMED_AFTER_S)
+            raise
         finally:
             processes.stop()
     append_event(run_dir, kind="phase", what="done")

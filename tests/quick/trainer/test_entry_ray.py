@@ -7,7 +7,10 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from plans import make_plan
@@ -17,7 +20,8 @@ from appliance.cluster.form import _start_head
 from appliance.launch.train import make_ray_dir, make_ray_token
 from appliance.record.plan import ClusterPlan
 from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
-from appliance.trainer.entry import _start_ray
+from appliance.trainer.entry import _start_ray, train
+from appliance.trainer.process_watch import NAMED_AFTER_S
 
 # With a worker of Ray's, which has to be heard, too.
 DRIVER = """
@@ -83,3 +87,19 @@ def test_the_ray_of_a_training_answers_only_those_who_have_its_token(tmp_path: P
     assert seen.store == REFUSED_BY_GRPC
     assert seen.telling == ()
     assert not (tmp_path / ".ray").exists()
+
+
+@pytest.mark.parametrize(("name", "waited_s"), [("ActorDiedError", [NAMED_AFTER_S]), ("RayTaskError", [])])
+def test_who_died_is_for_the_watch_to_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, waited_s: list[float]
+) -> None:
+    """The call to an actor may hear of its death before the watch does, and does not know whose it is."""
+    slept: list[float] = []
+    error = type(name, (RuntimeError,), {})
+    monkeypatch.setitem(sys.modules, "appliance.trainer.fit", SimpleNamespace(fit=MagicMock(side_effect=error)))
+    monkeypatch.setattr("appliance.trainer.process_watch.ProcessWatch", MagicMock())
+    monkeypatch.setattr("appliance.trainer.entry._ray_of", lambda plan: nullcontext())
+    monkeypatch.setattr("appliance.trainer.entry.time.sleep", slept.append)
+    with pytest.raises(error):
+        train(make_plan(tmp_path), overrides=[])
+    assert slept == waited_s
