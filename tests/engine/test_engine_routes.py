@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.routes import Routes
 
@@ -47,10 +48,11 @@ def place(layer: Module, tensor: Tensor, *part: str) -> set[str]:
     return {NAME}
 
 
-def update(model: Model, routes: Routes, tensor: Tensor) -> bool:
-    """By vLLM's own reload."""
+def update(model: Model, routes: Routes, tensor: Tensor, *, is_whole: bool = False) -> bool:
+    """By vLLM's own reload. is_whole: the tensor completes its layer, which vLLM need not do at the end."""
     initialize_layerwise_reload(model)
     taken = routes.give(NAME, tensor, layers=[model.one, model.other])
+    assert not (is_whole and get_layerwise_info(model.one).can_load())
     with torch.no_grad():
         finalize_layerwise_reload(model, None)
     return taken
@@ -72,7 +74,7 @@ def test_the_model_is_asked_once_and_the_loader_gets_the_part_each_time() -> Non
     record_metadata_for_reloading(model)
     for number in range(1, 4):
         tensor = torch.full((2, 2), float(number))
-        assert update(model, routes, tensor)
+        assert update(model, routes, tensor, is_whole=True)
         name, is_counting, loaded, part = model.got[-1]
         assert (name, is_counting, part) == ("one", False, "k") and loaded is tensor
         assert model.one.weight is held and torch.equal(held, tensor)
