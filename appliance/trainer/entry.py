@@ -113,6 +113,8 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
     importing.start()
     with _ray_of(plan) as on_death:
+        from ray.exceptions import RayActorError
+
         from appliance.trainer.process_watch import NAMED_AFTER_S, ProcessWatch
 
         processes = ProcessWatch(on_death=on_death, has_services=plan.cluster is None)
@@ -121,9 +123,8 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
             from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
             fit(plan, overrides=overrides, stopping=stopping, on_engine_death=on_death)
-        except Exception as error:
-            if type(error).__name__ in _OF_DEAD_ACTORS:  # the watch says who it was, and ends this process
-                time.sleep(NAMED_AFTER_S)
+        except RayActorError:
+            time.sleep(NAMED_AFTER_S)  # the watch says who it was, and ends this process
             raise
         finally:
             processes.stop()

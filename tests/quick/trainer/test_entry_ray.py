@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from plans import make_plan
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray_from_outside import REFUSED_BY_GRPC, REFUSED_BY_HTTP, look
 
 from appliance.cluster.form import _start_head
@@ -89,17 +91,20 @@ def test_the_ray_of_a_training_answers_only_those_who_have_its_token(tmp_path: P
     assert not (tmp_path / ".ray").exists()
 
 
-@pytest.mark.parametrize(("name", "waited_s"), [("ActorDiedError", [NAMED_AFTER_S]), ("RayTaskError", [])])
+@pytest.mark.parametrize(
+    ("error", "waited_s"),
+    [(ActorDiedError, [NAMED_AFTER_S]), (lambda: ActorUnavailableError("gone", None), [NAMED_AFTER_S]), (OSError, [])],
+)
 def test_who_died_is_for_the_watch_to_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, waited_s: list[float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], waited_s: list[float]
 ) -> None:
     """The call to an actor may hear of its death before the watch does, and does not know whose it is."""
     slept: list[float] = []
-    error = type(name, (RuntimeError,), {})
-    monkeypatch.setitem(sys.modules, "appliance.trainer.fit", SimpleNamespace(fit=MagicMock(side_effect=error)))
+    raised = error()
+    monkeypatch.setitem(sys.modules, "appliance.trainer.fit", SimpleNamespace(fit=MagicMock(side_effect=raised)))
     monkeypatch.setattr("appliance.trainer.process_watch.ProcessWatch", MagicMock())
     monkeypatch.setattr("appliance.trainer.entry._ray_of", lambda plan: nullcontext())
     monkeypatch.setattr("appliance.trainer.entry.time.sleep", slept.append)
-    with pytest.raises(error):
+    with pytest.raises(type(raised)):
         train(make_plan(tmp_path), overrides=[])
     assert slept == waited_s
