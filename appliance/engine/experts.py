@@ -30,7 +30,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_m
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut, refuse_cut_blocks
+from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut, refuse_cut_blocks, sampled
 from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
@@ -127,7 +127,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
                 )
             quantised = gemm.quantise(weight_NK, absmax=absmax)
             if self.on_quantised is not None:
-                self.on_quantised(layer, (weight_NK,), quantised)
+                self.on_quantised(layer, sampled(weight_NK), quantised)
         replace_parameter(layer, "w13_weight", None)
         replace_parameter(layer, "w2_weight", None)
         layer._already_called_process_weights_after_loading = True

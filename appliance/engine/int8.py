@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from appliance.engine.kernel_proof import Int8Proof
-from appliance.engine.quantised import OnlineLinearMethod
+from appliance.engine.quantised import OnlineLinearMethod, sampled
 from appliance.errors import EngineError
 from appliance.patch import Patch
 from appliance.quant.codec import QuantisedWeight
@@ -51,48 +52,54 @@ class Int8LinearMethod(OnlineLinearMethod):
         )
         self.gemm: OneDnnGemm | SglGemm | WideGemm | None = None
         self.dtype = torch.bfloat16
-        self._parts: dict[int, Tensor] = {}  # that came, by their place in the layer
+        self._codes_NK: Tensor | None = None  # of a layer whose parts are coming
+        self._parts: dict[int, _Part] = {}  # by their first row
 
     def create_weights(self, layer: Module, *args: Any, weight_loader: Any, **kwargs: Any) -> None:
-        keeps = layer.tp_size == 1 and current_platform.is_cpu()
-        loader = self._keeping(weight_loader) if keeps else weight_loader
+        at_once = layer.tp_size == 1 and current_platform.is_cpu()
+        loader = self._quantising(weight_loader) if at_once else weight_loader
         super().create_weights(layer, *args, weight_loader=loader, **kwargs)
         self.dtype = layer.weight.dtype
         for name in ("input_scale", "input_zero_point", "azp_adj"):  # the kernel looks for them
             layer.register_parameter(name, None)
 
-    def _keeping(self, loader: MethodType) -> MethodType:
-        """A layer's loader that keeps the parts of a weight. Bound to the layer, as vLLM undoes it for its records."""
+    def _quantising(self, loader: MethodType) -> MethodType:
+        """A layer's loader that quantises the parts of a weight. Bound to the layer, as vLLM undoes it for its
+        records."""
         load = loader.__func__
 
         @functools.wraps(load)
-        def keeping_loader(layer: Module, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
+        def quantising_loader(layer: Module, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
             if param.is_meta or layer.quant_method is not self:  # vLLM counts elements; a layer that is BF16 for now
                 load(layer, param, loaded_weight, *shard)
                 return
-            self._parts[_place(*shard)] = loaded_weight.to(param.dtype)
-            param.data = param.data.new_empty(0)
+            # nothing is written into it, and vLLM counts the elements of a layer that is not complete
+            param.data = param.data.new_empty(()).expand_as(param)
+            rows = _rows(layer.logical_widths, *shard)
+            if loaded_weight.shape != (len(rows), param.shape[1]):
+                raise ValueError(
+                    f"{layer.prefix} of shape {list(param.shape)} has rows {rows.start} to {rows.stop} for it"
+                )
+            if self._codes_NK is None:
+                self._codes_NK = loaded_weight.new_empty(param.shape, dtype=torch.int8)
+            weight_NK, into_NK = loaded_weight.to(param.dtype), self._codes_NK[rows.start : rows.stop]
+            quantised = quantise_for_kernel(weight_NK, into_NK=into_NK, known_finite=self.known_finite)
+            few_NK = sampled(weight_NK, start=rows.start, count=len(param))
+            self._parts[rows.start] = _Part(quantised.scale, few_NK)
 
-        return MethodType(keeping_loader, loader.__self__)
+        return MethodType(quantising_loader, loader.__self__)
 
     def _quantised(self, layer: Module) -> QuantisedWeight:
-        if not self._parts:  # a GPU, several ranks, dummy weights
+        if self._codes_NK is None:  # a GPU, several ranks, dummy weights
             return super()._quantised(layer)
-        parts = [part_NK for _, part_NK in sorted(self._parts.items())]
-        self._parts.clear()
-        shape = layer.output_size_per_partition, layer.input_size_per_partition
-        if sum(map(len, parts)) != shape[0] or any(part_NK.shape[1] != shape[1] for part_NK in parts):
-            given = [list(part_NK.shape) for part_NK in parts]  # vLLM's loaders count what they take of one
-            raise EngineError(f"{layer.prefix} of shape {list(shape)} was given tensors of {given}")
-        codes_NK = parts[0].new_empty(shape, dtype=torch.int8)
-        found, start = [], 0
-        for part_NK in parts:
-            into_NK = codes_NK[start : start + len(part_NK)]
-            found.append(quantise_for_kernel(part_NK, into_NK=into_NK, known_finite=self.known_finite).scale)
-            start += len(part_NK)
-        quantised = int8_rows(codes_NK, scale_N1=torch.cat(found))
+        codes_NK, parts = self._codes_NK, [part for _, part in sorted(self._parts.items())]
+        scale_N1 = torch.cat([part.scale_N1 for part in parts])
+        if len(scale_N1) != len(codes_NK):  # one came twice, and as vLLM counts it was enough
+            raise EngineError(f"{layer.prefix} of {len(codes_NK)} rows was given {len(scale_N1)}")
+        self._codes_NK, self._parts = None, {}
+        quantised = int8_rows(codes_NK, scale_N1=scale_N1)
         if self.on_quantised is not None:
-            self.on_quantised(layer, parts, quantised)
+            self.on_quantised(layer, torch.cat([part.few_NK for part in parts]), quantised)
         return quantised
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
@@ -131,11 +138,21 @@ class Int8LinearMethod(OnlineLinearMethod):
         return type(self.kernel).__name__ + suffix
 
 
-def _place(shard: str | int | tuple[int, ...] | None = None) -> int:
-    """Of a part among those of its layer. shard: as vLLM's loaders name it."""
-    if isinstance(shard, tuple):
-        return shard[0]
-    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
+@dataclass(frozen=True)
+class _Part:
+    """Of a weight whose codes are there."""
+
+    scale_N1: Tensor
+    few_NK: Tensor
+    """Its `sampled` rows."""
+
+
+def _rows(widths: list[int], shard: str | int | tuple[int, ...] | None = None) -> range:
+    """Of a layer, that a tensor is for. widths: rows of each of its parts.  shard: as vLLM's loaders name parts."""
+    number = "qkv".index(shard) if isinstance(shard, str) else shard
+    places = range(len(widths)) if number is None else number if isinstance(number, tuple) else (number,)
+    start = sum(widths[: places[0]])
+    return range(start, start + sum(widths[place] for place in places))
 
 
 def refuse_ragged(name: str, codes_NK: Tensor) -> None:

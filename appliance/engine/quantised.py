@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight, weight_absmax
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
-QuantisedHook = Callable[[Module, Sequence[Tensor], QuantisedWeight], None]
+QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
+_SAMPLED_ROWS = 8
 
 
 class Quantising:
@@ -41,8 +42,8 @@ class Quantising:
     provable: bool = True
     """Whether that can be asked."""
     on_quantised: QuantisedHook | None = None
-    """Called with (layer, weight as parts of its rows, codes and scales of all) after each quantisation, before the
-    weight is dropped. Set it on an object, or with `staticmethod` on a class."""
+    """Called with (layer, `sampled` rows of a weight, codes and scales of all its rows) after each quantisation. Set it
+    on an object, or with `staticmethod` on a class."""
     known_finite: bool = False
     """Whether each tensor of a weight was looked at before it came."""
 
@@ -107,7 +108,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
             absmax = self._whole.of(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
         quantised = self.quantise(weight_NK, absmax=absmax)
         if self.on_quantised is not None:
-            self.on_quantised(layer, (weight_NK,), quantised)
+            self.on_quantised(layer, sampled(weight_NK), quantised)
         layer.weight.data = weight_NK.new_empty(0)
         return quantised
 
@@ -124,6 +125,17 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
 
     def release(self) -> None:
         """Let go of what is held beside the layer's tensors: the layer is in BF16 until the next `install`."""
+
+
+def sampled(weight_NK: Tensor, *, start: int = 0, count: int | None = None) -> Tensor:
+    """A copy of those of up to _SAMPLED_ROWS evenly spread rows of a weight that a part of it has. start: the part's
+    first row.  count: of all rows, where these are a part."""
+    step = sampling_step(len(weight_NK) if count is None else count)
+    return weight_NK[-start % step :: step].clone()
+
+
+def sampling_step(count: int) -> int:
+    return max(1, -(-count // _SAMPLED_ROWS))
 
 
 def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:

@@ -1,9 +1,10 @@
-"""Which loader of a layer takes a tensor: vLLM finds it at the first update, and from then on it is called straight.
+"""Which loader of a layer takes a tensor: vLLM finds it at the first update, and from then on it is called at once.
 
 A model's `load_weights` looks for a tensor's place from the top of the model, and vLLM's layerwise reload runs the
 loader on meta tensors to count what it will copy: some hundred Python calls for each tensor of each update, which for
 small layers take as long as packing. What they find does not change. It stays vLLM's word, as before, and the proof has
-a mapping of its own to hold it against (tensor_slots.py).
+a mapping of its own to hold it against (tensor_slots.py). And as the count is known, a tensor goes to its place in the
+layer when it comes: vLLM keeps it, in memory that its sender may use again, until the layer is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from typing import Any
 from torch import Size, Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 _COUNTS = "online_process_loader"  # by its name vLLM, too, knows the loader that it has put around a layer's own
 
@@ -44,10 +50,14 @@ class _Route:
         return tensor.shape == self.shape and get_layerwise_info(self.layer).can_load()
 
     def give(self, tensor: Tensor) -> None:
-        """As vLLM's loader does it, but for the counting."""
+        """As vLLM does it when a layer is complete, and with its last tensor the rest of that."""
         info = get_layerwise_info(self.layer)
-        arguments = {**self.call.arguments, self.place: tensor}
-        info.loaded_weights.append((self.parameter, inspect.BoundArguments(self.call.signature, arguments)))
+        if (parameter := getattr(self.layer, self.parameter)).is_meta:
+            materialize_layer(self.layer, info)
+            parameter = getattr(self.layer, self.parameter)
+        given = {**self.call.arguments, "param": parameter, self.place: tensor}
+        call = inspect.BoundArguments(self.call.signature, given)
+        _get_original_loader(parameter)(*call.args, **call.kwargs)
         info.load_numel += self.elements
         assert info.load_numel_total is not None, "the layer waits: see `leads`"
         if info.load_numel >= info.load_numel_total:

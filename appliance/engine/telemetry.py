@@ -1,6 +1,6 @@
 """What a sync did to the quantised layers: four numbers per update, from a fixed sample of each layer's rows.
 
-The sample of a weight is up to SAMPLED_ROWS of its rows, evenly spread over this rank's part and the same at every
+The sample of a weight is up to eight of its rows, evenly spread over this rank's part and the same at every
 sync; their codes are kept from one update to the next.
 
     codes_changed   fraction of the sampled codes that differ from those of the update before; None at the first
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +28,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from appliance.engine.config import layer_name
-from appliance.engine.quantised import Quantising
+from appliance.engine.quantised import Quantising, sampling_step
 from appliance.files import whole_file
 from appliance.quant.codec import Codec, QuantisedWeight, codec_of
 from appliance.record.events import append_event
 from appliance.sync.records import SYNC_FOLDER, Telemetry
 
-SAMPLED_ROWS = 8
 _TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermediates
 
 Key = tuple[str, int]  # name of a layer, number of one of its weights
@@ -120,11 +118,11 @@ class TelemetryTap:
             layer_error_max=sums.error_max,
         )
 
-    def _take(self, layer: Module, weight: Sequence[Tensor], quantised: QuantisedWeight) -> None:
+    def _take(self, layer: Module, weight_RK: Tensor, quantised: QuantisedWeight) -> None:
         started = time.perf_counter()
         name = self._names[id(layer)]
         self._weights_of[name] = number = self._weights_of.get(name, -1) + 1  # experts have several, in a fixed order
-        self._waiting[name, number] = sample = _sample(weight, quantised)
+        self._waiting[name, number] = sample = _sample(weight_RK, quantised)
         self._codes_waiting += sample.codes_RK.numel()
         if self._codes_waiting > _TOGETHER:
             self._measure_waiting()
@@ -174,17 +172,13 @@ class TelemetryTap:
             self.layer_errors[name] = self._errors[name] = max(error, self._errors.get(name, 0.0))
 
 
-def _sample(weight: Sequence[Tensor], quantised: QuantisedWeight) -> _Sample:
-    """Copies: the whole weight is dropped. weight: in parts of its rows."""
-    count, start, found = len(quantised.codes_NK), 0, []
-    step = max(1, -(-count // SAMPLED_ROWS))
-    for part_NK in weight:
-        found.append(part_NK[-start % step :: step])
-        start += len(part_NK)
+def _sample(weight_RK: Tensor, quantised: QuantisedWeight) -> _Sample:
+    count = len(quantised.codes_NK)
+    step = sampling_step(count)
     block_rows, columns = quantised.block
     blocks = [row // block_rows for row in range(0, count, step)]
     codec = codec_of(quantised.scheme)
-    return _Sample(torch.cat(found), quantised.codes_NK[::step].clone(), quantised.scale[blocks], columns, codec)
+    return _Sample(weight_RK, quantised.codes_NK[::step].clone(), quantised.scale[blocks], columns, codec)
 
 
 def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:

@@ -1,7 +1,8 @@
 """One weight update of a vLLM model: every tensor, as it was sent, or an error.
 
-vLLM's layerwise reload is entered once per update and left once. In between, `load_weights` collects a layer's
-tensors; when a layer is complete it is materialised, quantised and copied into the tensors that the kernels hold.
+vLLM's layerwise reload is entered once per update and left once. In between, a layer's tensors are collected, by
+`load_weights` or, once their way is known, in the layer itself (routes.py); when it is complete it is quantised and
+copied into the tensors that the kernels hold.
 Before the model is finalised the list of what was sent is held against what came; after it the proof asks the kernels.
 """
 
@@ -154,9 +155,9 @@ class WeightUpdate:
         self._needs_manifest = True
 
     def load(self, bucket: Bucket, *, is_lent: bool = False) -> None:
-        """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. The
-        tensors are kept until their layer is complete: is_lent says that their sender uses their memory again, so that
-        what has to wait is copied. Raises SyncError for a tensor that the model does not have, has in another shape or
+        """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. A
+        tensor may be kept until its layer is complete: is_lent says that its sender uses the memory again, so that
+        what is kept is copied. Raises SyncError for a tensor that the model does not have, has in another shape or
         has already got, for a value that is not finite (or `finish` does), for what comes after the list, and for a
         precision that this engine cannot have."""
         for name, tensor in bucket:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Linear, Module, Parameter
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -80,6 +80,31 @@ def test_the_model_is_asked_once_and_the_loader_gets_the_part_each_time() -> Non
         assert model.one.weight is held and torch.equal(held, tensor)
     assert model.asked == 1
     assert [is_counting for _, is_counting, *_ in model.got] == [True, False, False, False]  # by vLLM, once
+
+
+@torch.no_grad()
+def test_a_tensors_memory_is_its_senders_again_before_its_layer_is_complete() -> None:
+    def by_shape(model: Model, tensor: Tensor) -> set[str]:
+        parameter = model.one.weight if tensor.ndim == 2 else model.one.bias
+        parameter.weight_loader(parameter, tensor)
+        return {"taken"}
+
+    model = Model(by_shape)
+    model.one.bias = Parameter(torch.zeros(2))
+    model.one.bias.weight_loader = model.loader("one")
+    routes, info = Routes(model, records=True), get_layerwise_info(model.one)
+    record_metadata_for_reloading(model)
+    for number in (1.0, 2.0):
+        initialize_layerwise_reload(model)
+        weight, bias = torch.full((2, 2), number), torch.full((2,), number)
+        assert routes.give(NAME, weight, layers=[model.one]) and info.can_load()
+        if model.asked == 2:
+            assert info.loaded_weights == [] and info.load_numel == 4
+            weight.zero_()
+        assert routes.give("one.bias", bias, layers=[model.one]) and not info.can_load()
+        finalize_layerwise_reload(model, None)
+        assert [set(each.flatten().tolist()) for each in model.one.parameters()] == [{number}, {number}]
+    assert model.asked == 2
 
 
 @torch.no_grad()

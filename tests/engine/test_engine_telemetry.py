@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from appliance.engine import telemetry
-from appliance.engine.quantised import Quantising
+from appliance.engine.quantised import Quantising, sampled
 from appliance.engine.telemetry import TelemetryTap, read_first_scales, write_first_scales
 from appliance.quant.codec import dequantise, quantise
 from appliance.sync.records import Telemetry
@@ -59,7 +59,7 @@ def update(
     tap.begin(switched)
     for number in order:
         quantised = quantise(weights[number], scheme=scheme)
-        layers[number].quant_method.on_quantised(layers[number], (weights[number],), quantised)
+        layers[number].quant_method.on_quantised(layers[number], sampled(weights[number]), quantised)
     found = tap.read()
     assert found is not None and tap.seconds > 0 and max(tap.layer_errors.values()) == found.layer_error_max
     return found

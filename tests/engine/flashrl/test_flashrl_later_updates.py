@@ -41,6 +41,33 @@ def test_a_later_update_asks_the_model_for_no_place_and_counts_nothing(
         assert engine.generate() == says
 
 
+LAST = ("self_attn.v_proj.bias", "self_attn.k_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_later_update_ends_with_its_last_tensor_whichever_that_is(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """And, as begun by hand, is refused without it."""
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    says = [engine.generate()]
+    by_tensor(engine, read_checkpoint(two_checkpoints[1]))
+    says.append(engine.generate())
+    for turn, name in enumerate(LAST):
+        weights = sorted(read_checkpoint(two_checkpoints[turn % 2]), key=lambda each: each[0].endswith(f"1.{name}"))
+        by_tensor(engine, weights)
+        assert engine.generate() == says[turn % 2]
+    for name in LAST:
+        engine = start(two_checkpoints[0])
+        by_tensor(engine, read_checkpoint(two_checkpoints[1]))
+        rest = [each for each in read_checkpoint(two_checkpoints[0]) if not each[0].endswith(f"1.{name}")]
+        with pytest.raises(SyncError, match=r"1 layers did not receive all their weights: model\.layers\.1\."):
+            by_reload(engine, rest)
+        assert generates_nothing(engine)
+        free_engine(engine)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_goes_to_and_fro(tmp_path: Path, ways_in: pytest.MonkeyPatch, name: str) -> None:
     """Its model is asked for experts alone in the end, whose GEMMs have no loader."""
