@@ -64,8 +64,11 @@ class Int8LinearMethod(OnlineLinearMethod):
             layer.register_parameter(name, None)
 
     def _quantising(self, loader: MethodType) -> MethodType:
-        """A layer's loader that quantises the parts of a weight. Bound to the layer, as vLLM undoes it for its
-        records."""
+        """A layer's loader that quantises the parts of a weight. Bound to the layer, as vLLM undoes it for its records.
+
+        Nothing is copied into the weight, which is what vLLM counts of a part that it gives twice: where one part of a
+        layer goes by a route (routes.py), they all do, or the layer is told as incomplete.
+        """
         load = loader.__func__
 
         @functools.wraps(load)
@@ -73,13 +76,11 @@ class Int8LinearMethod(OnlineLinearMethod):
             if param.is_meta or layer.quant_method is not self:  # vLLM counts elements; a layer that is BF16 for now
                 load(layer, param, loaded_weight, *shard)
                 return
-            # nothing is written into it, and vLLM counts the elements of a layer that is not complete
-            param.data = param.data.new_empty(()).expand_as(param)
+            param.data = param.data.new_empty(()).expand_as(param)  # whether a layer is complete is told by its shape
             rows = _rows(layer.logical_widths, *shard)
             if loaded_weight.shape != (len(rows), param.shape[1]):
-                raise ValueError(
-                    f"{layer.prefix} of shape {list(param.shape)} has rows {rows.start} to {rows.stop} for it"
-                )
+                whole, given = list(param.shape), list(loaded_weight.shape)
+                raise ValueError(f"{layer.prefix}, rows {rows.start} to {rows.stop} of {whole}, was given {given}")
             if self._codes_NK is None:
                 self._codes_NK = loaded_weight.new_empty(param.shape, dtype=torch.int8)
             weight_NK, into_NK = loaded_weight.to(param.dtype), self._codes_NK[rows.start : rows.stop]
@@ -94,7 +95,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             return super()._quantised(layer)
         codes_NK, parts = self._codes_NK, [part for _, part in sorted(self._parts.items())]
         scale_N1 = torch.cat([part.scale_N1 for part in parts])
-        if len(scale_N1) != len(codes_NK):  # one came twice, and as vLLM counts it was enough
+        if len(scale_N1) != len(codes_NK):  # a checkpoint lacks one, or has one twice
             raise EngineError(f"{layer.prefix} of {len(codes_NK)} rows was given {len(scale_N1)}")
         self._codes_NK, self._parts = None, {}
         quantised = int8_rows(codes_NK, scale_N1=scale_N1)

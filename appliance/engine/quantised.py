@@ -1,8 +1,8 @@
 """What every quantising method of ours offers, and the part that linear layers share: online, one layer at a time.
 
-BF16 weights come in; when a layer is complete they are quantised, and codes and scales stay. It follows vLLM's online
-FP8 methods (`vllm/model_executor/layers/quantization/online/fp8.py`): a weight on the meta device, materialised layer
-by layer, at the first load and at every sync.
+BF16 weights come in; when a layer is complete (INT8 on a CPU: as each comes) they are quantised, and codes and scales
+stay. It follows vLLM's online FP8 methods (`vllm/model_executor/layers/quantization/online/fp8.py`): a weight on the
+meta device, materialised layer by layer, at the first load and at every sync.
 
 Legend: N output channels, K input channels of this rank's part of the layer.
 """

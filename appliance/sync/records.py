@@ -66,7 +66,7 @@ class Acknowledgement:
     unproven: int
     """Tensors of which nothing but their digest is known."""
     waiting_bytes: int
-    """Most that waited at once for the rest of their layers, wherever."""
+    """Most, as they were sent, of tensors that waited at once for the rest of their layers."""
     digest_s: float
     proof_s: float
     seconds: float

@@ -16,7 +16,7 @@ import torch
 from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start_engine
 from torch import Tensor
 
-from appliance.errors import SyncError
+from appliance.errors import EngineError, SyncError
 from appliance.patch import applied
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
@@ -96,8 +96,25 @@ def test_a_tensor_that_is_too_wide_is_not_quantised(
     monkeypatch.setattr(int8, "quantise_for_kernel", quantise)
     tensors, layer = dict(read_checkpoint(checkpoints[1])), "model.layers.1.self_attn.o_proj"
     tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].repeat(1, 2)
-    with pytest.raises(SyncError, match=rf"vLLM refused {layer}\.weight of shape \[128, 256\]: ValueError: {layer}"):
+    refused = (
+        rf"vLLM refused {layer}\.weight of shape \[128, 256\]: ValueError: {layer}, rows 0 to 128 of \[128, 128\], "
+    )
+    with pytest.raises(SyncError, match=refused):
         engine.load([*tensors.items()])
+
+
+def test_no_engine_starts_with_codes_that_nobody_wrote(tmp_path: Path) -> None:
+    """vLLM itself fills what a checkpoint lacks from memory that was never written."""
+    from safetensors.torch import save_file
+
+    folder = make_checkpoint(tmp_path, seed=1)
+    lacking = {name: tensor for name, tensor in read_checkpoint(folder) if name != "model.layers.1.mlp.up_proj.weight"}
+    save_file(lacking, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        with pytest.raises(EngineError, match=r"model\.layers\.1\.mlp\.gate_up_proj of 704 rows was given 352"):
+            start_engine(folder, scheme="int8")
+    finally:
+        torch.set_default_dtype(torch.float32)  # vLLM sets another for a load, and after an error leaves it
 
 
 def checkpoint_layer(folder: Path, name: str) -> tuple[Tensor, Tensor | None]:
@@ -375,7 +392,6 @@ def test_a_layer_that_fell_out_of_int8_is_an_error(engine: Engine, monkeypatch: 
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from appliance.engine.attest import live_scheme
-    from appliance.errors import EngineError
 
     if engine.scheme == "bf16":
         assert live_scheme(engine.model).scheme == "bf16"

@@ -40,6 +40,16 @@ def model() -> Module:
     return layers
 
 
+@pytest.mark.parametrize("sizes", [(96, 32, 32), (7, 3, 2), (1, 1), (5,)])
+def test_the_sampled_rows_of_parts_are_those_of_the_whole(sizes: tuple[int, ...]) -> None:
+    weight_NK, found, start = torch.arange(float(sum(sizes)))[:, None], [], 0
+    for part_NK in weight_NK.split(sizes):
+        found.append(sampled(part_NK, start=start, count=len(weight_NK)))
+        start += len(part_NK)
+    assert torch.equal(torch.cat(found), weight_NK[:: -(-len(weight_NK) // 8)])
+    assert torch.equal(torch.cat(found), sampled(weight_NK))
+
+
 def weights(seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in SHAPES]
