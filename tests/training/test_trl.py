@@ -141,7 +141,9 @@ def test_a_server_is_updated_for_the_asynchronous_trainer_whose_requests_it_answ
 
     steps = ASYNC_STEP.findall(done.stdout)
     assert [(int(step), int(proven)) for step, *_, proven, _ in steps] == list(enumerate(updates[1:], start=1))
-    assert all(0.95 < float(ratio) < 1.05 for _, _, ratio, *_ in steps)
+    ratios = [(float(ratio), int(most)) for _, _, ratio, _, _, most, *_ in steps]
+    assert ratios[0][1] == 0 and all(0.95 < ratio < 1.05 for ratio, most in ratios if most == 0)
+    assert all(0.5 < ratio < 2 for ratio, _ in ratios), ratios  # of older rollouts: a busy host makes them older
     assert float(steps[0][3]) < 0.01  # the first rollouts are of the trainer's own weights, as INT8 has them
     assert all(0 <= float(mean) <= int(most) <= 4 for *_, mean, most, _, _ in steps)  # TRL drops what is older
     assert any(int(most) for *_, most, _, _ in steps)
