@@ -41,7 +41,7 @@ MAX_PROOF_SHARE = 0.05
 LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
 digests, mean over all updates; telemetry (changed codes, saturation, drift, errors) apart. Extra memory: most that
 tensors took above what they took before, from PyTorch's record of its allocations, over a round of proofs more that
-is not in the times. Waiting: most that was kept for layers that were not complete. FP8 is emulated. The
+is not in the times. Waiting: most, as sent, of layers that were not complete. FP8 is emulated. The
 updates are a whole round of proofs where there are eight times as many as a layer waits for its turn: within it every
 layer is asked eight times, and once, with all others, about everything that it holds."""
 
