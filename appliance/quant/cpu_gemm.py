@@ -43,7 +43,7 @@ from appliance.quant.codec import QuantisedWeight, all_finite
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, row_blocks, spread, widened_fp8
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
 
-LONGEST_PACKED_ROW = 8192
+LONGEST_PACKED_ROW = 8960
 _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
 _EXACT_PRODUCTS = 1024  # of two codes, of which float32 has every partial sum: 1024 * 127^2 < 2^24
