@@ -176,9 +176,6 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 replica=replica,
                 rank=self.rank,
                 smoothing=_smoothing(config.quant_config),
-                captured=self.device is not None
-                and self.device.type == "cuda"
-                and not config.model_config.enforce_eager,
                 **of_run,
             )
         return self._appliance_update

@@ -93,14 +93,13 @@ class WeightUpdate:
         smoothing: Smoothing | None = None,
         first_scales: FirstScales | None = None,
         taken_before: int = 0,
-        captured: bool = False,
     ) -> None:
         """model_config: vLLM's.  rank: within the engine.  prove_every, prove_parts: see kernel_proof.py.
 
         needs_manifest: a stream that does not end with the list of its tensors is an error; without it none may come,
         and nothing is digested.  smoothing: folded into the tensors when their digests are known.
         first_scales: as in TelemetryTap.  taken_before: updates of the run before this engine, whose first proves all.
-        captured: CUDA graphs replay the parameters' addresses, which the proof's own call does not: none may move.
+        CUDA graphs replay the parameters' addresses, which the proof's own call does not: with graphs none may move.
         """
         self.model = model
         self.layers = dict(model.named_modules())  # once: walks through a model add up
@@ -125,7 +124,7 @@ class WeightUpdate:
         self._replica, self._rank = replica, rank
         self._sync = self._taken_before = taken_before
         self._now = _Running(self._smoothing)
-        self._addresses = addresses(model) if captured else {}
+        self._addresses = addresses(model) if replays_graphs(model, model_config=model_config) else {}
 
     @property
     def is_open(self) -> bool:
@@ -391,6 +390,11 @@ class WeightUpdate:
 def _is_fp8(layer: Module) -> bool:
     method = getattr(layer, "quant_method", None)
     return isinstance(method, Quantising) and method.scheme.spec.can_emulate
+
+
+def replays_graphs(model: Module, *, model_config: Any) -> bool:
+    """Whether vLLM has captured this model's forward in CUDA graphs. model_config: vLLM's."""
+    return not model_config.enforce_eager and any(parameter.is_cuda for parameter in model.parameters())
 
 
 def addresses(model: Module) -> dict[str, int]:

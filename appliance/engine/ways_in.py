@@ -60,9 +60,8 @@ class WaysIn:
         self._where = nullcontext() if self._device.type == "cpu" else self._device
         model_config = vllm_config.model_config
         self._dtype, self._pools = model_config.dtype, model_config.runner_type == "pooling"
-        captured = self._device.type == "cuda" and not model_config.enforce_eager
         self.update = WeightUpdate(
-            model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured, prove_parts=ROTATION
+            model, model_config=model_config, rank=rank, smoothing=smoothing, prove_parts=ROTATION
         )
         self._version = 0
         self._open = ""

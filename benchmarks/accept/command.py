@@ -63,7 +63,8 @@ def run_accept(*, only: tuple[str, ...], output: Path | None, run_root: Path, re
         host=host_files(facts, command=sys.argv),
     )
     together = 1 if rehearsal else at_once(facts.devices, cores=len(os.sched_getaffinity(0)))
-    expected = "tiny sizes" if rehearsal else f"at most {minutes(rows, gpus=len(facts.devices)):.0f} min by estimate"
+    estimated = minutes(rows, gpus=len(facts.devices), at_once=together)
+    expected = "tiny sizes" if rehearsal else f"at most {estimated:.0f} min by estimate"
     console.say(f"{report.title}: {len(rows)} rows, {expected}{f', up to {together} at once' * (together > 1)}")
     for line in facts.lines + warnings(facts, rehearsal=rehearsal):
         console.say(f"  {line}")
@@ -189,7 +190,7 @@ def new_folder(parent: Path, name: str, output: Path) -> Path:
 
 def print_rows() -> None:
     console.show(console.table([(row.id, str(row.estimate_s), row.what) for row in ROWS], head=("row", "s", "what")))
-    one, two = (minutes(ROWS, gpus=gpus) for gpus in (1, 2))
+    one, two = (minutes(ROWS, gpus=gpus, at_once=MOST_AT_ONCE) for gpus in (1, 2))
     console.say(f"{len(ROWS)} rows, {one:.0f} min on one H100 by estimate, {two - one:.0f} more on two")
 
 

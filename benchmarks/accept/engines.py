@@ -130,11 +130,8 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
     live = live_scheme(runner.get_model())
     ground.hold(live.scheme is scheme, f"{scheme} was asked for, {live.scheme} runs")
     before = answers(llm)
-    captured = not ground.rehearsal and "enforce_eager" not in of_model
     kept = family == "qwen3-moe" and not quantises_experts
-    update = WeightUpdate(
-        runner.get_model(), model_config=runner.vllm_config.model_config, captured=captured, needs_manifest=True
-    )
+    update = WeightUpdate(runner.get_model(), model_config=runner.vllm_config.model_config, needs_manifest=True)
     seconds = taken(ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1", kept_experts=kept)
     ground.figure(f"{family}: a weight update with proof", seconds, "s")
     moved = answers(llm)
@@ -221,7 +218,6 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
         model_config=runner.vllm_config.model_config,
         needs_manifest=True,
         prove_every=16,
-        captured=not ground.rehearsal,
     )
     worker = llm.llm_engine.model_executor.driver_worker
     worker = getattr(worker, "worker", worker)
@@ -297,7 +293,6 @@ def sleep(ground: Ground, *, by: str = "int8") -> None:
         runner.get_model(),
         model_config=runner.vllm_config.model_config,
         needs_manifest=True,
-        captured=not ground.rehearsal,
     )
     least = ground.size(4 << 30, tiny=-(1 << 40))  # in a rehearsal others take and free memory, too
     for number in (1, 2):

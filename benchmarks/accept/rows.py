@@ -18,8 +18,9 @@ _ARRIVES = "weights from trainer to engine"
 _FLOW = "`trainer.forward: rollout`"
 # Experts first: vLLM makes the groups of a process once, those of experts only for a model that has some.
 _FAMILIES = ("qwen3-moe", "qwen3", "llama", "mistral+head", "qwen2")
-# On one H100, read off no clock: what a process imports, and an engine's start with few graphs.
-_IMPORTS_S, _ENGINE_S, _NVCC_S = 6, 8, 60
+# What a process imports; an engine with few graphs, and two updates, as on an H200 with six at once and nothing that
+# torch compiles kept from before; what nvcc compiles, read off no clock.
+_IMPORTS_S, _ENGINE_S, _NVCC_S = 6, 34, 60
 # Of a training: three processes that import one after the other, and Ray; what an engine that is not eager compiles,
 # and all sizes of graphs; two steps, a validation and the save; a second rank, and NCCL.
 _TRAINING_S, _CAPTURED_S, _RANK_S = 30, 20, 15
@@ -281,7 +282,7 @@ ROWS: tuple[Row, ...] = (
     _engines(
         "other-trainers",
         "updates:in_process",
-        20,
+        40,
         "updates by the calls of other trainers under FLASHRL_CONFIG, proven, and one that is cut short",
         "weight updates from other trainers",
         scheme=Scheme.INT8,
@@ -291,7 +292,7 @@ ROWS: tuple[Row, ...] = (
     _engines(
         "serve",
         "updates:served",
-        30,
+        40,
         "`vllm serve` under FLASHRL_CONFIG, updated over HTTP by CUDA IPC, and by NCCL where there are two GPUs",
         "`FLASHRL_CONFIG` under `vllm serve`",
         "weight updates from other trainers",
@@ -324,6 +325,7 @@ ROWS: tuple[Row, ...] = (
         layers=24,
         response_tokens=512,
     ),
+    _training(Scheme.BF16),
     _training(Scheme.FP8),
     _training(Scheme.FP8_CHANNEL, _FLOW, kind="flow-", what=", one flow,", flow=True),
     _training(Scheme.FP8_BLOCK),
@@ -394,9 +396,16 @@ BEYOND: dict[str, str] = {
 }
 
 
-def minutes(rows: tuple[Row, ...], *, gpus: int) -> float:
-    """Of those that run on a host with so many."""
-    return sum(row.estimate_s for row in rows if row.gpus <= gpus) / 60
+def minutes(rows: tuple[Row, ...], *, gpus: int, at_once: int) -> float:
+    """Of those that run on a host with so many. at_once: of those that share, each when a place is free."""
+    places = [0] * at_once
+    alone = 0
+    for row in rows:
+        if row.gpus <= gpus and row.shares:
+            places[places.index(min(places))] += row.estimate_s
+        elif row.gpus <= gpus:
+            alone += row.estimate_s
+    return (max(places) + alone) / 60
 
 
 def row_of(name: str) -> Row:

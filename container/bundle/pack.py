@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import io
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from container.bundle.put_together import LIST
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements" / "gpu.txt"
 MOST_BYTES = 60_000_000  # of a part
+_REMEMBERED = 256 << 20  # bytes that xz looks back; three gigabytes of memory here, and so much on the host
 CODE = ("appliance", "benchmarks", "flashrl_compat", "recipes", "comparisons", "requirements", "pyproject.toml")
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64")
 ENTRY = re.compile(
@@ -45,7 +47,10 @@ NOT_LOADED = re.compile(
     r"flashinfer-.*|quack-kernels|humming-kernels.*|opencv-.*|tokenspeed-.*|fastsafetensors|torchcodec|pynvvideocodec|wandb"
 )
 # In vLLM's own wheel: kernels for other models and GPUs, and a front end of its own. FA3 serves Hopper, FA2 the others.
-NOT_IN_VLLM = re.compile(r"vllm/(vllm-rs$|_flashmla\w*_C.*\.so$|third_party/(deep_gemm|fmha_sm100|tml_fa4)/)")
+# Besides: Mistral's own tokenizers, and names of countries in other languages.
+NOT_IN_WHEELS = re.compile(
+    r"vllm/(vllm-rs$|_flashmla\w*_C.*\.so$|third_party/(deep_gemm|fmha_sm100|tml_fa4)/)|mistral_common/data/|pycountry/locales/"
+)
 UNREACHABLE = re.compile(r"Retrying \(|Connection(Error|Pool)|Timeout|ProxyError|SSLError|HTTPError|name resolution")
 GLIBC = re.compile(r"manylinux_(\d+)_(\d+)_x86_64|manylinux(2014|2010|1)_x86_64")
 OLD_GLIBC = {"2014": (2, 17), "2010": (2, 12), "1": (2, 5)}  # before a tag had the version in it
@@ -189,7 +194,7 @@ def files_of(wheel: Path, *, architecture: int | None) -> Iterator[tuple[str, by
     with zipfile.ZipFile(wheel) as packed:
         for entry in packed.infolist():
             path = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", entry.filename)
-            if entry.is_dir() or ".data/" in path or NOT_IN_VLLM.match(path):
+            if entry.is_dir() or ".data/" in path or NOT_IN_WHEELS.match(path):
                 continue
             if architecture == HOPPER and FA2.match(path):
                 continue
@@ -223,7 +228,7 @@ def pack(
     *,
     folder: Path,
     most: int = MOST_BYTES,
-    preset: int = 6,
+    preset: int = 9 | lzma.PRESET_EXTREME,
     python: str = "",
     glibc: tuple[tuple[int, int], str] = ((0, 0), ""),
 ) -> list[Path]:
@@ -234,7 +239,8 @@ def pack(
     folder.mkdir(parents=True)
     parts, listed = [], []
     with tempfile.TemporaryFile(dir=folder) as whole:
-        with tarfile.open(fileobj=whole, mode="w:xz", preset=preset) as archive:
+        found = {"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": _REMEMBERED}
+        with lzma.open(whole, "wb", filters=[found]) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
             for path, content in files:
                 info = tarfile.TarInfo(path)
                 is_program = content.startswith((b"\x7fELF", b"#!"))  # Ray's are among them

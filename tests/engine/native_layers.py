@@ -122,7 +122,9 @@ def served(scheme: Scheme, *, seed: int = 1) -> Mlp:
 
 def new_update(model: Mlp, **settings: int) -> WeightUpdate:
     text = SimpleNamespace(tie_word_embeddings=False)
-    untied = SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16, architecture=type(model).__name__)
+    untied = SimpleNamespace(
+        hf_text_config=text, dtype=torch.bfloat16, architecture=type(model).__name__, enforce_eager=True
+    )
     return WeightUpdate(model, model_config=untied, **settings)
 
 

@@ -8,6 +8,7 @@ Legend: N output channels, K input channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from native_layers import (
     vllm_settings,
 )
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import Module
 
 from appliance.engine import fp8
+from appliance.engine import update as weight_update
 from appliance.engine.attest import live_scheme
 from appliance.errors import SyncError
 from appliance.quant.codec import quantise
@@ -255,13 +258,30 @@ def test_padding_of_a_kernel_is_no_part_of_the_weight() -> None:
     assert torch.equal(held.scale, wanted.scale[:315]) and method.provable
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vLLM had captured each model's forward."""
+    monkeypatch.setattr(weight_update, "replays_graphs", lambda *_, **__: True)
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_graphs_are_of_models_on_a_gpu_that_are_not_eager(device: str, *, is_eager: bool) -> None:
+    with FakeTensorMode():
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.empty(2, device=device))
+    config = SimpleNamespace(enforce_eager=is_eager)
+    assert weight_update.replays_graphs(model, model_config=config) is (device == "cuda" and not is_eager)
+
+
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_update_moves_no_tensor_that_a_cuda_graph_may_read(scheme: Scheme) -> None:
-    update = new_update(served(scheme), captured=True)
+    update = new_update(served(scheme))
     assert {take(update, tensors(seed)).layers_proven for seed in (1, 2, 3)} == {2}
 
 
-def test_a_tensor_that_moved_is_refused_though_the_layer_answers_right() -> None:
+def test_a_tensor_that_moved_is_refused_though_the_layer_answers_right(request: pytest.FixtureRequest) -> None:
     """The proof asks the layer, which finds its new tensor; a graph would replay with the old one."""
     model = served(Scheme.FP8_CHANNEL)
     layer = model.get_submodule(DOWN)
@@ -273,7 +293,8 @@ def test_a_tensor_that_moved_is_refused_though_the_layer_answers_right() -> None
     eager = new_update(model)
     with before_proof(move):
         assert take(eager, tensors(2)).layers_proven == 2
-    update = new_update(model, captured=True)
+    request.getfixturevalue("graphs")
+    update = new_update(model)
     assert refusal(model, inject=move, update=update) == (
         f"weight update 1: CUDA graphs read the old place of {DOWN}.weight"
     )

@@ -20,12 +20,13 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from appliance.errors import TrainingError
 from appliance.terms.settings import ATTENTION_NAME
 from appliance.trainer import attention
-from appliance.trainer.attention import Sequences, attend_each, attend_row
+from appliance.trainer.attention import Sequences, attend, attend_each, attend_row
 
 LENGTHS = (3, 1, 40, 8, 19)
 BOUND = 1.2e-10
@@ -201,6 +202,20 @@ def test_cudas_attention_is_called_as_documented(
     found, wanted = attention._attend_on_cuda(q, k, v, **settings), attend_each(q, k, v, **settings)
     assert_close(found.detach(), wanted.detach(), "output")
     attention._attend_on_cuda(q.float(), k.float(), v, **settings)  # the kernel takes one dtype
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_torchs_own_varlen_attn_takes_the_call(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of the lock, with shapes in the place of values: without CUDA nothing is computed, nor its gradient."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
+        q, k, v = (torch.empty(71, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+        sequences = Sequences(list(LENGTHS), torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32))
+        found = attend(q, k, v, sequences=sequences, scale=0.25, window=window)
+        assert (found.shape, found.dtype, found.device.type) == (q.shape, torch.bfloat16, "cuda")
+        three = torch.empty(71, 3, 64, device="cuda", dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="multiple of kv heads"):
+            attend(q, three, three, sequences=sequences, scale=0.25, window=window)
 
 
 @pytest.mark.parametrize(

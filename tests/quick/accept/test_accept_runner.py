@@ -548,8 +548,9 @@ def test_unknown_rows_are_refused() -> None:
 def test_rows_have_names_of_their_own_and_fit_into_the_time() -> None:
     assert chosen(()) == ROWS
     assert len({one.id for one in ROWS}) == len(ROWS)
-    assert minutes(ROWS, gpus=1) < MINUTES
-    assert minutes(ROWS, gpus=2) > minutes(ROWS, gpus=1)
+    assert minutes(ROWS, gpus=1, at_once=command.MOST_AT_ONCE) < MINUTES
+    assert minutes(ROWS, gpus=2, at_once=6) > minutes(ROWS, gpus=1, at_once=6)
+    assert minutes(ROWS, gpus=2, at_once=1) == sum(one.estimate_s for one in ROWS) / 60
     assert all(re.fullmatch(r"[a-z0-9.-]+", one.id) for one in ROWS)
 
 

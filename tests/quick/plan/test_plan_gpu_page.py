@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from plans import HOST
@@ -49,3 +50,18 @@ def test_the_page_names_the_families_of_vllms_v2_runner() -> None:
     [row] = [line for line in PAGE.read_text().splitlines() if line.startswith("| vLLM's model runner")]
     assert f"| V1 | V2 for dense {', '.join(dense)} and {last} (" in row
     assert "Models with experts stay on V1. If it misbehaves: `VLLM_USE_V2_MODEL_RUNNER=0`" in row
+
+
+def test_the_page_names_every_file_of_verl_that_knows_flash_attention() -> None:
+    [folder] = find_spec("verl").submodule_search_locations
+    known = {
+        file.relative_to(folder)
+        for file in Path(folder).rglob("*.py")
+        if re.search("flash_attn|flash_attention", file.read_text(), re.IGNORECASE)
+    }
+    table = PAGE.read_text().partition("## What verl")[2].partition("\n## ")[0]
+    said = {
+        part if "/" in part else f"models/transformers/{part}" for part in re.findall(r"`([^`]+(?:\.py|/))`", table)
+    }
+    assert Path("models/transformers/monkey_patch.py") in known
+    assert [file for file in known if not any(file.is_relative_to(each) for each in said)] == []
