@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, ProofRequest, ask, check_quantiser
+from appliance.engine.plain_experts import expert_slots
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.errors import SyncError
@@ -40,8 +41,8 @@ class Proven:
     layers_proven: int
     parameters_proven: int
     unproven: int
-    """Experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers of two,
-    and tensors that no layer of ours has."""
+    """Weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers of two, experts in BF16
+    that lie in an order that is not known here, and tensors that no layer of ours has."""
 
 
 class SyncProof:
@@ -54,7 +55,8 @@ class SyncProof:
         self._model, self._dtype = model, dtype
         self._rank = rank
         self._every, self._parts = every, parts
-        self._slots = slots(model, tied_head=tied_head)
+        experts = {name: (slot,) for name, slot in expert_slots(model, dtype=dtype)}
+        self._slots: dict[str, tuple[Slot, ...]] = slots(model, tied_head=tied_head) | experts
         self._places = {name: frozenset(map(_place, found)) for name, found in self._slots.items()}
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._provable = _provable(model, dtype=dtype)
@@ -64,6 +66,7 @@ class SyncProof:
         self._layers_of = {
             name: [self._layers[layer] for layer in dict.fromkeys(slot.layer for slot in found)]
             for name, found in self._slots.items()
+            if name not in experts  # vLLM collects what they wait for
         }
         self._sync = 0
         self._unproven = 0
@@ -142,8 +145,8 @@ class SyncProof:
         if own.nbytes <= _COPIED:
             self._held.append((slot, own.clone()))
         else:
-            same = bool(known) and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
-            self._held.append((slot, known if same else digest(own)))
+            same = (own.data_ptr(), own.shape, own.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            self._held.append((slot, known if known and same else digest(own)))
 
     def check(self) -> Proven:
         """Raises SyncError with the layer, the rank and both numbers for the first layer that is not as received."""

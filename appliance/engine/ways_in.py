@@ -141,10 +141,12 @@ class WaysIn:
                 self._break("brought a head that is tied to the embedding and is not equal to it")
         by, self._open, self._slept = self._open, "", False
         self._version += 1
-        digests = ", every digest as sent" if taken.manifest else ""
+        more = ", every digest as sent" if taken.manifest else ""
+        if unproven := taken.unproven - bool(self._head):  # a tied head has been held against the embedding
+            more += f", of {unproven} tensors nothing else is known"
         self._tell(
             f"rank {self._rank} took weight update {self._version} by {by}: {taken.tensors} tensors in "
-            f"{taken.seconds:.2f} s, {taken.layers_proven} of {taken.layers} layers proven{digests}"
+            f"{taken.seconds:.2f} s, {taken.layers_proven} of {taken.layers} layers proven{more}"
         )
         return taken
 

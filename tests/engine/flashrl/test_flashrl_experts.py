@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from engines import read_checkpoint, start_engine
 from families import make_family
+from faults import flip_bit, given_to_vllm
 from test_flashrl_ways_in import (
     WAYS,
     Weights,
@@ -16,6 +17,7 @@ from test_flashrl_ways_in import (
     doubled,
     dropped,
     flipped,
+    generates_nothing,
     lent,
     start,
     swapped,
@@ -125,3 +127,39 @@ def test_an_expert_that_waits_for_others_is_copied_out_of_the_senders_memory(
     engine = start(experts / "1")
     by_tensor(engine, lent(read_checkpoint(experts / "2")))
     assert engine.generate() == told[scheme]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "clean"),
+    [("bf16", "gate", 0), ("bf16", "up", 1), ("bf16", "down", 0), ("int8", "gate", 0), ("int8", "down", 0)],
+)
+def test_a_bit_of_an_expert_that_flips_after_its_receipt_is_caught(
+    experts: Path, ways_in: pytest.MonkeyPatch, scheme: str, part: str, clean: int
+) -> None:
+    """One of the exponent's, in the last weight of all. clean: updates before that one; INT8 looks at one row in eight
+    then."""
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine, layer = start(experts / "1"), "model.layers.2.mlp.experts"
+    for _ in range(clean):
+        by_tensor(engine, read_checkpoint(experts / "2"))
+    with (
+        given_to_vllm(f"{layer}.4.{part}_proj.weight", lambda tensor: flip_bit(tensor, at=1.0, bit=10)),
+        pytest.raises(SyncError, match=rf"weight update {clean + 1}: {layer}\S* on rank 0 is not as received: "),
+    ):
+        by_tensor(engine, read_checkpoint(experts / "1"))
+    generates_nothing(engine)
+
+
+def test_every_tensor_of_experts_in_bf16_is_looked_at(
+    experts: Path, ways_in: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel, or where the kernel reads it; and one that nobody looked at is told."""
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    engine, said, weights = start(experts / "1"), [], read_checkpoint(experts / "2")
+    monkeypatch.setattr(engine.worker.appliance_ways_in, "_tell", said.append)
+    by_tensor(engine, weights)
+    known = engine.worker.appliance_ways_in.update._proof._slots
+    found = [known.pop(name) for name, _ in weights if ".experts." in name]
+    assert len(found) == 2 * 5 * 3
+    by_tensor(engine, weights)
+    assert [line.partition(" layers proven")[2] for line in said] == ["", ", of 30 tensors nothing else is known"]

@@ -66,11 +66,13 @@ def updated(tmp_path: Path, model_type: str, **fields: object) -> tuple[object, 
     first, second = (checkpoint(tmp_path / str(seed), model_type, seed=seed, **fields) for seed in (1, 2))
     engine = start_engine(first, scheme="bf16")
     old = engine.generate()
-    said = []
+    said, lines = [], []
+    engine.worker.appliance_ways_in._tell = lines.append
     for folder in (second, first):
         for each in read_checkpoint(folder):
             engine.model.load_weights([each])
         said.append(engine.generate())
+    assert len(lines) == 2 and all(line.endswith(" layers proven") for line in lines), lines  # and no tensor was not
     known = engine.worker.appliance_ways_in.update._routes._known  # of the families whose models do no more alone
     assert bool(known) == (model_type == "qwen3_moe")
     free_engine(engine)

@@ -22,7 +22,7 @@ from appliance.engine.ways_in import FINAL
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 176}
-ENGINES = ("int8 dense", "bf16 dense", "int8 experts")
+ENGINES = ("int8 dense", "bf16 dense", "int8 experts", "bf16 experts")
 CROPPED = r"model\.layers\.0\.mlp\.up_proj\.weight of shape \[\d+, 64\] is not as large as the model's"
 DROPPED = r"1 layers did not receive all their weights: model\.layers\.0\.mlp\.gate_up_proj \(\d+ of \d+ elements\)"
 FLIPPED = r"model\.layers\.0\.mlp\.up_proj\.weight arrived with digest \w+, it was sent with \w+ \(rank 1\)"
@@ -34,6 +34,8 @@ CASES = {
     "bf16 dense 2 flipped-on-1": FLIPPED,
     "int8 experts 1 flipped-on-1": FLIPPED,
     "int8 experts 2 cropped-on-0": CROPPED,
+    "bf16 experts 1 cropped-on-0": CROPPED,
+    "bf16 experts 2 flipped-on-1": FLIPPED,
 }
 
 
