@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,7 @@ _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
 )
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/cache")
 _TOKEN = "/run/secrets/hf_token"  # of the hub, inside: as compose has it
+_HANDED_ON = re.compile(r"NCCL_\w+|VLLM_USE_V2_MODEL_RUNNER")  # what a host's network needs, and docs/gpu.md's way out
 _GPU_LIMITS = [  # NCCL pins memory and opens many files; a CPU run needs no more than an engine gives by itself
     Ulimit(name=name, soft=limit, hard=limit)
     for name, limit in (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
@@ -74,6 +76,8 @@ class ContainerSpec:
     network: str = ""  # empty: Docker's own
     token: str = ""
     """The file with the hub's token, where the run asks the hub and there is one, or empty."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Of this process, that the program inside gets."""
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
@@ -138,6 +142,7 @@ def container_spec(
         folders=tuple(folders.items()),
         network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
         token=hub.token_file() if _asks_hub(plan) else "",
+        variables=tuple(each for each in sorted(os.environ.items()) if _HANDED_ON.fullmatch(each[0])),
     )
 
 
@@ -216,7 +221,7 @@ def _created(client: docker.DockerClient, spec: ContainerSpec) -> Container:
         user=spec.user,
         working_dir=spec.folder,
         mounts=spec.mounts(),
-        environment={HUB_TOKEN_VARIABLE: _TOKEN} if spec.token else None,
+        environment=dict(spec.variables) | ({HUB_TOKEN_VARIABLE: _TOKEN} if spec.token else {}),
         read_only=True,
         tmpfs={"/tmp": "exec,mode=1777"},
         shm_size=spec.shm_bytes,

@@ -240,6 +240,15 @@ def test_a_container_has_a_read_only_image_and_no_rights(
     assert told["user"] == "1000:0"
 
 
+def test_what_a_network_and_a_way_out_need_is_handed_on_and_no_other_variable(
+    docker_was_told: Callable[[ContainerSpec], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {"NCCL_SOCKET_IFNAME": "eth1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    for name, value in (wanted | {"WANDB_API_KEY": "w", "VLLM_API_KEY": "v", "MY_NCCL_X": "m"}).items():
+        monkeypatch.setenv(name, value)
+    assert docker_was_told(order()).kwargs["environment"] == wanted
+
+
 def test_a_run_that_asks_no_hub_gets_no_token(token: Path) -> None:
     assert order().token == order(source="/models/qwen").token == ""
 
