@@ -188,10 +188,12 @@ class WaysIn:
                 self._said = error.message.removeprefix("weight update: ")
             raise
         finally:
-            if self._open and not whole and not self.update.is_open:
+            by, self._open = self._open, self._open if whole else ""
+            if by and not whole and not self.update.is_open:
                 self.update.undo_begin()
                 self._said = ""
-            self._open = self._open if whole else ""
+            elif by and not whole and not self._said:  # a sender's own error, or an interrupt
+                self._said = f"an update by {by} {self.update.broken}{self._missing()}"
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Senders use a tensor's memory again. What no list of digests is kept of is rounded to the model's dtype, as
