@@ -93,12 +93,13 @@ class Engine:
         monkeypatch.setattr(self.runner, "model", around)
         monkeypatch.setattr(self.runner, "get_model", around.unwrap)
 
-    def generate(self, *, max_tokens: int = 16) -> list[tuple[list[int], list[float]]]:
-        """Greedy tokens and their log-probs, per prompt."""
+    def generate(self, *, max_tokens: int = 16, resets: bool = True) -> list[tuple[list[int], list[float]]]:
+        """Greedy tokens and their log-probs, per prompt. resets: the prefix cache, before."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-        self.llm.reset_prefix_cache()
+        if resets:
+            self.llm.reset_prefix_cache()
         outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
         return [
             (list(o.outputs[0].token_ids), [next(iter(p.values())).logprob for p in o.outputs[0].logprobs])

@@ -8,11 +8,11 @@ import pytest
 from engines import read_checkpoint, start_engine
 from families import make_family
 from faults import flip_bit, given_to_vllm
-from test_flashrl_ways_in import (
+from ways_and_faults import (
+    SCHEMES,
     WAYS,
     Weights,
     by_tensor,
-    caught_of,
     cropped,
     doubled,
     dropped,
@@ -21,13 +21,12 @@ from test_flashrl_ways_in import (
     lent,
     start,
     swapped,
+    tally_of,
 )
 
 from appliance.errors import SyncError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-SCHEMES = ("bf16", "int8")
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +107,20 @@ def experts_first(folder: Path) -> Weights:
     return sorted(read_checkpoint(folder), key=lambda each: ".experts." not in each[0])
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_fault_in_an_expert_is_caught_and_never_sampled_from(
-    experts: Path, ways_in: pytest.MonkeyPatch, record_property
+    experts: Path, ways_in: pytest.MonkeyPatch, record_property, scheme: str
 ) -> None:
     """Swapped: gate and up of one expert, which have one shape."""
     faults = [(dropped, False), (doubled, False), (cropped, False), (swapped, True), (flipped, True)]
     cases = [(way, *fault) for way in WAYS for fault in faults]
-    caught = caught_of(cases, ways_in=ways_in, old=experts / "1", weights=lambda: experts_first(experts / "2"))
-    record_property("said", f"faults in experts' updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
-    assert len(caught) == len(cases) == 20
+    called, new = f"faults in experts' updates by {len(WAYS)} ways ({scheme})", experts / "2"
+    tally = tally_of(
+        cases, called=called, scheme=scheme, ways_in=ways_in, old=experts / "1", weights=lambda: experts_first(new)
+    )
+    record_property("said", str(tally))
+    assert tally.missed == []
+    assert tally.caught == tally.injected == 30
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

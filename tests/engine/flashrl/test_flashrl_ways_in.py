@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,75 +14,34 @@ import pytest
 import torch
 from engines import Engine, free_engine, read_checkpoint, start_engine
 from families import SIZES
+from faults import settle
 from torch import Tensor
 from vllm.model_executor.model_loader.reload import layerwise
+from ways_and_faults import (
+    EMULATED,
+    EVERY_WAY,
+    IN_THE_WEIGHTS,
+    ON_THE_WAY,
+    SCHEMES,
+    WAYS,
+    by_buckets,
+    by_call,
+    by_iterator,
+    by_tensor,
+    cut_short,
+    dropped,
+    lent,
+    listed,
+    of_fp32,
+    refusals,
+    restart,
+    start,
+    tally_of,
+)
 
 from appliance.errors import SyncError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-Weights = list[tuple[str, Tensor]]
-SCHEMES = ("bf16", "int8")
-EMULATED = ("fp8-channel", "fp8-block")
-RELOAD = "vllm.model_executor.model_loader.reload"
-
-
-def start(folder: Path, **settings: object) -> Engine:
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    return start_engine(folder, scheme="bf16", weight_transfer_config=WeightTransferConfig(backend="shm"), **settings)
-
-
-def by_tensor(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """TRL (colocated) and OpenRLHF."""
-    for each in weights:
-        engine.model.load_weights([each])
-
-
-def by_buckets(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """NeMo-RL."""
-    weights = iter(weights)
-    while bucket := list(itertools.islice(weights, 5)):
-        engine.model.load_weights(bucket)
-
-
-def by_reload(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """SkyRL and prime-rl."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    initialize_layerwise_reload(engine.model)
-    by_buckets(engine, weights)
-    finalize_layerwise_reload(engine.model, engine.runner.model_config)
-
-
-def by_transfer(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """vLLM's native weight transfer."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    from flashrl_compat.shared_memory import ShmTrainerInitInfo
-
-    client = SimpleNamespace(
-        init_weight_transfer_engine=lambda info: engine.llm.init_weight_transfer_engine({"init_info": info}),
-        start_weight_update=engine.llm.start_weight_update,
-        update_weights=lambda info: engine.llm.update_weights({"update_info": info}),
-        finish_weight_update=engine.llm.finish_weight_update,
-    )
-    init = ShmTrainerInitInfo(rank=0, chunk_bytes=40_000)
-    WeightTransferTrainerFactory.trainer_init(init, client=client, source=weights).send_weights()
-
-
-WAYS = {"tensors": by_tensor, "buckets": by_buckets, "reload": by_reload, "transfer": by_transfer}
-Fault = Callable[[Weights], Iterable[tuple[str, Tensor]]]
-
-
-def listed(weights: Weights, *, number: int = 1) -> Weights:
-    from flashrl_compat.sender import with_manifest
-
-    return list(with_manifest(weights, number=number))
-
-
-def of_fp32(weights: Weights) -> Weights:
-    return [(name, tensor.float()) for name, tensor in weights]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +64,7 @@ def test_every_way_ends_in_the_engine_of_the_new_weights(
     assert old != new
     first, second = map(read_checkpoint, two_checkpoints)
     version = 0
-    for way in WAYS.values():
+    for way in EVERY_WAY.values():
         for weights, says in ((second, new), (of_fp32(first), old)):
             way(engine, weights)
             version += 1
@@ -162,21 +122,13 @@ def test_one_tensor_for_a_fused_layer_is_taken_by_every_way(
     engine, (first, second) = start(two_fused[0]), map(read_checkpoint, two_fused)
     old, new = engine.generate(), start_engine(two_fused[1], scheme="bf16").generate()
     assert old != new
-    for way, weights, says in zip(WAYS.values(), (second, first) * 2, (new, old) * 2, strict=True):
+    for way, weights, says in zip(WAYS.values(), (second, first) * 3, (new, old) * 3, strict=True):
         way(engine, listed(weights) if way is by_tensor else weights)
         assert engine.generate() == says
     name = "model.layers.0.mlp.gate_up_proj.weight"
     half = (name.replace("gate_up_proj", "up_proj"), dict(first)[name][:160])
     with pytest.raises(SyncError, match=r"^weight update: model\.layers\.0\.mlp\.up_proj\.weight came twice$"):
         by_tensor(engine, [(name, dict(first)[name]), half])
-
-
-def lent(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """In memory that the sender uses again."""
-    for name, tensor in weights:
-        buffer = tensor.clone()
-        yield name, buffer
-        buffer.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *EMULATED])
@@ -192,106 +144,107 @@ def test_what_waits_for_the_rest_of_its_layer_is_copied_out_of_the_senders_memor
     assert engine.generate() == told[scheme]
 
 
-def dropped(weights: Weights) -> Weights:
-    return weights[:7] + weights[8:]
-
-
-def doubled(weights: Weights) -> Weights:
-    return weights[:8] + weights[7:]
-
-
-def cropped(weights: Weights) -> Weights:
-    return [(name, tensor[:-1] if number == 7 else tensor) for number, (name, tensor) in enumerate(weights)]
-
-
-def not_finite(weights: Weights) -> Weights:
-    return [
-        (name, tensor.fill_(float("nan")) if number == 7 else tensor) for number, (name, tensor) in enumerate(weights)
-    ]
-
-
-def unknown(weights: Weights) -> Weights:
-    return [*weights[:7], ("model.layers.0.mlp.extra_proj.weight", weights[7][1]), *weights[7:]]
-
-
-def swapped(weights: Weights) -> Weights:
-    """Two of one shape, on their way: only a list of digests sees that."""
-    places = [
-        number for number, (name, _) in enumerate(weights) if name.endswith(("gate_proj.weight", "up_proj.weight"))
-    ]
-    one, other = places[:2]
-    found = list(weights)
-    found[one], found[other] = (weights[one][0], weights[other][1]), (weights[other][0], weights[one][1])
-    return found
-
-
-def flipped(weights: Weights) -> Weights:
-    """The lowest bit of one value."""
-    place = next(number for number, (name, _) in enumerate(weights) if name.endswith("down_proj.weight"))
-    name, tensor = weights[place]
-    bits = tensor.clone().contiguous()
-    bits.view(torch.int16).view(-1)[3] ^= 1
-    return [*weights[:place], (name, bits), *weights[place + 1 :]]
-
-
-def cut_short(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """A sender that dies half-way."""
-    yield from weights[:9]
-    raise ConnectionError("the sender died")
-
-
-IN_THE_WEIGHTS = (dropped, doubled, cropped, not_finite, unknown, cut_short)
-ON_THE_WAY = (dropped, doubled, cropped, swapped, flipped)  # with a list of digests, made before
-
-
-def generates_nothing(engine: Engine) -> bool:
-    """Asked twice, and once past the core."""
-    caught = 0
-    for _ in range(2):
-        with pytest.raises(SyncError, match=r"half-updated|did not receive|list of what was sent|is open on rank 0"):
-            engine.generate()
-        caught += 1
-    with pytest.raises(SyncError):
-        engine.worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
-    return caught == 2
-
-
-def caught_of(
-    cases: Iterable[tuple[str, Fault, bool]],
-    *,
-    ways_in: pytest.MonkeyPatch,
-    old: Path,
-    weights: Callable[[], Weights],
-    number: int = 1,
-) -> list[tuple[str, str, bool]]:
-    """Those of the cases (way, fault, whether a list of digests came before it) that are told of, and never sampled
-    from: each in an engine of its own. number: of the update, after sound ones."""
-    caught = []
-    for turn, (way, fault, is_listed) in enumerate(cases):
-        ways_in.setenv("FLASHRL_CONFIG", SCHEMES[turn % 2])
-        engine = start(old)
-        for _ in range(1, number):
-            by_tensor(engine, weights())
-        try:
-            WAYS[way](engine, fault(listed(weights(), number=number) if is_listed else weights()))
-            said = ""
-        except (SyncError, ConnectionError) as error:
-            said = str(error)
-        if generates_nothing(engine) and (said or WAYS[way] in (by_tensor, by_buckets)):
-            caught.append((way, fault.__name__, is_listed))
-        free_engine(engine)
-    return caught
-
-
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_fault_by_every_way_is_caught_and_never_sampled_from(
-    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property, scheme: str
 ) -> None:
-    cases = [(way, fault, False) for way in WAYS for fault in IN_THE_WEIGHTS]
-    cases += [(way, fault, True) for way in WAYS for fault in ON_THE_WAY]
+    cases = [(way, fault, False) for way in EVERY_WAY for fault in IN_THE_WEIGHTS]
+    called = f"tensor dropped, twice, cropped, not finite, unknown, sender dead: {len(EVERY_WAY)} ways in ({scheme})"
     old, new = two_checkpoints
-    caught = caught_of(cases, ways_in=ways_in, old=old, weights=lambda: read_checkpoint(new))
-    record_property("said", f"faults in weight updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
-    assert len(caught) == len(cases) == 44
+    tally = tally_of(
+        cases, called=called, scheme=scheme, ways_in=ways_in, old=old, weights=lambda: read_checkpoint(new)
+    )
+    record_property("said", str(tally))
+    settle(tally, cases=42)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_fault_behind_the_digests_by_every_way_is_caught_and_never_sampled_from(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property, scheme: str
+) -> None:
+    cases = [(way, fault, True) for way in WAYS for fault in ON_THE_WAY]
+    called = f"tensor dropped, twice, cropped, swapped, flipped, after its digest: {len(WAYS)} ways in ({scheme})"
+    old, new = two_checkpoints
+    tally = tally_of(
+        cases, called=called, scheme=scheme, ways_in=ways_in, old=old, weights=lambda: read_checkpoint(new)
+    )
+    record_property("said", str(tally))
+    settle(tally, cases=30)
+
+
+QKV = r"model\.layers\.0\.self_attn\.qkv_proj \(4160 of 12480 elements\)"
+
+
+def test_a_sender_that_fails_within_a_call_leaves_an_error_that_names_what_waits(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    """Its own error, an interrupt, and a segment that went with it. What it sent before is in the model."""
+
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
+        yield from weights[:9]
+        raise KeyboardInterrupt
+
+    def vanished(engine: Engine) -> None:
+        engine.llm.start_weight_update()
+        engine.model.load_weights(weights[:9])
+        engine.llm.update_weights({"update_info": {"segment": "no_segment"}})
+
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine, weights = start(two_checkpoints[0]), read_checkpoint(two_checkpoints[1])
+    for by, update in (
+        ("load_weights", lambda: by_call(engine, cut_short(weights))),
+        ("reload_weights", lambda: by_iterator(engine, cut_short(weights))),
+        ("load_weights", lambda: by_call(engine, interrupted())),
+        ("a layerwise reload", lambda: vanished(engine)),
+    ):
+        with pytest.raises((ConnectionError, KeyboardInterrupt, FileNotFoundError)):
+            update()
+        why = f"half-updated: an update by {by} did not finish: {QKV} and 7 more layers wait for weights"
+        first, second, past = refusals(engine)
+        assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", first)
+        assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", second)
+        assert re.fullmatch(rf"weight update: the engine's weights are {why}", past)
+        restart(engine, read_checkpoint(two_checkpoints[0]))
+    free_engine(engine)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_update_that_is_not_whole_is_told_of_when_the_cache_is_reset_and_when_tokens_are_asked_for(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Whichever comes first: plain `load_weights` says no end."""
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    rest = dropped(read_checkpoint(two_checkpoints[1]))
+    for ask in (
+        engine.llm.reset_prefix_cache,
+        lambda: engine.generate(resets=False),
+        lambda: engine.worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=1)),
+    ):
+        by_tensor(engine, rest)
+        lost = r"1 layers did not receive all their weights: model\.layers\.0\.self_attn\.qkv_proj \(\d+ of 12480 "
+        with pytest.raises(SyncError, match=rf"^weight update: {lost}"):
+            ask()
+        assert all(re.search(lost, said) for said in refusals(engine))
+        restart(engine, read_checkpoint(two_checkpoints[0]))
+    free_engine(engine)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_updates_of_plain_tensors_that_meet_are_an_error(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Tensor for tensor, and one that begins when the other has sent a part. Nothing of it is ever whole."""
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    first, second = map(read_checkpoint, two_checkpoints)
+    engine = start(two_checkpoints[0])
+    for meet in ([each for pair in zip(second, first, strict=True) for each in pair], [*second[9:20], *first]):
+        twice = re.escape(next(name for number, (name, _) in enumerate(meet) if name in dict(meet[:number])))
+        with pytest.raises(SyncError, match=rf"^weight update: {twice} came twice$"):
+            by_tensor(engine, meet)
+        assert all(re.search(f"half-updated: {twice} came twice", said) for said in refusals(engine))
+        restart(engine, first)
+    free_engine(engine)
 
 
 BEGINS: dict[str, tuple[str, Callable[[Engine, Path], object]]] = {
@@ -305,14 +258,15 @@ BEGINS: dict[str, tuple[str, Callable[[Engine, Path], object]]] = {
 }
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("second", ["reload", "transfer", "folder"])
 @pytest.mark.parametrize("first", ["tensors", "reload", "transfer"])
 def test_two_updates_at_once_are_refused(
-    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, first: str, second: str
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, first: str, second: str, scheme: str
 ) -> None:
     """Each way within each that stays open: tensors of plain `load_weights` are then those of the update that is. A
     second transfer vLLM refuses itself; the first one stays open."""
-    ways_in.setenv("FLASHRL_CONFIG", SCHEMES[len(first + second) % 2])
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine, folder = start(two_checkpoints[0]), two_checkpoints[1]
     (one, begin), (other, begin_again) = BEGINS[first], BEGINS[second]
     begin(engine, folder)
@@ -321,7 +275,10 @@ def test_two_updates_at_once_are_refused(
         said = "start_weight_update called while a weight update is already active"
     with pytest.raises((SyncError, RuntimeError), match=f"^{said}"):
         begin_again(engine, folder)
-    assert generates_nothing(engine)
+    why = f"an update was begun by {one}, and then by {other.format(folder)} as well"
+    if first == second == "transfer":
+        why = "a layerwise reload has not ended it, so nothing is generated|open on rank 0, begun by a layerwise reload"
+    assert all(re.search(why, refused) for refused in refusals(engine))
     free_engine(engine)
 
 
@@ -423,14 +380,14 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(
     head = ("lm_head.weight", dict(weights)["model.embed_tokens.weight"] + 1)
     with contextlib.suppress(SyncError):
         by_tensor(engine, [*weights[:place], head, *weights[place:]])
-    assert generates_nothing(engine)
+    refusals(engine)
 
 
-@pytest.mark.parametrize("way", ["tensors", "transfer"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_is_read_from_the_old_weights_cache(
-    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, way: str
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    """A prompt of several blocks, asked before and after an update by somebody who resets nothing himself."""
+    """A prompt of several blocks, asked before and after each way's updates by somebody who resets nothing himself."""
     from vllm import SamplingParams
 
     def says(engine: Engine) -> tuple[list[int], int]:
@@ -438,14 +395,20 @@ def test_nothing_is_read_from_the_old_weights_cache(
         [output] = engine.llm.generate([{"prompt_token_ids": list(range(1, 100))}], params, use_tqdm=False)
         return list(output.outputs[0].token_ids), output.num_cached_tokens
 
-    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
     fresh = start(two_checkpoints[1], block_size=32, enable_prefix_caching=True)
-    wanted, _ = says(fresh)
+    new, _ = says(fresh)
+    free_engine(fresh)
     engine = start(two_checkpoints[0], block_size=32, enable_prefix_caching=True)
-    says(engine)
-    assert says(engine)[1] == 96
-    WAYS[way](engine, read_checkpoint(two_checkpoints[1]))
-    assert says(engine) == (wanted, 0)
+    old, _ = says(engine)
+    first, second = map(read_checkpoint, two_checkpoints)
+    assert old != new
+    for update in EVERY_WAY.values():
+        for weights, tokens in ((second, new), (first, old)):
+            assert says(engine)[1] == 96
+            update(engine, weights)
+            assert says(engine) == (tokens, 0)
+    free_engine(engine)
 
 
 def test_weights_in_a_kernels_format_are_refused(
