@@ -8,6 +8,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +16,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import requests
@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = [9, 2, 3, 4, 7]
 NUM_TOKENS = 8
+SEGMENTS = Path("/dev/shm")
 START_S = 240  # two cores that others may use as well; 30 s on an idle machine
 UPDATABLE = {
     "more": ("--weight-transfer-config", '{"backend": "shm"}'),
@@ -259,24 +260,57 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         assert answer == told(folder, scheme="int8") and (answer == old) == (folder == first)
         requests.post(f"{url}/update_weight_version", json={"new_version": "mine"}, timeout=60).raise_for_status()
         assert math.isnan(metric(url))
-        client.start_weight_update()
+        segments = killed_between_two_chunks(url, second)
         code, while_open = refusal(url)
-        assert code == 503 and OPEN_SAID.fullmatch(while_open), while_open
-        broken = SimpleNamespace(
-            start_weight_update=lambda: None, update_weights=client.update_weights, finish_weight_update=lambda: None
-        )
-        ShmTrainer(client=broken, source=weights[first][:9], chunk_bytes=1 << 20).send_weights()
-        assert requests.post(f"{url}/finish_weight_update", timeout=60).status_code == 500
+        assert code == 503 and LEFT_OPEN_SAID.fullmatch(while_open), while_open
+        for call in ("start", "finish"):  # of another sender: nobody knows what came from whom
+            assert requests.post(f"{url}/{call}_weight_update", json={}, timeout=60).status_code == 500
         code, for_good = refusal(url)
         assert code == 503 and BROKEN_SAID.fullmatch(for_good), for_good
         streamed = requests.post(f"{url}/v1/completions", json=REQUEST | {"stream": True}, timeout=60).text
         [told_first, *_] = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if "{" in line]
         assert BROKEN_SAID.fullmatch(told_first["error"]["message"]), streamed
+    assert [name for name in segments if (SEGMENTS / name).exists()] == []
+
+
+def killed_between_two_chunks(url: str, checkpoint: Path) -> list[str]:
+    """A trainer's update ends with it, when the server has taken two chunks and the next one lies in shared memory. The
+    names of all."""
+    path = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
+    trainer = subprocess.Popen(
+        [sys.executable, Path(__file__).parent / "killed_sender.py", url, checkpoint],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def next_call() -> str:
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        return trainer.stdout.readline().strip()
+
+    with trainer:
+        try:
+            assert trainer.stdout.readline() == "start\n"
+            segments = [next_call()]
+            code, while_open = refusal(url)
+            assert code == 503 and OPEN_SAID.fullmatch(while_open), while_open
+            segments += [next_call(), next_call()]
+            assert [(SEGMENTS / name).exists() for name in segments] == [False, False, True]
+        finally:
+            trainer.kill()
+    return segments
 
 
 REQUEST = {"model": "served", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 OPEN_SAID = re.compile(
     r"request \S+: a weight update is open on rank 0, begun by a layerwise reload: no weights have come yet; "
+    r"ask again when the update has ended"
+)
+LEFT_OPEN_SAID = re.compile(
+    r"request \S+: a weight update is open on rank 0, begun by a layerwise reload: "
+    r"model\.layers\.0\.self_attn\.qkv_proj \(0 of 12480 elements\) and \d+ more layers wait for weights; "
     r"ask again when the update has ended"
 )
 BROKEN_SAID = re.compile(
