@@ -168,7 +168,8 @@ def _same_number(one: str, other: str) -> bool:
     return len(values) == 2 and values[0] == values[1]
 
 
-_LETTER = r"[*(\[{\s]*([A-J])(?![A-Za-z])"
+_SPEAKER = r"I(?:['\u2019][a-z]|[ \t]+(?!(?:is|was|because|since|as|and|or|for|with|which)\b)[a-z])"
+_LETTER = rf"[*(\[{{\s]*(?!{_SPEAKER})([A-J])(?![A-Za-z])"
 _CHOSEN = re.compile(
     rf"(?:(?i:answer|choice|option)(?i:\s+is)?[ \t]*:?|\\boxed{{(?:\\text{{)?|<answer>)[ \t\n]*{_LETTER}"
 )
@@ -178,7 +179,7 @@ _BRACKETED = re.compile(r"\(([A-J])\)")
 
 def choice(response: Response) -> float:
     """1.0 when the letter that is chosen last, A to J, is the truth: after `answer is`, `Answer:`, in a box or the
-    answer tags; else alone on a line; else in brackets."""
+    answer tags; else alone on a line; else in brackets. The I of who speaks, as in `the answer I get`, is none."""
     wanted = _truth(response).strip().strip("().").upper()
     if not re.fullmatch("[A-J]", wanted):
         raise ValueError(f"the truth `{response.truth[:60]}` is not a letter from A to J")
@@ -194,7 +195,8 @@ def regex(response: Response, *, pattern: str = "") -> float:
     return float(re.search(pattern or _truth(response), response.text) is not None)
 
 
-_FORMAT = re.compile(r"(?s)\s*<think>(?!.*<think>).*?</think>\s*<answer>(?!.*<answer>).*?</answer>\s*")
+_UNTAGGED = "(?:(?!</?(?:think|answer)>).)*+"
+_FORMAT = re.compile(rf"(?s)\s*<think>{_UNTAGGED}</think>\s*<answer>{_UNTAGGED}</answer>\s*")
 
 
 def format_tags(response: Response) -> float:

@@ -94,6 +94,19 @@ def test_choice_takes_the_letter_that_is_chosen_last(text: str, value: float) ->
 
 
 @pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        *(("The answer I get is (C).", "C"), ("Answer: B) Because choice I made", "B"), ("The answer is I", "I")),
+        *(("So the best choice I see is **(B)**", "B"), ("Answer: (I)", "I"), ("Answer: B, an option I'd take", "B")),
+        *(("(B) is it. Answer: I think so.", "B"), ("The answer is I because it fits.", "I"), ("\\boxed{I}", "I")),
+        *(("Option I is right, (B) is not", "I"), ("**Answer: I** as (B) is wrong", "I"), ("Answer: I\nso (B)", "I")),
+    ],
+)
+def test_i_who_speaks_is_no_option(text: str, letter: str) -> None:
+    assert [graded("choice", text, each) for each in "BCI"] == [float(each == letter) for each in "BCI"]
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("<think>a\nb</think>\n<answer>c</answer>", 1.0),
@@ -103,6 +116,11 @@ def test_choice_takes_the_letter_that_is_chosen_last(text: str, value: float) ->
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
         ("well <think>a</think><answer>c</answer>", 0.0),
         ("<answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> junk </answer>", 0.0),
+        ("<think>a</think> junk </think><answer>b</answer>", 0.0),
+        ("<think>a<answer>b</answer></think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b<think></answer>", 0.0),
+        ("<think>a < b > c</think><answer><b>d</b></answer>", 1.0),
     ],
 )
 def test_format_wants_both_tags_once(text: str, value: float) -> None:
