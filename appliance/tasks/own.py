@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import string
 from dataclasses import dataclass
 from typing import Any
 
 from appliance.record.plan import OwnPlan
-from appliance.tasks.rewards import load_rewards
+from appliance.tasks.rewards import load_rewards, unread
 from appliance.tasks.rows import Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, Task
 
@@ -69,8 +70,10 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
             truth = field_at(row, path)
         except KeyError:
             return _missing(row, path)
-        if truth is None:
-            return f"the field `{path}` is null"
+        if _is_nothing(truth):
+            return f"the field `{path}` is {as_text(truth)}"
+        if why := unread(as_text(truth), rewards=plan.rewards):
+            return f"the field `{path}`{why}"
     return Problem(prompt, as_text(truth) if path else "", tuple(before), json.dumps(row), _truth_form(truth))
 
 
@@ -153,8 +156,8 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
                 value = field_at(row, name)
             except KeyError:
                 return _missing(row, name, of=" of task.template")
-            if value is None:
-                return f"the field `{name}` of task.template is null"
+            if _is_nothing(value):
+                return f"the field `{name}` of task.template is {as_text(value)}"
             made.append(as_text(value))
     said = "".join(made)
     return [("user", said)] if said.strip() else "task.template makes an empty prompt of it"
@@ -165,6 +168,11 @@ def _missing(row: Row, path: str, *, of: str = "") -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     has = f"the row has {', '.join(names[:_MOST_NAMED])}{more}" if names else "the row is empty"
     return f"the field `{path}`{of} is missing: {has}"
+
+
+def _is_nothing(value: object) -> bool:
+    """Null, or what a column of numbers has in its place."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _form(value: object) -> str:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -52,6 +52,8 @@ class BuiltIn:
     """Keys of the recipe that are its own."""
     needs: tuple[str, ...] = ()
     """Those that must be given."""
+    reads: Callable[[str], object] | None = None
+    """The truth, and raises ValueError where that is none for it; None: it needs none."""
     may_read_truth: bool = True
     """As of `Reward`."""
     remedy: str = ""
@@ -79,16 +81,29 @@ def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth, remedy=built_in.remedy)
 
 
-def _truth(response: Response) -> str:
+def unread(truth: str, *, rewards: Iterable[RewardPlan]) -> str:
+    """What is wrong with a truth for the first built-in reward that cannot read it, to follow its field's name; else
+    empty."""
+    for reward in rewards:
+        reads = None if reward.file or "pattern" in reward.options else BUILT_IN[reward.function].reads
+        try:
+            if reads is not None:
+                reads(truth)
+        except ValueError as error:
+            return f": {error}" if truth.strip() else f" is empty, and the reward `{reward.name}` reads it"
+    return ""
+
+
+def _given(truth: str) -> str:
     """Raises ValueError where the row has none."""
-    if not response.truth.strip():
+    if not truth.strip():
         raise ValueError("the row has no truth to compare with: task.truth names its field")
-    return response.truth
+    return truth
 
 
 def exact(response: Response) -> float:
     """1.0 when the response is the truth, white space around either ignored."""
-    return float(response.text.strip() == _truth(response).strip())
+    return float(response.text.strip() == _given(response.truth).strip())
 
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
@@ -100,7 +115,7 @@ def _numbers(text: str) -> list[Decimal]:
 
 def number(response: Response) -> float:
     """1.0 when the last number of the response is the last one of the truth, commas and dollar signs ignored."""
-    wanted = _numbers(_truth(response))
+    wanted = _numbers(_given(response.truth))
     if not wanted:
         raise ValueError(f"the truth `{response.truth[:60]}` has no number")
     return float(_numbers(response.text)[-1:] == wanted[-1:])
@@ -151,7 +166,7 @@ def math(response: Response) -> float:
     whole response, else what math-verify finds at its end. Of a truth that is a solution it is read the same way."""
     from math_verify import parse, verify
 
-    truth = _truth(response)
+    truth = _given(response.truth)
     wanted = marked_answer(truth) or truth.strip()
     answer = marked_answer(response.text)
     if answer is not None:
@@ -180,7 +195,7 @@ _BRACKETED = re.compile(r"\(([A-J])\)")
 def choice(response: Response) -> float:
     """1.0 when the letter that is chosen last, A to J, is the truth: after `answer is`, `Answer:`, in a box or the
     answer tags; else alone on a line; else in brackets. The I of who speaks, as in `the answer I get`, is none."""
-    wanted = _truth(response).strip().strip("().").upper()
+    wanted = _given(response.truth).strip().strip("().").upper()
     if not re.fullmatch("[A-J]", wanted):
         raise ValueError(f"the truth `{response.truth[:60]}` is not a letter from A to J")
     for pattern in (_CHOSEN, _ALONE, _BRACKETED):
@@ -192,7 +207,7 @@ def choice(response: Response) -> float:
 def regex(response: Response, *, pattern: str = "") -> float:
     """1.0 when the pattern is found in the response; without one in the recipe the truth is it. One that takes for
     ever ends at task.reward_timeout_s, and costs its sample."""
-    return float(re.search(pattern or _truth(response), response.text) is not None)
+    return float(re.search(pattern or _given(response.truth), response.text) is not None)
 
 
 _UNTAGGED = "(?:(?!</?(?:think|answer)>).)*+"
@@ -223,7 +238,7 @@ def code(response: Response) -> float:
     and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
     limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
     """
-    tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
+    tests, until = _tests(_given(response.truth)), time.monotonic() + CODE_S
     found = [each for each in _FENCED.findall(response.text) if each[1].lower() in _PYTHON]
     with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
         program = Path(folder) / "main.py"
@@ -245,7 +260,9 @@ def _tests(truth: str) -> list[tuple[str, str]]:
     try:
         made = json.loads(truth)
         if isinstance(made, Mapping):
-            pairs = list(zip(made["inputs"], made["outputs"], strict=True))
+            inputs, outputs = made["inputs"], made["outputs"]
+            are_lists = isinstance(inputs, list) and isinstance(outputs, list)
+            pairs = list(zip(inputs, outputs, strict=True)) if are_lists else []
         else:
             pairs = [(each["input"], each["output"]) for each in made]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -353,14 +370,14 @@ def _judge_key() -> str:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn(math, prepare=import_verifier),
-    "number": BuiltIn(number),
-    "exact": BuiltIn(exact),
-    "choice": BuiltIn(choice),
-    "regex": BuiltIn(regex, options=("pattern",)),
+    "math": BuiltIn(math, reads=_given, prepare=import_verifier),
+    "number": BuiltIn(number, reads=_given),
+    "exact": BuiltIn(exact, reads=_given),
+    "choice": BuiltIn(choice, reads=_given),
+    "regex": BuiltIn(regex, options=("pattern",), reads=_given),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
-    "code": BuiltIn(code, may_read_truth=False, most_s=CODE_S),
+    "code": BuiltIn(code, reads=_tests, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
         judge,
         options=("url", "model", "prompt"),

@@ -256,14 +256,13 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_hub_are_graded_once_a_run_has_made_its_data(tmp_path: Path) -> None:
-    plan = planned(tmp_path, reward_plan("exact"))
+    plan = planned(tmp_path, reward_plan("number"))
     plan = plan.replace(task=plan.task.replace(train_file="", train_parquet=str(tmp_path / "train.parquet")))
     assert reward_problem(plan) is None and plan.task.own is not None
-    made = [parse_row(each | {"answer": ""}, plan=plan.task.own) for each in ROWS]
+    made = [parse_row(each | {"answer": "none"}, plan=plan.task.own) for each in ROWS]
     write_parquet({"train": made}, path=tmp_path / "train.parquet", kind="own")
-    message = "the reward `exact` failed on the truth of row 1: ValueError: "
-    why = "the row has no truth to compare with: task.truth names its field"
-    assert reward_problem(plan) == RewardProblem(f"{message}{why}")
+    message = "the reward `number` failed on the truth of row 1: ValueError: the truth `none` has no number"
+    assert reward_problem(plan) == RewardProblem(message)
 
 
 def test_rows_of_the_hub_that_are_not_graded_are_told(tmp_path: Path) -> None:

@@ -148,6 +148,9 @@ def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
         ("code", "[]", "the truth `[]` has no tests: it is JSON such as "),
         ("code", '{"inputs": ["1"], "outputs": []}', 'the truth `{"inputs": ["1"], "outputs": []}` has no tests'),
         ("code", '[{"input": 1, "output": 2}]', 'the truth `[{"input": 1, "output": 2}]` has no tests'),
+        ("code", '{"inputs": "12", "outputs": "34"}', 'the truth `{"inputs": "12", "outputs": "34"}` has no tests'),
+        ("code", '{"inputs": ["1"], "outputs": "3"}', 'the truth `{"inputs": ["1"], "outputs": "3"}` has no tests'),
+        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', 'the truth `{"inputs": {"1": 2}, "outputs": ["3"]}` has no'),
     ],
 )
 def test_a_truth_of_another_kind_is_named(name: str, truth: str, message: str) -> None:

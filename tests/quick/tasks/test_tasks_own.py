@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from plans import make_task
+from plans import make_task, reward_plan
 from three_forms import REWARDS, data_of
 
 from appliance.errors import RecipeError
@@ -34,18 +34,18 @@ def plan_of(**given: Any) -> OwnPlan:
     return OwnPlan(**(usual | {"rewards": (EXACT,), "tools": "", "max_turns": 1, "code": ()} | given))
 
 
-def read(path: Path, *rows: object, **given: str) -> ProblemSet:
+def read(path: Path, *rows: object, **given: Any) -> ProblemSet:
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return read_parts(path, **given)
 
 
-def read_parts(path: Path, **given: str) -> ProblemSet:
+def read_parts(path: Path, **given: Any) -> ProblemSet:
     source = own.task(plan_of(**given)).source
     assert source is not None
     return read_file(path, source=source, name=path.name)
 
 
-def fault_of(path: Path, *rows: object, **given: str) -> str:
+def fault_of(path: Path, *rows: object, **given: Any) -> str:
     ((message, hint),) = read(path, *rows, **given).faults
     assert hint
     return message
@@ -134,6 +134,13 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
     "no field at all": ({}, {}, "the field `prompt` is missing: the row is empty"),
     "no truth": ({"prompt": "1?"}, {"truth": "a.b"}, "the field `a.b` is missing: the row has `prompt`"),
     "null truth": ({"prompt": "1?", "a": None}, {"truth": "a"}, "the field `a` is null"),
+    "no number as truth": ({"prompt": "1?", "a": float("nan")}, {"truth": "a"}, "the field `a` is NaN"),
+    "an endless truth": ('{"prompt": "1?", "a": -1e999}', {"truth": "a"}, "the field `a` is -Infinity"),
+    "a blank truth": (
+        {"prompt": "1?", "a": " "},
+        {"truth": "a"},
+        "the field `a` is empty, and the reward `exact` reads it",
+    ),
     "empty": ({"prompt": " "}, {}, "the field `prompt` is empty"),
     "a number": ({"prompt": 3}, {}, "the field `prompt` is a number, neither text nor a list of chat messages"),
     "no messages": ({"prompt": []}, {}, "the field `prompt` has no messages"),
@@ -168,6 +175,7 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
         "the field `prompt` begins with a system message, and task.system is another one",
     ),
     "null in a template": ({"q": None}, {"template": "{q}"}, "the field `q` of task.template is null"),
+    "no number in a template": ({"q": float("nan")}, {"template": "{q}"}, "the field `q` of task.template is NaN"),
     "an empty template": ({"q": " "}, {"template": "{q}"}, "task.template makes an empty prompt of it"),
     "half a character": (
         '{"prompt": "1 \\ud800"}',
@@ -186,6 +194,26 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
 def test_a_bad_row_is_named(file: Path, name: str) -> None:
     row, given, why = BAD[name]
     assert fault_of(file, row, **given) == f"own.jsonl:1: {why}"
+
+
+def test_a_truth_may_be_blank_where_no_built_in_reward_reads_it(file: Path) -> None:
+    rewards = (
+        *(reward_plan("format"), reward_plan("length", target=9), reward_plan("judge", url="http://a", model="m")),
+        *(reward_plan("exact", file="/a/rewards.py"), reward_plan("regex", pattern="x")),
+    )
+    row = {"prompt": "1?", "a": ""}
+    (problem,) = read(file, row, truth="a", rewards=rewards).problems
+    assert problem.truth == ""
+    message = fault_of(file, row, truth="a", rewards=(*rewards, reward_plan("regex", name="words")))
+    assert message == "own.jsonl:1: the field `a` is empty, and the reward `words` reads it"
+
+
+def test_tests_of_code_that_are_no_lists_are_refused_by_their_row(file: Path) -> None:
+    rows = [{"prompt": f"{each}?", "a": {"inputs": each, "outputs": each}} for each in (["1"], "1")]
+    message = fault_of(file, *rows, truth="a", rewards=(reward_plan("code"),))
+    hint = '`[{"input": "1 2", "output": "3"}]` or `{"inputs": ["1 2"], "outputs": ["3"]}`'
+    why = f'the truth `{{"inputs": "1", "outputs": "1"}}` has no tests: it is JSON such as {hint}'
+    assert message == f"own.jsonl:2: the field `a`: {why}"
 
 
 def test_a_missing_field_in_row_812(file: Path) -> None:
