@@ -35,6 +35,7 @@ OWN = "own"
 _KINDS = (*TASKS, OWN)
 TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in _KINDS}, module=__name__)
 _DATA_VERSION = 2  # raise it when the same fields give other rows
+_OWN_VERSION = 1  # the same, of tasks of the user's own alone
 _MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
 _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
@@ -139,7 +140,7 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
     else:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
-        fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
+        fields["own"] = {"version": _OWN_VERSION} | {name: getattr(plan.own, name) for name in _OF_OWN}
         fields |= {"commit": plan.own.commit} if plan.own.commit else {}
         sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
         fields |= {"tools": sums[plan.tools]} if plan.tools else {}

@@ -12,6 +12,7 @@ import math
 import re
 import string
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from appliance.record.plan import OwnPlan
@@ -102,8 +103,16 @@ def field_at(row: Row, path: str) -> Any:
 
 
 def as_text(value: object) -> str:
-    """Text as it is, everything else as JSON."""
+    """Text as it is, everything else as JSON; a number without an exponent, 132.0 as 132."""
+    if isinstance(value, float):
+        return _in_digits(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _in_digits(value: float) -> str:
+    """Its shortest decimal form without an exponent, a whole number without a point: `0.00001`, `132`; `NaN`,
+    `Infinity` and `-Infinity` as JSON has them."""
+    return f"{Decimal(repr(value or 0.0)):f}".removesuffix(".0")  # -0.0 is 0
 
 
 def template_parts(template: str) -> list[tuple[str, str]]:

@@ -20,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from appliance.record.plan import OwnPlan, RewardPlan
-from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same
-from appliance.tasks.built_in.gsm8k import FINAL
+from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same, joined_numbers
+from appliance.tasks.built_in.gsm8k import FINAL, plain_numbers
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
 from appliance.terms.environment import JUDGE_KEY_VARIABLE, THREADS_VARIABLE
@@ -106,11 +106,19 @@ def exact(response: Response) -> float:
     return float(response.text.strip() == _given(response.truth).strip())
 
 
-_NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
+_NUMBER = re.compile(r"(?<![\w.])-?\$?(?:(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def _numbers(text: str) -> list[Decimal]:
-    return [Decimal(each.replace(",", "").replace("$", "")) for each in _NUMBER.findall(text)]
+    return [_decimal(each.replace(",", "").replace("$", "")) for each in _NUMBER.findall(plain_numbers(text))]
+
+
+def _decimal(text: str) -> Decimal:
+    """Of an exponent beyond 18 digits NaN, which equals nothing."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal("NaN")
 
 
 def number(response: Response) -> float:
@@ -166,15 +174,15 @@ def math(response: Response) -> float:
     whole response, else what math-verify finds at its end. Of a truth that is a solution it is read the same way."""
     from math_verify import parse, verify
 
-    truth = _given(response.truth)
+    truth, text = plain_numbers(_given(response.truth)), plain_numbers(response.text)
     wanted = marked_answer(truth) or truth.strip()
-    answer = marked_answer(response.text)
+    answer = marked_answer(text)
     if answer is not None:
         return float(_same_number(answer, wanted) or is_same(answer, truth=wanted))
-    if response.text.strip() == wanted:
+    if text.strip() == wanted:
         return 1.0
-    found = parse(response.text[-_TAIL:], parsing_timeout=PARSING_S)
-    gold = parse(f"\\boxed{{{wanted}}}", parsing_timeout=PARSING_S)
+    found = parse(joined_numbers(text[-_TAIL:]), parsing_timeout=PARSING_S)
+    gold = parse(f"\\boxed{{{joined_numbers(wanted)}}}", parsing_timeout=PARSING_S)
     return float(bool(found and gold) and verify(gold, found, timeout_seconds=PARSING_S))
 
 

@@ -247,7 +247,9 @@ def _as_json(value: Any) -> Any:
 def _text(value: object) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if isinstance(value, datetime.timedelta | decimal.Decimal | uuid.UUID):
+    if isinstance(value, decimal.Decimal):
+        return f"{value:f}"  # str(Decimal("0.0000001")) has an exponent
+    if isinstance(value, datetime.timedelta | uuid.UUID):
         return str(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
 

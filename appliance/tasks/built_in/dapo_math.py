@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from appliance.tasks.built_in.gsm8k import plain_numbers
 from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 
@@ -27,6 +28,10 @@ HINT = "each row has `problem` and `answer`, both text, or verl's `prompt` and `
 PARSING_S = COMPARING_S = 5  # math-verify's own limits, whole seconds by its alarm
 _LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
 _INTEGER = re.compile(r"-?\d{1,18}")
+_BLANKS = re.compile(r"(?<=\d)( ) *(?=\d)| ")  # one stays between two digits: 1 2 is not 12
+_SIDE_BY_SIDE = re.compile(r"[-\d.,/]+(?: [-\d.,/]+)+")  # math-verify would make one number of them
+_MIXED = re.compile(r"(?<![\w.,/^])(?<!\d )(\d{1,3}(?: \d{3})+|\d{1,9}) +([1-9]\d{0,8})/(\d{1,9})(?![\d.^])")
+_GROUPED = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?!\d| \d)")
 _ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
 
 
@@ -60,16 +65,29 @@ def is_same(answer: str, *, truth: str) -> bool:
     """As text or, by math-verify, as mathematics. Raises, and uses signals, as `score`."""
     if not 0 < len(answer) <= _LONGEST_ANSWER:
         return False
+    answer, truth = (joined_numbers(plain_numbers(each)) for each in (answer, truth))
     given, wanted = _plain(answer), _plain(truth)
     if given == wanted:
         return True
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(wanted):
         return int(given) == int(wanted)
+    if any(map(_SIDE_BY_SIDE.fullmatch, (given, wanted))):
+        return False
     return _equal(answer, truth=truth)
 
 
+def joined_numbers(answer: str) -> str:
+    """The answer with `1 1/2` as `3/2` where the fraction is a proper one, and thousands as in `12 345` joined."""
+    return _GROUPED.sub(lambda found: found[0].replace(" ", ""), _MIXED.sub(_improper, answer))
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, over, under = int(mixed[1].replace(" ", "")), int(mixed[2]), int(mixed[3])
+    return f"{whole * under + over}/{under}" if over < under else mixed[0]
+
+
 def _plain(text: str) -> str:
-    return text.strip().strip("$").rstrip(".").replace(" ", "")
+    return _BLANKS.sub(r"\1", text.strip().strip("$").rstrip("."))
 
 
 def _equal(answer: str, *, truth: str) -> bool:

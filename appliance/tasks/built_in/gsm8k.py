@@ -15,11 +15,22 @@ HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
 FINAL = re.compile(r"####[ \t]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
+_RANGES_END = r"(?<![^\s(\[{>=:*#$])(?<!\d\s)"  # a dash behind anything else is one, as in `3–5` and `3 –5`
+_MINUS = re.compile(rf"\u2212|{_RANGES_END}[\u2013\uff0d](?=\.?\d)")
+_EXPONENT = re.compile(r"(?<![\w.,])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?!\.?\w)")
+
+
+def plain_numbers(text: str) -> str:
+    """The text with an ASCII minus, and `1e-05` as `0.00001`: exponents of up to three digits.
+
+    A minus is U+2212, and an en dash or a full-width one directly before a digit where no range can end.
+    """
+    return _EXPONENT.sub(lambda found: f"{Decimal(found[0]):f}", _MINUS.sub("-", text))
 
 
 def final_number(text: str) -> Decimal | None:
     """The number after the last `####` that has one; commas and a dollar sign are dropped. None when there is none."""
-    found = FINAL.findall(text)
+    found = FINAL.findall(plain_numbers(text))
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 
@@ -38,7 +49,7 @@ def parse_row(row: Row) -> Problem | str:
     number = final_number(answer)
     if number is None:
         return "the field `answer` has no number after `####`"
-    return Problem(prompt=question.strip() + INSTRUCTION, truth=str(number))
+    return Problem(prompt=question.strip() + INSTRUCTION, truth=f"{number:f}")
 
 
 TASK = Task(

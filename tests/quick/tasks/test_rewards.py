@@ -18,6 +18,8 @@ from plans import own_plan, reward_plan
 
 from appliance.record.plan import RewardPlan
 from appliance.tasks import rewards
+from appliance.tasks.built_in.dapo_math import joined_numbers
+from appliance.tasks.built_in.gsm8k import plain_numbers
 from appliance.tasks.rewards import BUILT_IN, load_rewards
 from appliance.tasks.task import Response
 
@@ -55,6 +57,14 @@ def graded(name: str, text: str, truth: str = "", **options: object) -> object:
         ("\\boxed{5}", "Thus $x = \\boxed{5}$.", 1.0),
         ("", "5", 0.0),
         ("no", "5", 0.0),
+        ("#### 1e5", "100000", 1.0),
+        ("#### 2.5e-3 m", "0.0025", 1.0),
+        ("it is 1e5", "100000", 1.0),
+        ("1e5", "1", 0.0),
+        ("#### 4\n#### \u22125", "-5", 1.0),
+        ("\\boxed{\u20135}", "-5", 1.0),
+        ("it is 1 1/2", "3/2", 1.0),
+        ("it is 1", "1 1/2", 0.0),
         ("####", "5", 0.0),
         ("\\boxed{", "5", 0.0),
         ("#### " + "9" * 5000, "5", 0.0),
@@ -75,10 +85,37 @@ def test_math_reads_what_is_marked_and_compares_as_mathematics(text: str, truth:
         ("room A12 has 7.", "7", 1.0),
         ("none", "7", 0.0),
         ("#### 7 or 8", "so\n#### 8", 1.0),
+        ("1e5", "100000", 1.0),
+        ("1e5", "1", 0.0),
+        ("-1.5E-7", "-0.00000015", 1.0),
+        ("5", "1e-05", 0.0),
+        ("$1,000e2", "100000", 1.0),
+        ("1e99999", "1", 0.0),
+        ("1e" + "9" * 40, "1", 0.0),
+        ("12em", "12", 1.0),
     ],
 )
 def test_number_compares_the_last_one(text: str, truth: str, value: float) -> None:
     assert graded("number", text, truth) == value
+
+
+MINUS, EN_DASH, WIDE = "\u2212", "\u2013", "\uff0d"
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        *((f"it is {MINUS}5", "-5"), (f"{MINUS}$5", "-5"), (f"x = {EN_DASH}5", "-5"), (f"{WIDE}.5", "-0.5")),
+        *((f"1e{MINUS}2", "0.01"), ("-5", f"{MINUS}5"), (f"<answer>{EN_DASH}5</answer>", "-5")),
+        *((f"3{EN_DASH}5", "5"), (f"3 {EN_DASH} 5", "5"), (f"3 {EN_DASH}5", "5"), (f"3{MINUS}5", "5")),
+        *((f"A{EN_DASH}5", "5"), (f"3%{EN_DASH}5%", "5"), (f"the dash {EN_DASH} 5", "5")),
+    ],
+)
+def test_a_minus_of_unicode_is_one_and_the_dash_of_a_range_is_not(text: str, truth: str) -> None:
+    assert [graded("number", text, each) for each in (truth, truth.translate({45: None, 0x2212: None}))] == [
+        1.0,
+        float(truth[0] not in f"-{MINUS}"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +128,14 @@ def test_number_compares_the_last_one(text: str, truth: str, value: float) -> No
 )
 def test_choice_takes_the_letter_that_is_chosen_last(text: str, value: float) -> None:
     assert graded("choice", text, "C") == value
+
+
+@pytest.mark.parametrize("text", ["9" * 200_000, "1 " * 100_000, "1 000" * 50_000, "1" + " " * 200_000 + "x"])
+def test_endless_digits_are_read_once(text: str) -> None:
+    """Backwards again and again it takes minutes."""
+    before_s = time.process_time()
+    joined_numbers(plain_numbers(text))
+    assert time.process_time() - before_s < 5
 
 
 @pytest.mark.parametrize(

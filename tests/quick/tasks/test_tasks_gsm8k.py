@@ -42,6 +42,11 @@ def write(path: Path, *lines: str) -> str:
         ("#### -$7", Decimal(-7)),
         ("#### $-7", Decimal(-7)),
         ("#### .5", Decimal("0.5")),
+        ("#### \u22127", Decimal(-7)),
+        ("#### \u2013$7", None),
+        ("#### 1\n#### $\u20137.5", Decimal("-7.5")),
+        ("#### 1e3", Decimal(1000)),
+        ("#### 1e1000", None),
         ("#### 72.", Decimal(72)),
         ("#### 72 loaves", Decimal(72)),
         ("#### 50%", Decimal(50)),
@@ -84,6 +89,13 @@ def test_read_problems_asks_for_the_answer_format(tmp_path: Path) -> None:
     question = "A baker makes 1200 loaves and sells none. How many loaves are left?"
     assert problems[0] == Problem(prompt=question + INSTRUCTION, truth="1200")
     assert [each.truth for each in problems] == ["1200", "3"]
+
+
+def test_a_small_number_is_a_truth_that_is_read_again(tmp_path: Path) -> None:
+    small = json.dumps({"question": "How much?", "answer": "#### 0.0000001"})
+    (problem,) = TASK.first_problems(1, file=write(tmp_path / "rows.jsonl", small), difficulty=0, seed=0)
+    assert problem.truth == "0.0000001"
+    assert [score(response=each, truth=problem.truth) for each in TASK.answers(problem.truth)] == [1.0]
 
 
 def test_check_rows_finds_nothing_in_good_rows(tmp_path: Path) -> None:

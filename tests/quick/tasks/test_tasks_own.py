@@ -68,6 +68,26 @@ def test_a_number_is_the_same_truth_as_its_text(file: Path, truth: object) -> No
     assert problem.truth == "132"
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        *(("0.00001", "0.00001"), ("1e16", "10000000000000000"), ("1.5e-7", "0.00000015"), ("132.0", "132")),
+        *(("-2.50", "-2.5"), ("-0.0", "0"), ("1e23", "1" + "0" * 23), ("123456789012345680.0", "123456789012345680")),
+    ],
+)
+def test_a_number_is_its_digits_without_an_exponent(file: Path, number: str, text: str) -> None:
+    row = f'{{"q": {number}, "answer": {number}}}'
+    (problem,) = read(file, row, template="{q}", truth="answer").problems
+    assert (problem.prompt, problem.truth) == (text, text)
+
+
+def test_a_column_of_decimal_numbers_has_digits_too(tmp_path: Path) -> None:
+    numbers = pa.array([decimal.Decimal("0.0000001"), decimal.Decimal("0")], pa.decimal128(10, 7))
+    pq.write_table(pa.table({"prompt": ["1?", "2?"], "a": numbers}), tmp_path / "rows.parquet")
+    found = read_parts(tmp_path / "rows.parquet", truth="a").problems
+    assert [each.truth for each in found] == ["0.0000001", "0.0000000"]
+
+
 def test_numbers_and_texts_may_stand_in_one_file(file: Path) -> None:
     found = read(file, {"prompt": "1?", "answer": 1}, {"prompt": "2?", "answer": "2"}, truth="answer")
     assert ([each.truth for each in found.problems], found.faults) == (["1", "2"], [])
