@@ -189,6 +189,8 @@ class StepMetrics:
     val_reward_mean: Number | None = None
     val_reward_bf16_mean: Number | None = None
     val_samples: Number | None = None
+    val_scheme: str = ""
+    """Empty in lines of older code: see `validated_in`."""
     grad_norm: Number | None = None
     entropy: Number | None = None
     clipped_negative_fraction: Number | None = None
@@ -199,6 +201,11 @@ class StepMetrics:
     named: dict[str, float] = field(default_factory=dict)
     """What has a name of the user's in its key, in the line's order: `reward/<name>`, `val/<set>/avg@<n>`."""
     line: str = field(default="", compare=False, repr=False)
+
+    @property
+    def validated_in(self) -> str:
+        """The scheme that `val_reward_mean` was measured in."""
+        return self.val_scheme or self.scheme
 
 
 Parsed = TypeVar("Parsed", Event, StepMetrics)

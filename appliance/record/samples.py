@@ -7,7 +7,7 @@ best and its worst sample. Chosen where they arrive (`SampleLog`), written when 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,11 @@ class Sample:
 class StepSamples:
     step: Count
     scheme: str
-    """Of the rollouts they come from."""
+    """Of the rollouts that `training` comes from."""
     validation: tuple[Sample, ...] = ()
     training: tuple[Sample, ...] = ()
+    val_scheme: str = ""
+    """Of `validation`, which a change of the rollouts may precede; empty in lines of older code: `scheme`."""
 
 
 def shortened(text: str) -> str:
@@ -85,8 +87,15 @@ class SampleReader:
                 if later.step not in self._found and not later.training:
                     self._places[later.step], self._count = self._count, self._count + 1
                 before = self._found.get(later.step, later)
-                training, validation = later.training or before.training, later.validation or before.validation
-                self._found[later.step] = replace(later, training=training, validation=validation)
+                trained = before if before.training and not later.training else later
+                validated = before if before.validation and not later.validation else later
+                self._found[later.step] = StepSamples(
+                    later.step,
+                    trained.scheme,
+                    validation=validated.validation,
+                    training=trained.training,
+                    val_scheme=validated.val_scheme or validated.scheme,
+                )
             self._thin()
         return [self._found[step] for step in sorted(self._found)]
 
@@ -122,12 +131,14 @@ class SampleLog:
                 ordered = sorted(fields, key=lambda each: float(each["rm_scores"][-1]))
                 kept += [self._sample(each, validate=False) for each in (ordered[-1], ordered[0])[: len(ordered)]]
 
-    def write(self, step: int, *, scheme: str) -> None:
-        """The line of a step that is written down now; what earlier steps left is forgotten. Raises OSError."""
+    def write(self, step: int, *, scheme: str, val_scheme: str) -> None:
+        """The line of a step that is written down now; what earlier steps left is forgotten. Raises OSError.
+        scheme, val_scheme: of its rollouts, and of its validation if it has one."""
         validation, training = self._validation.get(step, []), self._training.get(step, [])
         self._validation, self._training = {}, {}
         if validation or training:
-            append_samples(self._run_dir, StepSamples(step, scheme, tuple(validation), tuple(training)))
+            named = val_scheme if validation else ""
+            append_samples(self._run_dir, StepSamples(step, scheme, tuple(validation), tuple(training), named))
 
     def _sample(self, fields: dict[str, Any], *, validate: bool) -> Sample:
         turns = tuple((who, shortened(text)) for who, text in fields.get("turns", ()))

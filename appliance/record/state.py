@@ -92,7 +92,7 @@ class RunState:
     sets_last: BySet = field(default_factory=dict)
     """Several validations, the newest."""
     val_bf16: float | None = None
-    """The newest in BF16, where that was measured beside `val_last` and rollouts were in another scheme."""
+    """The newest in BF16, where that was measured beside `val_last`, which was made in another scheme."""
     unhealthy_steps: int = 0
     note: str = ""
     failure: Event | None = None
@@ -164,7 +164,7 @@ def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
             val_last=line.val_reward_mean,
             val_last_step=line.step,
             val_samples=state.val_samples if line.val_samples is None else int(line.val_samples),
-            val_bf16=None if line.scheme == "bf16" else line.val_reward_bf16_mean,
+            val_bf16=None if line.validated_in == "bf16" else line.val_reward_bf16_mean,
             val_how=val_how(line),
             sets_first=sets if line.step == 0 else state.sets_first,
             sets_last=sets,

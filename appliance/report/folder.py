@@ -82,8 +82,8 @@ class StepHistory:
     curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the same names and those
     of StepMetrics.named, over the lines that have it.  parts: of a step's seconds, by name, over the steps that have
     them.  judged, bad: steps with a mismatch, and those out of its bounds.  last_bad, newest: of those, as judged.
-    k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in the rollouts' own
-    scheme and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
+    k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in another scheme
+    than BF16 and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class StepHistory:
         for name, value in (*validated.items(), *line.named.items()):
             if value is not None:
                 self.known[name].extend([float(line.step)], [value])
-        if own is not None and bf16 is not None and line.scheme != str(Scheme.BF16):
+        if own is not None and bf16 is not None and line.validated_in != str(Scheme.BF16):
             self.both = line
 
     def _judge(self, step: StepMetrics) -> None:

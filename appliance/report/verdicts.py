@@ -119,7 +119,7 @@ def _precision(view: RunView) -> _Said | None:
         return None
     own, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples
     assert own is not None and bf16 is not None, "it has both"
-    text = f"{own:.3f} in {line.scheme}, {bf16:.3f} in bf16, after step {line.step}"
+    text = f"{own:.3f} in {line.validated_in}, {bf16:.3f} in bf16, after step {line.step}"
     if not problems or view.plan.task.own is not None:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
     noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)

@@ -281,7 +281,7 @@ class WeightUpdates:
 
 class Validation:
     """In what the engines run and, when it is due, the same one with every layer in BF16. scheme: what the newest one
-    was made in."""
+    was made in, which is not the step's where a change came with its weight update."""
 
     def __init__(self, plan: RunPlan, *, precision: RolloutPrecision, check_stop: Callable[[], None]) -> None:
         """check_stop: raises StopAsked when no new validation is to begin."""
@@ -289,7 +289,7 @@ class Validation:
         self._plan = plan
         self._precision = precision
         self._check_stop = check_stop
-        self._line: dict[str, float | None] = {}
+        self._line: dict[str, float | str | None] = {}
 
     def make(
         self,
@@ -311,14 +311,15 @@ class Validation:
             values, sets = validate(), by_set()
             return (next(iter(sets.values())), sets, sets) if sets else (mean_of(values), sets, values)
 
-        before = problems()
+        before, self.scheme = problems(), self._precision.live.label
         mean, sets, values = measured()
-        scored, self.scheme = problems() - before, self._precision.live.label
+        scored = problems() - before
         bf16 = self._mean_in_bf16(mean, validate=lambda: measured()[0], step=step, update=update)
-        self._line = {"val_reward_mean": mean, "val_reward_bf16_mean": bf16, "val_samples": scored, **sets}
+        means = {"val_reward_mean": mean, "val_reward_bf16_mean": bf16}
+        self._line = {**means, "val_samples": scored, "val_scheme": self.scheme, **sets}
         return values
 
-    def take(self) -> dict[str, float | None]:
+    def take(self) -> dict[str, float | str | None]:
         """The contract's keys of a validation that is in no line of metrics yet."""
         line, self._line = self._line, {}
         return line

@@ -291,7 +291,7 @@ class Trainer(PPOTrainerSync):
             self.on_validate_end()
             seconds = round(time.perf_counter() - started, 4)
             append_metrics(self.run_dir, {**line, "validate_s": seconds, **self.validation.take()})
-            self.rollouts.samples.write(self.plan.steps, scheme=self.validation.scheme)
+            self._write_samples(line)
         if self._stop_after_step is not None:
             raise self._stop_after_step
 
@@ -371,8 +371,11 @@ class Trainer(PPOTrainerSync):
 
     def _write(self, line: dict[str, Any]) -> dict[str, Any]:
         written = append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
-        self.rollouts.samples.write(line["step"], scheme=line["scheme"])
+        self._write_samples(line)
         return written
+
+    def _write_samples(self, line: dict[str, Any]) -> None:
+        self.rollouts.samples.write(line["step"], scheme=line["scheme"], val_scheme=self.validation.scheme)
 
     def _end_step(self, line: dict[str, Any], *, signals: Signals) -> None:
         """The step is written down: have it judged, and save it when it is due. Raises GuardStop, after the step is

@@ -21,7 +21,7 @@ from appliance.terms.schemes import Scheme
 from appliance.trainer.stopping import StopAsked
 from appliance.trainer.trainer import Trainer
 
-LINE = {"step": 4, "time_s": 9.5, "reward_mean": 0.25, "reward_failures": 3, "grad_norm": None}
+LINE = {"step": 4, "time_s": 9.5, "scheme": "int8", "reward_mean": 0.25, "reward_failures": 3, "grad_norm": None}
 Resumed = Callable[..., Trainer]
 
 
@@ -35,7 +35,7 @@ def raising(error: Exception | None) -> Callable[[], None]:
 
 @pytest.fixture
 def said() -> list[str]:
-    """(step, scheme) of each line of samples."""
+    """(step, scheme, the validation's) of each line of samples."""
     return []
 
 
@@ -51,7 +51,7 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
     def make(*, steps: int = 4, stop: Exception | None = None, failed: int = 0) -> Trainer:
         plan = make_plan(tmp_path, steps=steps, rollout=make_rollout(Scheme.BF16))
         stopping = SimpleNamespace(check=raising(stop), asked=False, finished=4)
-        samples = SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}"))
+        samples = SimpleNamespace(write=lambda step, scheme, val_scheme: said.append(f"{step} {scheme} {val_scheme}"))
         faults = Counter({Fault.RAISED: failed} if failed else {})
         pool = SimpleNamespace(graded=512, faults=faults, last_fault=None)
         checkpoints = SimpleNamespace(save_now=lambda reason: None)
@@ -72,10 +72,11 @@ def test_the_last_step_gets_its_validation(tmp_path: Path, resumed: Resumed, sai
     resumed().on_train_end()
     before, last = lines(tmp_path)
     assert before["step"] == 3 and last.pop("validate_s") >= 0
-    assert last == {**LINE, "val_reward_mean": 0.75, "val_reward_bf16_mean": 0.75, "val_samples": 0}
+    validated = {"val_reward_mean": 0.75, "val_reward_bf16_mean": 0.75, "val_samples": 0, "val_scheme": "bf16"}
+    assert last == {**LINE, **validated}
     resumed().on_train_end()
     assert len(lines(tmp_path)) == 2
-    assert said == ["4 bf16"]
+    assert said == ["4 int8 bf16"]
 
 
 def test_a_run_with_more_steps_has_no_last_one_to_write(tmp_path: Path, resumed: Resumed) -> None:

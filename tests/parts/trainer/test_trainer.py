@@ -375,7 +375,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
     plan = make_plan(tmp_path, steps=3, checkpoint=make_checkpoint(keep_best=True))
     said: list[str] = []
     stopping = Stop("stopping", said)
-    validated = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.25, "val_samples": 8}
+    validated = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.25, "val_samples": 8, "val_scheme": "bf16"}
     before = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
     trainer = make_trainer(
         plan,
@@ -384,9 +384,12 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
         checkpoints=Checkpoints(plan, save_workers=lambda folder, step: None, data_state=dict),
         governor=SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures=None),
         precision=SimpleNamespace(want=said.append, state=before, restarts_in=lambda step, present: False),
-        validation=SimpleNamespace(take=lambda: validated),
+        validation=SimpleNamespace(take=lambda: validated, scheme="bf16"),
         rollouts=SimpleNamespace(
-            samples=SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}")), take_turns=dict
+            samples=SimpleNamespace(
+                write=lambda step, *, scheme, val_scheme: said.append(f"{step} {scheme} {val_scheme}")
+            ),
+            take_turns=dict,
         ),
     )
     telemetry = SimpleNamespace(metrics=lambda *, is_exact: {"mismatch_chi2": float("inf"), "x": is_exact})
@@ -408,7 +411,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
     kept = json.loads((folder / "state.json").read_text())["line"]
     assert kept.pop("time_s") >= 0 and kept == line
     assert read_manifest(folder).facts.val_reward == 0.5
-    assert said == ["3 int8", None, "stopping.end_step", "stopping.check"] and trainer.engines.take_restart() == {}
+    assert said == ["3 int8 bf16", None, "stopping.end_step", "stopping.check"] and trainer.engines.take_restart() == {}
 
 
 def attested(run_dir: Path, scheme: str) -> None:

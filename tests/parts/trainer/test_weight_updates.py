@@ -146,13 +146,14 @@ def test_a_run_that_stops_begins_no_validation_in_bf16(parts: Callable[..., Part
 
 def test_a_stop_just_before_the_engines_are_in_bf16_leaves_that_validation_out(parts: Callable[..., Parts]) -> None:
     made = parts(is_leaving=True, every=1)
-    assert made.validate(1) == {"val_reward_mean": 0.75, "val_reward_bf16_mean": None, "val_samples": 0}
+    means = {"val_reward_mean": 0.75, "val_reward_bf16_mean": None}
+    assert made.validate(1) == {**means, "val_samples": 0, "val_scheme": "int8"}
     assert made.said == ["validate", "update int8"]
 
 
 def test_of_several_validations_the_first_counts_in_each_precision(parts: Callable[..., Parts]) -> None:
     sets = ({"val/a/avg@2": 0.25, "val/b/avg@1": 9.0}, {"val/a/avg@2": 0.5, "val/b/avg@1": 8.0})
-    means = {"val_reward_mean": 0.25, "val_reward_bf16_mean": 0.5, "val_samples": 0}
+    means = {"val_reward_mean": 0.25, "val_reward_bf16_mean": 0.5, "val_samples": 0, "val_scheme": "int8"}
     assert parts(every=1).validate(4, sets=sets) == {**means, **sets[0]}
 
 

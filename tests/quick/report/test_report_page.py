@@ -204,6 +204,21 @@ def test_a_scheme_that_costs_more_than_noise_is_a_warning(
     assert words(run_dir)["What does the scheme cost?"] is Word.WARN
 
 
+def test_a_scheme_costs_nothing_that_the_validation_was_not_made_in(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
+) -> None:
+    """Where the guard's change came with the step's weight update, its validation is in the new scheme."""
+    run_dir = make_run(tmp_path, done=5)
+    validated = {"val_reward_mean": 0.75, "val_reward_bf16_mean": 0.75, "val_samples": 512}
+    for step, scheme, validated_in in ((6, "int8", "bf16"), (7, "bf16", "int8")):
+        line = metrics_line(step, scheme=scheme, val_scheme=validated_in, **validated)
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        told = {verdict.question: verdict.text for verdict in verdicts(read_view(run_dir))}
+        text = told.get("What does the scheme cost?", "")
+        assert text.startswith("0.750 in int8, 0.750 in bf16, after step 7") if step == 7 else text == ""
+
+
 def test_what_it_was_doing_ends_with_its_attempt(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run_dir = make_run(tmp_path, done=0)
     told = [(0, "phase", "rollout"), (9, "failure", "gone"), (50, "restart", "1"), (51, "resume", "2")]

@@ -42,18 +42,37 @@ def test_the_best_and_the_worst_of_a_prompt_and_the_first_problems(tmp_path: Pat
     kept.note([group("a", 0.0, 1.0, -1.0), group("b", 1.0)], validate=False)
     kept.note([group(f"v{number}", 1.0) for number in range(6)], validate=True)
     kept.note([group("v9", 0.0)], validate=True)  # the same problems again, in BF16
-    kept.write(1, scheme="int8")
+    kept.write(1, scheme="int8", val_scheme="int8")
     (found,) = SampleReader(tmp_path).read()
     assert responses(found.training) == ["r1", "r-1"] and [each.reward for each in found.training] == [1.0, -1.0]
     assert [sample.prompt for sample in found.validation] == ["v0", "v1", "v2", "v3"]
     assert found.validation[0].reward is None and found.scheme == "int8"
 
 
+def test_a_validation_after_a_change_of_scheme_has_its_own(tmp_path: Path) -> None:
+    kept = log(tmp_path)
+    kept.note([group("a", 1.0)], validate=False)
+    kept.note([group("v0", 1.0)], validate=True)
+    kept.write(1, scheme="int8", val_scheme="bf16")
+    (found,) = SampleReader(tmp_path).read()
+    assert (found.scheme, found.val_scheme) == ("int8", "bf16")
+
+
+def test_a_validation_in_a_line_of_older_code_is_in_its_scheme(tmp_path: Path) -> None:
+    kept = log(tmp_path)
+    kept.note([group("v0", 1.0)], validate=True)
+    kept.write(1, scheme="int8", val_scheme="int8")
+    file = tmp_path / SAMPLES_FILE
+    line = {key: value for key, value in json.loads(file.read_text()).items() if key != "val_scheme"}
+    file.write_text(json.dumps(line) + "\n")
+    assert SampleReader(tmp_path).read()[0].val_scheme == "int8"
+
+
 def test_a_second_validation_of_few_problems_adds_nothing(tmp_path: Path) -> None:
     kept = log(tmp_path)
     for reward in (1.0, 0.0):
         kept.note([group("v0", reward)], validate=True)
-    kept.write(1, scheme="int8")
+    kept.write(1, scheme="int8", val_scheme="int8")
     assert responses(SampleReader(tmp_path).read()[0].validation) == ["r1"]
 
 
@@ -61,7 +80,7 @@ def test_a_long_run_keeps_a_bounded_number_of_lines(tmp_path: Path) -> None:
     kept = log(tmp_path, steps=1000)
     for step in range(1, 1001):
         kept.note([group("a", 1.0, step=step)], validate=False)
-        kept.write(step, scheme="int8")
+        kept.write(step, scheme="int8", val_scheme="int8")
     assert [samples.step for samples in SampleReader(tmp_path).read()] == [1, *range(50, 1001, 50)]
 
 
@@ -69,7 +88,7 @@ def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
     kept = log(tmp_path)
     for step in (1, 2, 3):
         kept.note([group("a", 1.0, step=step)], validate=False)
-        kept.write(step, scheme="int8")
+        kept.write(step, scheme="int8", val_scheme="int8")
     cut_lines(tmp_path / SAMPLES_FILE, after=2, attempt=1)
     assert [samples.step for samples in SampleReader(tmp_path).read()] == [1, 2]
 
@@ -77,12 +96,13 @@ def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
 def test_a_final_validation_made_again_leaves_the_step_its_training(tmp_path: Path) -> None:
     before, again = log(tmp_path), log(tmp_path)
     before.note([group("a", 1.0)], validate=False)
-    before.write(1, scheme="int8")
+    before.write(1, scheme="int8", val_scheme="int8")
     again.note([group("v0", 1.0)], validate=True)
-    again.write(1, scheme="int8")
+    again.write(1, scheme="bf16", val_scheme="bf16")
     for _ in range(2):
         (found,) = SampleReader(tmp_path).read()
         assert [each.prompt for each in (*found.training, *found.validation)] == ["a", "v0"]
+        assert (found.scheme, found.val_scheme) == ("int8", "bf16")
         assert cut_lines(tmp_path / SAMPLES_FILE, after=1, attempt=1, may_repeat=True) is None
 
 

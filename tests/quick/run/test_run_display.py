@@ -334,6 +334,8 @@ def test_both_validations_are_shown(tmp_path: Path, small_plan: Callable, step_l
     last = step_line(13, val_reward_mean=0.5, val_reward_bf16_mean=0.52)
     state = folded(FIRST, step_line(1), last)
     assert "validation 0.500 (bf16 0.520)" in display.plain_step(state, last, now=0.0)
+    changed = step_line(13, val_reward_mean=0.5, val_reward_bf16_mean=0.5, val_scheme="bf16")
+    assert "validation 0.500 in bf16  " in display.plain_step(state, changed, now=0.0)
     assert display.validation_text(state) == "0.211 before, 0.500 after step 13 (bf16 0.520)  (512 problems, greedy)"
     plan = small_plan(tmp_path)
     rows = dict(summary.summary_rows(plan, state, seconds=9.0, folder="a"))

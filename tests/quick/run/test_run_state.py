@@ -54,6 +54,16 @@ def test_validation_after_steps_keeps_the_first(step_line: Callable) -> None:
     assert (state.val_first, state.val_last, state.val_last_step, state.val_samples) == (0.21, 0.5, 2, 512)
 
 
+def test_a_validation_after_a_change_of_scheme_is_of_the_new_one(step_line: Callable) -> None:
+    """The guard's change comes with the weight update, and the validation after it."""
+    means = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.75}
+    up = folded(step_line(1, scheme="int8", val_scheme="bf16", **means))
+    down = folded(step_line(1, scheme="bf16", val_scheme="int8", **means))
+    assert (up.val_bf16, down.val_bf16) == (None, 0.75)
+    before = [folded(step_line(1, scheme=scheme, **means)).val_bf16 for scheme in ("int8", "bf16")]  # no val_scheme
+    assert before == [0.75, None]
+
+
 def test_remaining_time_is_the_median_step_times_the_steps_left(step_line: Callable) -> None:
     state = folded(step_line(1), step_line(2), step_line(3, time_s=90.0), step_line(4, time_s=94.0))
     assert step_seconds(state) == 4.0  # one slow step among three does not count
