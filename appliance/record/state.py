@@ -77,8 +77,12 @@ class RunState:
     last: StepMetrics | None = None
     rewards: BoundedSeries[float] = BoundedSeries()
     tokens_per_s: BoundedSeries[float] = BoundedSeries()
+    started: float = 0.0
+    """Of the first event: seconds of a run count from here."""
+    begun_s: tuple[float, ...] = ()
+    """Seconds at which later attempts began: of the newest ones."""
     step_ends_s: tuple[float, ...] = ()
-    """Seconds since the trainer's start."""
+    """Seconds at which steps ended: of the newest ones."""
     val_first: float | None = None
     """Greedy validation before training."""
     val_last: float | None = None
@@ -108,7 +112,7 @@ def fold(state: RunState, news: Event | StepMetrics) -> RunState:
     """The state after one more event or one more line of metrics."""
     if isinstance(news, StepMetrics):
         return _fold_metrics(state, news)
-    event, state = news, state if state.phase_since else _changed(state, phase_since=news.time)
+    event, state = news, state if state.started else _changed(state, started=news.time, phase_since=news.time)
     match event.kind:
         case "phase":
             return _changed(state, phase=event.what, phase_since=event.time, work=None)
@@ -122,7 +126,8 @@ def fold(state: RunState, news: Event | StepMetrics) -> RunState:
             return _changed(state, stop=event)
         case "resume":
             begun = _changed(state, phase="starting", phase_since=event.time, work=None)
-            return _changed(begun, failure=None, stop=None, note=event.what)
+            begun_s = (*state.begun_s, event.time - state.started)[-_STEPS_FOR_AN_ESTIMATE:]
+            return _changed(begun, failure=None, stop=None, note=event.what, begun_s=begun_s)
         case _:
             return state
 
@@ -194,10 +199,12 @@ def median_tokens_per_s(state: RunState) -> float | None:
 
 
 def step_seconds(state: RunState) -> float | None:
-    """The median time from one step's end to the next, over the last steps: validation and saving are in it."""
-    ends = state.step_ends_s
-    if len(ends) >= 2:
-        return statistics.median(b - a for a, b in itertools.pairwise(ends))
+    """The median time from one step's end to the next, over the last steps: validation and saving are in it, the pause
+    before another attempt is not. Events may be folded before the metrics of earlier attempts."""
+    ends = itertools.pairwise(state.step_ends_s)
+    spans = [b - a for a, b in ends if not any(a <= begun < b for begun in state.begun_s)]
+    if spans:
+        return statistics.median(spans)
     return state.last.step_s if state.last else None
 
 

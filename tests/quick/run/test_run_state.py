@@ -3,6 +3,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import pytest
+
 from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import Judgement, RunState, fold, judge, median_tokens_per_s, remaining_s, step_seconds
 
@@ -70,6 +72,20 @@ def test_remaining_time_is_the_median_step_times_the_steps_left(step_line: Calla
     assert remaining_s(state, now=0.0) == 24.0
 
 
+@pytest.mark.parametrize("is_live", [True, False])
+def test_the_pause_before_a_resume_is_no_step(step_line: Callable, is_live: bool) -> None:
+    """Folded as it comes, and from a folder, whose events are all read first."""
+    day = 86_400.0
+    begun, resumed = event("phase", "prepare", time=1000.0), event("resume", "attempt 2", time=1000.0 + day)
+    before = [step_line(1, time_s=70.0), step_line(2, time_s=74.0)]
+    first, second = (step_line(step, time_s=day + after, step_s=5.0) for step, after in ((3, 60.0), (4, 64.0)))
+    news = [begun, *before, resumed, first] if is_live else [begun, resumed, *before, first]
+    assert step_seconds(folded(*news)) == 4.0
+    assert step_seconds(folded(*news, second)) == 4.0
+    alone = [begun, before[0], resumed, first] if is_live else [begun, resumed, before[0], first]
+    assert step_seconds(folded(*alone)) == 5.0  # its own duration
+
+
 def test_first_step_alone_is_estimated_by_its_own_duration(step_line: Callable) -> None:
     assert step_seconds(folded(step_line(1, step_s=3.5))) == 3.5
     assert remaining_s(RunState(steps=5), now=0.0) is None
@@ -93,7 +109,7 @@ def test_of_several_failures_of_an_attempt_the_first_counts() -> None:
 
 
 def test_unknown_events_change_nothing_but_the_start() -> None:
-    assert folded(event("sweep", "ended x")) == RunState(steps=10, phase_since=100.0)
+    assert folded(event("sweep", "ended x")) == RunState(steps=10, phase_since=100.0, started=100.0)
 
 
 def test_verdict_names_every_bound_that_is_left(step_line: Callable) -> None:
