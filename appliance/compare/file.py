@@ -16,9 +16,10 @@ margin: 0.03                        # a mean reward this far from the baseline's
 
 from __future__ import annotations
 
+import itertools
 import json
 import os.path
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ from appliance.recipe.text import Node, Problem, Refused
 FOLDER = "comparisons"
 _SUFFIX = ".yaml"
 _GIVEN_ELSEWHERE = {
+    "extends": "write it into a recipe file",
     "name": "a run is named by its arm and seed",
     "seed": "the seeds are `seeds`",
     "task.val_size": "it is `validation`",
@@ -194,11 +196,19 @@ def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[S
         hint = "such as `[rollout.scheme=bf16]`, or `{rollout.scheme: bf16}`"
         problems.append((f"{node.place}: {key}: expected settings, got {shown(_plain(node))}", hint))
     settings = [setting for setting in found if setting is not None]
-    for setting in settings:
-        dotted = ".".join(setting.path)
-        if why := _GIVEN_ELSEWHERE.get(dotted):
-            problems.append((f"{setting.node.place}: {key}: `{dotted}` cannot be set here", why))
+    for dotted, place in (each for setting in settings for each in _given_elsewhere(setting.path, setting.node)):
+        problems.append((f"{place}: {key}: `{dotted}` cannot be set here", _GIVEN_ELSEWHERE[dotted]))
     return settings
+
+
+def _given_elsewhere(path: tuple[str, ...], node: Node) -> Iterator[tuple[str, str]]:
+    """(dotted key, its place) of what cannot be set here, at the path, above it or in the mapping there."""
+    dotted = next((each for each in itertools.accumulate(path, "{}.{}".format) if each in _GIVEN_ELSEWHERE), None)
+    if dotted is not None:
+        yield dotted, node.place
+    elif isinstance(node.value, dict):
+        for key, each in node.value.items():
+            yield from _given_elsewhere((*path, key), each)
 
 
 def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[Problem]) -> None:

@@ -111,6 +111,21 @@ margin: 0
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "key", "hint"),
+    [
+        ("{extends: arithmetic-tiny-bf16}", "extends", "write it into a recipe file"),
+        ("{task: {val_size: 4}}", "task.val_size", "it is `validation`"),
+        ("{task: {val_sets: {}}}", "task.val_sets", "a comparison validates once, on `validation` problems"),
+        ("[task.val_sets.a.size=4]", "task.val_sets", "a comparison validates once, on `validation` problems"),
+        ("['task={val_size: 4}']", "task.val_size", "it is `validation`"),
+    ],
+)
+def test_what_is_given_elsewhere_cannot_be_set_in_whatever_form(write, settings: str, key: str, hint: str) -> None:
+    text = TEXT.replace("[rollout.scheme=bf16]", settings)
+    assert problems_of(write(text)) == [(f"c.yaml:6: arms.bf16: `{key}` cannot be set here", hint)]
+
+
 def test_an_arm_may_be_compared_with_another_than_the_baseline(write) -> None:
     found = load_comparison(write(f"{TEXT}against: {{plain: int8}}\n"))
     assert found.against == {"plain": "int8"}
