@@ -27,7 +27,8 @@ class Interval:
 
 class Verdict(StrEnum):
     """WITHIN: the whole interval is.  FAILS, BETTER: the whole interval lies beyond.  OPEN: it reaches over a bound.
-    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge."""
+    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge, or none to
+    compare it with."""
 
     BASELINE = "baseline"
     WITHIN = "within"
@@ -157,7 +158,9 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
         Verdict.BETTER: f"better by more than {margin:g}",
         Verdict.OPEN: f"open: the interval crosses ±{margin:g}",
         Verdict.STOPPED: "stopped by the guard",
-        Verdict.MISSING: "no result",
+        Verdict.MISSING: "no result"
+        if row.final is None
+        else f"nothing to compare with: no result of `{row.against}` with its seed{'' if len(row.runs) == 1 else 's'}",
     }[row.verdict]
     if row.verdict not in (Verdict.BASELINE, Verdict.MISSING) and len(row.by_seed) < row.asked:
         text += f", from {len(row.by_seed)} of {row.asked} seeds"

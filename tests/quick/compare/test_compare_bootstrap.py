@@ -80,10 +80,19 @@ def test_seeds_alone_spread_as_much_as_their_sample_variance_says() -> None:
     assert (found.high - found.low) / 2 == pytest.approx(sd, rel=0.15)  # ten values only: coarse percentiles
 
 
-def test_interval_of_equal_arms_is_zero() -> None:
-    rewards = np.random.default_rng(5).integers(0, 2, (3, 100)).astype(float)
+@pytest.mark.parametrize(("problems", "share"), [(1, 1.0), (10, 0.29957), (100, 0.029957)])
+def test_interval_of_equal_arms_is_what_other_problems_may_hide(problems: int, share: float) -> None:
+    """The rule of three: 0.95 = 1 - (1 - share)^problems, with ln(20) = 2.9957."""
+    rewards = np.random.default_rng(5).integers(0, 2, (3, problems)).astype(float)
     found = paired_interval(rewards, baseline_SP=rewards)
-    assert (found.mean, found.low, found.high) == (0.0, 0.0, 0.0)
+    assert (found.mean, found.low, found.high) == (0.0, pytest.approx(-share, rel=1e-4), pytest.approx(share, rel=1e-4))
+
+
+def test_interval_of_one_difference_everywhere_stays_within_the_rewards() -> None:
+    found = paired_interval(np.zeros((2, 100)), baseline_SP=np.ones((2, 100)))
+    assert (found.mean, found.low, found.high) == (-1.0, -1.0, pytest.approx(-1 + 2 * 0.029957, rel=1e-4))
+    own = paired_interval(np.full((1, 100), 0.7), baseline_SP=np.full((1, 100), 10.7))  # other rewards than 0 to 1
+    assert (own.low, own.high) == (pytest.approx(-10), pytest.approx(-10 + 20 * 0.029957, rel=1e-4))
 
 
 def test_the_same_rewards_give_the_same_interval() -> None:

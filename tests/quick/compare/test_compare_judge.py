@@ -120,6 +120,23 @@ def test_an_arm_without_runs_has_a_row() -> None:
     assert (row.verdict, row.final, row.truncated, row.seconds) == (Verdict.MISSING, None, None, None)
 
 
+@pytest.mark.parametrize(("problems", "text"), [(99, "open: the interval crosses ±0.03"), (100, "within ±0.03")])
+def test_equal_rewards_of_few_problems_leave_it_open(problems: int, text: str) -> None:
+    given = {"rewards": (1.0,) * problems, "method": NONE}
+    runs = [a_run("base", **given), a_run("arm", **given)]
+    row = judge(runs, arms=["base", "arm"], baseline="base", margin=MARGIN)[1]
+    assert verdict_text(row, margin=MARGIN) == text
+
+
+@pytest.mark.parametrize("base", [[], [a_run("base", rewards=())], [a_run("base", seed=2)]])
+def test_an_arm_whose_baseline_has_no_result_has_nothing_to_compare_with(base: list[RunResult]) -> None:
+    for seeds, its in (((0,), "seed"), ((0, 1), "seeds")):
+        runs = [a_run("arm", seed=seed, method=NONE) for seed in seeds]
+        row = judge([*base, *runs], arms=["base", "arm"], baseline="base", margin=MARGIN, seeds=2)[1]
+        text = f"nothing to compare with: no result of `base` with its {its}"
+        assert (row.verdict, verdict_text(row, margin=MARGIN)) == (Verdict.MISSING, text)
+
+
 def test_only_seeds_that_both_have_are_compared() -> None:
     rows = judge(
         [a_run("base", seed=0), a_run("arm", seed=0, right=340), a_run("arm", seed=1, right=0)],
