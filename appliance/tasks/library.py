@@ -17,7 +17,7 @@ from appliance.files import digest_of
 from appliance.record.plan import TaskPlan
 from appliance.tasks import built_in, own
 from appliance.tasks.rows import Faults
-from appliance.tasks.task import Reward, Splits, Task
+from appliance.tasks.task import PromptLimit, Reward, Splits, Task
 from appliance.terms.shapes import ModelShape
 
 _FIRST = ("arithmetic", "gsm8k")  # where tasks are listed; the others follow by name
@@ -34,8 +34,7 @@ TASKS = _tasks()
 OWN = "own"
 _KINDS = (*TASKS, OWN)
 TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in _KINDS}, module=__name__)
-_DATA_VERSION = 2  # raise it when the same fields give other rows
-_OWN_VERSION = 1  # the same, of tasks of the user's own alone
+_DATA_VERSION = 3  # raise it when the same fields give other rows
 _MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
 _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
@@ -108,11 +107,12 @@ def task_of(plan: TaskPlan) -> Task:
     return TASKS[plan.kind] if plan.own is None else own.task(plan.own)
 
 
-def splits_of(plan: TaskPlan) -> Splits:
+def splits_of(plan: TaskPlan, *, limit: PromptLimit | None = None) -> Splits:
     """Its problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
-    found = task_of(plan).splits(plan)
+    found = task_of(plan).splits(plan, limit=limit)
     if plan.train_size > (most := len(found.train)):
-        message = f"task.train_size: {plan.train_size} is more than the {most} problems there are to train on"
+        words = limit.words if limit else ""
+        message = f"task.train_size: {plan.train_size} is more than the {most} problems{words} there are to train on"
         raise RecipeError([(message, "lower it, or use 0 for all of them")])
     return found
 
@@ -135,12 +135,12 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
     model: path or name of the model, whose tokenizer decides which prompts are too long."""
     fields: dict[str, object] = {"version": _DATA_VERSION, "kind": plan.kind, "model": model}
     fields |= {name: getattr(plan, name) for name in _MAKES_ROWS}
-    if plan.own is None and TASKS[plan.kind].source is None:
+    if not _is_read(plan):
         fields["difficulty"] = plan.difficulty
     else:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
-        fields["own"] = {"version": _OWN_VERSION} | {name: getattr(plan.own, name) for name in _OF_OWN}
+        fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
         fields |= {"commit": plan.own.commit} if plan.own.commit else {}
         sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
         fields |= {"tools": sums[plan.tools]} if plan.tools else {}
@@ -157,7 +157,12 @@ def builtin_model_key(builtin: str, *, difficulty: int) -> str:
 
 def is_from_hub(task: TaskPlan) -> bool:
     """Whether its problems come from the hub."""
-    return (task.own is not None or TASKS[task.kind].source is not None) and not task.train_file
+    return _is_read(task) and not task.train_file
+
+
+def _is_read(task: TaskPlan) -> bool:
+    """Whether its problems are rows, of files or of the hub."""
+    return task.own is not None or TASKS[task.kind].source is not None
 
 
 def _fingerprint(path: str) -> str:

@@ -21,7 +21,7 @@ from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
 from appliance.tasks.rows import Problem, write_parquet
-from appliance.tasks.task import Splits
+from appliance.tasks.task import PromptLimit
 from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
 
 if TYPE_CHECKING:
@@ -112,16 +112,14 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 
 def _make_data(plan: RunPlan) -> None:
-    task = plan.task
-    found = splits_of(task)
-    for note in found.notes:
-        append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
+    task, run_dir = plan.task, Path(plan.run_dir)
     schemas = read_tools(asked_of(plan, model=plan.model.path))
-    made = found
-    if not task.truncate_prompts:  # a plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens
-        made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
-        for note in too_long:
-            append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
+    limit = prompt_limit(plan, tokenizer=load_tokenizer(plan), tools=schemas) if not task.truncate_prompts else None
+    made = splits_of(task, limit=limit)
+    for note in made.notes:
+        append_event(run_dir, kind="note", what=note, why="task.train_file")
+    for note in limit.notes if limit else ():
+        append_event(run_dir, kind="note", what=note, why="task.max_prompt_tokens")
     if too_few := too_few_problems(len(made.train), prompts_per_step=plan.prompts_per_step):
         raise RecipeError(too_few)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
@@ -131,35 +129,18 @@ def _make_data(plan: RunPlan) -> None:
             write_schemas(schemas, folder / Path(task.schemas_file).name)
     to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
     sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
-    append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
+    append_event(run_dir, kind="progress", what="data", done=1, total=1, note=sizes)
 
 
-def short_enough(
-    made: Splits, *, plan: RunPlan, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]
-) -> tuple[Splits, tuple[str, ...]]:
-    """Without prompts of more than max_prompt_tokens, and how many they are. Raises RecipeError when none is left."""
-    limit, heart = plan.task.max_prompt_tokens, Heartbeat()
+def prompt_limit(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]) -> PromptLimit:
+    """For a plan that drops long prompts. Where it truncates them, all stay: trainer/rollouts.py cuts the tokens."""
+    heart = Heartbeat()
 
-    def fits(problem: Problem) -> bool:
+    def count(problem: Problem) -> int:
         heart.beat()  # of millions of prompts this takes long
-        return len(prompt_ids(problem, tokenizer=tokenizer, tools=tools)) <= limit
+        return len(prompt_ids(problem, tokenizer=tokenizer, tools=tools))
 
-    kept = Splits(
-        train=[each for each in made.train if fits(each)],
-        val=[each for each in made.val if fits(each)],
-        val_sets={name: [each for each in problems if fits(each)] for name, problems in made.val_sets.items()},
-    )
-    before, after = len(made), len(kept)
-    if not kept.train or not all(kept.validations.values()):
-        left = ", ".join(
-            f"{len(problems)} validation{f' ({name})' if made.val_sets else ''}"
-            for name, problems in kept.validations.items()
-        )
-        message = f"task.max_prompt_tokens: {limit} leaves {len(kept.train)} training and {left}"
-        raise RecipeError([(f"{message} problems", "raise it")])
-    if after == before:
-        return kept, ()
-    return kept, (f"{before - after} of {before} problems have prompts of more than {limit} tokens and are left out",)
+    return PromptLimit(plan.task.max_prompt_tokens, count)
 
 
 def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:

@@ -12,7 +12,7 @@ from appliance.files import Frozen, write_whole
 from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
-from appliance.tasks.prepare import load_tokenizer, prompt_ids, short_enough
+from appliance.tasks.prepare import load_tokenizer, prompt_ids, prompt_limit
 from appliance.tasks.tools import asked_of, read_tools
 
 _PROBLEMS = 2
@@ -43,7 +43,6 @@ class Preview(Frozen):
 
 def preview(plan: RunPlan) -> Preview:
     """Raises as `prepare`."""
-    found = splits_of(plan.task)
     try:
         tokenizer = load_tokenizer(plan)
     except (OSError, ValueError) as error:
@@ -52,18 +51,16 @@ def preview(plan: RunPlan) -> Preview:
         raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
     template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here
     tools = read_tools(asked_of(plan, model=template))
-    left, too_long = found, ()
-    if not plan.task.truncate_prompts:
-        left, too_long = short_enough(found, plan=plan, tokenizer=tokenizer, tools=tools)
-    limit, shown = plan.task.max_prompt_tokens, []
-    for each in left.train[:_PROBLEMS]:
-        ids = prompt_ids(each, tokenizer=tokenizer, tools=tools)[-limit:]
+    limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools) if not plan.task.truncate_prompts else None
+    made, most, shown = splits_of(plan.task, limit=limit), plan.task.max_prompt_tokens, []
+    for each in made.train[:_PROBLEMS]:
+        ids = prompt_ids(each, tokenizer=tokenizer, tools=tools)[-most:]
         shown.append(PreviewedProblem(prompt=tokenizer.decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
     return Preview(
-        train=len(left.train),
-        val=sum(map(len, left.validations.values())),
-        max_prompt_tokens=limit,
-        notes=(*found.notes, *too_long),
+        train=len(made.train),
+        val=sum(map(len, made.validations.values())),
+        max_prompt_tokens=most,
+        notes=(*made.notes, *(limit.notes if limit else ())),
         problems=tuple(shown),
     )
 

@@ -79,6 +79,46 @@ class DataFile:
         return without_faults(read_file(path, source=source, name=self.hub))[0]
 
 
+@dataclass
+class PromptLimit:
+    """How long prompts may be. What is longer is left out before any problem is held out, drawn or counted."""
+
+    tokens: int
+    count: Callable[[Problem], int]
+    """Tokens of its prompt."""
+    asked: int = 0
+    """Problems that were looked at so far."""
+    too_long: int = 0
+    """Of those."""
+
+    def kept(self, problems: list[Problem]) -> list[Problem]:
+        kept = [each for each in problems if self.count(each) <= self.tokens]
+        self.asked, self.too_long = self.asked + len(problems), self.too_long + len(problems) - len(kept)
+        return kept
+
+    @property
+    def words(self) -> str:
+        """Behind the number of problems that are left."""
+        return f" of at most {self.tokens} tokens" if self.too_long else ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out, for people."""
+        of = f"{self.too_long} of {self.asked} problems have prompts of more than {self.tokens} tokens"
+        return (f"{of} and are left out",) if self.too_long else ()
+
+    def refuse_none(self, made: Splits) -> None:
+        """Raises RecipeError where nothing is left to train on, or of a validation."""
+        if made.train and all(made.validations.values()):
+            return
+        left = ", ".join(
+            f"{len(problems)} validation{f' ({name})' if made.val_sets else ''}"
+            for name, problems in made.validations.items()
+        )
+        message = f"task.max_prompt_tokens: {self.tokens} leaves {len(made.train)} training and {left} problems"
+        raise RecipeError([(message, "raise it")])
+
+
 @dataclass(frozen=True)
 class Splits:
     """train and val share no problem."""
@@ -93,9 +133,6 @@ class Splits:
     @property
     def validations(self) -> Mapping[str, list[Problem]]:
         return self.val_sets or {"val": self.val}
-
-    def __len__(self) -> int:
-        return len(self.train) + sum(map(len, self.validations.values()))
 
 
 @dataclass(frozen=True)
@@ -129,43 +166,58 @@ class Task:
         self.import_reward()
         return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
 
-    def splits(self, plan: TaskPlan) -> Splits:
+    def splits(self, plan: TaskPlan, *, limit: PromptLimit | None = None) -> Splits:
         """What the task makes, or reads: from files or, without a train_file, from the hub.
 
         A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
         of the train_file. val_sets: in place of val_file and val_size; the one without a file is what validates without
         a val_file. No problem of any of them is trained on, nor one that a data set of the hub has for validation,
-        which is read for that where files validate. Raises RecipeError for bad rows of all files at once, for
+        which is read for that where files validate. limit: what is longer counts for no size, and none of it is in a
+        split; None: nobody has asked a tokenizer. Raises RecipeError for bad rows of all files at once, for
         sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
+        made = self._splits(plan, limit=limit)
+        if limit is not None and limit.too_long:
+            limit.refuse_none(made)
+        return made
+
+    def _splits(self, plan: TaskPlan, *, limit: PromptLimit | None) -> Splits:
+        kept = limit.kept if limit else list
         usual = next((each for each in plan.val_sets if not each.file), None)
         size = usual.size if usual else plan.val_size
         if self.make is not None:
             made = self.make(difficulty=plan.difficulty, seed=plan.seed, train_size=plan.train_size, val_size=size)
+            made = replace(made, train=kept(made.train), val=kept(made.val))
             return replace(made, val=[], val_sets={usual.name: made.val}) if usual else made
         files = {_key(each): each.file for each in plan.val_sets if each.file}
         found = self._read(plan.train_file, plan.val_file, files)
         notes = [note for name, each in found.items() for note in _counts(name, each)]
         train = found.pop("train").problems
         seen = {problem.messages for each in found.values() for problem in each.problems}
-        left = [problem for problem in train if problem.messages not in seen]
-        if shared := len(train) - len(left):
+        unseen = [problem for problem in train if problem.messages not in seen]
+        if shared := len(train) - len(unseen):
             notes.append(f"train: {shared} problems are in the validation data as well and are left out")
-        faults = [fault for each in plan.val_sets if each.file for fault in _too_few(each, found[_key(each)])]
+        holds_out = usual is not None or not plan.val_sets
+        left = kept(unseen)
+        used = {name: each for name, each in found.items() if holds_out or name != "val"}
+        found = {name: replace(each, problems=kept(each.problems)) for name, each in used.items()}
+        words = limit.words if limit else ""
+        files = [each for each in plan.val_sets if each.file]
+        faults = [fault for each in files for fault in _too_few(each, found[_key(each)], words=words)]
         held: list[Problem] = []
-        if train and not left:
+        if train and not unseen:
             message = f"{plan.train_file or 'the data set'}: each of its problems is in the validation data as well"
             faults.append(
                 (message, "none is left to train on: validate on others, or leave that file out and give a size")
             )
         key = f"task.{_key(usual)}.size" if usual else "task.val_size"
-        holds_out = usual is not None or not plan.val_sets
         if holds_out and "val" in found:
             held = found["val"].problems[: size or None]
             if len(held) < size:
-                notes.append(f"val: its {len(held)} problems are fewer than `{key}`, {size}; all are taken")
+                notes.append(f"val: its {len(held)} problems{words} are fewer than `{key}`, {size}; all are taken")
         elif holds_out and left:
-            faults += _cannot_hold_out(left, path=plan.train_file or "the data set", val_size=size, key=key)
+            path = plan.train_file or "the data set"
+            faults += _cannot_hold_out(left, path=path, val_size=size, key=key, words=words)
             left, held = _hold_out(left, seed=plan.seed, val_size=size)
         if faults:
             raise RecipeError(faults)
@@ -217,18 +269,19 @@ def _key(val_set: ValSetPlan) -> str:
     return f"val_sets.{val_set.name}"
 
 
-def _too_few(val_set: ValSetPlan, found: ProblemSet) -> Faults:
-    """Where a set is to have more problems than its file."""
-    if val_set.size <= (most := len(found.problems)):
+def _too_few(val_set: ValSetPlan, found: ProblemSet, *, words: str) -> Faults:
+    """Where a set is to have more problems than its file. words: of PromptLimit, which refuses one that it leaves
+    without any."""
+    if val_set.size <= (most := len(found.problems)) or (words and not most):
         return []
-    message = f"task.{_key(val_set)}.size: {val_set.size} is more than the {most} problems in {val_set.file}"
+    message = f"task.{_key(val_set)}.size: {val_set.size} is more than the {most} problems{words} in {val_set.file}"
     return [(message, f"use 1 to {most}, or 0 for all of them")]
 
 
-def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str) -> Faults:
+def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str, words: str) -> Faults:
     if 0 < val_size < len(problems):
         return []
-    message = f"{key}: {val_size} of the {len(problems)} problems in {path} leaves none for one side"
+    message = f"{key}: {val_size} of the {len(problems)} problems{words} in {path} leaves none for one side"
     return [(message, f"use 1 to {max(1, len(problems) - 1)}, or give {key.removesuffix('size')}file")]
 
 

@@ -192,7 +192,7 @@ def gsm8k_plan(small: RunPlan, *, root: Path, max_prompt_tokens: int) -> RunPlan
     file = root / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     plan = plan_of(
-        root, kind="gsm8k", train_file=str(file), train_size=0, val_size=4, max_prompt_tokens=max_prompt_tokens
+        root, kind="gsm8k", train_file=str(file), train_size=0, val_size=3, max_prompt_tokens=max_prompt_tokens
     )
     return plan.replace(model=small.model)
 
@@ -207,6 +207,7 @@ def test_prepare_leaves_out_long_gsm8k_prompts_and_says_so(small: RunPlan, tmp_p
     rows = [row for path in (plan.task.train_parquet, plan.task.val_parquet) for row in pq.read_table(path).to_pylist()]
     assert sorted(row["reward_model"]["ground_truth"] for row in rows) == ["3", "4", "5", "6", "7", "8", "9"]
     assert {row["data_source"] for row in rows} == {"gsm8k"}
+    assert events_of(plan)[-1]["note"] == "4 problems to train on, 3 to validate"
 
 
 def test_prepare_refuses_a_limit_that_leaves_no_problem(small: RunPlan, tmp_path: Path) -> None:

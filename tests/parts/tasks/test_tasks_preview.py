@@ -131,7 +131,7 @@ def test_prompts_that_are_all_too_long_are_refused(run: Run, tmp_path: Path) -> 
 def test_a_train_size_that_there_is_not_is_refused(run: Run, tmp_path: Path) -> None:
     done = preview(run, tmp_path, "task.train_size=100")
     assert done.stderr == (
-        "error: task.train_size: 100 is more than the 4 problems there are to train on\n"
+        "error: task.train_size: 100 is more than the 3 problems of at most 8 tokens there are to train on\n"
         "hint: lower it, or use 0 for all of them\n"
     )
 

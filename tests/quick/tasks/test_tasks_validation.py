@@ -14,7 +14,9 @@ from appliance.record.plan import OwnPlan, RewardPlan, ValSetPlan
 from appliance.tasks import own
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import Fault, Graded, pass_at, set_metrics, tries
-from appliance.tasks.task import Splits, Task
+from appliance.tasks.library import splits_of
+from appliance.tasks.rows import Problem
+from appliance.tasks.task import PromptLimit, Splits, Task
 
 RIGHT, HALF, WRONG = Graded(1.5, parts=(("math", 1.0), ("short", 0.5))), Graded(0.5), Graded(0.0)
 
@@ -94,6 +96,66 @@ def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path,
     plain = task.splits(make_task(train_file=str(train), val_size=8))
     made = splits(task, train, val_set("held", size=8))
     assert (made.train, made.val_sets) == (plain.train, {"held": plain.val})
+
+
+def short(tokens: int) -> PromptLimit:
+    """A token per character."""
+    return PromptLimit(tokens, lambda problem: len(problem.prompt))
+
+
+def test_long_prompts_count_for_no_size(tmp_path: Path, task: Task) -> None:
+    """Of 200 problems the first 100 are short: `problem 99` has ten characters."""
+    train = file_of(tmp_path, "train", first=0, count=200)
+    limit = short(10)
+    plan = make_task(train_file=str(train), train_size=64, val_size=20)
+    made = task.splits(plan, limit=limit)
+    assert (len(made.train), len(made.val)) == (64, 20)
+    assert {each.truth for each in (*made.train, *made.val)} <= {str(number) for number in range(100)}
+    assert not {each.prompt for each in made.train} & {each.prompt for each in made.val}
+    assert limit.notes == ("100 of 200 problems have prompts of more than 10 tokens and are left out",)
+    assert task.splits(plan, limit=short(10)) == made
+    alone = task.splits(plan.replace(train_file=str(file_of(tmp_path, "short", first=0, count=100))))
+    assert (alone.train, alone.val) == (made.train, made.val)
+    assert task.splits(plan, limit=short(11)) == task.splits(plan)  # where none is too long
+
+
+def test_sizes_that_short_prompts_do_not_have_are_refused(tmp_path: Path, task: Task) -> None:
+    train, file = file_of(tmp_path, "train", first=0, count=20), file_of(tmp_path, "a", first=95, count=10)
+    sets = (val_set("a", file=file, size=6), val_set("held", size=10))
+    with pytest.raises(RecipeError) as caught:
+        task.splits(make_task(train_file=str(train), val_sets=sets), limit=short(9))
+    assert caught.value.problems == [
+        (
+            f"task.val_sets.held.size: 10 of the 10 problems of at most 9 tokens in {train} leaves none for one side",
+            "use 1 to 9, or give task.val_sets.held.file",
+        ),
+    ]
+    with pytest.raises(RecipeError) as caught:
+        task.splits(make_task(train_file=str(train), val_sets=sets), limit=short(10))
+    message = f"task.val_sets.a.size: 6 is more than the 5 problems of at most 10 tokens in {file}"
+    assert caught.value.problems == [(message, "use 1 to 5, or 0 for all of them")]
+    with pytest.raises(RecipeError) as caught:
+        task.splits(make_task(train_file=str(train), val_sets=sets[:1]), limit=short(9))
+    message = "task.max_prompt_tokens: 9 leaves 10 training and 0 validation (a) problems"
+    assert caught.value.problems == [(message, "raise it")]
+
+
+def test_made_problems_that_are_too_long_are_left_out() -> None:
+    """By their first operand, 10 to 99: all of difficulty 2 are of one length."""
+
+    def first(problem: Problem) -> int:
+        return int(problem.prompt[:2])
+
+    plan = make_task(train_size=64, val_size=32)
+    found, made = arithmetic.TASK.splits(plan), arithmetic.TASK.splits(plan, limit=PromptLimit(50, first))
+    assert 0 < len(made.train) < 64 and 0 < len(made.val) < 32
+    assert made.train == [each for each in found.train if first(each) <= 50]
+    message = (
+        f"task.train_size: 64 is more than the {len(made.train)} problems of at most 50 tokens there are to train on"
+    )
+    with pytest.raises(RecipeError) as caught:
+        splits_of(plan, limit=PromptLimit(50, first))
+    assert caught.value.problems == [(message, "lower it, or use 0 for all of them")]
 
 
 def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: Task) -> None:
