@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from appliance.sync.manifest import MANIFEST_NAME, Manifest, directive, record
-from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, directive, record
+from appliance.terms.schemes import AS_PLANNED
 
 
 def with_manifest(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -22,8 +23,8 @@ from appliance.engine.config import ApplianceConfig, KeptLinearMethod
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.engine.tensor_slots import part_names
 from appliance.errors import SyncError
-from appliance.sync.precision import Precision
-from appliance.terms.schemes import Scheme
+from appliance.sync.precision import precision_of
+from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Quantisation
 
 
@@ -48,6 +49,14 @@ def raised_layers(model: Module, *, planned: Quantisation) -> int:
 
 
 _config = functools.lru_cache(maxsize=1)(ApplianceConfig)  # reads the profile
+
+
+def read_directive(tensor: Tensor) -> Precision:
+    """The inverse of sync/manifest.py's `directive`. Raises SyncError when the bytes are none."""
+    try:
+        return precision_of(tensor.cpu().numpy().tobytes().decode())
+    except ValueError as error:
+        raise SyncError(f"weight update: the wanted precision cannot be read: {error}") from error
 
 
 class PrecisionSwitch:

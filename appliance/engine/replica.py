@@ -25,8 +25,9 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from appliance.quant.files import by_content
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.plan import RunPlan, read_plan
-from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at, read_generation
+from appliance.sync.precision import quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
+from appliance.terms.schemes import AS_PLANNED, Precision
 from appliance.terms.settings import Quantisation
 
 ENGINE_ENDS_WITHIN_S = 20.0

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from appliance.engine.experts import ExpertGemm, pack_experts_anew
-from appliance.engine.precision import PrecisionSwitch
+from appliance.engine.precision import PrecisionSwitch, read_directive
 from appliance.engine.proof import SyncProof
 from appliance.engine.quantised import Quantising
 from appliance.engine.routes import Routes
@@ -34,18 +34,17 @@ from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec import all_finite
 from appliance.quant.profile import Smoothing, fold, require_all_folded
 from appliance.sync.manifest import (
+    DIRECTIVE_NAME,
     MANIFEST_NAME,
     Manifest,
     TensorRecord,
     check_arrival,
-    read_directive,
     read_manifest,
     record,
 )
-from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.sync.records import Acknowledgement
 from appliance.terms.families import packed_parts, why_unknown
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 
 Bucket = list[tuple[str, Tensor]]
 

@@ -25,8 +25,7 @@ from appliance.engine.kernel_proof import ROTATION
 from appliance.engine.update import WeightUpdate, is_derived, loadable_elements
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
-from appliance.sync.manifest import MANIFEST_NAME, digest
-from appliance.sync.precision import DIRECTIVE_NAME
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, digest
 from appliance.sync.records import Acknowledgement
 
 _ATTRIBUTE = "_appliance_ways_in"  # of a model whose updates are ours

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from appliance.errors import SyncError
-from appliance.sync.precision import Precision
+from appliance.terms.schemes import Precision
 
 MANIFEST_NAME = "appliance.manifest"
+DIRECTIVE_NAME = "appliance.precision"  # of the first tensor of an update that is not as planned
 ROW_BYTES = 16384
 COLUMNS = 16
 MIN_ROWS = 32  # below it BLAKE2b alone is quick enough; CUDA's product wants more than 16 rows
@@ -51,8 +52,7 @@ def digest(tensor: Tensor) -> str:
     if rows:
         bytes_RC = flat[: rows * ROW_BYTES].view(torch.int8).view(rows, ROW_BYTES)
         state.update(_bytes(_product(bytes_RC)))
-    # of a copy: FSDP frees a weight by its storage's size, which is fixed for ever once numpy has looked at it
-    state.update(_bytes(flat[rows * ROW_BYTES :].clone()))
+    state.update(_bytes(flat[rows * ROW_BYTES :]))
     return state.hexdigest()
 
 
@@ -64,8 +64,13 @@ def _product(bytes_RC: Tensor) -> Tensor:
     return torch.cat([factors.mm(rows.t().double()).t().int() for rows in bytes_RC.split(_WIDENED_ROWS)])
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).cpu().numpy())
+def _bytes(tensor: Tensor) -> bytearray:
+    """A copy, and without numpy, which a trainer need not have: FSDP frees a weight by its storage's size, which is
+    fixed for ever once numpy has looked at it."""
+    content = bytearray(tensor.nbytes)
+    if content:
+        torch.frombuffer(content, dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return content
 
 
 @functools.cache
@@ -130,14 +135,6 @@ def directive(precision: Precision) -> Tensor:
     that packs tensors one behind the other (vLLM's) leaves the next ones where they may be read as BF16."""
     text = precision.to_json().encode()
     return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _ALIGNED) * _ALIGNED)), dtype=torch.uint8)
-
-
-def read_directive(tensor: Tensor) -> Precision:
-    """The inverse of `directive`. Raises SyncError when the bytes are none."""
-    try:
-        return Precision.from_json(tensor.cpu().numpy().tobytes().decode())
-    except ValueError as error:
-        raise SyncError(f"weight update: the wanted precision cannot be read: {error}") from error
 
 
 def check_arrival(manifest: Manifest, arrived: dict[str, TensorRecord], *, rank: int) -> None:

@@ -8,7 +8,7 @@ before: an update that says nothing is as planned. The driver writes what the ne
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -20,46 +20,11 @@ from appliance.files import write_whole
 from appliance.record.lines import STRICT, as_json, parse, read
 from appliance.record.plan import ExpectedAttestation, RunPlan
 from appliance.sync.records import SYNC_FOLDER
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 
-DIRECTIVE_NAME = "appliance.precision"  # of the first tensor of an update that is not as planned
 _WANTED_FILE = "precision.json"
 _GENERATION_FILE = "engines.json"
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A departure from an engine's own settings."""
-
-    scheme: Scheme | None = None
-    """None, the engine's own; BF16, no layer is quantised; else a finer scheme of the same kind."""
-    bf16_layers: tuple[str, ...] = ()
-    """Quantised layers that compute in BF16 as well, as `ignore` would name them."""
-
-    @property
-    def is_planned(self) -> bool:
-        return self == AS_PLANNED
-
-    @property
-    def text(self) -> str:
-        """For people: `as planned`, `bf16`, `with some layers in bf16`."""
-        raised = "with some layers in bf16" if self.bf16_layers else ""
-        return " ".join(filter(None, (str(self.scheme or ""), raised))) or "as planned"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Precision:
-        """Raises ValueError when the text is no precision."""
-        found = parse(text, cls, place="not a precision")
-        if left_out := {each.name for each in fields(cls)} - json.loads(text).keys():  # nothing is planned by silence
-            raise ValueError(f"not a precision: it does not say {', '.join(sorted(left_out))}")
-        return found
-
-
-AS_PLANNED = Precision()
 
 
 def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation:
@@ -84,6 +49,14 @@ def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttest
     return tuple(at(expected) for expected in plan.attestations)
 
 
+def precision_of(text: str) -> Precision:
+    """The inverse of `Precision.to_json`. Raises ValueError when the text is no precision."""
+    found = parse(text, Precision, place="not a precision")
+    if left_out := {each.name for each in fields(Precision)} - json.loads(text).keys():  # nothing is planned by silence
+        raise ValueError(f"not a precision: it does not say {', '.join(sorted(left_out))}")
+    return found
+
+
 def write_wanted(run_dir: Path, precision: Precision) -> None:
     """What the next weight update asks of the engines. No file: as planned. Raises OSError."""
     target = run_dir / SYNC_FOLDER / _WANTED_FILE
@@ -98,7 +71,7 @@ def read_wanted(run_dir: Path) -> Precision:
     """Raises SyncError when the file cannot be read."""
     path = run_dir / SYNC_FOLDER / _WANTED_FILE
     try:
-        return Precision.from_json(path.read_text())
+        return precision_of(path.read_text())
     except FileNotFoundError:
         return AS_PLANNED
     except (OSError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""What a scheme is: how the rollout engine holds and multiplies weights. One row each; no torch.
+"""What a scheme is: how the rollout engine holds and multiplies weights. One row each; no torch, and
+no pydantic: a trainer that sends weights (sync/manifest.py) need not have it.
 
 A new scheme is a member and a row here, its codec (`quant/codec_<codec>.py`), its linear method with the proof of it
 (a file in `engine/`) and one line in `engine/config.py`. Everything else reads the row.
@@ -6,8 +7,9 @@ A new scheme is a member and a row here, its codec (`quant/codec_<codec>.py`), i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 BLOCK = 128  # rows and columns of a weight that share a scale where scales are of blocks
@@ -142,3 +144,29 @@ def listed(names: Iterable[str]) -> str:
 
 
 PROFILED = tuple(scheme for scheme in Scheme if scheme.spec.takes_profile)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A departure from an engine's own settings."""
+
+    scheme: Scheme | None = None
+    """None, the engine's own; BF16, no layer is quantised; else a finer scheme of the same kind."""
+    bf16_layers: tuple[str, ...] = ()
+    """Quantised layers that compute in BF16 as well, as `ignore` would name them."""
+
+    @property
+    def is_planned(self) -> bool:
+        return self == AS_PLANNED
+
+    @property
+    def text(self) -> str:
+        """For people: `as planned`, `bf16`, `with some layers in bf16`."""
+        raised = "with some layers in bf16" if self.bf16_layers else ""
+        return " ".join(filter(None, (str(self.scheme or ""), raised))) or "as planned"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+AS_PLANNED = Precision()

@@ -33,8 +33,8 @@ from appliance.record.attestations import (
 from appliance.record.code import attested_code
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
-from appliance.sync.precision import Precision, attestations_at, read_generation
-from appliance.terms.schemes import Scheme
+from appliance.sync.precision import attestations_at, read_generation
+from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Dtype
 from appliance.trainer.correction import gdpo_weights
 from appliance.trainer.rollout_forward import HEAD, backward, follow_engines, quantised_layers

@@ -25,7 +25,8 @@ from ray.actor import ActorHandle
 
 from appliance.errors import ApplianceError, EngineError, last_line
 from appliance.record.attestations import set_attestations_aside
-from appliance.sync.precision import AS_PLANNED, Generation, Precision, write_generation
+from appliance.sync.precision import Generation, write_generation
+from appliance.terms.schemes import AS_PLANNED, Precision
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager

@@ -21,9 +21,9 @@ from appliance.quant.files import read_file_header
 from appliance.record.events import append_event
 from appliance.record.lines import json_object
 from appliance.record.plan import RunPlan, Switching
-from appliance.sync.precision import AS_PLANNED, Precision, write_wanted
+from appliance.sync.precision import write_wanted
 from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, check_sync, layer_errors_file
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.trainer.engines import RolloutEngines
 
 Metrics = dict[str, float]  # verl's

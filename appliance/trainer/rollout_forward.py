@@ -32,9 +32,9 @@ from appliance.quant.files import kept_layers
 from appliance.quant.layer_view import is_ignored
 from appliance.quant.profile import Smoothing, fold, load_smoothing
 from appliance.sync.manifest import Manifest, digest
-from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
+from appliance.sync.precision import quantisation_at
 from appliance.terms.families import DEFAULT_ROPE, FAMILIES, Unit, beyond_one_flow
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_ops import (
     Batch,

@@ -17,10 +17,11 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
-from appliance.sync.manifest import MANIFEST_NAME, Manifest, TensorRecord, directive, record
-from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision, read_present, read_wanted
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, TensorRecord, directive, record
+from appliance.sync.precision import read_present, read_wanted
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
+from appliance.terms.schemes import AS_PLANNED, Precision
 from appliance.trainer.rollout_forward import follow_engines, note_sent
 
 Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]

@@ -16,8 +16,8 @@ from appliance.engine.quantised import Quantising, sampled
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError
 from appliance.quant.codec import quantise
-from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.terms.schemes import Scheme
+from appliance.sync.precision import quantisation_at
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 
 EXPERTS = "model.layers.{}.mlp.experts"

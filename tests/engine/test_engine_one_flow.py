@@ -140,8 +140,7 @@ def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
 
     from appliance.engine.attest import _quantised
     from appliance.quant.profile import load_smoothing
-    from appliance.sync.precision import AS_PLANNED, Precision
-    from appliance.terms.schemes import Scheme
+    from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
     from appliance.terms.settings import Quantisation
 
     folder = make_family(tmp_path, name="qwen2", seed=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from engines import Engine, free_engine, read_checkpoint, start_engine
 from faults import Tensors, flip_bit, given_to_vllm, new_update, recover
 
 from appliance.errors import SyncError
-from appliance.sync.precision import AS_PLANNED, Precision
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 
 pytestmark = pytest.mark.engine
@@ -307,11 +305,3 @@ def test_a_plain_bf16_engine_has_nothing_to_change(checkpoints: tuple[Path, Path
     assert switched.to(BF16, new).switched == 0
     assert switched.to(Precision(bf16_layers=(WORST,)), new).switched == 0
     free_engine(switched.engine)
-
-
-def test_a_precision_survives_its_way_through_json() -> None:
-    for precision in (AS_PLANNED, BF16, Precision(Scheme.FP8_BLOCK, (WORST, *PARTS))):
-        assert Precision.from_json(precision.to_json()) == precision
-    for text in ("[]", "{}", json.dumps({"scheme": "int9", "bf16_layers": []}), "{"):
-        with pytest.raises(ValueError):
-            Precision.from_json(text)

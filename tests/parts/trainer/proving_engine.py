@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.record.plan import Switching
-from appliance.sync.precision import AS_PLANNED, Precision, read_generation, read_wanted
+from appliance.sync.precision import read_generation, read_wanted
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.trainer.precision import BF16
 
 LAYERS = ("a", "b", "c", "d")

@@ -22,8 +22,7 @@ from file_operations import NEED_ROOM, FileOperations
 
 from appliance.errors import CheckpointError
 from appliance.record.checkpoints import PROFILE_FOLDER
-from appliance.sync.precision import AS_PLANNED
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Scheme
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState

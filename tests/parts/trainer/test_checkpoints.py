@@ -24,8 +24,7 @@ from verl.trainer.ppo.utils import create_rl_sampler
 from appliance.errors import CheckpointError, TrainingError, is_restartable
 from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, read_manifest
 from appliance.record.plan import CheckpointPlan, UaqPlan
-from appliance.sync.precision import AS_PLANNED
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Scheme
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, at_its_place, restore_random, take_random, why_save
 from appliance.trainer.entry import translate

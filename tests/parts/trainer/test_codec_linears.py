@@ -16,8 +16,7 @@ from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import quantise_int8
 from appliance.quant.files import Origin, Settings
 from appliance.quant.profile import Profile, Smoothing, SmoothingGroup, write_profile
-from appliance.sync.precision import AS_PLANNED, Precision
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_forward import RolloutForward
 

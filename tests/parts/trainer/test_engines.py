@@ -29,9 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 import ray
 from appliance.errors import SyncError
-from appliance.sync.precision import Precision
-from appliance.terms.schemes import Scheme
 from appliance.sync.precision import read_generation
+from appliance.terms.schemes import Precision, Scheme
 from appliance.trainer import engines
 from appliance.trainer.entry import translate
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)

@@ -11,8 +11,7 @@ from appliance.quant.files import Origin, Settings
 from appliance.quant.profile import Profile, Smoothing, write_profile
 from appliance.record.lines import as_json
 from appliance.record.plan import ModelPlan
-from appliance.sync.precision import AS_PLANNED, Precision
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.checkpoints import STATE_FILE, DriverState, take_random
 from appliance.trainer.export import export_checkpoint

@@ -16,8 +16,8 @@ from appliance.errors import AttestationError
 from appliance.record.attestations import Attestation, fingerprint, read_attestations, write_attestation
 from appliance.record.plan import RunPlan
 from appliance.sync.manifest import Manifest, record
-from appliance.sync.precision import AS_PLANNED, Generation, Precision, write_generation
-from appliance.terms.schemes import Scheme
+from appliance.sync.precision import Generation, write_generation
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward
 from appliance.trainer.attest import attest_switch, attest_trainers, check_attested

@@ -28,8 +28,8 @@ from appliance.quant.mismatch import LayerTrace, Place, first_difference
 from appliance.record.events import parse_event
 from appliance.record.plan import RunPlan
 from appliance.sync.manifest import Manifest, digest, record
-from appliance.sync.precision import AS_PLANNED, Generation, Precision, read_present, write_generation, write_wanted
-from appliance.terms.schemes import Scheme
+from appliance.sync.precision import Generation, read_present, write_generation, write_wanted
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
 from appliance.trainer.attest import first_differing, search

@@ -13,9 +13,9 @@ from appliance.errors import PreflightError, SyncError
 from appliance.guard.governor import Measures
 from appliance.guard.policy import Action
 from appliance.record.plan import ProfilePlan, RunPlan, Switching
-from appliance.sync.precision import AS_PLANNED, Precision, read_wanted
+from appliance.sync.precision import read_wanted
 from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, worst_layers
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)

@@ -21,9 +21,9 @@ from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.record.plan import RunPlan, Switching
-from appliance.sync.precision import AS_PLANNED, Precision, write_generation
+from appliance.sync.precision import write_generation
 from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import read_state
 from appliance.trainer.governor import Governor

@@ -28,8 +28,7 @@ from appliance.errors import NumericsError
 from appliance.quant import codec_int8
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
 from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, exact_linear, has_packed_kernel, kernel_of
-from appliance.sync.precision import AS_PLANNED, Precision
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import rollout_ops
 from appliance.trainer.rollout_forward import RolloutForward

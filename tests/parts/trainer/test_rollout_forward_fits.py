@@ -9,9 +9,8 @@ from tiny_models import ONE_FLOW, VOCABULARY, tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from appliance.errors import TrainingError
-from appliance.sync.precision import Precision
 from appliance.terms import families
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_forward import RolloutForward
 

@@ -23,8 +23,7 @@ from appliance.errors import AttestationError, GuardStop, RecipeError, TrainingE
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.checkpoints import checkpoint_folder, read_manifest
 from appliance.record.plan import ExpectedAttestation
-from appliance.sync.precision import AS_PLANNED
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Scheme
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import Step

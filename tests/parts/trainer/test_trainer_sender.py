@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from appliance.engine.precision import read_directive
 from appliance.errors import SyncError
 from appliance.sync.manifest import (
+    DIRECTIVE_NAME,
     MANIFEST_NAME,
     Manifest,
     check_arrival,
     digest,
-    read_directive,
     read_manifest,
     record,
 )
-from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 
 STATE = [("b.weight", torch.ones(3, 4, dtype=torch.bfloat16)), ("a.bias", torch.arange(5, dtype=torch.bfloat16))]
 

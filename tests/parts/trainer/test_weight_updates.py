@@ -13,9 +13,9 @@ from proving_engine import ProvingEngine
 from appliance.errors import SyncError
 from appliance.guard.governor import Measures
 from appliance.record.plan import Switching
-from appliance.sync.precision import AS_PLANNED, Precision, write_generation
+from appliance.sync.precision import write_generation
 from appliance.sync.records import Sent, append_sent
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.precision import BF16, RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.stopping import StopAsked

@@ -16,9 +16,9 @@ from appliance.record.session import RunRecord, RunStatus, Session
 from appliance.report.folder import read_view
 from appliance.report.page import page
 from appliance.report.verdicts import Verdict, Word, verdicts
-from appliance.sync.precision import Generation, Precision, write_generation
+from appliance.sync.precision import Generation, write_generation
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Quantisation
 
 ARRIVED, ATTESTED = "Did the weights arrive?", "Does every process run what it should?"

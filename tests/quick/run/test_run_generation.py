@@ -10,15 +10,14 @@ from plans import make_plan, make_rollout
 from appliance.errors import SyncError
 from appliance.record.plan import ExpectedAttestation
 from appliance.sync.precision import (
-    AS_PLANNED,
     Generation,
-    Precision,
     attestations_at,
+    precision_of,
     quantisation_at,
     read_generation,
     write_generation,
 )
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 
 RAISED = Precision(bf16_layers=("a.q_proj", "b"))
@@ -44,6 +43,23 @@ def test_a_file_that_cannot_be_read_is_no_first_generation(tmp_path: Path, text:
     (tmp_path / "sync" / "engines.json").write_text(text)
     with pytest.raises(SyncError, match="the engines' generation cannot be read"):
         read_generation(tmp_path)
+
+
+@pytest.mark.parametrize("precision", [AS_PLANNED, RAISED, Precision(Scheme.FP8_BLOCK, ("a",))])
+def test_a_precision_survives_its_way_through_json(precision: Precision) -> None:
+    assert precision_of(precision.to_json()) == precision
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "{}", '{"scheme": null}', '{"scheme": "int9", "bf16_layers": []}'),
+        *('{"scheme": null, "bf16_layers": "a"}', '{"scheme": null, "bf16_layers": [1]}'),
+    ],
+)
+def test_a_text_that_is_no_precision_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^not a precision: "):
+        precision_of(text)
 
 
 INT8 = Quantisation(scheme=Scheme.INT8, ignore=("b", "re:c.*"), profile="/p", lm_head_fp32=True)
