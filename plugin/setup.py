@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,15 @@ _NAME = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
 
 
 def modules() -> set[str]:
-    """Full names of all that the roots import, at any depth, or name in a text, as vLLM's settings name a worker."""
+    """Full names of all that the roots import, at any depth, or name in a text, as vLLM's settings name a worker.
+    Ends the build where the packages are not there, which would else be a wheel of nothing."""
+    if missing := [name for name in PACKAGES if not file_of(name)]:
+        sys.exit(
+            f"error: {Path(TREE).resolve()}: {', '.join(missing)}: not there; flashrl-compat is made of the modules "
+            "beside its folder\n"
+            "hint: build it in a clone of the repository, or let pip make one: "
+            '`pip install "git+URL-OF-THE-REPOSITORY#subdirectory=plugin"`'
+        )
     found, waiting = set[str](), list(ROOTS)
     while waiting:
         name = waiting.pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -66,6 +67,20 @@ def test_the_wheel_has_these_modules_and_leaves_no_traces(root: Path, reached: s
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names}
     assert (modules, len(names)) == (reached, len(reached))
     assert sorted((root / "plugin").iterdir()) == before
+
+
+def test_its_folder_alone_builds_nothing(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "plugin", tmp_path / "plugin")
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    arguments = [sys.executable, "-c", build, str(tmp_path)]
+    child = subprocess.run(arguments, cwd=tmp_path / "plugin", capture_output=True, text=True)
+    assert (child.returncode, sorted(tmp_path.glob("*.whl"))) == (1, [])
+    assert child.stderr == (
+        f"error: {tmp_path}: appliance, flashrl_compat: not there; flashrl-compat is made of the modules beside its "
+        "folder\n"
+        "hint: build it in a clone of the repository, or let pip make one: "
+        '`pip install "git+URL-OF-THE-REPOSITORY#subdirectory=plugin"`\n'
+    )
 
 
 def test_both_distributions_in_one_environment_stop_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
