@@ -6,6 +6,7 @@ events of the run; the exit code is that of the error.
 
 from __future__ import annotations
 
+import functools
 import os.path
 import sys
 import time
@@ -113,8 +114,8 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 def _make_data(plan: RunPlan) -> None:
     task, run_dir = plan.task, Path(plan.run_dir)
-    schemas = read_tools(asked_of(plan, model=plan.model.path))
-    limit = prompt_limit(plan, tokenizer=load_tokenizer(plan), tools=schemas) if not task.truncate_prompts else None
+    schemas = functools.cache(lambda: read_tools(asked_of(plan, model=plan.model.path)))
+    limit = prompt_limit(plan, tokenizer=functools.cache(lambda: load_tokenizer(plan)), tools=schemas)
     made = splits_of(task, limit=limit)
     for note in made.notes:
         append_event(run_dir, kind="note", what=note, why="task.train_file")
@@ -126,21 +127,27 @@ def _make_data(plan: RunPlan) -> None:
         write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
         write_parquet(made.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
         if task.tools:
-            write_schemas(schemas, folder / Path(task.schemas_file).name)
+            write_schemas(schemas(), folder / Path(task.schemas_file).name)
     to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
     sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
     append_event(run_dir, kind="progress", what="data", done=1, total=1, note=sizes)
 
 
-def prompt_limit(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]) -> PromptLimit:
-    """For a plan that drops long prompts. Where it truncates them, all stay: trainer/rollouts.py cuts the tokens."""
+def prompt_limit(
+    plan: RunPlan, *, tokenizer: Callable[[], PreTrainedTokenizerBase], tools: Callable[[], list[Schema]]
+) -> PromptLimit | None:
+    """None for a plan that truncates long prompts: all stay, and trainer/rollouts.py cuts the tokens.
+
+    tokenizer, tools: the model's and the task's, asked for each prompt and not before: what is wrong with the data is
+    told first.
+    """
     heart = Heartbeat()
 
     def count(problem: Problem) -> int:
         heart.beat()  # of millions of prompts this takes long
-        return len(prompt_ids(problem, tokenizer=tokenizer, tools=tools))
+        return len(prompt_ids(problem, tokenizer=tokenizer(), tools=tools()))
 
-    return PromptLimit(plan.task.max_prompt_tokens, count)
+    return None if plan.task.truncate_prompts else PromptLimit(plan.task.max_prompt_tokens, count)
 
 
 def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:

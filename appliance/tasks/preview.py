@@ -3,9 +3,11 @@ its own: it needs the model's tokenizer, and a data set may have to be fetched."
 
 from __future__ import annotations
 
+import functools
 import os.path
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance.errors import EngineError, first_line
 from appliance.files import Frozen, write_whole
@@ -14,6 +16,9 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
 from appliance.tasks.prepare import load_tokenizer, prompt_ids, prompt_limit
 from appliance.tasks.tools import asked_of, read_tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PROBLEMS = 2
 
@@ -43,19 +48,14 @@ class Preview(Frozen):
 
 def preview(plan: RunPlan) -> Preview:
     """Raises as `prepare`."""
-    try:
-        tokenizer = load_tokenizer(plan)
-    except (OSError, ValueError) as error:
-        why = first_line(error)
-        hint = "look at model.path; without a network give a folder"
-        raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
     template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here
-    tools = read_tools(asked_of(plan, model=template))
-    limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools) if not plan.task.truncate_prompts else None
+    tokenizer = functools.cache(lambda: _tokenizer(plan))
+    tools = functools.cache(lambda: read_tools(asked_of(plan, model=template)))
+    limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools)
     made, most, shown = splits_of(plan.task, limit=limit), plan.task.max_prompt_tokens, []
     for each in made.train[:_PROBLEMS]:
-        ids = prompt_ids(each, tokenizer=tokenizer, tools=tools)[-most:]
-        shown.append(PreviewedProblem(prompt=tokenizer.decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
+        ids = prompt_ids(each, tokenizer=tokenizer(), tools=tools())[-most:]
+        shown.append(PreviewedProblem(prompt=tokenizer().decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
     return Preview(
         train=len(made.train),
         val=sum(map(len, made.validations.values())),
@@ -63,6 +63,15 @@ def preview(plan: RunPlan) -> Preview:
         notes=(*made.notes, *(limit.notes if limit else ())),
         problems=tuple(shown),
     )
+
+
+def _tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
+    try:
+        return load_tokenizer(plan)
+    except (OSError, ValueError) as error:
+        why = first_line(error)
+        hint = "look at model.path; without a network give a folder"
+        raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
 
 
 def main(arguments: list[str]) -> int:
