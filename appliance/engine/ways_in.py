@@ -217,8 +217,10 @@ class WaysIn:
         """By an update that is open."""
         if not self.update.is_open:
             return ": no weights have come yet"
-        missing = self.update.incomplete()
-        return f": {missing[0]} and {len(missing) - 1} more layers wait for weights" if missing else ""
+        if missing := self.update.incomplete():
+            return f": {missing[0]} and {len(missing) - 1} more layers wait for weights"
+        is_listed = self.update.keeps_digests and not self._manifest_seen
+        return ": the list of what was sent has not come" if is_listed else ""
 
     def _is_the_embedding(self, head: Tensor) -> bool:
         """Whether a tied head is what this rank's embedding holds. Half-written weights are none."""

@@ -24,6 +24,7 @@ from ways_and_faults import (
     ON_THE_WAY,
     SCHEMES,
     WAYS,
+    Weights,
     by_buckets,
     by_call,
     by_iterator,
@@ -172,16 +173,19 @@ def test_every_fault_behind_the_digests_by_every_way_is_caught_and_never_sampled
     settle(tally, cases=30)
 
 
-QKV = r"model\.layers\.0\.self_attn\.qkv_proj \(4160 of 12480 elements\)"
+WAITING = (
+    r"model\.layers\.0\.self_attn\.qkv_proj \(4160 of 12480 elements\) and 7 more layers wait for weights",
+    "the list of what was sent has not come",
+)
 
 
 def test_a_sender_that_fails_within_a_call_leaves_an_error_that_names_what_waits(
     two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
 ) -> None:
-    """Its own error, an interrupt, and a segment that went with it. What it sent before is in the model."""
+    """Its own error, an interrupt, a segment that went with it. What it sent before is in the model."""
 
-    def interrupted() -> Iterator[tuple[str, Tensor]]:
-        yield from weights[:9]
+    def interrupted(sent: Weights) -> Iterator[tuple[str, Tensor]]:
+        yield from sent
         raise KeyboardInterrupt
 
     def vanished(engine: Engine) -> None:
@@ -191,19 +195,20 @@ def test_a_sender_that_fails_within_a_call_leaves_an_error_that_names_what_waits
 
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine, weights = start(two_checkpoints[0]), read_checkpoint(two_checkpoints[1])
-    for by, update in (
-        ("load_weights", lambda: by_call(engine, cut_short(weights))),
-        ("reload_weights", lambda: by_iterator(engine, cut_short(weights))),
-        ("load_weights", lambda: by_call(engine, interrupted())),
-        ("a layerwise reload", lambda: vanished(engine)),
+    for by, waits, update in (
+        ("load_weights", WAITING[0], lambda: by_call(engine, cut_short(weights))),
+        ("reload_weights", WAITING[0], lambda: by_iterator(engine, cut_short(weights))),
+        ("load_weights", WAITING[0], lambda: by_call(engine, interrupted(weights[:9]))),
+        ("a layerwise reload", WAITING[0], lambda: vanished(engine)),
+        ("load_weights", WAITING[1], lambda: by_call(engine, interrupted(listed(weights)[:-1]))),
     ):
         with pytest.raises((ConnectionError, KeyboardInterrupt, FileNotFoundError)):
             update()
-        why = f"half-updated: an update by {by} did not finish: {QKV} and 7 more layers wait for weights"
+        why = f"half-updated: an update by {by} did not finish: {waits}"
         first, second, past = refusals(engine)
-        assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", first)
-        assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", second)
-        assert re.fullmatch(rf"weight update: the engine's weights are {why}", past)
+        assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", first), first
+        assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", second), second
+        assert re.fullmatch(rf"weight update: the engine's weights are {why}", past), past
         restart(engine, read_checkpoint(two_checkpoints[0]))
     free_engine(engine)
 
