@@ -24,10 +24,12 @@ if not torch.cuda.is_available():
         os.environ.setdefault(name, value)
 
 from datasets import Dataset
+from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from vllm import LLM, SamplingParams
 
+from appliance.quant.mismatch import measure_mismatch
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.library import TINY_MODELS
 from appliance.tasks.rows import Problem
@@ -47,12 +49,26 @@ def rows(problems: list[Problem]) -> Dataset:
     )
 
 
+class MeasuredGRPOTrainer(GRPOTrainer):
+    """TRL's, which also logs our mismatch of the log-probs that TRL's own ratio is of."""
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: object, **more: object) -> Tensor:
+        real = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+        trainer, rollout = (inputs[name][real] for name in ("old_per_token_logps", "sampling_per_token_logps"))
+        found = measure_mismatch(trainer, rollout_T=rollout, cap=self.vllm_importance_sampling_clip_max)
+        for name in ("k3_kl", "ess", "weight_mean"):
+            self._metrics["train" if self.model.training else "eval"][f"mismatch/{name}"].append(getattr(found, name))
+        return super().compute_loss(model, inputs, *args, **more)
+
+
 def make_trainer(model: Path, problems: list[Problem], *, steps: int) -> GRPOTrainer:
     settings = GRPOConfig(
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=64,
         vllm_gpu_memory_utilization=0.3,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
         use_cpu=not torch.cuda.is_available(),
         bf16=False,  # the tiny model trains in float32; each update is rounded as it is loaded
         max_steps=steps,
@@ -67,11 +83,11 @@ def make_trainer(model: Path, problems: list[Problem], *, steps: int) -> GRPOTra
         disable_tqdm=True,
         output_dir="runs/trl",
     )
-    return GRPOTrainer(model=str(model), reward_funcs=right_sum, args=settings, train_dataset=rows(problems))
+    return MeasuredGRPOTrainer(model=str(model), reward_funcs=right_sum, args=settings, train_dataset=rows(problems))
 
 
 class Told(TrainerCallback):
-    """A line a step: the reward, TRL's own importance sampling ratios, and what the engine has proven."""
+    """A line a step: the reward, TRL's own importance sampling ratios, our mismatch, and what the engine has proven."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -80,9 +96,10 @@ class Told(TrainerCallback):
         if "reward" not in logs:
             return
         low, mean, high = (logs[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max"))
+        weight, k3, ess = (logs[f"mismatch/{name}"] for name in ("weight_mean", "k3_kl", "ess"))
         print(
-            f"step {state.global_step}: reward {logs['reward']:.3f}, "
-            f"ratio {mean:.3f} ({low:.3f} to {high:.3f}), {proven_updates(self.llm)} updates proven",
+            f"step {state.global_step}: reward {logs['reward']:.3f}; TRL: ratio {mean:.5f} ({low:.3f} to {high:.3f}); "
+            f"ours: weight {weight:.5f}, k3 {k3:.2e}, ESS {ess:.6f}; {proven_updates(self.llm)} updates proven",
             flush=True,
         )
 

@@ -37,7 +37,10 @@ ASYNC_STEP = re.compile(
     r"step (\d+): reward ([\d.]+), ratio ([\d.]+), KL ([\d.]+), ([\d.]+) updates old, at most (\d+); "
     r"(\d+) proven, the last with (\d+) in flight"
 )
-STEP = re.compile(r"step (\d+): reward ([\d.]+), ratio ([\d.]+) \(([\d.]+) to ([\d.]+)\), (\d+) updates proven")
+STEP = re.compile(
+    r"step (\d+): reward [\d.]+; TRL: ratio ([\d.]+) \(([\d.]+) to ([\d.]+)\); "
+    r"ours: weight ([\d.]+), k3 ([\d.e-]+), ESS ([\d.]+); (\d+) updates proven"
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +102,34 @@ def test_the_example_trains_and_every_update_is_proven(scheme: str, root: Path, 
 
     steps = STEP.findall(done.stdout)
     assert [(int(step), int(count)) for step, *_, count in steps] == [(step, step) for step in range(1, STEPS + 1)]
-    assert all(0.95 < float(mean) < 1.05 for _, _, mean, *_ in steps)  # TRL's: trainer's probability over rollout's
-    assert all(0 < float(low) <= 1 <= float(high) < 3 for *_, low, high, _ in steps)
+    for _, *numbers, _ in steps:
+        mean, low, high, weight, k3, ess = map(float, numbers)
+        assert 0.95 < mean < 1.05  # TRL's: trainer's probability over rollout's
+        assert 0 < low <= 1 <= high < 2  # the script's cap, which leaves such ratios as they are
+        assert weight == pytest.approx(mean, abs=1.5e-5)  # two roundings to 5 digits, and float32
+        assert_mismatch_is_of(mean, low=low - 5e-4, high=high + 5e-4, k3=k3, ess=ess)
 
 
-def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(root: Path, model: Path, tmp_path: Path) -> None:
+def assert_mismatch_is_of(mean: float, *, low: float, high: float, k3: float, ess: float) -> None:
+    """What follows for k3 and ESS where weights w are within low..high, and so is 1.
+
+    E (w - 1)^2 = mean^2 (1 / ESS - 1) + (mean - 1)^2.  w - 1 - ln w = (w - 1)^2 / (2 u^2) with u between 1 and w, by
+    Taylor's formula, so k3 is between E (w - 1)^2 / (2 high^2) and E (w - 1)^2 / (2 low^2).  The variance of w is at
+    most (high - mean) (mean - low), by Bhatia and Davis.  ESS is printed to 5e-7, the mean to 5e-6, which for means
+    within 0.95..1.05 adds less than 2e-6 to E (w - 1)^2, and k3 to 0.5 %.
+    """
+    spread = mean**2 * (1 / ess - 1)
+    square = spread + (mean - 1) ** 2
+    assert (square - 2e-6) / (2 * high**2) / 1.005 <= k3 <= (square + 2e-6) / (2 * low**2) * 1.005
+    assert 0 <= spread <= (high - mean) * (mean - low) + 2e-6
+
+
+@pytest.mark.parametrize("scheme", ["int8", "bf16"])
+def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(
+    scheme: str, root: Path, model: Path, tmp_path: Path
+) -> None:
     program = root / "tests/training/trl_flipped_bit.py"
-    done = run(program, model, scheme="int8", folder=tmp_path)
+    done = run(program, model, scheme=scheme, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     update, request, proven = done.stdout.splitlines()[-3:]
     assert update.startswith("weight update 2: model.layers.2.mlp.gate_up_proj on rank 0 is not as received: ")
