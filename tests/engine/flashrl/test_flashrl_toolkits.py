@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engines import Engine, free_engine, read_checkpoint, start_engine
 from toolkit_workers import NeMoRLWorker, OpenRLHFWorker, PrimeRLWorker, SkyRLWorker, Tensors
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import layerwise
 
 from appliance.errors import SyncError
@@ -69,10 +70,10 @@ def nemo_rl(engine: Engine, tensors: Tensors, folder: Path) -> None:
 WAYS = {trl: None, openrlhf: OpenRLHFWorker, skyrl: SkyRLWorker, prime_rl: PrimeRLWorker, nemo_rl: NeMoRLWorker}
 
 
-def start(folder: Path, way: Update) -> Engine:
+def start(folder: Path, way: Update, **settings: object) -> Engine:
     worker = WAYS[way]
     extension = {"worker_extension_cls": f"{worker.__module__}.{worker.__name__}"} if worker else {}
-    return start_engine(folder, scheme="bf16", **extension)
+    return start_engine(folder, scheme="bf16", **extension, **settings)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -120,4 +121,113 @@ def test_a_tensor_that_never_comes_is_an_error_that_names_its_layer(
         way(engine, [(name, tensor) for name, tensor in read_checkpoint(two_checkpoints[1]) if name != lost], tmp_path)
         engine.generate()
     assert engine.llm.collective_rpc("appliance_weights", args=(False,))[0][0] == 0
+    free_engine(engine)
+
+
+SLEEPS = {trl: 2, openrlhf: 1, skyrl: 2, nemo_rl: 1}  # trl: `vllm_enable_sleep_mode`
+
+
+@pytest.mark.parametrize("way", SLEEPS, ids=lambda way: way.__name__)
+def test_an_engine_that_sleeps_while_the_trainer_trains_wakes_with_the_new_weights(
+    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
+) -> None:
+    """Their weights wake first, are updated, and then the cache wakes. A CPU's worker sleeps by doing nothing."""
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0], way)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    for number, folder in enumerate(two_checkpoints[::-1], start=1):
+        engine.llm.reset_prefix_cache()
+        engine.llm.sleep(level=SLEEPS[way])
+        engine.llm.wake_up(tags=["weights"])
+        way(engine, read_checkpoint(folder), tmp_path)
+        assert core.is_scheduler_paused()
+        engine.llm.wake_up(tags=["kv_cache"])
+        assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(number, "", "")]
+        says = engine.generate()
+        assert (says == told["int8"]) == (number == 1)
+    free_engine(engine)
+
+
+@pytest.mark.parametrize(("way", "clears"), [(openrlhf, True), (prime_rl, False)], ids=["openrlhf", "prime_rl"])
+def test_a_request_that_a_toolkit_keeps_over_an_update_goes_on_and_is_told_of(
+    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update, clears: bool
+) -> None:
+    """openrlhf's `partial_rollout_enable`; prime-rl's every update."""
+    from vllm import SamplingParams
+
+    from flashrl_compat import core as module
+
+    warnings: list[str] = []
+    ways_in.setattr(module.LOGGER, "warning", lambda text, *values: warnings.append(text % values))
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0], way)
+    llm, core = engine.llm.llm_engine, engine.llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    name = llm.add_request("kept", {"prompt_token_ids": [1, 2, 3]}, params)
+    llm.step()
+    llm.step()
+    core.pause_scheduler("keep", clears)
+    way(engine, read_checkpoint(two_checkpoints[1]), tmp_path)
+    core.resume_scheduler()
+    ends = []
+    while llm.has_unfinished_requests():
+        ends += [
+            (each.outputs[0].finish_reason, len(each.outputs[0].token_ids)) for each in llm.step() if each.finished
+        ]
+    assert ends == [("length", 8)]
+    assert warnings == [f"1 requests mix weight versions 0 and 1: {name}"]
+    assert engine.generate() == told["int8"]
+    free_engine(engine)
+
+
+def test_skyrls_nccl_calls_what_this_vllm_does_not_have_and_nothing_is_generated(
+    two_checkpoints, ways_in: pytest.MonkeyPatch
+) -> None:
+    """Its trainer's side would stop before: of the same class it calls these two."""
+    assert not {"trainer_init", "trainer_send_weights"} & {*dir(NCCLWeightTransferEngine)}
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0], skyrl)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler("keep", False)
+    with ways_in.context() as patch:
+        patch.setattr(layerwise, "get_numel_loaded", layerwise.get_numel_loaded)  # put back at the end
+        engine.llm.collective_rpc("skyrl_start_weight_update")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'load_weights'$"):
+        engine.llm.collective_rpc("update_weights_nccl", args=({},))
+    with pytest.raises(SyncError, match=r"^the engine stays paused: a weight update is open on rank 0"):
+        core.resume_scheduler()
+    free_engine(engine)
+
+
+def test_prime_rls_nixl_ends_in_an_error(two_checkpoints, ways_in: pytest.MonkeyPatch) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    engine = start(two_checkpoints[0], prime_rl)
+    with pytest.raises(SyncError, match="layers did not receive all their weights"):
+        engine.llm.collective_rpc("update_weights_from_nixl")
+    with pytest.raises(SyncError, match="half-updated"):
+        engine.generate()
+    free_engine(engine)
+
+
+def test_a_copy_into_a_parameter_is_not_seen(two_checkpoints, ways_in: pytest.MonkeyPatch) -> None:
+    """So docs/toolkits.md says."""
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0], prime_rl)
+    before = engine.generate()
+    norm = next(tensor for name, tensor in read_checkpoint(two_checkpoints[0]) if name == "model.norm.weight")
+    engine.llm.collective_rpc("load_weights_kernel", args=([("model.norm.weight", -norm)],))
+    assert engine.generate() != before
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(0, "", "")]
+    free_engine(engine)
+
+
+def test_nemo_rls_engine_starts_with_no_checkpoint_and_has_the_weights_that_came(
+    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch
+) -> None:
+    """Its `load_format` is `dummy` where it trains."""
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0], nemo_rl, load_format="dummy")
+    assert engine.generate() != told["int8"]
+    nemo_rl(engine, read_checkpoint(two_checkpoints[1]), tmp_path)
+    assert engine.generate() == told["int8"]
     free_engine(engine)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -45,6 +46,12 @@ class SkyRLWorker:
             self.model_runner.model.load_weights(weights=views)
         packed.fill_(float("nan"))
 
+    def update_weights_nccl(self, info: object) -> None:
+        """As vLLM 0.23 has it, which SkyRL pins."""
+        receiver = NCCLWeightTransferEngine.__new__(NCCLWeightTransferEngine)  # its own __init__ asks for a GPU
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            receiver.receive_weights(info, load_weights=self.model_runner.model.load_weights)
+
     def skyrl_finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -76,6 +83,22 @@ class PrimeRLWorker:
             initialize_layerwise_reload(model)
             model.load_weights(weights)
             finalize_layerwise_reload(model, self.model_runner.model_config)
+
+    def update_weights_from_nixl(self) -> None:
+        """inference/vllm/worker/nixl.py: the same bracket, and between its ends copies past load_weights."""
+        model = self.model_runner.model
+        with torch.device(self.device), set_current_vllm_config(self.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(model)
+            for parameter in model.parameters():
+                parameter.copy_(parameter.clone())
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+
+    def load_weights_kernel(self, tensors: Tensors) -> None:
+        """inference/vllm/worker/weight_transfer.py, by `quantize_in_weight_transfer`."""
+        parameters = dict(self.model_runner.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                parameters[name].copy_(tensor)
 
 
 class NeMoRLWorker:
