@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import shutil
 import subprocess
@@ -55,6 +56,11 @@ def test_no_launcher_and_no_trainer_is_in_it(reached: set[str]) -> None:
     assert {name for name in reached if name.split(".")[1:2] and name.split(".")[1] in rooms} == set()
     assert {f"appliance.quant.codec_{each.spec.codec}" for each in Scheme if each.quantised} <= reached
     assert {"flashrl_compat.worker", "flashrl_compat.sender", "appliance.engine.ways_in"} <= reached
+
+
+def test_its_readme_has_no_link_that_breaks_once_it_is_installed(root: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (root / "plugin" / "README.md").read_text())
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.mark.slow
