@@ -106,6 +106,10 @@ def test_both_validations_are_made_and_shown(run: Finished) -> None:
     assert all(line["val_samples"] == 64 and line["val_reward_bf16_mean"] is not None for line in validated)
     assert abs(validated[0]["val_reward_bf16_mean"] - validated[0]["val_reward_mean"]) < 0.1
     assert all(line["val_reward_bf16_mean"] == line["val_reward_mean"] for line in validated[1:])
+    schemes = [(line["scheme"], line["val_scheme"]) for line in validated]
+    assert schemes == [("int8", "int8"), ("int8", "bf16"), ("bf16", "bf16")]  # BF16 comes with the update of step 6
+    samples = [line for line in run.json_lines("samples.jsonl") if line["validation"]]
+    assert [(line["scheme"], line["val_scheme"]) for line in samples] == schemes
     shown = next(line for line in run.stderr.splitlines() if line.startswith("step 3/"))
     assert f"(bf16 {validated[0]['val_reward_bf16_mean']:.3f})" in shown
     assert run.left == ()
