@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -53,7 +52,7 @@ _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
 )
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/cache")
 _TOKEN = "/run/secrets/hf_token"  # of the hub, inside: as compose has it
-_HANDED_ON = re.compile(r"NCCL_\w+|VLLM_USE_V2_MODEL_RUNNER")  # what a host's network needs, and docs/gpu.md's way out
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # docs/gpu.md names it as a way out
 _GPU_LIMITS = [  # NCCL pins memory and opens many files; a CPU run needs no more than an engine gives by itself
     Ulimit(name=name, soft=limit, hard=limit)
     for name, limit in (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
@@ -142,7 +141,11 @@ def container_spec(
         folders=tuple(folders.items()),
         network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
         token=hub.token_file() if _asks_hub(plan) else "",
-        variables=tuple(each for each in sorted(os.environ.items()) if _HANDED_ON.fullmatch(each[0])),
+        variables=tuple(
+            (name, value)
+            for name, value in sorted(os.environ.items())
+            if name == _RUNNER or (plan.cluster and name.startswith("NCCL_"))  # which names the host's own network
+        ),
     )
 
 

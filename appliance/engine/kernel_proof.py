@@ -83,7 +83,11 @@ class ProofRequest:
     thorough: bool
     """A full proof in which it is this layer's turn for what is dear."""
     parts: int = 1
-    """INT8 looks at one row in so many."""
+    """INT8 looks at one row in so many, and of experts in BF16 one in so many is compared."""
+
+    def takes(self, number: int) -> bool:
+        """Whether it is the turn of this row or expert."""
+        return number % self.parts == self.round % self.parts
 
 
 def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:

@@ -75,7 +75,8 @@ def _of_layer(
     elif backend not in _PLAIN:
         return
     is_swiglu = config.activation is MoEActivation.SILU and config.is_act_and_mul
-    if not is_swiglu or parallel.use_ep or getattr(method.moe_kernel.fused_experts, "_use_zentorch", False):
+    kernel = getattr(method.moe_kernel, "fused_experts", None)  # none in an update that broke off
+    if not is_swiglu or parallel.use_ep or getattr(kernel, "_use_zentorch", False):
         return
     own, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
     for expert in range(layer.local_num_experts):

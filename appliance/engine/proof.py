@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, ProofRequest, ask, check_quantiser
-from appliance.engine.plain_experts import expert_slots
+from appliance.engine.plain_experts import ExpertSlot, expert_slots
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.errors import SyncError
@@ -134,6 +134,8 @@ class SyncProof:
             elif slot.parameter == "weight" and slot.layer in self._unasked:  # codes that we cannot tell or find
                 self._unproven += 1
             elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
+                if isinstance(slot, ExpertSlot) and not self._due[slot.layer].takes(slot.expert):
+                    continue
                 self._expect_held(slot, tensor, known=known)
         return True
 

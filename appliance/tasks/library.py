@@ -16,6 +16,7 @@ from appliance.errors import RecipeError
 from appliance.files import digest_of
 from appliance.record.plan import TaskPlan
 from appliance.tasks import built_in, own
+from appliance.tasks.rewards import readers
 from appliance.tasks.rows import Faults
 from appliance.tasks.task import PromptLimit, Reward, Splits, Task
 from appliance.terms.shapes import ModelShape
@@ -34,7 +35,7 @@ TASKS = _tasks()
 OWN = "own"
 _KINDS = (*TASKS, OWN)
 TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in _KINDS}, module=__name__)
-_DATA_VERSION = 3  # raise it when the same fields give other rows
+_VERSION_OF_MADE, _VERSION_OF_READ = 2, 3  # of problems; raise one when the same fields give other rows
 _MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
 _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
@@ -133,7 +134,9 @@ def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:
 def data_key(plan: TaskPlan, *, model: str) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
     model: path or name of the model, whose tokenizer decides which prompts are too long."""
-    fields: dict[str, object] = {"version": _DATA_VERSION, "kind": plan.kind, "model": model}
+    as_they_were = plan.own is None and (plan.truncate_prompts or not _is_read(plan))
+    version = _VERSION_OF_MADE if as_they_were else _VERSION_OF_READ
+    fields: dict[str, object] = {"version": version, "kind": plan.kind, "model": model}
     fields |= {name: getattr(plan, name) for name in _MAKES_ROWS}
     if not _is_read(plan):
         fields["difficulty"] = plan.difficulty
@@ -141,6 +144,7 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
+        fields["readers"] = sorted(reward.function for reward, _ in readers(plan.own.rewards))
         fields |= {"commit": plan.own.commit} if plan.own.commit else {}
         sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
         fields |= {"tools": sums[plan.tools]} if plan.tools else {}

@@ -81,7 +81,7 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
 def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
     """(prompt, truth) for the forms of other trainers: the prompt as text, or where the row has chat messages as all
     of them that the model reads; the truth as it stands there, None where there is none.  row: a problem's."""
-    made = parse_row(row, plan=plan)
+    made = parse_row(row, plan=plan.replace(rewards=()))  # which have looked at its truth
     assert isinstance(made, Problem), "a row that became a problem"
     path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
     truth = field_at(row, path) if path else None

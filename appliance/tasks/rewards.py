@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -84,14 +84,19 @@ def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
 def unread(truth: str, *, rewards: Iterable[RewardPlan]) -> str:
     """What is wrong with a truth for the first built-in reward that cannot read it, to follow its field's name; else
     empty."""
-    for reward in rewards:
-        reads = None if reward.file or "pattern" in reward.options else BUILT_IN[reward.function].reads
+    for reward, reads in readers(rewards):
         try:
-            if reads is not None:
-                reads(truth)
+            reads(truth)
         except ValueError as error:
             return f": {error}" if truth.strip() else f" is empty, and the reward `{reward.name}` reads it"
     return ""
+
+
+def readers(rewards: Iterable[RewardPlan]) -> Iterator[tuple[RewardPlan, Callable[[str], object]]]:
+    """The built-in ones that need a truth, each with what reads it."""
+    for reward in rewards:
+        if not reward.file and "pattern" not in reward.options and (reads := BUILT_IN[reward.function].reads):
+            yield reward, reads
 
 
 def _given(truth: str) -> str:

@@ -189,8 +189,8 @@ class Task:
             made = self.make(difficulty=plan.difficulty, seed=plan.seed, train_size=plan.train_size, val_size=size)
             made = replace(made, train=kept(made.train), val=kept(made.val))
             return replace(made, val=[], val_sets={usual.name: made.val}) if usual else made
-        files = {_key(each): each.file for each in plan.val_sets if each.file}
-        found = self._read(plan.train_file, plan.val_file, files)
+        with_file = [each for each in plan.val_sets if each.file]
+        found = self._read(plan.train_file, plan.val_file, {_key(each): each.file for each in with_file})
         notes = [note for name, each in found.items() for note in _counts(name, each)]
         train = found.pop("train").problems
         seen = {problem.messages for each in found.values() for problem in each.problems}
@@ -202,8 +202,7 @@ class Task:
         used = {name: each for name, each in found.items() if holds_out or name != "val"}
         found = {name: replace(each, problems=kept(each.problems)) for name, each in used.items()}
         words = limit.words if limit else ""
-        files = [each for each in plan.val_sets if each.file]
-        faults = [fault for each in files for fault in _too_few(each, found[_key(each)], words=words)]
+        faults = [fault for each in with_file for fault in _too_few(each, found[_key(each)], words=words)]
         held: list[Problem] = []
         if train and not unseen:
             message = f"{plan.train_file or 'the data set'}: each of its problems is in the validation data as well"

@@ -30,7 +30,7 @@ _LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
 _INTEGER = re.compile(r"-?\d{1,18}")
 _BLANKS = re.compile(r"(?<=\d)( ) *(?=\d)| ")  # one stays between two digits: 1 2 is not 12
 _SIDE_BY_SIDE = re.compile(r"[-\d.,/]+(?: [-\d.,/]+)+")  # math-verify would make one number of them
-_MIXED = re.compile(r"(?<![\w.,/^])(?<!\d )(\d{1,3}(?: \d{3})+|\d{1,9}) +([1-9]\d{0,8})/(\d{1,9})(?![\d.^])")
+_MIXED = re.compile(r"(?<![\w.,/^])(?<!\d )(\d{1,3}(?: \d{3})+|\d{1,9}) +([1-9]\d{0,8})/(\d{1,9})(?![\d^]|\.\d)")
 _GROUPED = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?!\d| \d)")
 _ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
 

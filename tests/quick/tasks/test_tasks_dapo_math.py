@@ -228,3 +228,9 @@ def test_a_wild_answer_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -
     started = time.monotonic()
     assert score(response="Answer: 10^{1000000000}", truth="12") == 0.0
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("answer", ["2 1/2", "2 1/2.", r"\boxed{2 1/2}."])
+def test_a_mixed_number_may_end_a_sentence(answer: str) -> None:
+    assert score(response=f"Answer: {answer}", truth="5/2") == 1.0
+    assert score(response=f"Answer: {answer}", truth="21/2") < 1.0

@@ -21,7 +21,8 @@ from appliance.record.plan import CodeFile, OwnPlan, RewardPlan
 from appliance.tasks import own
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import grade
-from appliance.tasks.own import template_parts
+from appliance.tasks.library import data_key
+from appliance.tasks.own import as_given, parse_row, template_parts
 from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
 from appliance.tasks.task import Response
 
@@ -377,3 +378,13 @@ def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path
     assert len(seen["ours"]) == 1200 and any(grades[0][0][2] == 1.0 for _, grades in seen["ours"])
     assert seen["trls"] == seen["ours"]
     assert seen["verls"] == seen["ours"]
+
+
+def test_a_row_that_was_taken_is_given_whatever_rewards_came_since() -> None:
+    """Problems without a truth, made for a function of the user's; then a built-in reward that reads it is added."""
+    row, alone = {"question": "q", "answer": " "}, plan_of(prompt="question", truth="answer", rewards=())
+    added = alone.replace(rewards=(EXACT,))
+    assert isinstance(parse_row(row, plan=alone), Problem) and isinstance(parse_row(row, plan=added), str)
+    assert as_given(row, plan=added) == ("q", " ")
+    keys = {data_key(make_task(kind="own", own=own), model="m") for own in (alone, added)}
+    assert len(keys) == 2, "so that its problems are made anew, and refused"
