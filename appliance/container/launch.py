@@ -39,7 +39,7 @@ from appliance.record.session import RUN_FILE, cannot_write
 from appliance.signals import handled
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
-from appliance.terms.environment import HUB_TOKEN_VARIABLE
+from appliance.terms.environment import HUB_TOKEN_VARIABLE, RUNNER_VARIABLE
 
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops
@@ -52,7 +52,6 @@ _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
 )
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/cache")
 _TOKEN = "/run/secrets/hf_token"  # of the hub, inside: as compose has it
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # docs/gpu.md names it as a way out
 _GPU_LIMITS = [  # NCCL pins memory and opens many files; a CPU run needs no more than an engine gives by itself
     Ulimit(name=name, soft=limit, hard=limit)
     for name, limit in (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
@@ -144,7 +143,8 @@ def container_spec(
         variables=tuple(
             (name, value)
             for name, value in sorted(os.environ.items())
-            if name == _RUNNER or (plan.cluster and name.startswith("NCCL_"))  # which names the host's own network
+            if name == RUNNER_VARIABLE
+            or (plan.cluster and name.startswith("NCCL_"))  # which names the host's own network
         ),
     )
 

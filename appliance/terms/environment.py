@@ -20,6 +20,7 @@ NODE_VARIABLE = "APPLIANCE_NODE"  # on a node that joined: the folder of its `ap
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
 EXACT_VARIABLE = "APPLIANCE_EXACT_GEMMS"  # on a CPU whose BF16 GEMMs are widened: to float64, see quant/cpu_gemm.py
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # of vLLM's two, which takes the model; docs/gpu.md names it as a way out
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
@@ -98,7 +99,7 @@ def child_env(
     if one_flow:
         env |= {
             "VLLM_BATCH_INVARIANT": "1",  # in the trainer, too: vLLM's compiled norms ask for it
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probs are a kernel of its own; V1's are torch's log_softmax
+            RUNNER_VARIABLE: "0",  # its log-probs are a kernel of its own; V1's are torch's log_softmax
         }
     return tuple(sorted((env | _scales_of_blocks(capability)).items()))
 
