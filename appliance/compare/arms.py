@@ -121,12 +121,12 @@ def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison)
     first, faults = planned[0], []
     for arm, place in ((arm.name, arm.place) for arm in comparison.arms):
         task = next(run.plan.task for run in planned if run.arm == arm)
-        if _validated(task) != _validated(first.plan.task):
-            hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
-            faults.append((f"{place}: arms.{arm}: it validates on other problems", hint))
-        elif _judged(task) != _judged(first.plan.task):
+        if _judged(task) != _judged(first.plan.task):  # first: the rewards choose problems too, by the truths they read
             hint = f"`task.rewards` must be as in the arm `{first.arm}`"
             faults.append((f"{place}: arms.{arm}: it is judged by other rewards", hint))
+        elif _validated(task) != _validated(first.plan.task):
+            hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
+            faults.append((f"{place}: arms.{arm}: it validates on other problems", hint))
     if faults:
         raise RecipeError(faults)
 
