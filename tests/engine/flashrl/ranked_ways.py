@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -68,6 +69,14 @@ class RankedWorker(OpenRLHFWorker, SkyRLWorker):
         else:
             for each in chunk:
                 self.update_weight(*each)
+
+    def forget_segments(self) -> list[str]:
+        """vLLM's shared memory, which all who need it have: its names go, since a kill at the end leaves nobody who
+        would remove them. Of the segments between ranks of a CPU vLLM's own end does not, either."""
+        segments = set(re.findall(r"/dev/shm/(?:psm|vllm)_\S+", Path("/proc/self/maps").read_text()))
+        for each in segments:
+            Path(each).unlink(missing_ok=True)  # the other rank has it, too
+        return sorted(segments)
 
 
 def by_calls(engine: Engine, folder: Path, way: str, **fault: object) -> None:
@@ -129,7 +138,8 @@ def said(ask: Callable[[], object]) -> str:
 def look(own: Path, other: Path, *, fault: str) -> dict[str, object]:
     engine = start(own)
     llm = engine.llm
-    found: dict[str, object] = {"fresh": engine.generate(), "there": {}, "back": {}}
+    found: dict[str, object] = {"segments": llm.collective_rpc("forget_segments")}
+    found |= {"fresh": engine.generate(), "there": {}, "back": {}}
     for way, update in WAYS.items():
         for folder, says in ((other, found["there"]), (own, found["back"])):
             update(engine, folder, way)
