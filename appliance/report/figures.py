@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.page.stacked import LANE_NAMES, Band, Lane, stacked_chart, time_chart
-from appliance.page.svg import Bound, Chart, Mark, Series, line_chart
+from appliance.page.svg import Bound, Chart, Mark, Series, Thinned, line_chart
 from appliance.record.events import REWARD, VALIDATION, Event
 from appliance.report import draw
 from appliance.report.folder import DOING, PARTS, RunView
@@ -34,10 +34,9 @@ def curves(view: RunView) -> list[tuple[str, list[str]]]:
 
 
 def _learned(view: RunView) -> list[str]:
-    marks, scheme = _attempt_marks(view), view.plan.rollout.label
-    validation = [_known(view, "val_reward_mean", name=scheme, index=0)]
-    if scheme != str(Scheme.BF16):
-        validation.append(_known(view, "val_reward_bf16_mean", name="bf16", index=1))
+    marks, validated = _attempt_marks(view), view.steps.validated
+    schemes = sorted(validated, key=str(Scheme.BF16).__eq__)  # BF16 last
+    validation = [_known(validated[each], name=each, index=index) for index, each in enumerate(schemes)]
     how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
     clipped = "of the tokens with a negative advantage; where it rises with the entropy, the clip cuts noise"
     rewards = Chart("Rewards", "each one's mean of a step", marks=marks, legend=True)
@@ -82,7 +81,8 @@ def _named_sets(view: RunView, start: str) -> dict[str, str]:
 def _by_name(view: RunView, chart: Chart, names: dict[str, str], *, dotted: bool) -> list[str]:
     """A curve for each; no figure where there is none. dotted: few lines have them."""
     curves = [
-        _known(view, key, name=name, index=index, dotted=dotted) for index, (key, name) in enumerate(names.items())
+        _known(view.steps.known[key], name=name, index=index, dotted=dotted)
+        for index, (key, name) in enumerate(names.items())
     ]
     return [line_chart(chart, curves)] if curves else []
 
@@ -159,9 +159,8 @@ def _series(view: RunView, number: str, *, name: str, index: int = 0) -> Series:
     return Series(name, found.points(), index, newest=found.last)
 
 
-def _known(view: RunView, number: str, *, name: str, index: int, dotted: bool = True) -> Series:
-    """Of what most lines do not have: the curve goes on over them. number: of StepHistory.known."""
-    found = view.steps.known[number]
+def _known(found: Thinned, *, name: str, index: int, dotted: bool = True) -> Series:
+    """Of what most lines do not have: the curve goes on over them."""
     return Series(name, found.points(), index, dotted=dotted, newest=found.last)
 
 

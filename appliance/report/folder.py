@@ -79,17 +79,19 @@ class Attempt:
 class StepHistory:
     """What the lines of a run come to, each step once and in order.
 
-    curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the same names and those
-    of StepMetrics.named, over the lines that have it.  parts: of a step's seconds, by name, over the steps that have
-    them.  judged, bad: steps with a mismatch, and those out of its bounds.  last_bad, newest: of those, as judged.
-    k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in another scheme
-    than BF16 and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
+    curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the names of
+    StepMetrics.named, over the lines that have it.  validated: by the scheme that a validation was made in.  parts: of
+    a step's seconds, by name, over the steps that have them.  judged, bad: steps with a mismatch, and those out of its
+    bounds.  last_bad, newest: of those, as judged. k3, ess: the largest and the smallest, with their step.  both: the
+    last line with a validation in another scheme than BF16 and one in BF16.  failures: rewards.  broken: steps that
+    nothing was learned from.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.curves: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.known: defaultdict[str, Thinned] = defaultdict(Thinned)
+        self.validated: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.parts: dict[str, Thinned] = {}
         self.judged = self.bad = self.broken = self.last_broken = 0
         self.last_bad: tuple[int, Judgement] | None = None
@@ -121,10 +123,11 @@ class StepHistory:
 
     def _extend_known(self, line: StepMetrics) -> None:
         own, bf16 = line.val_reward_mean, line.val_reward_bf16_mean
-        validated = {"val_reward_mean": own, "val_reward_bf16_mean": bf16}
-        for name, value in (*validated.items(), *line.named.items()):
-            if value is not None:
-                self.known[name].extend([float(line.step)], [value])
+        for name, value in line.named.items():
+            self.known[name].extend([float(line.step)], [value])
+        for scheme, mean in {str(Scheme.BF16): bf16, line.validated_in: own}.items():
+            if mean is not None:
+                self.validated[scheme].extend([float(line.step)], [mean])
         if own is not None and bf16 is not None and line.validated_in != str(Scheme.BF16):
             self.both = line
 

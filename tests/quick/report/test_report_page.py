@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import html
 import itertools
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from appliance.record.events import append_event
 from appliance.record.plan import read_plan
 from appliance.record.session import RunRecord, RunStatus, Session
 from appliance.report import page as write
-from appliance.report.figures import bands
+from appliance.report.figures import bands, curves
 from appliance.report.folder import read_view
 from appliance.report.page import LivePage, page, print_report
 from appliance.report.verdicts import Word, verdicts
@@ -217,6 +219,21 @@ def test_a_scheme_costs_nothing_that_the_validation_was_not_made_in(
         told = {verdict.question: verdict.text for verdict in verdicts(read_view(run_dir))}
         text = told.get("What does the scheme cost?", "")
         assert text.startswith("0.750 in int8, 0.750 in bf16, after step 7") if step == 7 else text == ""
+
+
+def test_each_validation_is_on_the_curve_of_its_own_scheme(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
+) -> None:
+    """Not of the plan's, nor of its step's rollouts."""
+    run_dir, lines = make_run(tmp_path, done=0), []
+    for step, scheme, own, bf16 in ((2, "int8", 0.2, 0.3), (4, "int8", 0.4, None), (6, "bf16", 0.6, 0.6)):
+        means = {"val_reward_mean": own, "val_reward_bf16_mean": bf16}
+        lines.append(json.dumps(metrics_line(step, scheme="int8", val_scheme=scheme, **means)) + "\n")
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    (_, figures), *_ = curves(read_view(run_dir))
+    (found,) = re.findall(r'aria-label="Validation".*data-hover="([^"]*)"', "\n".join(figures))
+    drawn = {each["name"]: each["ys"] for each in json.loads(html.unescape(found))["columns"]}
+    assert drawn == {"int8": [0.2, 0.4, None], "bf16": [0.3, None, 0.6]}
 
 
 def test_what_it_was_doing_ends_with_its_attempt(tmp_path: Path, make_run: Callable[..., Path]) -> None:
