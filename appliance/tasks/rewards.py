@@ -115,7 +115,8 @@ _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)
 
 
 def _numbers(text: str) -> list[Decimal]:
-    return [_decimal(each.replace(",", "").replace("$", "")) for each in _NUMBER.findall(plain_numbers(text))]
+    found = _NUMBER.findall(joined_numbers(plain_numbers(text)))
+    return [_decimal(each.replace(",", "").replace("$", "")) for each in found]
 
 
 def _decimal(text: str) -> Decimal:
@@ -127,7 +128,8 @@ def _decimal(text: str) -> Decimal:
 
 
 def number(response: Response) -> float:
-    """1.0 when the last number of the response is the last one of the truth, commas and dollar signs ignored."""
+    """1.0 when the last number of the response is the last one of the truth, dollar signs and what groups thousands
+    ignored."""
     wanted = _numbers(_given(response.truth))
     if not wanted:
         raise ValueError(f"the truth `{response.truth[:60]}` has no number")

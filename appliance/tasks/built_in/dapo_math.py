@@ -31,7 +31,8 @@ _INTEGER = re.compile(r"-?\d{1,18}")
 _BLANKS = re.compile(r"(?<=\d)( ) *(?=\d)| ")  # one stays between two digits: 1 2 is not 12
 _SIDE_BY_SIDE = re.compile(r"[-\d.,/]+(?: [-\d.,/]+)+")  # math-verify would make one number of them
 _MIXED = re.compile(r"(?<![\w.,/^])(?<!\d )(\d{1,3}(?: \d{3})+|\d{1,9}) +([1-9]\d{0,8})/(\d{1,9})(?![\d^]|\.\d)")
-_GROUPED = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?!\d| \d)")
+_SPACE = r"[ \u00a0\u2009\u202f]"  # between thousands: a usual one, no-break, thin, or both
+_GROUPED = re.compile(rf"(?<![\w.,])(?<!\d{_SPACE})\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|{_SPACE}\d|,\d{{3}}(?!\d))")
 _ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
 
 
@@ -78,7 +79,7 @@ def is_same(answer: str, *, truth: str) -> bool:
 
 def joined_numbers(answer: str) -> str:
     """The answer with `1 1/2` as `3/2` where the fraction is a proper one, and thousands as in `12 345` joined."""
-    return _GROUPED.sub(lambda found: found[0].replace(" ", ""), _MIXED.sub(_improper, answer))
+    return _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), _MIXED.sub(_improper, answer))
 
 
 def _improper(mixed: re.Match[str]) -> str:

@@ -99,6 +99,26 @@ def test_number_compares_the_last_one(text: str, truth: str, value: float) -> No
     assert graded("number", text, truth) == value
 
 
+@pytest.mark.parametrize("space", [" ", "\u00a0", "\u2009", "\u202f"])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("it is 1_000.", "1000"), ("-$12_345_678.50", "-12345678.5"), ("12_345 km", "12345"), ("07_000", "7000")),
+        *(("3_1000", "1000"), ("1000_100", "100"), ("1_10_100", "100"), ("10_1_000", "0")),
+        *(("0.5_100", "100"), ("1,000_100", "100"), ("3_100,000", "100000"), ("A3_100", "100"), ("3\n10_100", "10100")),
+    ],
+)
+def test_a_space_joins_thousands_and_no_two_numbers(text: str, number: str, space: str) -> None:
+    text = text.replace("_", space)
+    assert [graded("number", *pair) for pair in ((text, number), (number, text))] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u2009", "\u202f"])
+def test_math_joins_by_the_same_spaces(space: str) -> None:
+    assert joined_numbers(f"12{space}345{space}678") == "12345678"
+    assert graded("math", f"\\boxed{{12{space}345}}", "12345") == 1.0
+
+
 MINUS, EN_DASH, WIDE = "\u2212", "\u2013", "\uff0d"
 
 
