@@ -31,6 +31,7 @@ import functools
 import importlib.util
 import platform
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +189,8 @@ class OneDnnGemm:
             codes_NK.t(), scale_N1, dtype, True, False, _ONEDNN_CACHED_PRIMITIVES
         )
         self._handle = torch.tensor(handle, dtype=torch.int64)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            torch.ops._C.release_dnnl_matmul_handler(self._handle.item())
+        release = weakref.finalize(self, torch.ops._C.release_dnnl_matmul_handler, handle)
+        release.atexit = False  # another thread may still multiply
 
     def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
         """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -61,3 +64,25 @@ def test_a_kernel_is_asked_for_while_a_model_is_loaded() -> None:
         assert saturates() == found
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_packed_weight_is_given_back_with_its_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_kernels()
+    released: list[int] = []
+    monkeypatch.setattr(torch.ops._C, "release_dnnl_matmul_handler", released.append)
+    gemm = OneDnnGemm(torch.ones(32, 64, dtype=torch.int8), scale_N1=torch.ones(32, 1))
+    handle = gemm._handle.item()
+    assert released == []
+    del gemm
+    assert released == [handle]
+
+
+def test_a_program_that_ends_with_one_says_nothing() -> None:
+    program = """
+import torch
+from appliance.quant.cpu_gemm import OneDnnGemm, load_kernels
+load_kernels()
+gemm = OneDnnGemm(torch.ones(32, 64, dtype=torch.int8), scale_N1=torch.ones(32, 1))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
