@@ -6,7 +6,6 @@ vLLM resolves `quantization` in `EngineArgs.__post_init__`, before it loads plug
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -19,11 +18,12 @@ from vllm.platforms import current_platform
 from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.engine.kernel_proof import ROUNDS
 from appliance.errors import ApplianceError, RecipeError
-from appliance.patch import Patch, apply_patch
+from appliance.patch import Patch
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import EngineSettings, engine_settings
 from flashrl_compat.loader import LOAD_FORMAT
+from flashrl_compat.patches import apply_here
 from flashrl_compat.variables import CONFIG_VARIABLE, LOGGER, RELOAD_VARIABLE, Variables, read_variables, tell_hints
 from flashrl_compat.worker import RELOAD_KEY, WORKER_CLASS
 
@@ -40,9 +40,6 @@ ENGINE_ARGUMENTS = Patch(
     source_sha256="8d7f29b97d577e5dffe6c45a5e851260290e52afe9b16c5ef3b18b0f60bf7572",
     remove_when="a vLLM plugin can set engine arguments, or nobody comes from FlashRL any more",
 )
-# The function's source is the same in the GPU wheel (vllm-0.28.0-cp38-abi3-manylinux_2_28_x86_64.whl, the one of
-# requirements/gpu.txt): read there, not run.
-ENGINE_ARGUMENTS_GPU = dataclasses.replace(ENGINE_ARGUMENTS, version="0.28.0")
 
 RANK_VARIABLE = "RANK"  # torchrun's, which FlashRL reads
 # verl's own extension loads weights into layers that are processed already, and processes them again.
@@ -60,7 +57,7 @@ Problem = tuple[str, str]
 
 def patch_engine_arguments() -> None:
     """Raises PatchError."""
-    apply_patch(ENGINE_ARGUMENTS if current_platform.is_cpu() else ENGINE_ARGUMENTS_GPU, _with_flashrl)
+    apply_here(ENGINE_ARGUMENTS, _with_flashrl)
 
 
 def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,17 +8,17 @@ own weight version counts up (`GET /weight_info`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from appliance.engine.ways_in import FINAL, OPEN, SLEEP, WANTED, WeightState
 from appliance.errors import SyncError
-from appliance.patch import Patch, apply_patch
+from appliance.patch import Patch
+from flashrl_compat.patches import apply_here
 from flashrl_compat.variables import LOGGER
 
 AFTER_CALLS = Patch(
@@ -64,7 +64,7 @@ BEFORE_REQUESTS = Patch(
 
 
 def patch_core() -> None:
-    """Raises PatchError. The sources are the same in the GPU wheel: compared, not run there."""
+    """Raises PatchError."""
     replacements = {
         AFTER_CALLS: _follows,
         BEFORE_RESETS: _settles,
@@ -72,11 +72,10 @@ def patch_core() -> None:
         BEFORE_RESUMING: _refuses_to_resume,
     }
     for patch, replacement in replacements.items():
-        here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
-        apply_patch(here, replacement)
+        apply_here(patch, replacement)
 
 
-@dataclasses.dataclass
+@dataclass
 class _Known:
     """What a core knows of its workers' weights."""
 

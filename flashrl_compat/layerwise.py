@@ -5,7 +5,6 @@ vLLM's own weight transfer, `reload_weights`, SkyRL and prime-rl enter a reload 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from typing import Any
 
 from torch.nn import Module
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.platforms import current_platform
 
 from appliance.engine.ways_in import ways_into
-from appliance.patch import Patch, apply_patch
+from appliance.patch import Patch
+from flashrl_compat.patches import apply_here
 
 BEGINS = Patch(
     name="flashrl-reload-begins",
@@ -46,8 +45,7 @@ def patch_layerwise() -> None:
     """Before a trainer's worker extension is imported, which may hold the functions by name. Raises PatchError."""
     if not _ORIGINALS:
         for patch, replacement in ((BEGINS, _begins), (ENDS, _ends)):
-            here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
-            apply_patch(here, replacement)
+            apply_here(patch, replacement)
     route()
 
 

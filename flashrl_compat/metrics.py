@@ -7,16 +7,15 @@ VLLM_PLUGINS names them: hence a patch.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.platforms import current_platform
-
-from appliance.patch import Patch, apply_patch
+from appliance.patch import Patch
+from flashrl_compat.patches import apply_here
 
 ROUTES = Patch(
     name="flashrl-metrics-tell-the-version",
@@ -35,11 +34,9 @@ ANSWERS_WITHIN_S = 2.0
 
 
 def patch_metrics() -> None:
-    """In API servers alone: nobody else has their modules, which are slow to import. Raises PatchError. The sources are
-    the same in the GPU wheel: compared, not run there."""
+    """In API servers alone: nobody else has their modules, which are slow to import. Raises PatchError."""
     if SERVERS_OWN in sys.modules:
-        here = ROUTES if current_platform.is_cpu() else dataclasses.replace(ROUTES, version="0.28.0")
-        apply_patch(here, _with_version)
+        apply_here(ROUTES, _with_version)
 
 
 def _with_version(original: Callable[..., None]) -> Callable[..., None]:
@@ -58,7 +55,7 @@ def _gauge() -> Any:
     return Gauge(METRIC, MEANS, multiprocess_mode="mostrecent")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Asking:
     """ASGI middleware that asks the engine before the metrics are read."""
 

@@ -7,19 +7,18 @@ output without tokens.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from appliance.errors import SyncError
-from appliance.patch import Patch, apply_patch
+from appliance.patch import Patch
 from flashrl_compat.core import settle
+from flashrl_compat.patches import apply_here
 
 ASYNC = Patch(
     name="flashrl-server-says-why",
@@ -54,10 +53,9 @@ ADD = Patch(
 
 
 def patch_refusals() -> None:
-    """Raises PatchError. The sources are the same in the GPU wheel: compared, not run there."""
+    """Raises PatchError."""
     for patch, replacement in {ASYNC: _says_why, STEP: _raises_why, ADD: _forgets}.items():
-        here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
-        apply_patch(here, replacement)
+        apply_here(patch, replacement)
 
 
 def _refused(output: Any) -> str:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from appliance.errors import RecipeError
+from appliance.errors import RecipeError, first_line
 
 _NOBODY = 65534
 _PR_SET_NO_NEW_PRIVS = 38
@@ -47,7 +47,7 @@ def read(file: io.BufferedReader) -> bytes:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except _TORCH_SAYS as error:
-        raise NotAProfile(f"torch cannot read it: {_first_line(error)}") from error
+        raise NotAProfile(f"torch cannot read it: {first_line(error)}") from error
     return save(_checked(loaded))
 
 
@@ -118,10 +118,6 @@ def _warm_up() -> None:
     save({"x": torch.ones(1)})
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def main(arguments: list[str]) -> int:
     source, result, room = (Path(each).absolute() for each in arguments)
     torch.set_num_threads(1)
@@ -134,7 +130,7 @@ def main(arguments: list[str]) -> int:
             out.write(f"it asks for more than tensors and plain containers: {_asked(error)}".encode())
             return RecipeError.exit_code
         except (NotAProfile, MemoryError) as error:
-            out.write(_first_line(error).encode())
+            out.write(first_line(error).encode())
             return RecipeError.exit_code
     return 0
 
@@ -142,7 +138,7 @@ def main(arguments: list[str]) -> int:
 def _asked(error: pickle.UnpicklingError) -> str:
     """What the pickle wanted, out of torch's long message: a name, or an instruction."""
     found = re.search(r"GLOBAL [\w.]+|Unsupported (?:class|operand) [\w.]+", str(error))
-    return found.group(0) if found else _first_line(error)
+    return found.group(0) if found else first_line(error)
 
 
 if __name__ == "__main__":

@@ -166,14 +166,6 @@ def test_the_plugin_needs_neither_verl_nor_ray() -> None:
     assert child.stdout.splitlines()[-1] == "imported"
 
 
-@pytest.mark.engine
-def test_the_record_is_the_same_for_both_flavours(process: pytest.MonkeyPatch) -> None:
-    from flashrl_compat.arguments import ENGINE_ARGUMENTS, ENGINE_ARGUMENTS_GPU
-
-    assert ENGINE_ARGUMENTS.version == f"{ENGINE_ARGUMENTS_GPU.version}+cpu"
-    assert ENGINE_ARGUMENTS.source_sha256 == ENGINE_ARGUMENTS_GPU.source_sha256
-
-
 def test_lines_have_flashrls_format_and_go_into_the_file(tmp_path: Path) -> None:
     log = tmp_path / "flashrl.log"
     log.write_text("before\n")
