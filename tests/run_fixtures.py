@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from plans import make_plan
 from appliance.processes import Process
 from appliance.record.events import StepMetrics, parse_metrics
 from appliance.record.plan import ExpectedAttestation, RunPlan
-from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE
+from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, ray_dir
 from appliance.terms.schemes import Scheme
 
 # As written by a real run on two cores; only the numbers of a person's interest differ from step to step.
@@ -72,17 +73,17 @@ def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1"
         steps=steps,
         validate_every=steps,
         argv=argv,
-        env=((PLAN_VARIABLE, str(run_dir / "plan.json")), ("PYTHONUNBUFFERED", "1")),
+        env=(
+            (PLAN_VARIABLE, str(run_dir / "plan.json")),
+            (RAY_DIR_VARIABLE, ray_dir(run_dir, temporary=Path(tempfile.gettempdir()))),
+            ("PYTHONUNBUFFERED", "1"),
+        ),
         pins=(("rich", "1.0"),),
         attestations=(
             ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8),
             ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16),
         ),
     )
-
-
-def _with_ray_dir(plan: RunPlan, folder: Path) -> RunPlan:
-    return plan.replace(env=(*plan.env, (RAY_DIR_VARIABLE, str(folder))))
 
 
 def _python(code: str) -> tuple[str, ...]:
@@ -158,11 +159,6 @@ def step_line() -> Callable[..., StepMetrics]:
 @pytest.fixture(scope="session")
 def small_plan() -> Callable[..., RunPlan]:
     return _small_plan
-
-
-@pytest.fixture(scope="session")
-def with_ray_dir() -> Callable[..., RunPlan]:
-    return _with_ray_dir
 
 
 @pytest.fixture(scope="session")

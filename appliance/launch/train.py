@@ -223,28 +223,23 @@ class _Training:
 
     def _train(self) -> Outcome:
         """Ray's sockets and files are where the plan says, for as long as they are needed."""
-        plan, wanted = self._plan, dict(self._plan.env).get(RAY_DIR_VARIABLE)
-        ray_dir = make_ray_dir(wanted) if wanted else None
+        plan = self._plan
+        ray_dir = make_ray_dir(dict(plan.env)[RAY_DIR_VARIABLE])
         try:
-            if plan.cluster is not None:
-                ray_token = Path(plan.cluster.token_file)
-            else:
-                ray_token = make_ray_token(ray_dir) if ray_dir else None
             outcome = self._run_child(
                 Child("train", "training", plan.argv, default_code=5),
                 is_done=lambda plan: (Path(plan.run_dir) / "model" / "config.json").is_file(),
                 ask=GracefulStop(self._ask_to_stop, budget_s=plan.guard.save_budget_s),
                 ray_dir=ray_dir,
-                ray_token=ray_token,
+                ray_token=Path(plan.cluster.token_file) if plan.cluster else make_ray_token(ray_dir),
             )
-            if ray_dir is not None and outcome.state is RunStatus.FAILED:
+            if outcome.state is RunStatus.FAILED:
                 try:
                     keep_ray_logs(ray_dir, target=self._session.log_dir / "ray")
                 except OSError as error:
                     console.say(f"warning: Ray's own logs could not be kept: {error}")
         finally:
-            if ray_dir is not None:
-                shutil.rmtree(ray_dir, ignore_errors=True)
+            shutil.rmtree(ray_dir, ignore_errors=True)
         return outcome
 
     def _ask_to_stop(self, why: str) -> None:

@@ -4,7 +4,6 @@ events, metrics, `model/`, exit codes; everything around it is the real thing.""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -20,6 +19,7 @@ from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, has_launcher, read_record
 from appliance.report.summary import print_status
+from appliance.terms.environment import RAY_DIR_VARIABLE
 
 TRAINER = """
 import json, os, sys, time
@@ -339,7 +339,6 @@ def test_signal_while_preparing_starts_no_training(
 def test_killed_launcher_takes_everything_with_it(
     tmp_path: Path,
     small_plan: Callable,
-    with_ray_dir: Callable,
     python: Callable,
     launch: Callable,
     wait_until: Callable,
@@ -347,8 +346,8 @@ def test_killed_launcher_takes_everything_with_it(
     processes_of: Callable,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ray_dir = Path("/tmp") / f"killed-launcher-{os.getpid()}"
-    plan = with_ray_dir(small_plan(tmp_path, argv=python(IGNORING + TRAINER + WAITING)), ray_dir)
+    plan = small_plan(tmp_path, argv=python(IGNORING + TRAINER + WAITING))
+    ray_dir = Path(dict(plan.env)[RAY_DIR_VARIABLE])
     run_dir = Path(plan.run_dir)
     process = launch(plan)
     children = started(process, run_dir, wait_until=wait_until)
@@ -364,21 +363,20 @@ def test_killed_launcher_takes_everything_with_it(
 
 
 def test_ray_logs_are_kept_when_training_failed(
-    tmp_path: Path, small_plan: Callable, with_ray_dir: Callable, python: Callable, launch: Callable
+    tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable
 ) -> None:
-    ray_dir = Path("/tmp") / f"failed-ray-{os.getpid()}"
     code = (
         "import os; from pathlib import Path\n"
         "logs = Path(os.environ['APPLIANCE_RAY_DIR']) / 'ray' / 'session_1' / 'logs'; logs.mkdir(parents=True)\n"
         "(logs / 'raylet.err').write_text('why'); raise RuntimeError('bad')"
     )
-    plan = with_ray_dir(small_plan(tmp_path, argv=python(code)), ray_dir)
+    plan = small_plan(tmp_path, argv=python(code))
     process = launch(plan)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 5
     assert err.splitlines()[-3] == "error: training failed in phase starting: RuntimeError: bad (exit code 1)"
     assert (Path(plan.run_dir) / "logs" / "1" / "ray" / "raylet.err").read_text() == "why"
-    assert not ray_dir.exists()
+    assert not Path(dict(plan.env)[RAY_DIR_VARIABLE]).exists()
 
 
 def test_reader_that_goes_away_ends_the_run(

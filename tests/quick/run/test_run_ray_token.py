@@ -14,6 +14,7 @@ from trainings import holding
 from appliance.errors import PreflightError
 from appliance.launch.train import make_ray_dir, make_ray_token
 from appliance.record.plan import ClusterPlan
+from appliance.terms.environment import RAY_DIR_VARIABLE
 
 # What Ray's processes would find, and who could read it.
 CHILD = """
@@ -33,9 +34,7 @@ raise RuntimeError("bad")
 
 
 @pytest.fixture
-def told(
-    tmp_path: Path, small_plan: Callable, with_ray_dir: Callable, python: Callable, launch: Callable
-) -> Callable[..., dict]:
+def told(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> Callable[..., dict]:
     """Trains with such a child, and gives what that saw. Everything else is below `runs`."""
 
     def train(*, number: int = 1, cluster: ClusterPlan | None = None) -> dict:
@@ -43,12 +42,12 @@ def told(
         file = tmp_path / f"told-{number}.json"
         argv = (*python(CHILD), str(file))
         plan = small_plan(tmp_path / "runs", argv=argv, name=f"small-{number}")
-        folder = Path("/tmp") / f"ray-token-{os.getpid()}"
-        process = launch(with_ray_dir(plan, folder).replace(cluster=cluster))
+        folder = dict(plan.env)[RAY_DIR_VARIABLE]
+        process = launch(plan.replace(cluster=cluster))
         out, err = process.communicate(timeout=60)
         assert process.returncode == 5, err
-        assert not folder.exists()
-        return json.loads(file.read_text()) | {"said": out + err, "folder": str(folder)}
+        assert not os.path.exists(folder)
+        return json.loads(file.read_text()) | {"said": out + err, "folder": folder}
 
     return train
 
