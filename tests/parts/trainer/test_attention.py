@@ -312,15 +312,10 @@ def weighed(log_probs_T: Tensor) -> Tensor:
 
 
 def test_ranks_that_share_a_row_are_one(tmp_path: Path) -> None:
-    meet, context = str(tmp_path / "meet"), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["appliance.trainer.attention"])  # imported once for all
-    ranks = [context.Process(target=one_rank, args=(rank, meet)) for rank in range(max(SHARINGS))]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(timeout=300)
-    assert [each.exitcode for each in ranks] == [0] * len(ranks)
-    by_rank = [torch.load(f"{meet}.{rank}") for rank in range(len(ranks))]
+    meet, ranks = str(tmp_path / "meet"), max(SHARINGS)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["appliance.trainer.attention"])  # once for all
+    torch.multiprocessing.start_processes(one_rank, args=(meet,), nprocs=ranks, start_method="forkserver")
+    by_rank = [torch.load(f"{meet}.{rank}") for rank in range(ranks)]
     for place, (family, changes, _) in enumerate(SHARED):
         model = made(family, implementation=ATTENTION_NAME, **changes)
         labels_T = torch.cat(tokens()).roll(-1)

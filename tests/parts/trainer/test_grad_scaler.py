@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_lora import under_fsdp
 from test_verl_engine import tiny
 
 RANKS, UPDATES = 2, 4
@@ -33,17 +34,11 @@ def engine_of(module: torch.nn.Module) -> Any:
 def one_rank(rank: int, folder: str) -> None:
     """A rank's process: its updates, and what it saw of them, in `<folder>/<rank>.pt`."""
     os.environ["VERL_PLATFORM"] = "cpu"
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from verl.utils.fsdp_utils import apply_fsdp2
-
     import appliance.trainer.worker  # noqa: F401  (verl's platform)
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-    module, mesh = tiny(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-    apply_fsdp2(module, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
+    module = under_fsdp(tiny(), ranks=RANKS, dtype=torch.float16)
     engine, seen = engine_of(module), []
     for update in range(UPDATES):
         factor = 1e9 if update == OVERFLOWS_IN and rank == RANKS - 1 else 1.0
@@ -63,13 +58,7 @@ def one_rank(rank: int, folder: str) -> None:
 
 
 def test_an_overflow_of_one_rank_leaves_the_update_out_on_all(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=one_rank, args=(rank, str(tmp_path))) for rank in range(RANKS)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(timeout=120)
-    assert [each.exitcode for each in ranks] == [0] * RANKS
+    torch.multiprocessing.spawn(one_rank, args=(str(tmp_path),), nprocs=RANKS)
     first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     seen, state = first
     assert seen == [(2.0**10, 0.0, True), (2.0**9, 1.0, False), (2.0**9, 0.0, True), (2.0**10, 0.0, True)]

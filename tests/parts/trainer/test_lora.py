@@ -32,13 +32,13 @@ def tiny() -> PreTrainedModel:
     return Qwen2ForCausalLM(config).to(torch.bfloat16)
 
 
-def under_fsdp(model: torch.nn.Module, *, ranks: int) -> torch.nn.Module:
+def under_fsdp(model: torch.nn.Module, *, ranks: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     """As `_build_fsdp_module` does it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from verl.utils.fsdp_utils import apply_fsdp2
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
     return model
@@ -112,13 +112,7 @@ def whole(module: torch.nn.Module) -> dict[str, Tensor]:
 @pytest.fixture(scope="module", params=[1, RANKS])
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("ranks")
-    context = torch.multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=one_rank, args=(rank, str(folder), request.param)) for rank in range(request.param)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(timeout=300)
-    assert [each.exitcode for each in ranks] == [0] * request.param
+    torch.multiprocessing.spawn(one_rank, args=(str(folder), request.param), nprocs=request.param)
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 

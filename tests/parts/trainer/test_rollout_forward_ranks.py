@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_lora import under_fsdp
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -64,17 +65,15 @@ def one_rank(rank: int, rendezvous: str) -> None:
 def wrapped(rank: int, *, tied: bool, checkpointing: bool) -> tuple[list[Tensor], list[Tensor], dict, list[str]]:
     """(log-probs, those after an update, its gradients, names of the state). As `_build_fsdp_module` does it."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
+    from verl.utils.fsdp_utils import fsdp2_load_full_state_dict
 
     model = masters(tied=tied)
     flow = put_in(model)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    state, mesh = model.state_dict(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-    apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
-    fsdp2_load_full_state_dict(model, state, mesh, None)
+    state = model.state_dict()
+    under_fsdp(model, ranks=RANKS)
+    fsdp2_load_full_state_dict(model, state, init_device_mesh("cpu", (RANKS,)), None)
     first = step(model, rank)
     grads = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
     with torch.no_grad():
@@ -95,14 +94,8 @@ def log_probs_alone(model: PreTrainedModel, rank: int) -> tuple[list[Tensor], di
 def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     """Log-probs bit for bit, before and after an update, with and without gradient checkpointing. Gradients of two
     batches are BF16, summed in float32 and halved: one rounding, 2^-24 of the sum."""
-    context = torch.multiprocessing.get_context("spawn")
     rendezvous = str(tmp_path / "meet")
-    ranks = [context.Process(target=one_rank, args=(rank, rendezvous)) for rank in range(RANKS)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(timeout=300)
-    assert [each.exitcode for each in ranks] == [0] * RANKS
+    torch.multiprocessing.spawn(one_rank, args=(rendezvous,), nprocs=RANKS)
     by_rank = [torch.load(f"{rendezvous}.{rank}") for rank in range(RANKS)]
     for case, *found in zip(CASES, *by_rank, strict=True):
         model = masters(tied=case["tied"])
