@@ -24,9 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from appliance import console
+from appliance.compare.results import busy_share
 from appliance.errors import TrainingError
 from appliance.processes import find_processes
 from appliance.record.events import pss_bytes
@@ -41,7 +40,6 @@ SETTINGS = {
     "int8, learning rate 0": ("optimizer.learning_rate=0",),
 }
 SAMPLE_MEMORY_EVERY_S = 2.0
-BUSY_SAMPLE_S = 3.0
 MAX_BUSY = 0.1
 
 
@@ -107,7 +105,7 @@ def train(setting: str, *, seed: int, root: Path) -> Trained:
     sets = (f"seed={seed}", f"cluster.run_dir={root}", *SETTINGS[setting])
     arguments = [part for pair in sets for part in ("--set", pair)]
     run_dir = (root / name).absolute()
-    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+    busy = busy_share()
     started_unix_s, started = time.time(), time.monotonic()
     command = [sys.executable, "-m", "appliance", "train", RECIPE, "--name", name, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -154,15 +152,19 @@ def end_of_first_step(run_dir: Path) -> float:
 
 
 def write(folder: Path, trained: list[Trained]) -> None:
-    where = {
+    where = here()
+    document = {"schema_version": 1, **where, "recipe": RECIPE, "runs": [asdict(one) for one in trained]}
+    (folder / "demo.json").write_text(json.dumps(document, indent=1) + "\n")
+    (folder / "demo.md").write_text(page(trained, where=where))
+
+
+def here() -> dict[str, object]:
+    return {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    document = {"schema_version": 1, **where, "recipe": RECIPE, "runs": [asdict(one) for one in trained]}
-    (folder / "demo.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "demo.md").write_text(page(trained, where=where))
 
 
 def processor() -> str:

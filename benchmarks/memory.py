@@ -8,10 +8,7 @@ a test holds against the estimate) and `memory.md` (the table).
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -27,7 +24,7 @@ from appliance.processes import find_processes
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import RUN_VARIABLE
 from appliance.terms.shapes import ModelShape, read_shape
-from benchmarks.demo import processor, pss_bytes
+from benchmarks.demo import here, pss_bytes
 
 RECIPE = "arithmetic-tiny-int8"
 SAMPLE_EVERY_S = 0.5
@@ -197,12 +194,7 @@ def by_phase(
 
 
 def write(folder: Path, found: list[tuple[RunPlan, Measured]]) -> None:
-    where = {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
+    where = here()
     runs = [asdict(measured) for _, measured in found]
     document = {"schema_version": 1, **where, "recipe": RECIPE, "sets": SETS, "runs": runs}
     (folder / "memory.json").write_text(json.dumps(document, indent=1) + "\n")

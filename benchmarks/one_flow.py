@@ -26,16 +26,16 @@ from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from appliance import console
 from appliance.bench.job import GIB, NAMED_SHAPES, PROMPT_TOKENS, Job, Measurement, Shapes, read_lines
+from appliance.compare.results import busy_share
 from appliance.control_groups import usable_cores
-from appliance.terms.environment import EXACT_VARIABLE, PLAN_VARIABLE, child_env
+from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import ATTENTION_NAME, Quantisation
 from appliance.terms.shapes import KNOWN
-from benchmarks.demo import BUSY_SAMPLE_S, processor
+from benchmarks.demo import processor
+from benchmarks.sync import engine_env
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,9 @@ def rollouts(shapes: Shapes, *, mix: Mix, turns: int, threads: int) -> Times:
         file.write_text(job.model_dump_json())
         with log.open("w") as output:
             command = [sys.executable, "-m", "appliance.bench.child", str(file)]
-            done = subprocess.run(command, env=environment(threads), stdout=output, stderr=output, check=False)
+            done = subprocess.run(
+                command, env=os.environ | engine_env(threads), stdout=output, stderr=output, check=False
+            )
         if done.returncode:
             console.say(log.read_text()[-4000:])
             raise SystemExit(done.returncode)
@@ -115,14 +117,6 @@ def rollouts_job(shapes: Shapes, *, mix: Mix, turns: int, folder: Path) -> Job:
         results=str(folder / "results.jsonl"),
         facts=str(folder / "facts.jsonl"),
     )
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Of a process with an engine."""
-    settings = {"is_cpu": True, "threads": threads, "kv_cache_gb": 1, "offline": True, "backends": ()}
-    env = os.environ | dict(child_env(Path(tempfile.gettempdir()), **settings))
-    del env[PLAN_VARIABLE]  # no run's folder to attest in
-    return env
 
 
 @dataclass(frozen=True)
@@ -166,7 +160,7 @@ def equal_tokens(*, threads: int) -> list[str]:
         rows: dict[Scheme, list[Sampled]] = {}
         for scheme in SCHEMES:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                rows[scheme] = pool.submit(sample, Path(folder), scheme, environment(threads)).result()
+                rows[scheme] = pool.submit(sample, Path(folder), scheme, engine_env(threads)).result()
         lines = ["| rollouts | training | tokens equal | mean difference, nats |", "| --- | --- | --- | --- |"]
         for scheme, training in ((Scheme.INT8, FLOW), (Scheme.INT8, BF16), (Scheme.BF16, FLOW), (Scheme.BF16, BF16)):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -234,26 +228,32 @@ def random_model(shapes: Shapes) -> PreTrainedModel:
     return model
 
 
+def on_one_rank(model: Module) -> None:
+    """In FSDP2 of this process, as verl wraps it."""
+    import torch
+    from torch.distributed import HashStore, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
+
+
 class Trainer:
     """One model, whose forward is of either side: `use`."""
 
     def __init__(self, shapes: Shapes) -> None:
         import torch
-        from torch.distributed import init_process_group
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-        from verl.utils.fsdp_utils import apply_fsdp2
 
-        init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.model = random_model(shapes).train()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         own = self._forwards()
         self.flow = put_in(self.model)
         self._sides = {BF16: own, FLOW: self._forwards()}
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-        settings = {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}
-        apply_fsdp2(self.model, settings, {})
+        on_one_rank(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.01)
 
     def _forwards(self) -> list[Callable[..., Any]]:
@@ -488,7 +488,7 @@ def page(given: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
 
     torch.set_num_threads(given.threads)
     shapes = NAMED_SHAPES[given.shapes].replace(layers=1)
-    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+    busy = busy_share()
     of_rollouts = rollouts(shapes, mix=mix, turns=given.turns, threads=given.threads)
     console.say("rollouts measured")
     parts = train(shapes, mix=mix, turns=given.turns, of_tokens=given.tokens)

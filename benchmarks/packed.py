@@ -10,7 +10,6 @@ into FOLDER.
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import sys
 import time
@@ -20,12 +19,12 @@ from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from appliance import console
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.settings import ATTENTION_NAME
-from benchmarks.demo import BUSY_SAMPLE_S, MAX_BUSY, processor
+from benchmarks.demo import RECIPE
+from benchmarks.one_flow import on_one_rank, ratios
+from benchmarks.telemetry import Where
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -77,8 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     output = parser.parse_args().output
-    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
-    page = "\n".join(lines(busy=busy)) + "\n"
+    page = "\n".join(lines(Where.now(RECIPE))) + "\n"
     console.out(page)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
@@ -86,14 +84,12 @@ def main() -> int:
     return 0
 
 
-def lines(*, busy: float) -> list[str]:
-    """busy: share of all cores that other processes used just before, 0..1."""
+def lines(where: Where) -> list[str]:
     import torch
 
     torch.set_num_threads(1)
-    where = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}: {processor()}, one thread, others used {busy:.0%} before"
     found = [
-        f"Made by `python -m benchmarks.packed`. {where}{', so its times are no measurement' * (busy > MAX_BUSY)}.",
+        f"Made by `python -m benchmarks.packed`, on one thread. {where.text}.",
         "",
         "| batch | pass | padded, ms | packed, ms | padded / packed |",
         "| --- | --- | --- | --- | --- |",
@@ -103,29 +99,20 @@ def lines(*, busy: float) -> list[str]:
         times = timed(engine, mix)
         for each in PASSES:
             padded, packed = (times[side, each] for side in SIDES)
-            ratios = [one / other for one, other in zip(padded, packed, strict=True)]
-            shown = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-            found.append(f"| {mix.name} | {each} | {median(padded) * 1e3:.0f} | {median(packed) * 1e3:.0f} | {shown} |")
+            ms = f"{median(padded) * 1e3:.0f} | {median(packed) * 1e3:.0f}"
+            found.append(f"| {mix.name} | {each} | {ms} | {ratios(padded, packed)} |")
     return found
 
 
 def model() -> PreTrainedModel:
     import torch
-    from torch.distributed import HashStore, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers import Qwen2ForCausalLM
-    from verl.utils.fsdp_utils import apply_fsdp2
 
     from appliance.tasks.tiny_model import config_of
 
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    config = config_of(TINY_MODELS["tiny-arithmetic"])
-    made = Qwen2ForCausalLM(config).train()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-    apply_fsdp2(made, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
+    made = Qwen2ForCausalLM(config_of(TINY_MODELS["tiny-arithmetic"])).train()
+    on_one_rank(made)
     return made
 
 

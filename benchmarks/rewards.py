@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import time
@@ -20,14 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
-
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.record.plan import read_plan
 from appliance.tasks.task import Response, Reward
 from appliance.trainer.rewards import RewardPool, num_workers
-from benchmarks.demo import BUSY_SAMPLE_S, processor
 from benchmarks.telemetry import Where
 
 SAMPLES, ROUNDS = 10_000, 3
@@ -143,13 +139,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("-o", "--output", type=Path, help="folder for rewards.md")
     arguments = parser.parse_args()
-    where = Where(
-        date=datetime.date.today().isoformat(),
-        processor=processor(),
-        cores=os.cpu_count() or 0,
-        recipe=read_plan(arguments.run / "plan.json").name,
-        busy=psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100,
-    )
+    where = Where.now(read_plan(arguments.run / "plan.json").name)
     cost = cost_of(arguments.run)
     console.out("\n".join([*cost.lines, where.text]))
     if arguments.output is not None:

@@ -8,10 +8,8 @@ its end. `start.md` goes into FOLDER.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -20,13 +18,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-import psutil
-
 from appliance import console
-from benchmarks.demo import BUSY_SAMPLE_S, MAX_BUSY, processor
+from benchmarks.demo import RECIPE
+from benchmarks.telemetry import Where
 
 TURNS = 5
-COMMAND = ("train", "arithmetic-tiny-int8", "--set", "rollout.scheme=auto", "--set", "trainer.steps=1")
+COMMAND = ("train", RECIPE, "--set", "rollout.scheme=auto", "--set", "trainer.steps=1")
 
 
 def run(folder: Path, name: str) -> tuple[dict[str, float], float]:
@@ -65,14 +62,9 @@ def main() -> int:
     output = parser.parse_args().output
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), "cache")
-        busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+        where = Where.now(RECIPE)
         runs = [run(Path(folder), f"turn-{turn}") for turn in range(TURNS)]
-    when = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    where = f"{when}: {processor()}, {os.cpu_count()} cores, others used {busy:.0%} before"
-    page = (
-        f"Made by `python -m benchmarks.start`. {where}{', so its times are no measurement' * (busy > MAX_BUSY)}.\n\n"
-        + table(runs)
-    )
+    page = f"Made by `python -m benchmarks.start`. {where.text}.\n\n{table(runs)}"
     console.out(page)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

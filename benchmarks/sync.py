@@ -284,13 +284,16 @@ def main() -> int:
     return 0
 
 
+def engine_env(threads: int) -> dict[str, str]:
+    """Of a process with an engine; with no run's folder to attest in."""
+    settings = {"is_cpu": True, "threads": threads, "kv_cache_gb": 1, "offline": True, "backends": ()}
+    env = child_env(Path(tempfile.gettempdir()), **settings)
+    return {name: value for name, value in env if name != PLAN_VARIABLE}
+
+
 def set_environment(threads: int) -> None:
     """Before torch and vLLM are imported."""
-    env = dict(
-        child_env(Path(tempfile.gettempdir()), is_cpu=True, threads=threads, kv_cache_gb=1, offline=True, backends=())
-    )
-    env.pop(PLAN_VARIABLE)
-    os.environ.update(env)
+    os.environ.update(engine_env(threads))
 
 
 def _heading(shapes: Shapes, given: argparse.Namespace) -> str:

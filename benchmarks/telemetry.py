@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
-
 from appliance import console
+from appliance.compare.results import busy_share
 from appliance.errors import TrainingError
-from benchmarks.demo import BUSY_SAMPLE_S, MAX_BUSY, RECIPE, processor
+from benchmarks.demo import MAX_BUSY, RECIPE, processor
 
 STEPS = 12
 AIM = 0.01  # of a step
@@ -69,6 +68,11 @@ class Where:
     busy: float
     """Share of all cores that other processes used just before, 0..1."""
 
+    @classmethod
+    def now(cls, recipe: str) -> Where:
+        """Looks for a few seconds at what others do."""
+        return cls(datetime.date.today().isoformat(), processor(), os.cpu_count() or 0, recipe, busy_share())
+
     @property
     def text(self) -> str:
         said = f"{self.date}: {self.processor}, {self.cores} cores, of which others used {self.busy:.0%} before"
@@ -88,13 +92,7 @@ def main() -> int:
             parser.error("-o: it is not known where and beside what the run of --run was made")
         console.out(cost_of(arguments.run).text)
         return 0
-    where = Where(
-        date=datetime.date.today().isoformat(),
-        processor=processor(),
-        cores=os.cpu_count() or 0,
-        recipe=arguments.recipe,
-        busy=psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100,
-    )
+    where = Where.now(arguments.recipe)
     cost = cost_of(train(arguments.recipe, steps=arguments.steps, root=arguments.run_root.absolute()))
     console.out(f"{cost.text}\n{where.text}")
     if arguments.output is not None:

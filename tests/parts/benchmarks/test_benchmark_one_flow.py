@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.bench.job import NAMED_SHAPES, Job
-from benchmarks.one_flow import SCHEMES, Mix, environment, rollouts_job
+from benchmarks.one_flow import SCHEMES, Mix, rollouts_job
+from benchmarks.sync import engine_env
 
 
 def test_its_engines_are_those_of_a_run_on_a_cpu(tmp_path: Path) -> None:
@@ -13,4 +14,4 @@ def test_its_engines_are_those_of_a_run_on_a_cpu(tmp_path: Path) -> None:
     job = rollouts_job(NAMED_SHAPES["qwen2.5-7b"], mix=mix, turns=3, folder=tmp_path)
     assert Job.model_validate_json(job.model_dump_json()) == job
     assert job.eager == tuple(each.scheme for each in job.engines) == SCHEMES
-    assert environment(2)["OMP_NUM_THREADS"] == "2"
+    assert engine_env(2)["OMP_NUM_THREADS"] == "2"
