@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 
@@ -319,8 +320,7 @@ def train_in_container(
 def without_home(recipe: Recipe) -> Iterator[str]:
     """`--set` for each path of the recipe that begins with `~`, as it reads outside: inside it means another home."""
     for key in PATHS:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(recipe, section), name)
+        value = attrgetter(key)(recipe)
         if value and value.startswith("~"):
             yield from ("--set", f"{key}={json.dumps(os.path.expanduser(value))}")
     sets, rewards = recipe.task.val_sets, recipe.task.rewards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import PurePath
 
 from appliance.corrections.registry import METHODS
@@ -78,8 +79,7 @@ def _lora(recipe: Recipe) -> Iterator[Broken]:
         ),
     }
     for name, (usual, message) in refused.items():
-        section, _, field = name.partition(".")
-        if getattr(getattr(recipe, section), field) != usual:
+        if attrgetter(name)(recipe) != usual:
             yield Broken((name, key), message, "remove it, or set model.lora to null")
 
 
@@ -267,8 +267,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
         "trainer.attention": (Attention.AUTO, "only the forward in BF16 has a choice of it"),
     }
     for name, (usual, message) in refused.items():
-        section, _, field = name.partition(".")
-        if getattr(getattr(recipe, section), field) != usual:
+        if attrgetter(name)(recipe) != usual:
             yield Broken((name, key), message, f"use {usual}, or trainer.forward: bf16".replace("False", "false"))
 
 
@@ -492,8 +491,7 @@ def broken_on_cpu(recipe: Recipe) -> Iterator[Broken]:
 
 def _texts(recipe: Recipe) -> Iterator[Broken]:
     for key in PATHS:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(recipe, section), name)
+        value = attrgetter(key)(recipe)
         if value and (why := path_problem(value)):
             yield Broken((key,), why, "correct the path")
     for name, each in recipe.task.val_sets.items():
