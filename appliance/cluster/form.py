@@ -38,6 +38,7 @@ from appliance.terms.environment import (
     with_ray_token,
 )
 
+CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
 RETURNS_WITHIN_S = 45.0  # with the seconds that Ray takes to see a killed node, less than a minute
 _LOOK_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
@@ -285,9 +286,7 @@ def look_around() -> tuple[list[Node], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def cluster_of(
-    plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None, on_loss: Callable[[ApplianceError], None]
-) -> Iterator[Cluster]:
+def cluster_of(plan: RunPlan, wanted: ClusterPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[Cluster]:
     """Connected, complete and compared; stopped at the end. Raises PreflightError. on_loss: called once, on another
     thread, when the head or a node of the training is gone."""
     token_file = Path(wanted.token_file)
@@ -296,7 +295,7 @@ def cluster_of(
     else:
         make_token(token_file)
     os.environ |= ray_node_env()  # of Ray's client in this process too; the token is known to it from its start
-    head = None if wanted.address else _start_head(plan, wanted, object_store_bytes=object_store_bytes)
+    head = None if wanted.address else _start_head(plan, wanted)
     cluster = Cluster(plan, head=head)
     cluster.watch_head(on_loss)
     try:
@@ -309,11 +308,11 @@ def cluster_of(
         cluster.stop()
 
 
-def _start_head(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None) -> subprocess.Popen[bytes]:
+def _start_head(plan: RunPlan, wanted: ClusterPlan) -> subprocess.Popen[bytes]:
     offer = NodeOffer(
         gpus=plan.gpus_per_node if plan.is_cpu else None,
         cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.gpus_per_node, is_cpu=plan.is_cpu),
-        object_store_bytes=object_store_bytes,
+        object_store_bytes=CPU_OBJECT_STORE_BYTES if plan.is_cpu else None,
         address=wanted.node_address,
     )
     ray_dir = Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from appliance import console
-from appliance.cluster.form import NodeOffer, cpus_for_ray, node_environment, worker_argv
+from appliance.cluster.form import CPU_OBJECT_STORE_BYTES, NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.launch.supervise import supervise
@@ -38,7 +38,6 @@ from appliance.terms.environment import (
 _LOOK_EVERY_S = 2.0
 _LOOKS_WITHOUT = 3  # Ray says why its scheduler died a second or two after its death
 _LOG_TAIL_LINES = 12
-_CPU_OBJECT_STORE_BYTES = 256 << 20
 _FOLDER = "appliance-node-"
 _LAST_PORT = 65535
 _RANDOM = 8  # characters that tempfile adds
@@ -77,7 +76,7 @@ def join_head(
     offer = NodeOffer(
         gpus=gpus if facts.gpus or gpus is not None else 1,
         cpus=cpus_for_ray(facts.cores, ranks=gpus or len(facts.gpus) or 1, is_cpu=not facts.gpus),
-        object_store_bytes=None if facts.gpus else _CPU_OBJECT_STORE_BYTES,
+        object_store_bytes=None if facts.gpus else CPU_OBJECT_STORE_BYTES,
         address=node_address or "",
     )
     with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:

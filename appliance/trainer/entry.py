@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from appliance.cluster.form import cluster_of, cpus_for_ray
+from appliance.cluster.form import CPU_OBJECT_STORE_BYTES, cluster_of, cpus_for_ray
 from appliance.errors import (
     ApplianceError,
     GuardStop,
@@ -38,7 +38,6 @@ from appliance.trainer import forks
 from appliance.trainer.stopping import Stopping
 
 _OF_DEAD_ACTORS = frozenset({"ActorDiedError", "ActorUnavailableError"})  # Ray's, by name: it is not imported yet
-CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
 # What the processes of a run import; these import the rest.
 _IMPORTS = (
     "torch",
@@ -145,8 +144,7 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
         finally:
             ray.shutdown()
         return
-    store = CPU_OBJECT_STORE_BYTES if plan.device == "cpu" else None
-    with cluster_of(plan, plan.cluster, object_store_bytes=store, on_loss=end) as cluster:
+    with cluster_of(plan, plan.cluster, on_loss=end) as cluster:
         try:
             yield lambda error: end(cluster.lost() or error)  # a process may have died with its node
         except (SavedAndStopped, Interrupted, GuardStop):

@@ -52,7 +52,7 @@ def test_ray_has_cpus_for_all_that_verl_starts(tmp_path: Path, monkeypatch: pyte
     for ranks in (1, 2, 8):
         plan = make_plan(tmp_path, device="H100", gpus_per_node=ranks)
         _start_ray(plan)
-        _start_head(plan, cluster, object_store_bytes=None)
+        _start_head(plan, cluster)
         assert asked["num_cpus"] >= 3 * ranks + 8 + 1 + 1
         assert f"--num-cpus={asked['num_cpus']}" in asked["argv"]
 
