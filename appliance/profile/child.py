@@ -19,10 +19,9 @@ from appliance.profile.job import (
     job_of_run,
     key_of,
     model_folder,
-    place_profile,
 )
 from appliance.quant.calibrate import calibrate
-from appliance.quant.files import PROFILE_FILE
+from appliance.quant.files import PROFILE_FILE, place_profile
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of

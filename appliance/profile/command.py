@@ -31,9 +31,9 @@ from appliance.launch.train import Step
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.preflight.report import plan_in
 from appliance.processes import module_argv
-from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
+from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash
 from appliance.profile.uaq import SCALING
-from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, read_file_header, write_config
+from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, place_profile, read_file_header, write_config
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 from appliance.errors import EngineError
-from appliance.files import Frozen, whole_file, write_whole
+from appliance.files import Frozen, write_whole
 from appliance.hub import MODEL_FILES, download_model
 from appliance.quant.files import PROFILE_FILE
 from appliance.record.checkpoints import hash_file
@@ -134,13 +133,6 @@ def find_profile(job: ProfileJob) -> Path | None:
         return None
     found = cache_folder(job, key=key_of(job, folder=folder)[0])
     return found if (found / PROFILE_FILE).is_file() else None
-
-
-def place_profile(found: Path, *, target: Path) -> None:
-    """Copy a profile into a folder; it appears there whole or not at all. Raises OSError."""
-    target.mkdir(parents=True, exist_ok=True)
-    with whole_file(target / PROFILE_FILE) as partial:
-        shutil.copyfile(found / PROFILE_FILE, partial)
 
 
 def cache_folder(job: ProfileJob, *, key: str) -> Path:

@@ -68,10 +68,15 @@ def by_content(folder: Path, *, cache_dir: Path) -> Path:
         return folder
     found = cache_dir / "profiles" / f"content-{digest[:_NAME_DIGITS]}"
     if digest_of(found / PROFILE_FILE) != digest:
-        found.mkdir(parents=True, exist_ok=True)
-        with whole_file(found / PROFILE_FILE) as partial:
-            shutil.copyfile(folder / PROFILE_FILE, partial)
+        place_profile(folder, target=found)
     return found
+
+
+def place_profile(found: Path, *, target: Path) -> None:
+    """Copy a profile into a folder; it appears there whole or not at all. Raises OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    with whole_file(target / PROFILE_FILE) as partial:
+        shutil.copyfile(found / PROFILE_FILE, partial)
 
 
 def engine_named(quantisation: Quantisation, *, profile: Path | None) -> Quantisation:
