@@ -19,6 +19,7 @@ from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.engine.kernel_proof import ROUNDS
 from appliance.errors import ApplianceError, RecipeError
 from appliance.patch import Patch
+from appliance.recipe.text import Problem
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import EngineSettings, engine_settings
@@ -51,8 +52,6 @@ LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled fro
 _NAMES_OF_THEIR_OWN = frozenset(
     {"GptOssForCausalLM", *(f"GraniteMoe{kind}ForCausalLM" for kind in ("", "Hybrid", "Shared"))}
 )
-
-Problem = tuple[str, str]
 
 
 def patch_engine_arguments() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ApplianceError, RecipeError
-from appliance.recipe.text import full_path
+from appliance.recipe.text import Problem, full_path
 from flashrl_compat.names import BY_NAME, IN_FILES, NAMES, Name, listed
 
 CONFIG_VARIABLE = "FLASHRL_CONFIG"
@@ -30,8 +30,6 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.ya?ml)")
 _HUB_MODEL = re.compile(r"[\w.-]+/[\w.-]+")
-
-Problem = tuple[str, str]
 
 
 @dataclass(frozen=True)
