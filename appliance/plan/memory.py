@@ -45,6 +45,7 @@ _CODES = 1  # of them on a GPU, where the codes themselves are multiplied; each 
 _BUCKET = GIB // 2  # of the weights that are sent at once, verl's
 _REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
+_MICRO_BATCH, _PACKED_TO = "batch.micro_batch_sequences", "batch.max_tokens_per_gpu"  # that exclude each other
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
 
 
@@ -358,18 +359,27 @@ def _on_more_ranks(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
         if divides and sharing >= plan.trainer.sequence_parallel and tokens < _tokens_of_a_forward(plan):
             trainer = plan.trainer.replace(sequence_parallel=sharing, max_tokens_per_gpu=tokens)
             shared = "" if sharing == plan.trainer.sequence_parallel else f"trainer.sequence_parallel: {sharing}, "
-            yield plan.replace(trainer=trainer), f"{shared}batch.max_tokens_per_gpu: {tokens}"
+            instead = "" if plan.trainer.max_tokens_per_gpu else f"{_MICRO_BATCH}: null, "
+            yield plan.replace(trainer=trainer), f"{shared}{instead}{_PACKED_TO}: {tokens}"
 
 
 def _more_gpus(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
     """Up to eight in one host; an engine of its own takes as many as its weights need, or less memory of each."""
     for gpus in _SHARINGS:
-        if gpus > plan.gpus_per_node and not shape.heads % gpus:
-            more, text = plan.replace(gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"
+        more, text = plan.replace(gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"
+        if gpus > plan.gpus_per_node and not shape.heads % gpus and _shares_out(more):
             shared = more.replace(rollout=plan.rollout.replace(tensor_parallel=gpus))
-            for changed, said in ((more, text), (shared, f"{text}, rollout.tensor_parallel: {gpus}")):
+            is_one = len(set(plan.rollout.replicas)) == 1  # of several schemes each needs an engine
+            for changed, said in ((more, text), *([(shared, f"{text}, rollout.tensor_parallel: {gpus}")] * is_one)):
                 yield changed, said
                 yield from ((less, f"{said}, {share}") for less, share in _less_for_the_engine(changed))
+
+
+def _shares_out(plan: RunPlan) -> bool:
+    """Whether each GPU has the same number of a step's sequences, and each data-parallel rank of an update's."""
+    samples, topology = plan.rollout.samples_per_prompt, plan.topology
+    mini = plan.trainer.mini_batch_prompts * samples
+    return not (plan.prompts_per_step * samples % topology.gpus or mini % topology.data_parallel)
 
 
 def _smaller_cache(plan: RunPlan) -> Iterator[Changed]:
@@ -379,7 +389,8 @@ def _smaller_cache(plan: RunPlan) -> Iterator[Changed]:
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Changed]:
-    size = plan.trainer.micro_batch_sequences
-    for smaller in (each for each in range(size - 1, 0, -1) if size % each == 0):
+    size, is_packed = plan.trainer.micro_batch_sequences, plan.trainer.max_tokens_per_gpu is not None
+    instead = f"{_PACKED_TO}: null, " if is_packed else ""
+    for smaller in (each for each in range(size if is_packed else size - 1, 0, -1) if size % each == 0):
         trainer = plan.trainer.replace(micro_batch_sequences=smaller, max_tokens_per_gpu=None)
-        yield plan.replace(trainer=trainer), f"batch.micro_batch_sequences: {smaller}"
+        yield plan.replace(trainer=trainer), f"{instead}{_MICRO_BATCH}: {smaller}"

@@ -88,6 +88,16 @@ def test_the_ladder_takes_the_cache_first() -> None:
     assert cpu_ladder(plan, SMALL, limit=GIB) == ()
 
 
+def test_the_ladder_of_a_recipe_that_packs_by_tokens_has_it_count_sequences_instead() -> None:
+    """The two keys exclude each other."""
+    sets = ("task.max_response_tokens=504", "batch.max_tokens_per_gpu=16384")
+    plan = planned(*sets)
+    (change,) = cpu_ladder(plan, SMALL, limit=peak(plan, SMALL) // 2)
+    assert change.startswith("batch.max_tokens_per_gpu: null, batch.micro_batch_sequences: ")
+    typed = [each.replace(": ", "=") for each in change.split(", ")]
+    assert peak(planned(*sets, *typed), SMALL) <= peak(plan, SMALL) // 2
+
+
 def test_what_cannot_be_counted_is_not_estimated() -> None:
     experts = dataclasses.replace(SMALL, architectures=("Qwen3MoeForCausalLM",))
     assert shape_on_cpu(planned(), None) is None

@@ -198,6 +198,26 @@ def test_the_ladder_says_what_makes_it_fit(recipe: str, sets: tuple[str, ...], c
     assert gpu_ladder(plan, shape) == changes
 
 
+BY_SEQUENCES = ("batch.max_tokens_per_gpu=null", "batch.micro_batch_sequences=8")
+THREE = ("batch.prompts_per_step=3", "batch.mini_batch_prompts=null", "rollout.samples_per_prompt=8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "changes"),
+    [
+        ("dapo-7b-int8", BY_SEQUENCES, ("batch.micro_batch_sequences: null, batch.max_tokens_per_gpu: 11264",)),
+        ("qwen3-8b-int8", (*ONE_GPU, "cluster.device=h200", *THREE), ("cluster.gpus_per_node: 2",)),
+        ("qwen3-8b-int8", (*ONE_GPU, "cluster.device=h200", *THREE, "rollout.samples_per_prompt=5"), ()),
+    ],
+)
+def test_a_recipe_takes_what_makes_it_fit(recipe: str, sets: tuple[str, ...], changes: tuple[str, ...]) -> None:
+    """No key beside one that excludes it, and no number of GPUs that the sequences do not divide over."""
+    plan, shape = planned(recipe, *sets), KNOWN[SHIPPED[recipe]]
+    assert gpu_ladder(plan, shape) == changes
+    typed = [each.replace(": ", "=") for change in changes for each in change.split(", ")]
+    assert any(moment.short for moment in moments(planned(recipe, *sets, *typed), shape)) == (not changes)
+
+
 def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
     found = list(device.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
     assert [(each.severity, each.place) for each in found] == [(Severity.ERROR, "cluster.device")]
