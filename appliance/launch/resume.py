@@ -254,16 +254,19 @@ def cache_of(target: Target) -> Path | None:
 
 def find_start(target: Target) -> Resume:
     """Where the run goes on. Reads every byte of the checkpoints it looks at. Raises RecipeError for a named checkpoint
-    that is damaged, and where `checkpoints/` leads to what is not there."""
+    that is damaged or not there, and where `checkpoints/` leads to what is not there."""
     where = target.run_dir / FOLDER
     if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
         hint = "bring it back, such as the disk that it is on"
         raise RecipeError([(f"{where} leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
+    if not os.path.lexists(target.checkpoint):
+        there = ", ".join(str(step_of(each)) for each in in_order(target.run_dir)) or "none"
+        raise RecipeError([(f"--resume {target.checkpoint}: no such checkpoint", f"the run's steps: {there}")])
     if problems := damage(target.checkpoint):
         message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
-        raise RecipeError([(message, "use --resume auto, which takes the newest whole one")])
+        raise RecipeError([(message, f"use --resume {target.run_dir}, which takes the newest whole one")])
     return Resume(target, CheckpointSearch(target.checkpoint))
 
 

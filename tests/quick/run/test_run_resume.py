@@ -420,10 +420,21 @@ def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path, small_plan: Callable) -> None:
-    folder = save(stopped(small_plan(tmp_path)), 3)
+    """`auto` would be the newest run of the recipe's name, or a new one."""
+    run_dir = stopped(small_plan(tmp_path))
+    folder = save(run_dir, 3)
     (folder / "data.pt").write_bytes(b"y" * 3)
     target = find_target(str(folder), root=tmp_path, recipe_name="", name=None)
     with pytest.raises(RecipeError) as caught:
         find_start(target)
     message = f"--resume {folder}: damaged: data.pt has other content than was saved"
-    assert caught.value.problems == [(message, "use --resume auto, which takes the newest whole one")]
+    assert caught.value.problems == [(message, f"use --resume {run_dir}, which takes the newest whole one")]
+
+
+def test_a_named_checkpoint_that_is_not_there_is_not_called_damaged(tmp_path: Path, small_plan: Callable) -> None:
+    run_dir = stopped(small_plan(tmp_path))
+    missing = save(run_dir, 3).with_name("global_step_9")
+    target = find_target(str(missing), root=tmp_path, recipe_name="", name=None)
+    with pytest.raises(RecipeError) as caught:
+        find_start(target)
+    assert caught.value.problems == [(f"--resume {missing}: no such checkpoint", "the run's steps: 3")]
