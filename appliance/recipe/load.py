@@ -365,9 +365,10 @@ def _similar_key(path: list[str]) -> str:
         return similar(path[-1], of=_NESTED[path[1]].model_fields)
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
     fields = section.model_fields if section else Recipe.model_fields
-    if near := difflib.get_close_matches(path[-1], fields, n=1):
-        return f"did you mean `{'.'.join((*path[:-1], near[0]))}`?"
     home = next((name for name, kind in SECTIONS.items() if path[-1] in kind.model_fields), "")
+    near = difflib.get_close_matches(path[-1], fields, n=1)
+    if near and (section or not home):  # a key without its section is that very key
+        return f"did you mean `{'.'.join((*path[:-1], near[0]))}`?"
     return f"did you mean `{home}.{path[-1]}`?" if home else f"use one of {listed(fields)}"
 
 

@@ -151,6 +151,14 @@ def test_set_problems_name_the_option(write):
     )
 
 
+def test_a_key_without_its_section_is_that_very_key_and_not_one_of_a_like_name(write):
+    name = write(MINIMAL)
+    assert problems_of(name, "scheme=int8", "path=/m") == [
+        ("--set scheme=int8: scheme: unknown key", "did you mean `rollout.scheme`?"),
+        ("--set path=/m: path: unknown key", "did you mean `model.path`?"),
+    ]
+
+
 def test_extends_merges_key_by_key_and_names_the_child(write):
     write(MINIMAL + "name: parent\nrollout:\n  temperature: 0.5\n  top_p: 0.9\n", name="parent.yaml")
     recipe = load_recipe(write("extends: parent.yaml\nrollout:\n  top_p: 1.0\nbatch:\n"))
