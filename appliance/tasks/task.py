@@ -281,7 +281,9 @@ def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: 
     if 0 < val_size < len(problems):
         return []
     message = f"{key}: {val_size} of the {len(problems)} problems{words} in {path} leaves none for one side"
-    return [(message, f"use 1 to {max(1, len(problems) - 1)}, or give {key.removesuffix('size')}file")]
+    most = len(problems) - 1
+    use = f"use 1 to {most}" if most else "give more problems"
+    return [(message, f"{use}, or give {key.removesuffix('size')}file")]
 
 
 def _hold_out(problems: list[Problem], *, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:

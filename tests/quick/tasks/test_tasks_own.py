@@ -339,6 +339,14 @@ def test_more_held_out_than_there_are_is_refused(file: Path) -> None:
     assert error.value.problems == [(message, "use 1 to 1, or give task.val_file")]
 
 
+def test_of_a_single_problem_none_can_be_held_out(file: Path) -> None:
+    read(file, {"prompt": "1?"})
+    with pytest.raises(RecipeError) as error:
+        splits(file, val_size=1)
+    message = f"task.val_size: 1 of the 1 problems in {file} leaves none for one side"
+    assert error.value.problems == [(message, "give more problems, or give task.val_file")]
+
+
 def test_the_examples_problems_are_unseen_by_the_warm_start_and_by_each_other() -> None:
     folder = Path(__file__).parents[3] / "examples" / "own-task"
     pools = {}
