@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-from appliance.bench.job import GIB, PROMPT_TOKENS, EngineFacts, Job, Measurement, Shapes, Workload
+from appliance.bench.job import GIB, PROMPT_TOKENS, PROMPT_WORDS, EngineFacts, Job, Measurement, Shapes, Workload
 from appliance.engine.attest import live_scheme
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
@@ -105,7 +105,8 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
 def _prompts(workload: Workload, *, model_path: str) -> Prompts:
     if workload.shapes:
         return [
-            [(7 * row + column) % 500 + 1 for column in range(PROMPT_TOKENS)] for row in range(workload.num_prompts)
+            [(7 * row + column) % PROMPT_WORDS + 1 for column in range(PROMPT_TOKENS)]
+            for row in range(workload.num_prompts)
         ]
     import pyarrow.parquet
     from transformers import AutoTokenizer
@@ -152,7 +153,7 @@ def qwen2_config(shapes: Shapes) -> Qwen2Config:
         num_hidden_layers=shapes.layers,
         num_attention_heads=shapes.heads,
         num_key_value_heads=shapes.kv_heads,
-        max_position_embeddings=4096,
+        max_position_embeddings=max(4096, PROMPT_TOKENS + shapes.new_tokens),
         tie_word_embeddings=False,
         dtype="bfloat16",
     )

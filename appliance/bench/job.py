@@ -15,6 +15,7 @@ from appliance.terms.shapes import KNOWN, ModelShape
 
 GIB = 1 << 30
 PROMPT_TOKENS = 16
+PROMPT_WORDS = 500  # of a vocabulary, from word 1 on: prompts of `shapes` are made of them
 
 
 class Shapes(Frozen):
@@ -176,8 +177,20 @@ def parse_shapes(text: str) -> Shapes:
     missing = [name for name, field in fields.items() if field.is_required() and name not in values]
     if missing and not problems:
         problems.append((f"--shapes {text}: {', '.join(missing)} missing", "or begin with a name such as qwen2.5-7b"))
-    if not problems and values["hidden"] % values["heads"]:
-        problems.append((f"--shapes {text}: heads must divide hidden", "use the model's own numbers"))
     if problems:
         raise RecipeError(problems)
-    return Shapes(**values)
+    made = Shapes(**values)
+    if unfit := _unfit(made):
+        raise RecipeError([(f"--shapes {text}: {message}", hint) for message, hint in unfit])
+    return made
+
+
+def _unfit(shapes: Shapes) -> list[tuple[str, str]]:
+    """What no engine takes: (message, hint)."""
+    own = "use the model's own numbers"
+    found = [("heads must divide hidden", own)] if shapes.hidden % shapes.heads else []
+    found += [("kv_heads must divide heads", own)] if shapes.heads % shapes.kv_heads else []
+    if shapes.vocabulary <= PROMPT_WORDS:
+        message = f"the prompts are made of words 1 to {PROMPT_WORDS}"
+        found.append((message, f"use vocabulary={PROMPT_WORDS + 1} or more"))
+    return found

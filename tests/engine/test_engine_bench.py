@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from engines import forget_engines, run_here
 
+from appliance.bench.child import qwen2_config
 from appliance.bench.command import run_bench
+from appliance.bench.job import parse_shapes
 from appliance.errors import EngineError
 from appliance.launch import side_job
 from appliance.recipe.load import load_recipe
@@ -50,6 +52,11 @@ def test_it_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
     stored = json.loads(kept.read_text())
     assert (stored["device"], stored["shapes"], stored["pairs"]) == ("cpu", "h128-i352-a4-kv2", 5)
     assert [each["ratio"] for each in stored["schemes"]] == [report["schemes"][1]["ratio"]]
+
+
+def test_shapes_take_responses_of_any_length() -> None:
+    """vLLM refuses a sequence that is longer than the model's positions."""
+    assert qwen2_config(parse_shapes("qwen2.5-7b,new_tokens=8192")).max_position_embeddings >= 16 + 8192
 
 
 @pytest.fixture

@@ -199,6 +199,19 @@ def test_shapes_report_every_problem() -> None:
     ]
 
 
+def test_shapes_that_no_engine_takes_are_refused_before_one_starts() -> None:
+    text = "hidden=64,intermediate=96,heads=4,kv_heads=3,layers=1,vocabulary=500"
+    with pytest.raises(RecipeError) as raised:
+        parse_shapes(text)
+    assert raised.value.problems == [
+        (f"--shapes {text}: kv_heads must divide heads", "use the model's own numbers"),
+        (f"--shapes {text}: the prompts are made of words 1 to 500", "use vocabulary=501 or more"),
+    ]
+    fitting = text.replace("kv_heads=3", "kv_heads=2")
+    assert parse_shapes(fitting.replace("500", "501")).vocabulary == 501
+    assert parse_shapes(fitting.replace(",vocabulary=500", "")).vocabulary == 1024
+
+
 def bench(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     argv = [*BENCH, *options, "--set", f"cluster.run_dir={tmp_path}"]
     return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
