@@ -279,8 +279,10 @@ def _time(plan: RunPlan) -> str:
         seconds = _TINY_START_S + plan.steps * step_s + validations * validation_s
         total = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
         return f"about {total}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
-    tokens = sequences * plan.task.max_response_tokens
-    return f"known after the first step; each of {plan.steps} steps generates up to {tokens:,} tokens"
+    tokens = f"up to {sequences * plan.task.max_response_tokens:,} tokens"
+    does = f"learns from {tokens}, and generates more where prompts are replaced"
+    does = does if plan.algorithm.filters else f"generates {tokens}"
+    return f"known after the first step; each of {plan.steps} steps {does}"
 
 
 def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:

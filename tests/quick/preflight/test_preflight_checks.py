@@ -354,6 +354,11 @@ def test_time_is_estimated_where_it_was_measured():
     assert estimates(many)[-1] == ("time", "about 2 min: a start of 45 s and 10 steps of 8.8 s")
     other = "known after the first step; each of 100 steps generates up to 524,288 tokens"
     assert estimates(planned(recipe="gsm8k-0.5b-int8"))[-1] == ("time", other)
+    replaced = (
+        "known after the first step; each of 300 steps learns from up to 41,943,040 tokens, and generates more where "
+        "prompts are replaced"
+    )
+    assert estimates(planned(recipe="dapo-7b-int8"))[-1] == ("time", replaced)
 
 
 def test_an_emulated_scheme_is_said_and_runs():
