@@ -11,7 +11,7 @@ from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimate
 from appliance.preflight import device
 from appliance.preflight.access import judge_access
 from appliance.preflight.container import judge_container
-from appliance.preflight.disk import bytes_by_shape, gib, judge_disk, needed_bytes
+from appliance.preflight.disk import bytes_in_bf16, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.record.plan import RunPlan
@@ -37,7 +37,7 @@ _THREADS_PER_CORE = 64
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
     """What stands against running the plan on this host, and what the user should know."""
-    model_bytes = inputs.model_bytes or bytes_by_shape(inputs.model_shape)
+    model_bytes = bytes_in_bf16(inputs.model_shape, in_files=inputs.model_bytes)
     schemes = list(device.schemes(plan, host))
     is_slow = any(each.code == "scheme-slow" for each in schemes)  # said once, unless `bench` has measured it
     may_gain = inputs.stored is not None or not is_slow
@@ -254,8 +254,8 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
 
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
-    """(what, how much), for people. model_bytes: of its weights on disk, 0: by the shape where that is known."""
-    model_bytes = model_bytes or bytes_by_shape(shape)
+    """(what, how much), for people. model_bytes: of its files of weights, 0 when they are not here."""
+    model_bytes = bytes_in_bf16(shape, in_files=model_bytes)
     disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes, shape=shape)))}"
     found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
     if of_host := shape_on_cpu(plan, shape):

@@ -129,9 +129,10 @@ def _checkpoint_bytes(plan: RunPlan, *, model_bytes: int, shape: ModelShape | No
     return weights * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
 
 
-def bytes_by_shape(shape: ModelShape | None) -> int:
-    """Of the weights in BF16; 0 where the shape does not tell."""
-    return 2 * shape.weights if shape and shape.is_dense else 0
+def bytes_in_bf16(shape: ModelShape | None, *, in_files: int) -> int:
+    """Of the weights: by the shape where that tells, for files may have them in FP32, as a run's `model/` does.
+    in_files: 0 when they are not here."""
+    return 2 * shape.weights if shape and shape.is_dense else in_files
 
 
 def checkpoints_at_once(plan: RunPlan) -> int:

@@ -271,6 +271,16 @@ def test_checkpoints_of_a_large_model_need_disk():
     assert estimates(planned(recipe="gsm8k-0.5b-int8"))[0] == ("disk", "unknown until downloaded")
 
 
+def test_a_model_whose_files_are_in_fp32_needs_no_more_disk_than_in_bf16():
+    """As the `model/` of a run, which another one may train on."""
+    plan, shape = planned("model.builtin=null", "model.path=/m"), KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
+    said = {estimates(plan, model_bytes=size * shape.weights, shape=shape)[0] for size in (0, 2, 4)}
+    assert said == {estimates(plan, model_bytes=2 * shape.weights)[0]}
+    disk = dataclasses.replace(DISK, free_bytes=12 << 30)  # by hand: 0.5e9 x 16 bytes at once, 0.5e9 x 4, logs
+    inputs = with_inputs(model_bytes=4 * shape.weights, model_shape=shape, disks=Disks(disk, checkpoints=disk))
+    assert not any("cluster.run_dir" in each for each, _ in findings("model.path=/m", "model.builtin=", inputs=inputs))
+
+
 def test_a_save_that_takes_longer_than_a_stop_may_last_is_said():
     """32B, by hand: 64 GiB of weights in BF16 are checkpoints of 512 GiB, 550 s at 1 GB/s."""
     disk = dataclasses.replace(DISK, free_bytes=1 << 60)
