@@ -11,7 +11,7 @@ from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimate
 from appliance.preflight import device
 from appliance.preflight.access import judge_access
 from appliance.preflight.container import judge_container
-from appliance.preflight.disk import bytes_in_bf16, gib, judge_disk, needed_bytes
+from appliance.preflight.disk import bytes_in_bf16, bytes_of_a_save_by_time, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.record.plan import RunPlan
@@ -257,6 +257,8 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
     """(what, how much), for people. model_bytes: of its files of weights, 0 when they are not here."""
     model_bytes = bytes_in_bf16(shape, in_files=model_bytes)
     disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes, shape=shape)))}"
+    if more := bytes_of_a_save_by_time(plan, model_bytes=model_bytes, shape=shape):
+        disk += f", and {gib(more)} more with each save by checkpoint.every_minutes: all of them stay"
     found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
     if of_host := shape_on_cpu(plan, shape):
         parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in held(plan, of_host).items())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -136,13 +137,24 @@ def bytes_in_bf16(shape: ModelShape | None, *, in_files: int) -> int:
 
 
 def checkpoints_at_once(plan: RunPlan) -> int:
-    """Most checkpoints on the disk at one time: an older one goes only when a newer one was verified."""
-    when = plan.checkpoint
-    saves = 1 + (plan.steps - 1) // when.every_steps if when.every_steps else 1
-    if when.keep is None:
-        return saves
-    saves = plan.steps if when.every_minutes or when.keep_best else saves
-    return min(saves, when.keep + 1 + when.keep_best)
+    """Most checkpoints on the disk at one time: an older one goes only when a newer one was verified. Where none goes,
+    those by `every_minutes` are not counted: nobody knows how many there will be."""
+    when, before_the_end = plan.checkpoint, plan.steps - 1
+    saves = 1 + (before_the_end // when.every_steps if when.every_steps else 0)
+    if when.keep is not None:
+        saves = plan.steps if when.every_minutes or when.keep_best else saves
+        return min(saves, when.keep + 1 + when.keep_best)
+    if when.keep_best:  # each validation may be the best so far
+        both = math.lcm(plan.validate_every, when.every_steps)
+        saves += before_the_end // plan.validate_every - (before_the_end // both if both else 0)
+    return saves
+
+
+def bytes_of_a_save_by_time(plan: RunPlan, *, model_bytes: int, shape: ModelShape | None) -> int:
+    """Of each checkpoint that `checkpoints_at_once` does not count; 0 where it counts all. Parameters as of
+    needed_bytes."""
+    is_open = plan.checkpoint.keep is None and plan.checkpoint.every_minutes
+    return _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape) if is_open else 0
 
 
 def gib(size: int) -> str:

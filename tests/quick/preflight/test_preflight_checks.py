@@ -271,6 +271,24 @@ def test_checkpoints_of_a_large_model_need_disk():
     assert estimates(planned(recipe="gsm8k-0.5b-int8"))[0] == ("disk", "unknown until downloaded")
 
 
+@pytest.mark.parametrize(
+    ("sets", "disk"),
+    [
+        ((), "about 10.2 GiB"),  # logs, `model/` of 2 GiB, one checkpoint of 8
+        (("checkpoint.every_steps=10",), "about 26.2 GiB"),  # after 10, 20 and 30
+        (("checkpoint.keep_best=true",), "about 26.2 GiB"),
+        (("checkpoint.keep_best=true", "checkpoint.every_steps=15"), "about 34.2 GiB"),  # 10, 15, 20, 30
+        (
+            ("checkpoint.every_minutes=5",),
+            "about 10.2 GiB, and 8.0 GiB more with each save by checkpoint.every_minutes: all of them stay",
+        ),
+    ],
+)
+def test_where_all_checkpoints_stay_each_is_counted(sets: tuple[str, ...], disk: str) -> None:
+    plan = planned("model.builtin=null", "model.path=/m", "trainer.steps=30", "checkpoint.keep=null", *sets)
+    assert estimates(plan, model_bytes=1 << 30)[0] == ("disk", disk)
+
+
 def test_a_model_whose_files_are_in_fp32_needs_no_more_disk_than_in_bf16():
     """As the `model/` of a run, which another one may train on."""
     plan, shape = planned("model.builtin=null", "model.path=/m"), KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
