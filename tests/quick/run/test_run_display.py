@@ -189,13 +189,14 @@ def test_summary_of_a_run_that_was_validated_after_training_only(
 ) -> None:
     plan, state = (
         small_plan(tmp_path),
-        folded(step_line(1), step_line(2, val_reward_mean=0.8, val_samples=512), steps=2),
+        folded(step_line(1), step_line(2, val_reward_mean=0.8, val_reward_bf16_mean=0.9, val_samples=512), steps=2),
     )
     rows = dict(summary.summary_rows(plan, state, seconds=1, folder="a"))
     assert rows["reward"] == "0.215 before, 0.215 after (sampled, while training)"
-    assert rows["validation"] == "0.800 after step 2  (512 problems, greedy)"
+    assert rows["validation"] == "0.800 after step 2 (bf16 0.900)  (512 problems, greedy)"
     told = summary.summary_object(plan, state, state_name="done", exit_code=0, reason="", seconds=9.0)
     assert (told["reward_after"], told["val_reward_mean"], told["greedy"]) == (0.2148, 0.8, False)
+    assert (told["reward_after_bf16"], told["val_reward_bf16_mean"]) == (None, 0.9)  # no sampled reward is in BF16
 
 
 def test_a_short_run_compares_its_first_half_with_its_last(step_line: Callable) -> None:
