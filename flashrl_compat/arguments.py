@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
-from appliance.engine.kernel_proof import ROUNDS
 from appliance.errors import ApplianceError, RecipeError
 from appliance.patch import Patch
 from appliance.recipe.text import Problem
@@ -107,7 +107,7 @@ def _require_provable(config: Any) -> None:
     if config.lora_config is not None:
         fact = "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven"
         problems.append((fact, "merge the adapters in the trainer"))
-    if config.model_config.dtype not in ROUNDS:
+    if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         fact = f"--dtype {str(config.model_config.dtype).removeprefix('torch.')}: no weight update of it is proven"
         problems.append((fact, "use bfloat16 or float16"))
     if transfer is not None and transfer.backend == "sparse_nccl":

@@ -31,6 +31,8 @@ FP16. INT8, and BF16's probe of a CPU: the same, with 2^-11 in the place of 2^-8
 smallest number of FP16 is none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above
 2^-23.
 
+A router that its model keeps in FP32, whatever the engine's type: BF16's probe, with 2^-24 in the place of 2^-8.
+
 FP8: fp8_proof.py.
 
 Which layers an update proves, and how thoroughly. With `every` = n a layer has its turn once in each round of n syncs.
@@ -65,7 +67,7 @@ U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # BF16 rounds by at most so much, relative
 TINY = 1e-35  # products of denormals may be flushed
 # What an answer may be off by, being rounded: relative, and absolute.
-ROUNDS = {torch.bfloat16: (BF16_U, TINY), torch.float16: (2.0**-11, 2.0**-24)}
+ROUNDS = {torch.bfloat16: (BF16_U, TINY), torch.float16: (2.0**-11, 2.0**-24), torch.float32: (U, TINY)}
 COLUMNS = 64
 ROTATION = 8
 _CHUNK_ELEMENTS = 1 << 22  # 4 MiB of codes at once: what is quantised, multiplied and dropped

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, ProofRequest, ask, check_quantiser
 from appliance.engine.plain_experts import ExpertSlot, expert_slots
 from appliance.engine.quantised import Quantising
-from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, local_shape, slots
+from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, is_wide, local_shape, slots
 from appliance.errors import SyncError
 from appliance.sync.manifest import digest
 from appliance.terms.schemes import Scheme
@@ -59,6 +59,11 @@ class SyncProof:
         self._slots: dict[str, tuple[Slot, ...]] = slots(model, tied_head=tied_head) | experts
         self._places = {name: frozenset(map(_place, found)) for name, found in self._slots.items()}
         self._layers: dict[str, Module] = dict(model.named_modules())
+        self._wide = {
+            name
+            for name, found in self._slots.items()
+            if any(is_wide(self._layers.get(slot.layer), slot.parameter, dtype=dtype) for slot in found)
+        }
         self._provable = _provable(model, dtype=dtype)
         quantised = {name for name, layer in self._layers.items() if isinstance(_method(layer), Quantising)}
         self._unasked = quantised - self._provable.keys()
@@ -99,6 +104,10 @@ class SyncProof:
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in, each once."""
         return self._layers_of.get(name, [])
+
+    def rounds(self, name: str) -> bool:
+        """Whether what this tensor is loaded into has the engine's dtype, and no other."""
+        return name in self._slots and name not in self._wide
 
     def has_some_of(self, name: str) -> bool:
         """Whether a place of this tensor has been taken, by it or by another that is fused with it."""
@@ -206,7 +215,8 @@ def _provable(model: Module, *, dtype: torch.dtype) -> dict[str, Expecting]:
             if method.provable:
                 found[name] = functools.partial(method.proof, name, local_shape(layer), method.scheme, dtype=dtype)
         elif isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
-            found[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16, dtype=dtype)
+            own = torch.float32 if is_wide(layer, "weight", dtype=dtype) else dtype
+            found[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16, dtype=own)
     for name, (layer, gemm) in expert_gemms(model).items():
         method = gemm.quant_method
         found[name] = functools.partial(method.proof, name, expert_shape(layer, gemm), method.scheme)

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.experts import DOWN, GATE_UP, ExpertGemm, OnlineExpertsMethod
 from appliance.errors import EngineError
@@ -186,6 +187,16 @@ def local_shape(layer: Module) -> LocalShape:
         sizes = layer.output_size_per_partition, layer.input_size_per_partition
         return LocalShape(*sizes, is_cut=layer.tp_size > 1)
     return LocalShape(layer.output_size, layer.input_size, is_cut=False)
+
+
+def is_wide(layer: Module | None, parameter: str, *, dtype: torch.dtype) -> bool:
+    """Whether a model in that type loads this parameter in FP32, as some do with their routers. layer: None: experts,
+    which are not."""
+    if layer is None or dtype is torch.float32:
+        return False
+    created = get_layerwise_info(layer).restore_metadata[0].get(parameter)  # what is packed may be another one
+    held = getattr(layer, parameter, None) if created is None else created  # what vLLM reloads where it lies
+    return held is not None and held.dtype is torch.float32
 
 
 def rounded(tensor: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -152,6 +152,10 @@ class WeightUpdate:
         """This update's sender has a list. Before its first tensor."""
         self._needs_manifest = True
 
+    def rounds(self, name: str) -> bool:
+        """Whether all of this tensor is loaded in the engine's dtype. Where nobody here knows, vLLM does."""
+        return self._proof.rounds(name) or bool(packed_parts(name)[1])
+
     def load(self, bucket: Bucket, *, is_lent: bool = False) -> None:
         """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. A
         tensor may be kept until its layer is complete: is_lent says that its sender uses the memory again, so that

@@ -195,9 +195,9 @@ class WaysIn:
                 self._said = f"an update by {by} {self.update.broken}{self._missing()}"
 
     def _take(self, name: str, tensor: Tensor) -> None:
-        """Senders use a tensor's memory again. What no list of digests is kept of is rounded to the model's dtype, as
+        """Senders use a tensor's memory again. What no list of digests is kept of is rounded to the model's dtype where
         vLLM would round it."""
-        rounds = tensor.is_floating_point() and not self.update.keeps_digests
+        rounds = tensor.is_floating_point() and not self.update.keeps_digests and self.update.rounds(name)
         own = tensor.detach().to(device=self._device, dtype=self._dtype if rounds else None)
         is_shared = own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         self.update.load([(name, own)], is_lent=is_shared)

@@ -1,0 +1,69 @@
+"""FLASHRL_CONFIG=bf16 with models whose routers are in FP32: what a trainer sends of them is not rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import free_engine, read_checkpoint, start_engine
+from safetensors.torch import save_file
+from test_flashrl_models import checkpoint
+from torch import Tensor
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64}
+# What a configuration needs, and what vLLM has in FP32. GLM's router is torch's own layer, ERNIE's is vLLM's.
+ROUTERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "glm4_moe": (
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        ("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+    ),
+    "ernie4_5_moe": (
+        {"moe_num_experts": 4, "moe_k": 2},
+        ("mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"),
+    ),
+}
+
+
+def with_routers(folder: Path, model_type: str, *, seed: int) -> Path:
+    fields, wide = ROUTERS[model_type]
+    checkpoint(folder, model_type, seed=seed, **EXPERTS, **fields)
+    weights = dict(read_checkpoint(folder))
+    names = [name for name in weights if name.endswith(wide)]
+    assert len(names) == len(wide)
+    random = torch.Generator().manual_seed(seed)
+    weights |= {name: torch.randn(weights[name].shape, generator=random) * 0.05 for name in names}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("is_listed", [False, True], ids=["", "with digests"])
+@pytest.mark.parametrize("model_type", ROUTERS)
+def test_a_router_in_fp32_is_updated_in_fp32(
+    tmp_path: Path, ways_in: pytest.MonkeyPatch, model_type: str, is_listed: bool
+) -> None:
+    from flashrl_compat.sender import with_manifest
+
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    first, second = (with_routers(tmp_path / str(seed), model_type, seed=seed) for seed in (1, 2))
+    fresh = start_engine(second, scheme="bf16")
+    wanted, says = of_routers(fresh.model.named_parameters()), fresh.generate()
+    free_engine(fresh)
+    engine = start_engine(first, scheme="bf16")
+    sent: Iterable[tuple[str, Tensor]] = read_checkpoint(second)
+    for each in with_manifest(sent, number=1, dtype=torch.float32) if is_listed else sent:
+        engine.model.load_weights([each])
+    found = of_routers(engine.model.named_parameters())
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    assert engine.generate() == says
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "", "")]
+    free_engine(engine)
+
+
+def of_routers(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    found = {name: parameter.data.clone() for name, parameter in parameters if ".gate." in name}
+    assert found
+    return found
