@@ -117,9 +117,7 @@ def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
 def _settles(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
-        if _follow(self, settles=True):
-            self.reset_mm_cache()
-            self.reset_encoder_cache()
+        settle(self)  # more of the caches than the caller may have asked for
         return original(self, *args, **kwargs)
 
     return reset_prefix_cache

@@ -124,6 +124,41 @@ def test_a_request_that_the_user_kept_over_an_update_is_told_of(
     free_engine(engine)
 
 
+def test_a_kept_request_keeps_no_cache_of_the_old_weights(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    """A trainer in the engine's own process resets as vLLM does, which does nothing while a request has blocks."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": list(range(1, 100))}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+    def finished(llm: object) -> dict[str, list[int]]:
+        ends = []
+        while llm.has_unfinished_requests():
+            ends += [each for each in llm.step() if each.finished]
+        return {each.request_id: list(each.outputs[0].token_ids) for each in ends}
+
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    caches = {"block_size": 32, "enable_prefix_caching": True}
+    fresh = start(two_checkpoints[1], **caches)
+    fresh.llm.llm_engine.add_request("new", prompt, params)
+    wanted = finished(fresh.llm.llm_engine)
+    free_engine(fresh)
+    engine = start(two_checkpoints[0], **caches)
+    llm, core = engine.llm.llm_engine, engine.llm.llm_engine.engine_core.engine_core
+    llm.add_request("kept", prompt, params)
+    llm.step()
+    core.pause_scheduler("keep", False)
+    engine.model.load_weights(read_checkpoint(two_checkpoints[1]))
+    assert engine.llm.reset_prefix_cache()
+    core.resume_scheduler()
+    llm.add_request("new", prompt, params)
+    ends = finished(llm)
+    assert ends.pop("kept") and ends == wanted
+    free_engine(engine)
+
+
 @pytest.mark.parametrize("past_the_core", [False, True])
 def test_a_request_in_flight_ends_with_an_update_that_is_whole_at_once(
     two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, past_the_core: bool
