@@ -57,7 +57,9 @@ def result(state: RunState) -> Result:
         return Result(state.val_first, state.val_last, validated=True)
     if not state.rewards:
         return Result(state.val_first, None, validated=True)
-    half = max(1, state.rewards.count // 2)  # of a short run: a step counts at one end
+    half = state.rewards.count // 2  # of a short run: a step counts at one end
+    if not half:
+        return Result(None, state.rewards.last[-1], validated=False)
     first, last = state.rewards.first[:half], state.rewards.last[-half:]
     return Result(sum(first) / len(first), sum(last) / len(last), validated=False)
 
@@ -118,7 +120,7 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     found = result(state)
     if found.stayed_at_top(plan):
         lines.append("the reward was at its top from the start: harder problems leave something to learn")
-    elif not found.climbed(plan):
+    elif found.before is not None and not found.climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
         lines.append(f"train longer: {longer}")

@@ -205,6 +205,13 @@ def test_a_short_run_compares_its_first_half_with_its_last(step_line: Callable) 
     assert (found.before, found.after) == (pytest.approx(0.15), pytest.approx(0.45))
 
 
+def test_one_step_is_not_compared_with_itself(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    plan, state = small_plan(tmp_path, steps=1), folded(step_line(1, reward_mean=0.3), steps=1)
+    rows = summary.summary_rows(plan, state, seconds=1, folder="a")
+    assert dict(rows)["reward"] == "- before, 0.300 after (sampled, while training)"
+    assert ("try next", "train longer: --resume a --set trainer.steps=2") in rows
+
+
 def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
@@ -242,7 +249,7 @@ def test_a_longer_training_goes_on_where_a_resume_takes_it(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     """A learning rate that has sunk with the steps makes more of them a change that a resume refuses."""
-    plan, state = small_plan(tmp_path, steps=2), folded(step_line(1))
+    plan, state = small_plan(tmp_path, steps=2), folded(step_line(1), step_line(2))
     sinks = plan.replace(optimizer=plan.optimizer.replace(schedule=Schedule.COSINE))
     in_epochs = plan.replace(choices=(Choice(key="trainer.steps", value="2", why="1 epochs x 64 problems // 32"),))
 
