@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -40,6 +41,7 @@ _LOOKS_WITHOUT = 3  # Ray says why its scheduler died a second or two after its 
 _LOG_TAIL_LINES = 12
 _FOLDER = "appliance-node-"
 _LAST_PORT = 65535
+_HOST = re.compile(r"[^\s/:\[\]]+|\[[^\s/\[\]]+\]")  # a name, or an address, of IPv6 in brackets
 _RANDOM = 8  # characters that tempfile adds
 _REFUSED = ("Unauthenticated", "authentication", "token")
 
@@ -56,7 +58,8 @@ def join_head(
     """
     head = head if ":" in head else f"{head}:{DEFAULT_BASE}"
     host, _, at = head.rpartition(":")
-    if not host or not (at.isascii() and at.isdigit() and len(at) <= 5 and int(at) <= _LAST_PORT):
+    is_port = at.isascii() and at.isdigit() and len(at) <= 5 and int(at) <= _LAST_PORT
+    if not is_port or not _HOST.fullmatch(host):  # a URL would be waited for as a name that never answers
         raise RecipeError(
             [(f"--head: `{head}` is not host:port", f"give it as host:port, with a port up to {_LAST_PORT}")]
         )

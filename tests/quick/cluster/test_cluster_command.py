@@ -92,7 +92,13 @@ def test_join_names_the_ports_that_somebody_has(tmp_path: Path) -> None:
     assert caught.value.message == f"in use on this host: ports {base + 2}, {base + 6}"
 
 
-@pytest.mark.parametrize("address", ["host:", ":80", "host:port", "host:65536", "host:\u0663", "host:" + "9" * 5000])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("host:", ":80", "host:port", "host:65536", "host:\u0663", "host:" + "9" * 5000),
+        *("http://host:80", "ray://host:80", "::1", "[::1]", "a host:80"),
+    ],
+)
 def test_join_refuses_what_is_no_address(tmp_path: Path, address: str) -> None:
     with pytest.raises(RecipeError) as caught:
         join_head(address, token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
