@@ -65,7 +65,7 @@ def result(state: RunState) -> Result:
 
 
 def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
-    """(label, text) pairs. seconds: of the whole run.  folder: the run's folder as a person would type it."""
+    """(label, text) pairs. seconds: of this attempt.  folder: the run's folder as a person would type it."""
     found, per_step = result(state), draw.number(step_seconds(state), digits=1)
     how = f"{state.val_how}, {state.val_samples} problems of the validation set"
     how = how if found.validated else "sampled, while training"
@@ -73,8 +73,10 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     only_after = [] if found.validated or not state.val_last_step else [("validation", display.validation_text(state))]
     emulated = ", emulated" if plan.rollout.emulated else ""
     reward = f"{draw.number(found.before)} before, {draw.number(found.after)}{beside} after ({how})"
+    before = step_of(Path(plan.resume_from))
+    of_them = f", {state.step - before or 'none'} of them" if before else ""
     return (
-        ("done", f"{state.step} steps in {draw.duration(seconds)}"),
+        ("done", f"{state.step} steps{of_them} in {draw.duration(seconds)}"),
         ("reward", reward),
         *only_after,
         *display.set_rows(state),

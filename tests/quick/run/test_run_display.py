@@ -205,6 +205,15 @@ def test_a_short_run_compares_its_first_half_with_its_last(step_line: Callable) 
     assert (found.before, found.after) == (pytest.approx(0.15), pytest.approx(0.45))
 
 
+@pytest.mark.parametrize(("before", "done"), [(9, "13 steps, 4 of them in 9 s"), (13, "13 steps, none of them in 9 s")])
+def test_the_time_of_a_resumed_run_is_of_its_own_steps(
+    tmp_path: Path, small_plan: Callable, step_line: Callable, before: int, done: str
+) -> None:
+    plan = small_plan(tmp_path, steps=13).replace(resume_from=f"/runs/a-1/checkpoints/global_step_{before}")
+    state = folded(FIRST, *(step_line(n) for n in range(1, 14)), steps=13)
+    assert summary.summary_rows(plan, state, seconds=9, folder="a")[0] == ("done", done)
+
+
 def test_one_step_is_not_compared_with_itself(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
     plan, state = small_plan(tmp_path, steps=1), folded(step_line(1, reward_mean=0.3), steps=1)
     rows = summary.summary_rows(plan, state, seconds=1, folder="a")
