@@ -104,6 +104,10 @@ def _require_provable(config: Any) -> None:
     for name in _NAMES_OF_THEIR_OWN.intersection(config.model_config.architectures):
         fact = f"--model: {name} has checkpoints whose names no proof knows, and no weight update of it is proven"
         problems.append((fact, f"use a model of another type, or unset {CONFIG_VARIABLE}"))
+    if config.model_config.is_multimodal_model:
+        name = config.model_config.architecture
+        fact = f"--model: {name} takes more than text, by names that no proof knows: no weight update of it is proven"
+        problems.append((fact, f"use a model of text alone, or unset {CONFIG_VARIABLE}"))
     if config.lora_config is not None:
         fact = "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven"
         problems.append((fact, "merge the adapters in the trainer"))

@@ -323,6 +323,23 @@ def test_adapters_are_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_multimodal_model_is_refused_by_name(tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+    """Some would break at the first update: vLLM renames their layers, and skips the towers that it leaves out."""
+    from transformers import PaliGemmaConfig
+
+    text = {"model_type": "gemma", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = PaliGemmaConfig(text_config=text, architectures=["PaliGemmaForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    assert problems_of(tmp_path, skip_tokenizer_init=True) == [
+        (
+            "--model: PaliGemmaForConditionalGeneration takes more than text, by names that no proof knows: no weight "
+            "update of it is proven",
+            "use a model of text alone, or unset FLASHRL_CONFIG",
+        )
+    ]
+
+
 def test_an_error_of_ours_shows_its_hints_below_it(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     """No command of ours is there to print them; Python prints notes below a traceback."""
     flashrl.setenv("FLASHRL_CONFIG", "int3")
