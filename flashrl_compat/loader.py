@@ -49,8 +49,11 @@ class SmoothingLoader(DefaultModelLoader):
         return model
 
     def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
-        """(name, tensor) of the checkpoint, after smoothing. Raises EngineError for a profile of another model."""
-        smoothing = smoothing_of(model_config)
+        """(name, tensor) of the checkpoint, after smoothing; an update's as they are, as it smooths them itself. Raises
+        EngineError for a profile of another model."""
+        from appliance.engine.ways_in import ways_into  # slow, and where there is an update it is there
+
+        smoothing = Smoothing() if ways_into(model) else smoothing_of(model_config)
         names = set()
         for name, tensor in super().get_all_weights(model_config, model):
             names.add(name)

@@ -167,6 +167,27 @@ def test_smoothing_is_folded_in_when_weights_are_read(
     assert start(first if reloaded else second).generate() == wanted
 
 
+def test_smoothing_is_folded_in_once_by_vllms_own_loader(
+    two_checkpoints, told, tmp_path: Path, flashrl: pytest.MonkeyPatch
+) -> None:
+    """Which worker extensions ask to load a folder into the model that stands."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+
+    write_smoothing(tmp_path / "profile", hidden=64)
+    (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
+    first, second = two_checkpoints
+    wanted, engine = start(second).generate(), start(first)
+    assert wanted != told["int8 b"] and wanted != engine.generate()
+    settings = engine.runner.vllm_config
+    settings.model_config.model = str(second)
+    with set_current_vllm_config(settings):
+        get_model_loader(settings.load_config).load_weights(engine.model, settings.model_config)
+    assert engine.generate() == wanted
+    assert engine.worker.appliance_ways_in.state.version == 1
+
+
 def test_a_profile_of_another_model_is_refused_when_weights_are_read(
     two_checkpoints, tmp_path: Path, flashrl: pytest.MonkeyPatch
 ) -> None:
