@@ -1,4 +1,4 @@
-"""vLLM's loader for checkpoints on disk, with the profile's smoothing folded in and a line about what stands there.
+"""vLLM's loader for checkpoints on disk, with the profile's smoothing folded in.
 
 Selected by `load_format=appliance`. It reads what vLLM's own `auto` reads.
 """
@@ -16,11 +16,8 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from appliance.engine.attest import live_scheme
-from appliance.engine.config import require_ignored_layers
 from appliance.quant.profile import Smoothing, fold, load_smoothing, require_all_folded
 from appliance.terms.settings import METHOD_NAME, quantisation_from_config
-from flashrl_compat.variables import LOGGER
 
 LOAD_FORMAT = "appliance"
 
@@ -42,12 +39,6 @@ class SmoothingLoader(DefaultModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="auto"))
 
-    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
-        model = super().load_model(vllm_config, model_config, prefix)
-        require_ignored_layers(model, vllm_config.quant_config)
-        LOGGER.info("rank %d has the %s", vllm_config.parallel_config.rank, _described(model))
-        return model
-
     def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
         """(name, tensor) of the checkpoint, after smoothing; an update's as they are, as it smooths them itself. Raises
         EngineError for a profile of another model."""
@@ -59,10 +50,3 @@ class SmoothingLoader(DefaultModelLoader):
             names.add(name)
             yield name, fold(name, tensor, smoothing=smoothing)
         require_all_folded(names, smoothing=smoothing)
-
-
-def _described(model: Module) -> str:
-    live = live_scheme(model)
-    parts = [f"scheme {live.scheme}", *["emulated"] * live.emulated, *["lm_head in FP32"] * live.lm_head_fp32]
-    kernels = ", ".join(f"{live.kernels[name]} {name}" for name in sorted(live.kernels))
-    return f"{', '.join(parts)}; layers by kernel: {kernels}"

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from appliance.engine.attest import live_scheme
+from appliance.engine.config import require_ignored_layers
 from appliance.engine.ways_in import WaysIn
 from appliance.errors import SyncError
 from flashrl_compat.layerwise import patch_layerwise
@@ -37,6 +40,8 @@ class ProvenWorker(Worker):
         super().load_model(**kwargs)
         patch_layerwise()  # also modules that were imported since the plugin was
         model = self.model_runner.get_model()
+        require_ignored_layers(model, self.vllm_config.quant_config)
+        LOGGER.info("rank %d has the %s", self.rank, _described(model))
         smoothing = smoothing_of(self.vllm_config.model_config)
         self.appliance_ways_in = WaysIn(
             model, vllm_config=self.vllm_config, rank=self.rank, smoothing=smoothing, tell=LOGGER.info
@@ -96,3 +101,10 @@ def _weights(config: Any, *, model: Any, load_config: Any) -> Iterator[tuple[str
     """As vLLM's own loader reads them, whatever loader the engine was started with."""
     load_config = dataclasses.replace(load_config, load_format="hf", use_tqdm_on_load=False)
     return DefaultModelLoader(load_config).get_all_weights(config, model)
+
+
+def _described(model: Module) -> str:
+    live = live_scheme(model)
+    parts = [f"scheme {live.scheme}", *["emulated"] * live.emulated, *["lm_head in FP32"] * live.lm_head_fp32]
+    kernels = ", ".join(f"{live.kernels[name]} {name}" for name in sorted(live.kernels))
+    return f"{', '.join(parts)}; layers by kernel: {kernels}"

@@ -85,6 +85,24 @@ def test_dummy_weights_wait_for_a_reload(two_checkpoints, told, tmp_path: Path, 
     assert start(two_checkpoints[0]).generate() == told["int8 b"]
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "safetensors"])
+def test_what_stands_is_said_and_checked_however_it_was_loaded(
+    two_checkpoints, tmp_path: Path, flashrl: pytest.MonkeyPatch, load_format: str
+) -> None:
+    from appliance.errors import EngineError
+    from flashrl_compat import worker
+
+    said: list[str] = []
+    flashrl.setattr(worker.LOGGER, "info", lambda text, *values: said.append(text % values))
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    start_engine(two_checkpoints[0], scheme="bf16", load_format=load_format)
+    assert sum(line.startswith("rank 0 has the scheme int8; layers by kernel: ") for line in said) == 1
+    (tmp_path / "q.yaml").write_text("configs: [{fn: int8, ignore: [model.layers.0.mlp.dwn_proj]}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
+    with pytest.raises(EngineError, match=r"^ignore: `model\.layers\.0\.mlp\.dwn_proj` is no layer of this model$"):
+        start_engine(two_checkpoints[0], scheme="bf16", load_format=load_format)
+
+
 def test_verls_server_takes_its_weights_by_our_sync_and_counts_them(
     two_checkpoints, told, ways_in: pytest.MonkeyPatch
 ) -> None:
