@@ -20,6 +20,7 @@ from appliance.errors import SyncError
 from appliance.patch import Patch
 from flashrl_compat.patches import apply_here
 from flashrl_compat.variables import LOGGER
+from flashrl_compat.worker import WORKER_CLASS
 
 AFTER_CALLS = Patch(
     name="flashrl-core-follows-updates",
@@ -128,7 +129,8 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
     worker cannot say, or ends an update that is not whole: the engine is then closed for good, and nobody is asked
     again: of several ranks, one that raised leaves the answers of the others for the next who asks."""
     known = _known(core)
-    if known.broken:
+    is_ours = core.vllm_config.parallel_config.worker_cls == WORKER_CLASS  # else FLASHRL_CONFIG was unset before it
+    if known.broken or not is_ours:
         return False
     try:
         told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))

@@ -77,6 +77,20 @@ def test_a_core_in_another_process_says_why(two_checkpoints: tuple[Path, Path], 
     core.shutdown()
 
 
+def test_an_engine_of_the_same_process_without_the_variable_is_vllms_own(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    proven = start(two_checkpoints[0])
+    ways_in.delenv("FLASHRL_CONFIG")
+    plain = start(two_checkpoints[0])
+    plain.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
+    assert plain.generate() != proven.generate()
+    assert (plain.llm.get_weight_version(), proven.llm.get_weight_version()) == ("default", "default")
+    free_engine(plain)
+    free_engine(proven)
+
+
 def test_a_worker_that_cannot_say_closes_the_engine_for_good(
     two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
 ) -> None:
