@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from appliance.engine.ways_in import FINAL, OPEN, SLEEP, WANTED, WeightState
@@ -148,6 +149,7 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
         if not core.is_scheduler_paused():  # it came whole in one call: what is in flight has met the old weights
             _end_what_is_in_flight(core)
         _tell_of_mixed(core, old=known.version, new=states[0].version)
+        _tell_of_stores(core)
         known.version = states[0].version
         core.set_weight_version(str(known.version))
     if known.paused:
@@ -168,6 +170,14 @@ def _tell_of_mixed(core: Any, *, old: int, new: int) -> None:
     mixed = [each.request_id for each in core.scheduler.requests.values() if each.num_output_tokens]
     if mixed:
         LOGGER.warning("%d requests mix weight versions %d and %d: %s", len(mixed), old, new, ", ".join(mixed))
+
+
+def _tell_of_stores(core: Any) -> None:
+    """vLLM takes a connector that has no reset for one that was reset."""
+    connector = core.scheduler.connector
+    if connector is not None and type(connector).reset_cache is KVConnectorBase_V1.reset_cache:
+        name = type(connector).__name__
+        LOGGER.warning("%s has no reset: what it keeps beyond a request is read with the new weights", name)
 
 
 def _close(core: Any, why: str, *, broken: bool) -> None:

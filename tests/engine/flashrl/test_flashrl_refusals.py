@@ -138,6 +138,29 @@ def test_a_request_that_the_user_kept_over_an_update_is_told_of(
     free_engine(engine)
 
 
+def test_a_store_of_keys_and_values_that_cannot_be_reset_is_told_of(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    from flashrl_compat import core as module
+
+    told: list[str] = []
+    ways_in.setattr(module.LOGGER, "warning", lambda text, *values: told.append(text % values))
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    store = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    engine = start(two_checkpoints[0], kv_transfer_config=store)
+    for number in (1, 2):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[number % 2])})
+        said = "ExampleConnector has no reset: what it keeps beyond a request is read with the new weights"
+        assert told == [said] * number
+    free_engine(engine)
+
+
 def test_a_kept_request_keeps_no_cache_of_the_old_weights(
     two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
 ) -> None:
