@@ -17,6 +17,8 @@ from omegaconf import DictConfig
 from ray.actor import ActorHandle
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transfer_queue import KVBatchMeta
 
 from appliance import patch
@@ -133,6 +135,34 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
 def _actor(worker: Any) -> Any:
     """verl's, inside its worker."""
     return next(role.actor for role in worker.worker_dict.values() if role.actor is not None)
+
+
+def take_settings(plan: RunPlan, *, workers: Sequence[ActorHandle]) -> float:
+    """Of all ranks' optimizers those of the plan, once a checkpoint is loaded: verl loads those of the attempt that
+    saved it, also what a resume with `--force` has changed. Returns the rate of the next step's updates."""
+    found: list[float] = ray.get([worker.__ray_call__.remote(_take, plan) for worker in workers])
+    return found[0]
+
+
+def _take(worker: Any, plan: RunPlan) -> float:
+    """Runs inside verl's worker."""
+    engine = _actor(worker).engine
+    return as_planned(engine.optimizer, schedule=engine.lr_scheduler, plan=plan)
+
+
+def as_planned(optimizer: Optimizer, *, schedule: LambdaLR, plan: RunPlan) -> float:
+    """Where nothing has changed no bit of it does. Returns the rate that holds now, of the first group."""
+    planned, scales = plan.optimizer, (1.0, plan.norm_fed_lr_scale)  # the second group: verl_engine.py, split_rates
+    settings = {"betas": planned.betas, "eps": planned.epsilon}
+    for group, scale in zip(optimizer.param_groups, scales, strict=False):
+        rate, decay = planned.learning_rate * scale, planned.weight_decay / scale
+        group.update(settings, initial_lr=rate, weight_decay=decay)
+    schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    parts = [rate(schedule.last_epoch) for rate in schedule.lr_lambdas]
+    for group, part in zip(optimizer.param_groups, parts, strict=True):
+        group["lr"] = group["initial_lr"] * part
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+    return float(schedule.get_last_lr()[0])
 
 
 def installed_loss(loss_fn: partial) -> dict[str, str]:

@@ -33,6 +33,7 @@ from appliance.trainer.attest import (
     attest_switch,
     attest_trainers,
     check_attested,
+    take_settings,
     tell_layer,
 )
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
@@ -130,6 +131,7 @@ class Trainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         self.checkpoints = self._open_checkpoints()
         self.engines.watch(self.llm_server_manager.server_handles)
+        take_settings(self.plan, workers=self.actor_rollout_wg.workers)
         self._phase("attest")
         self.correction.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan, algorithm=self.config.algorithm)

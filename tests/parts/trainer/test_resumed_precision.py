@@ -59,7 +59,7 @@ class Run:
         self.guard = GUARD
         run_dir.mkdir()
         (run_dir / "metrics.jsonl").touch()
-        for name in ("attest_driver", "attest_trainers", "check_attested"):
+        for name in ("attest_driver", "attest_trainers", "check_attested", "take_settings"):
             monkeypatch.setattr(room, name, lambda *_, **__: None)
         self.attested: list[list[str]] = []  # by which workers, for each update with which layers changed
         monkeypatch.setattr(room, "attest_switch", lambda _, *, workers: self.attested.append(workers))

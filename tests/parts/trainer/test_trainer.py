@@ -87,7 +87,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
             name: None for name in ("attest_driver", "attest_trainers", "check_attested", "attested_code", "signals_of")
         },
         **{"measure_step": (BATCH, telemetry), "append_metrics": {"step": 3}},
-        **{"step_metrics": {"step": 3, "scheme": "int8"}, "guard_stop": GuardStop("stopped")},
+        **{"step_metrics": {"step": 3, "scheme": "int8"}, "guard_stop": GuardStop("stopped"), "take_settings": 3e-4},
     }
     for name, result in results.items():
         monkeypatch.setattr(room, name, lambda *_, _name=name, _result=result, **__: said.append(_name) or _result)
@@ -136,8 +136,8 @@ def test_problems_that_do_not_fill_a_step_end_the_run_before_the_model_is_loaded
 
 ORDERS = {
     "on_init_end": [
-        *("engines.watch", "phase attest", "correction.install", "attest_driver", "attest_trainers", "check_attested"),
-        *("phase sync", "updates.proven", "verl"),
+        *("engines.watch", "take_settings", "phase attest", "correction.install", "attest_driver", "attest_trainers"),
+        *("check_attested", "phase sync", "updates.proven", "verl"),
     ],
     "on_train_begin": ["verl", "precision.want"],
     "on_step_begin": ["stopping.check", "verl"],
@@ -436,7 +436,7 @@ def test_a_missing_or_different_attestation_ends_the_run_before_any_weights_move
 ) -> None:
     moved: list[int] = []
     plan = make_plan(tmp_path, attestations=(ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8),))
-    for name in ("attest_driver", "attest_trainers"):
+    for name in ("attest_driver", "attest_trainers", "take_settings"):
         monkeypatch.setattr(room, name, lambda *_, **__: None)
     monkeypatch.setattr(Trainer, "_open_checkpoints", lambda self: None)
     trainer = make_trainer(
