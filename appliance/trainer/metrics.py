@@ -44,13 +44,14 @@ from appliance.trainer.correction import clipped_negative_fraction, mean_diverge
 from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import Held
 
+RATE = "actor/lr"
 _FROM_VERL = {
     "reward_mean": "critic/score/mean",  # without what a divergence takes off
     "response_tokens_mean": "response_length/mean",
     "clip_fraction": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
     "entropy": "actor/entropy",
-    "learning_rate": "actor/lr",
+    "learning_rate": RATE,
 }
 SCALER_METRICS = ("grad_scale", "overflow_fraction")
 _TIMINGS_S = {

@@ -42,6 +42,7 @@ from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
 from appliance.trainer.metrics import (
+    RATE,
     Step,
     append_metrics,
     keeping_fetched,
@@ -71,6 +72,9 @@ class Trainer(PPOTrainerSync):
 
     rollouts: Rollouts
     """Given to `fit`."""
+
+    _rate: float
+    """The learning rate of the next updates, from `on_init_end` on."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class Trainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         self.checkpoints = self._open_checkpoints()
         self.engines.watch(self.llm_server_manager.server_handles)
-        take_settings(self.plan, workers=self.actor_rollout_wg.workers)
+        self._rate = take_settings(self.plan, workers=self.actor_rollout_wg.workers)
         self._phase("attest")
         self.correction.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan, algorithm=self.config.algorithm)
@@ -206,6 +210,7 @@ class Trainer(PPOTrainerSync):
         self._phase("update")
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
+        self._rate, metrics[RATE] = metrics[RATE], self._rate  # verl reports the next step's
         if self.plan.trainer.reuses_log_probs:
             self._hold_update(batch, metrics)
         self.correction.after_update(

@@ -174,10 +174,13 @@ def problems(file: Path) -> None:
 
 
 def rates(schedule: Schedule, *, peak: float, least: float, warmup: int) -> list[float]:
-    """As a step's line says them: the rate of the step after it."""
+    """Of each step's updates."""
     found = []
-    for step in range(1, STEPS + 1):
-        done = min(1.0, (step - warmup) / (STEPS - warmup))
+    for before in range(STEPS):
+        if before < warmup:
+            found.append(peak * before / warmup)
+            continue
+        done = (before - warmup) / (STEPS - warmup)
         sunk = {
             Schedule.CONSTANT: 1.0,
             Schedule.LINEAR: 1 - (1 - least) * done,

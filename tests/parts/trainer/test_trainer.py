@@ -70,8 +70,15 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     hooks = ("on_init_end", "on_train_begin", "on_step_begin", "on_sample_begin", "on_sample_end", "on_step_end")
     for hook in hooks:
         monkeypatch.setattr(PPOTrainerSync, hook, lambda self: said.append("verl"))
-    for step in ("_compute_old_log_prob", "_compute_advantage", "_update_actor"):
+    for step in ("_compute_old_log_prob", "_compute_advantage"):
         monkeypatch.setattr(PPOTrainerSync, step, lambda self, batch, metrics: said.append("verl") or batch)
+
+    def update(self: Trainer, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        said.append("verl")
+        metrics["actor/lr"] = 4e-4  # after it, of the step that follows
+        return batch
+
+    monkeypatch.setattr(PPOTrainerSync, "_update_actor", update)
     monkeypatch.setattr(PPOTrainerSync, "_compute_metrics", lambda *_, **__: said.append("verl"))
     monkeypatch.setattr(PPOTrainerSync, "_validate", lambda self: said.append("verl") or VALIDATED)
     monkeypatch.setattr(room, "append_event", lambda run_dir, *, kind, what, **_: said.append(f"{kind} {what}"))
@@ -115,6 +122,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     made.rollouts.take_ungraded = lambda keys, *, step: set()
     made.timing_raw = {"update_weights": 1.0}
     made._step = Step(INT8, telemetry=telemetry)
+    made._rate = 3e-4
     return made
 
 
@@ -219,7 +227,7 @@ def test_without_a_pass_the_update_is_the_proof(
     metrics = {"actor/entropy": math.nan}
     trainer._update_actor(BATCH, metrics)
     assert said[-3:] == ["verl", "measure_held", "correction.after_update"]
-    assert (trainer._step.telemetry, metrics) == (found, {"actor/entropy": 0.25})
+    assert (trainer._step.telemetry, metrics["actor/entropy"]) == (found, 0.25)
     sequences = trainer.plan.trainer.mini_batch_prompts * trainer.plan.rollout.samples_per_prompt
     of_step = {"step": before, "fetched": trainer._step.fetched, "keys": BATCH.keys}
     assert told == {**of_step, "held": ["take_held"] * 2, "sequences": sequences, "cap": 2.0}
@@ -249,6 +257,15 @@ def test_a_step_that_is_not_finite_moves_no_weights(trainer: Trainer, said: list
     assert {name for name, value in metrics.items() if math.isnan(value)} == {
         *("actor/pg_clipfrac", "actor/grad_norm", "actor/lr")
     }
+
+
+def test_a_step_has_the_rate_of_its_own_updates(trainer: Trainer) -> None:
+    trainer.on_init_end()
+    rates = []
+    for _ in range(2):
+        trainer._update_actor(BATCH, metrics := {})
+        rates.append(metrics["actor/lr"])
+    assert rates == [3e-4, 4e-4]
 
 
 def test_a_validation_that_is_cut_is_left_out_of_its_step(trainer: Trainer, said: list[str]) -> None:
