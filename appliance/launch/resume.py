@@ -21,6 +21,8 @@ from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.files import partial_prefix, whole_file, write_whole
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, own_of
+from appliance.plan.engines import refuse_other_profile
+from appliance.quant.files import PROFILE_FILE
 from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe, to_plain
 from appliance.recipe.schema import NAME_PATTERN, Recipe
@@ -50,7 +52,7 @@ from appliance.record.checkpoints import (
 )
 from appliance.record.code import changed_code, copy_code
 from appliance.record.events import METRICS_FILE, append_event, append_line, read_metrics
-from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, LoraPlan, ModelPlan, RunPlan, UaqPlan, sentence
+from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ModelPlan, ProfilePlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
     LOGS,
@@ -272,7 +274,10 @@ def find_start(target: Target) -> Resume:
 
 def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     """Raises PreflightError when this plan cannot load the checkpoint, or would go on with other data or scales."""
-    folder = resume.found.newest
+    folder, run_dir = resume.found.newest, resume.target.run_dir
+    if resume.target.record.attempt:
+        made = run_dir / PROFILE_FOLDER / PROFILE_FILE
+        refuse_other_profile(plan.profile, before=_plan_before(run_dir).profile, made=made)
     if folder is None:
         return
     facts = read_manifest(folder).facts
@@ -291,12 +296,12 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
         raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={original.commit}")
-    if not has_problems_of(_with_tools_before(plan, resume.target.run_dir), run_dir=resume.target.run_dir):
+    if not has_problems_of(_with_tools_before(plan, run_dir), run_dir=run_dir):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
-    _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
+    _refuse_other_profile(folder, facts=facts, run_dir=run_dir)
     _refuse_other_scale(folder, uaq=plan.uaq)
-    _refuse_other_adapter(folder, lora=plan.lora)
+    _refuse_other_adapter(folder, plan=plan)
     saved = Dtype.FP16 if (folder / "actor" / SCALER_FILE).is_file() else Dtype.BF16
     if saved is not plan.trainer.dtype:
         message = f"{folder.name} was trained in {saved}, and the plan says {plan.trainer.dtype}"
@@ -326,9 +331,9 @@ def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
         raise PreflightError(message, hint="remove its folder, which is then made again, or start a new run")
 
 
-def _refuse_other_adapter(folder: Path, *, lora: LoraPlan | None) -> None:
+def _refuse_other_adapter(folder: Path, *, plan: RunPlan) -> None:
     """Another alpha would load, and be another model; another rank fails in verl."""
-    file = folder / "actor" / ADAPTER_FOLDER / "adapter_config.json"
+    file, lora = folder / "actor" / ADAPTER_FOLDER / "adapter_config.json", plan.lora
     saved = None
     if file.is_file():
         told = json.loads(file.read_bytes())
@@ -379,6 +384,7 @@ class _PlanBefore(BaseModel, strict=True):
     device: str
     model: ModelPlan
     task: _TaskBefore
+    profile: ProfilePlan | None = None
     choices: tuple[Choice, ...]
 
 

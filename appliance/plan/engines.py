@@ -1,4 +1,5 @@
-"""What each rollout engine is told, and how it may change its scheme while the run lasts. Pure but for config.json."""
+"""What each rollout engine is told, and how it may change its scheme while the run lasts. Pure but for config.json
+and a profile's file."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from appliance.errors import RecipeError
+from appliance.errors import PreflightError, RecipeError
+from appliance.files import digest_of
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
 from appliance.recipe.schema import Backward, Forward, OldLogProbs, Recipe, SchemeChange, SchemeChoice
@@ -139,6 +141,32 @@ def plan_profile(recipe: Recipe, *, rollout: RolloutPlan) -> ProfilePlan | None:
         error_budget=quantization.error_budget,
         ignore=quantization.ignore,
     )
+
+
+def refuse_other_profile(now: ProfilePlan | None, *, before: ProfilePlan | None, made: Path) -> None:
+    """A run's profile is made, or copied, once: another one would stand in the plan, and the rollouts would have the
+    first one's scales. before: as planned when it was made.  made: the file, which may not be there yet.  Raises
+    PreflightError."""
+    if now is None or before is None or not made.is_file():
+        return
+    differ = {
+        "rollout.scheme": now.scheme is not before.scheme,
+        "quantization.profile": _is_other_profile(now.source, before=before.source, made=made),
+        "quantization.smoothing": now.smoothing != before.smoothing,
+        "quantization.error_budget": now.error_budget != before.error_budget,
+        "quantization.ignore": now.ignore != before.ignore,
+    }
+    if keys := [key for key, is_other in differ.items() if is_other]:
+        message = f"the run's profile was made with another {', '.join(keys)}, and is made once"
+        raise PreflightError(message, hint="put back what the run has, or start a new run")
+
+
+def _is_other_profile(source: str, *, before: str, made: Path) -> bool:
+    """A path may be another and name the same: of a run that was moved, or from another folder."""
+    if source == before or not (source and before):
+        return source != before
+    file = Path(source) / made.name if Path(source).is_dir() else Path(source)
+    return digest_of(file) not in ("", digest_of(made))
 
 
 def layers_with_experts(model: ModelPlan) -> int:

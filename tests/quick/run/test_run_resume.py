@@ -222,6 +222,52 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
         refuse_misfit(resumed(run_dir), plan=other)
 
 
+@pytest.mark.parametrize("checkpoints", [0, 1])
+@pytest.mark.parametrize(
+    ("sets", "key"),
+    [
+        (["quantization.smoothing=0.7"], "quantization.smoothing"),
+        (["quantization.error_budget=0.1"], "quantization.error_budget"),
+        (["quantization.ignore=[lm_head]"], "quantization.ignore"),
+        (["quantization.profile={other}"], "quantization.profile"),
+        (["rollout.scheme=fp8-channel", "quantization.emulate=true"], "rollout.scheme"),
+    ],
+)
+def test_another_profile_than_the_one_that_was_made_is_refused(
+    tmp_path: Path, sets: list[str], key: str, checkpoints: int
+) -> None:
+    """With --force, too: the run's is not made again, and the plan would say what the rollouts have not."""
+    usual = ("rollout.scheme=int8", "trainer.steps=9")
+    run_dir, other = tmp_path / "small-1", tmp_path / "other"
+    plan = build_plan(recipe(*usual), run_dir=run_dir, host=HOST)
+    stopped(plan)
+    changed = recipe(*usual, *(text.format(other=other) for text in sets))
+    again = build_plan(changed, run_dir=run_dir, host=HOST)
+    for step in range(3, 3 + checkpoints):
+        save(run_dir, step)
+    refuse_changes(changed, target=target_of(run_dir), force=True)
+    refuse_misfit(resumed(run_dir), plan=again)  # none was made yet
+    for folder in (run_dir / "profile", other):
+        folder.mkdir()
+        (folder / "profile.safetensors").write_text(folder.name)
+    refuse_misfit(resumed(run_dir), plan=plan)
+    with pytest.raises(PreflightError) as caught:
+        refuse_misfit(resumed(run_dir), plan=again)
+    assert caught.value.message == f"the run's profile was made with another {key}, and is made once"
+
+
+def test_a_profile_that_was_named_may_lie_elsewhere_now(tmp_path: Path) -> None:
+    run_dir, before, now = (tmp_path / name for name in ("small-1", "before", "now"))
+    usual = ("rollout.scheme=int8", "trainer.steps=9")
+    stopped(build_plan(recipe(*usual, f"quantization.profile={before}"), run_dir=run_dir, host=HOST))
+    for folder in (run_dir / "profile", now):
+        folder.mkdir()
+        (folder / "profile.safetensors").write_text("scales")
+    for folder in (now, tmp_path / "gone"):
+        plan = build_plan(recipe(*usual, f"quantization.profile={folder}"), run_dir=run_dir, host=HOST)
+        refuse_misfit(resumed(run_dir), plan=plan)
+
+
 def test_a_run_that_was_moved_has_the_problems_it_began_with(tmp_path: Path) -> None:
     """`cluster.run_dir` is harmless: run and cache may lie elsewhere now, and the cache may be made anew."""
     before, now = (tmp_path / "before", tmp_path / "now")
