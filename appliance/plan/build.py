@@ -127,7 +127,7 @@ def build_plan(
     if SchemeChoice.AUTO in recipe.rollout.schemes:
         _refuse(broken_without_profile(recipe, schemes=[each.scheme for each in rollout.replicas]))
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
-    book.note("checkpoint.every_steps", *derive.every(recipe.checkpoint.every_steps, steps=steps))
+    book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe))
     validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
     trainer = derive.plan_trainer(recipe, attention=attention, book=book)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
-from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Forward, OldLogProbs, Recipe
+from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Checkpoint, Forward, OldLogProbs, Recipe
 from appliance.record.plan import (
     AlgorithmPlan,
     Choice,
@@ -65,6 +65,14 @@ def steps_of(recipe: Recipe) -> tuple[int, str]:
 
 def every(given: int, *, steps: int) -> tuple[int, str]:
     return (given, "as given, and at the end") if given else (steps, "only at the end")
+
+
+def saves(asked: Checkpoint, *, steps: int) -> tuple[int, str]:
+    """(checkpoint.every_steps, why), and what else is saved by."""
+    number, why = every(asked.every_steps, steps=steps)
+    others = [f"every {asked.every_minutes:g} minutes"] if asked.every_minutes else []
+    others += ["at the best validation so far"] if asked.keep_best else []
+    return number, ", ".join([why if asked.every_steps else "at the end", *others]) if others else why
 
 
 def attention_of(recipe: Recipe) -> tuple[str, str]:

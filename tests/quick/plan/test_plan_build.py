@@ -40,6 +40,21 @@ def test_the_plan_reads_back_the_same():
     assert RunPlan.model_validate_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        ([], "only at the end"),
+        (["every_steps=5"], "as given, and at the end"),
+        (["every_minutes=15"], "at the end, every 15 minutes"),
+        (["every_steps=5", "keep_best=true"], "as given, and at the end, at the best validation so far"),
+        (["every_minutes=0.5", "keep_best=true"], "at the end, every 0.5 minutes, at the best validation so far"),
+    ],
+)
+def test_when_the_run_is_saved_is_all_said(sets: list[str], why: str):
+    plan = planned(*(f"checkpoint.{each}" for each in sets))
+    assert choice(plan, "checkpoint.every_steps") == ("5" if "every_steps=5" in sets else "30", why)
+
+
 def test_the_child_is_our_entry_under_this_python():
     assert planned().argv[:4] == (sys.executable, "-P", "-m", "appliance.trainer.entry")
 
