@@ -92,6 +92,7 @@ class BatchCorrection:
 
     def __init__(self, plan: RunPlan) -> None:
         self._planned = plan.correction.resolved
+        self._run_dir = Path(plan.run_dir)
         self._shadow = ShadowPass(plan) if self._planned.has_shadow_pass else None
         kl = plan.algorithm.kl
         self._kl_in_reward = kl.estimator if kl is not None and kl.place is KlPlace.REWARD else None
@@ -125,6 +126,10 @@ class BatchCorrection:
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
             raise TrainingError(what, hint=_HINT)
         self._meant = sums_of({name: torch.cat(rows) for name, rows in ({REAL: sequences.real} | fields).items()})
+        if not self._meant[WEIGHTS]:  # of the tokens that stay
+            what = f"nothing is left to learn from in step {step}: {correction.text} leaves none of its tokens"
+            why = "wider bounds or another correction.method keep some"
+            append_event(self._run_dir, kind="note", what=what, why=why, step=step)
         self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {}) | told
         return batch
 

@@ -152,6 +152,24 @@ def test_a_divergence_in_the_reward_is_said_as_a_mean_over_tokens(
     assert run.metrics()["reference_kl"] == pytest.approx(float(wanted), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["geometric-mask", "icepop"])
+def test_a_step_that_a_correction_leaves_nothing_of_is_said(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Bounds narrower than the mismatch: such a run would end without a word, its mismatch fine."""
+    monkeypatch.setattr(module, "append_event", lambda run_dir, **event: said.append((run_dir, event)))
+    said: list[tuple[Path, dict[str, Any]]] = []
+    queue.columns["rollout_log_probs"] = tuple(row - 0.01 for row in queue.columns["old_log_probs"])
+    narrow, wide = (replace(CORRECTIONS[name], bounds=(1 - each, 1 + each)) for each in (0.001, 0.02))
+    run = BatchCorrection(plan_of(narrow, tmp_path))
+    for step, correction in ((3, narrow), (4, wide)):
+        run.prepare(queue.batch(), step=step, correction=correction)
+        queue.columns[KEPT] = queue.columns[REAL]
+    what = f"nothing is left to learn from in step 3: {name} within 0.999..1.001 leaves none of its tokens"
+    ((run_dir, event),) = said
+    assert (run_dir, event["kind"], event["what"], event["step"]) == (tmp_path, "note", what, 3)
+
+
 def test_bounds_of_the_clip_are_written_for_each_token(queue: Queue, tmp_path: Path) -> None:
     acr = replace(CORRECTIONS["acr"].tightened(), reject_k3_above=0.03)
     run = BatchCorrection(plan_of(CORRECTIONS["acr"], tmp_path))
