@@ -280,8 +280,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         refuse_other_profile(plan.profile, before=_plan_before(run_dir).profile, made=made)
     if folder is None:
         return
-    facts = read_manifest(folder).facts
-    ranks = plan.topology.gpus
+    facts, ranks = read_manifest(folder).facts, plan.topology.gpus
     if facts.world_size != ranks:
         s = "" if facts.world_size == 1 else "s"
         message = f"{folder.name} was saved by {facts.world_size} rank{s}, the plan has {ranks}"
