@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from appliance.engine.experts import ExpertGemm, pack_experts_anew
@@ -151,6 +153,14 @@ class WeightUpdate:
     def expect_manifest(self) -> None:
         """This update's sender has a list. Before its first tensor."""
         self._needs_manifest = True
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether it is one that no update waits for, such as a router's correction, and the model has this value."""
+        layer, _, leaf = name.rpartition(".")
+        module = self.layers.get(layer, Module())
+        uncounted = module._parameters if leaf in SKIP_LOAD_TENSORS else module._buffers
+        held = uncounted.get(leaf)
+        return held is not None and held.shape == tensor.shape and torch.equal(held, tensor.to(held))
 
     def rounds(self, name: str) -> bool:
         """Whether all of this tensor is loaded in the engine's dtype. Where nobody here knows, vLLM does."""

@@ -113,8 +113,8 @@ class WaysIn:
                 is_head = self.update.is_tied_head(name)
                 if not self._open and is_derived(name):
                     continue
-                if is_head and self._version and not self._open and self._is_the_embedding(tensor):
-                    continue  # some senders' state has it, after the last layer
+                if self._version and not self._open and self._comes_late(name, tensor):
+                    continue
                 if not self._open:
                     self.begin(by)
                     self._ends_itself = True
@@ -222,9 +222,14 @@ class WaysIn:
         is_listed = self.update.keeps_digests and not self._manifest_seen
         return ": the list of what was sent has not come" if is_listed else ""
 
-    def _is_the_embedding(self, head: Tensor) -> bool:
-        """Whether a tied head is what this rank's embedding holds. Half-written weights are none."""
-        return not self.update.broken and self._head_digest(head) == self._head_digest(None)
+    def _comes_late(self, name: str, tensor: Tensor) -> bool:
+        """After the last layer, as some senders' state has a tied head or buffers, and is what the model holds.
+        Half-written weights are none."""
+        if self.update.broken:
+            return False
+        if self.update.is_tied_head(name):
+            return self._head_digest(tensor) == self._head_digest(None)
+        return self.update.holds(name, tensor)
 
     def _head_digest(self, head: Tensor | None) -> str:
         """Of a checkpoint's head, the rows that this rank has, or of the embedding's. head: [vocabulary, hidden]."""

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from test_flashrl_models import checkpoint
 from torch import Tensor
 
+from appliance.errors import SyncError
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64}
@@ -60,6 +62,26 @@ def test_a_router_in_fp32_is_updated_in_fp32(
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
     assert engine.generate() == says
     assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "", "")]
+    free_engine(engine)
+
+
+def test_a_routers_correction_may_come_last(tmp_path: Path, ways_in: pytest.MonkeyPatch) -> None:
+    """No update waits for it, as the trainer's model has it as a buffer. One that differs is of the next update."""
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    engine = start_engine(with_routers(tmp_path / "1", "glm4_moe", seed=1), scheme="bf16")
+    weights = read_checkpoint(with_routers(tmp_path / "2", "glm4_moe", seed=2))
+    rest = [each for each in weights if not each[0].endswith("correction_bias")]
+    [(name, correction)] = [each for each in weights if each[0].endswith("correction_bias")]
+    for each in weights:
+        engine.model.load_weights([each])
+    says = engine.generate()
+    for each in [*rest, (name, correction)]:
+        engine.model.load_weights([each])
+    assert engine.generate() == says
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "", "")]
+    engine.model.load_weights([(name, correction + 1)])
+    with pytest.raises(SyncError, match=r"^weight update: \d+ layers did not receive all their weights: "):
+        engine.generate()
     free_engine(engine)
 
 
