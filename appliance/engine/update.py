@@ -154,6 +154,11 @@ class WeightUpdate:
         """This update's sender has a list. Before its first tensor."""
         self._needs_manifest = True
 
+    def uncounted(self) -> list[Tensor]:
+        """What no update need bring, of what vLLM drops in a deep sleep: it keeps buffers."""
+        own = (layer._parameters.get(name) for layer in self.layers.values() for name in sorted(SKIP_LOAD_TENSORS))
+        return [parameter.data for parameter in own if parameter is not None]
+
     def holds(self, name: str, tensor: Tensor) -> bool:
         """Whether it is one that no update waits for, such as a router's correction, and the model has this value."""
         layer, _, leaf = name.rpartition(".")

@@ -65,6 +65,7 @@ class WaysIn:
         self._version = 0
         self._open = ""
         self._slept = False  # deeply, with no update since
+        self._kept: list[Tensor] = []  # over the sleep, as vLLM keeps buffers
         self._said = ""  # what broke an update, with the names of its layers
         self._ends_itself = False
         self._manifest_seen = False
@@ -86,6 +87,8 @@ class WaysIn:
         if self._open:
             self._said = f"an update by {self._open} was cut off by {SLEEP}"
             self._open, self.update.broken = "", "was cut off"
+        if not self._slept:
+            self._kept = [each.to("cpu", copy=True) for each in self.update.uncounted()]
         self._slept = True
 
     def _why_broken(self) -> str:
@@ -102,6 +105,9 @@ class WaysIn:
         if self._open:
             self._break(f"was begun by {self._open}, and then by {by} as well")
         self.update.begin()
+        if self._slept:
+            for held, kept in zip(self.update.uncounted(), self._kept, strict=True):
+                held.copy_(kept)
         self._open, self._ends_itself, self._manifest_seen, self._head = by, False, False, ""
         self._waiting = None  # the layers that may not be complete, looked at from the last: each once
 

@@ -85,6 +85,24 @@ def test_a_routers_correction_may_come_last(tmp_path: Path, ways_in: pytest.Monk
     free_engine(engine)
 
 
+def test_a_routers_correction_is_kept_over_a_deep_sleep(tmp_path: Path, ways_in: pytest.MonkeyPatch) -> None:
+    """As trainers leave it out. A CPU's worker sleeps by doing nothing: what a GPU drops is overwritten here."""
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    folder = with_routers(tmp_path, "glm4_moe", seed=1)
+    engine = start_engine(folder, scheme="bf16")
+    says = engine.generate()
+    for _ in range(2):
+        engine.llm.sleep(level=2)
+        for parameter in engine.model.parameters():
+            parameter.data.fill_(7.0)
+        engine.llm.wake_up()
+    for each in read_checkpoint(folder):
+        if not each[0].endswith("correction_bias"):
+            engine.model.load_weights([each])
+    assert engine.generate() == says
+    free_engine(engine)
+
+
 def of_routers(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found = {name: parameter.data.clone() for name, parameter in parameters if ".gate." in name}
     assert found
