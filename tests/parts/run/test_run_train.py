@@ -37,7 +37,6 @@ for step in (1, 2, 3):
     metrics(step=step, time_s=1.0 + step, reward_mean=0.2 + step / 10, rollout_tokens_per_s=400.0, rollout_s=0.5,
             step_s=1.0, scheme="int8", mismatch_k3_kl=1e-4, is_ess=0.99, is_weight_mean=1.0,
             **({"val_reward_mean": 0.5, "val_samples": 512} if step == 3 else {}))
-        "val_reward_bf16_mean": None,
 """
 EXPORT = """
 (run_dir / "model").mkdir()
