@@ -19,7 +19,7 @@ from appliance.record.session import RunRecord, RunStatus
 from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, rewards_of, step_seconds
 from appliance.report import display, draw
 from appliance.report.folder import UNFINISHED, find_run, read_run, reading
-from appliance.terms.devices import CPU
+from appliance.terms.devices import CPU, why_outgrown
 from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Schedule
@@ -109,12 +109,13 @@ def _mismatch(state: RunState) -> str:
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     """One or two things that this run's outcome suggests."""
     longer, lines = _longer(plan, folder=folder), []
+    other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
     one_scheme = (  # that may be another: what the recipe has goes with each
         len({each.scheme for each in plan.rollout.replicas}) == 1
-        and not (plan.trainer.quantises or plan.guard.ranks_layers)
+        and not (plan.trainer.quantises or plan.guard.ranks_layers or plan.rollout.emulated)
         and plan.trainer.dtype is Dtype.BF16
+        and not why_outgrown(other, device=plan.device)
     )
-    other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
     if state.unhealthy_steps:
         compare = one_scheme and other is Scheme.BF16
         how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"

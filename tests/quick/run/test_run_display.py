@@ -273,8 +273,8 @@ def test_a_longer_training_goes_on_where_a_resume_takes_it(
 def test_summary_advises_no_scheme_that_the_recipe_refuses(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
-    """One flow does not know BF16, nor has it precision to raise, `scheme` excludes `replicas`, FP16 has no profile;
-    rollouts in BF16 are no remedy for themselves."""
+    """One flow does not know BF16, nor has it precision to raise, `scheme` excludes `replicas`, FP16 has no profile,
+    only FP8 is emulated, Blackwell has no INT8; rollouts in BF16 are no remedy for themselves."""
     well, ill = folded(step_line(1)), folded(step_line(1, is_weight_mean=3.0))
     plan = small_plan(tmp_path)
     one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
@@ -283,7 +283,11 @@ def test_summary_advises_no_scheme_that_the_recipe_refuses(
     alone = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.BF16, replicas=(in_bf16,)))
     raising = plan.replace(guard=plan.guard.replace(actions=(Action.RAISE_PRECISION,)))
     in_fp16 = plan.replace(trainer=plan.trainer.replace(dtype=Dtype.FP16))
-    for each, state in itertools.product((one_flow, several, raising, in_fp16), (well, ill)):
+    in_fp8 = plan.rollout.replicas[0].replace(scheme=Scheme.FP8, emulated=True)
+    emulated = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.FP8, replicas=(in_fp8,)))
+    on_blackwell = alone.replace(device="b200")
+    refusing = (one_flow, several, raising, in_fp16, emulated, on_blackwell)
+    for each, state in itertools.product(refusing, (well, ill)):
         assert not any("rollout.scheme" in line for line in summary.try_next(each, state, folder="a"))
     assert not any("rollout.scheme=bf16" in line for line in summary.try_next(alone, ill, folder="a"))
     assert summary.try_next(one_flow, ill, folder="a")[0] == ("the mismatch left its bounds: report.html shows when")
