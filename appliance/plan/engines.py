@@ -152,10 +152,13 @@ def refuse_other_profile(now: ProfilePlan | None, *, before: ProfilePlan | None,
     differ = {
         "rollout.scheme": now.scheme is not before.scheme,
         "quantization.profile": _is_other_profile(now.source, before=before.source, made=made),
-        "quantization.smoothing": now.smoothing != before.smoothing,
-        "quantization.error_budget": now.error_budget != before.error_budget,
-        "quantization.ignore": now.ignore != before.ignore,
     }
+    if not now.source:  # one that is named was made without this recipe
+        differ |= {
+            "quantization.smoothing": now.smoothing != before.smoothing,
+            "quantization.error_budget": now.error_budget != before.error_budget,
+            "quantization.ignore": now.ignore != before.ignore,
+        }
     if keys := [key for key, is_other in differ.items() if is_other]:
         message = f"the run's profile was made with another {', '.join(keys)}, and is made once"
         raise PreflightError(message, hint="put back what the run has, or start a new run")
