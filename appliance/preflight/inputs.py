@@ -20,7 +20,7 @@ from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, ten
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
-from appliance.record.plan import ModelPlan, RunPlan
+from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import asked_of, read_tools
@@ -242,10 +242,11 @@ def _cut_short(file: Path) -> str:
 
 
 def profile_problem(plan: RunPlan) -> str:
-    """Why the folder of `quantization.profile` has no profile for this plan; empty where it has, or none is named."""
+    """Why the folder of `quantization.profile` has no profile for this plan; empty where it has, or none is named. A
+    resumed run has its own copy, and the folder may be gone."""
     if plan.profile is None or not plan.profile.source:
         return ""
-    source = Path(plan.profile.source)
+    source = _profile_folder(plan.profile)
     if not os.path.isfile(source / PROFILE_FILE):
         return f"{source}: the folder has no {PROFILE_FILE}"
     try:
@@ -283,8 +284,12 @@ def expected_kl(plan: RunPlan) -> float | None:
     has a problem."""
     if plan.profile is None or not plan.profile.source or profile_problem(plan):
         return None
-    predicted = read_file_header(Path(plan.profile.source))["predicted"]
+    predicted = read_file_header(_profile_folder(plan.profile))["predicted"]
     return predicted["kl"] if predicted else None
+
+
+def _profile_folder(profile: ProfilePlan) -> Path:
+    return Path(profile.folder if os.path.isfile(Path(profile.folder) / PROFILE_FILE) else profile.source)
 
 
 def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:

@@ -30,6 +30,7 @@ HEADER = {
     "predicted": None,
     "memory": None,
 }
+PREDICTED = {"tokens": 8, "kl": 0.25, "k3_kl": 0.5, "kl_tokens": 0.5, "probs_diff_mean": 0.0, "weight_max": 1.0}
 
 
 def write_tensors(file: Path, *, shapes: dict[str, list[int]], header: dict | None = None) -> None:
@@ -119,10 +120,18 @@ def test_a_profile_of_a_wider_model(tmp_path):
 
 
 def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):
-    predicted = {"tokens": 8, "kl": 0.25, "k3_kl": 0.5, "kl_tokens": 0.5, "probs_diff_mean": 0.0, "weight_max": 1.0}
     write_profile(tmp_path / "p")
     assert facts(tmp_path).expected_kl is None
-    write_profile(tmp_path / "p", header=HEADER | {"predicted": predicted})
+    write_profile(tmp_path / "p", header=HEADER | {"predicted": PREDICTED})
     assert facts(tmp_path).expected_kl == 0.25
-    write_profile(tmp_path / "p", header=HEADER | {"predicted": predicted, "scheme": "fp8"})
+    write_profile(tmp_path / "p", header=HEADER | {"predicted": PREDICTED, "scheme": "fp8"})
     assert facts(tmp_path).expected_kl is None
+
+
+def test_a_resumed_run_has_its_own_copy_where_the_folder_is_gone(tmp_path):
+    said = f"{tmp_path}/p: the folder has no profile.safetensors"
+    assert problem(tmp_path) == said
+    copy = write_profile(tmp_path / "runs" / "a-1" / "profile", header=HEADER | {"predicted": PREDICTED})
+    assert (problem(tmp_path), facts(tmp_path).expected_kl) == ("", 0.25)
+    write_profile(copy, channels=32)
+    assert problem(tmp_path).startswith(f"{copy}: of another model: ")
