@@ -86,7 +86,7 @@ def _outcome(view: RunView) -> _Said:
 def _reward(view: RunView) -> _Said:
     found = result(view.state)
     if found.before is None or found.after is None:
-        return Word.OPEN, "no step to compare with yet"
+        return Word.OPEN, "no step to compare with" + " yet" * view.is_live
     how = (
         f"{view.state.val_how}, {view.state.val_samples} problems"
         if found.validated
