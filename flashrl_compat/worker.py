@@ -46,6 +46,7 @@ class ProvenWorker(Worker):
         self.appliance_ways_in = WaysIn(
             model, vllm_config=self.vllm_config, rank=self.rank, smoothing=smoothing, tell=LOGGER.info
         )
+        self.model_runner.reload_weights = self.reload_weights  # worker extensions ask it, too
 
     def compile_or_warm_up_model(self) -> Any:
         """The last step of an engine's start: memory is measured, and CUDA graphs hold the addresses of the weights."""

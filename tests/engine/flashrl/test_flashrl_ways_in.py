@@ -420,7 +420,11 @@ def test_weights_in_a_kernels_format_are_refused(
     two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", "int8")
-    engine = start(two_checkpoints[1])
-    with pytest.raises(SyncError, match="in a kernel's own format cannot be proven"):
-        engine.llm.collective_rpc("reload_weights", kwargs={"is_checkpoint_format": False})
+    engine = start(two_checkpoints[0])
+    weights = [(name, held.clone()) for name, held in engine.model.named_parameters()]
+    engine.runner.reload_weights(weights_path=str(two_checkpoints[1]))
+    for ask in (engine.worker.reload_weights, engine.runner.reload_weights):  # extensions ask the runner itself
+        with pytest.raises(SyncError, match="in a kernel's own format cannot be proven"):
+            ask(weights_iterator=weights, is_checkpoint_format=False)
     assert engine.generate() == told["int8"]
+    assert engine.worker.appliance_ways_in.state.version == 1
