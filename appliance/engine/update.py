@@ -8,6 +8,7 @@ Before the model is finalised the list of what was sent is held against what cam
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,6 +74,16 @@ class _Running:
 def is_derived(name: str) -> bool:
     """Whether it is a buffer that old checkpoints and some senders bring and vLLM computes itself."""
     return any(each in name for each in AutoWeightsLoader.ROTARY_EMBEDS_UNUSED_WEIGHTS)
+
+
+def predicts_more(name: str, *, config: Any) -> bool:
+    """Whether it is of a layer behind the model's own that predicts further tokens (MTP): checkpoints have them, and
+    vLLM loads them into a draft alone. config: the model's, of transformers."""
+    if re.search(r"(^|\.)mtp\w*\.", name):
+        return True
+    number = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    more = any(getattr(config, key, 0) for key in ("num_nextn_predict_layers", "num_mtp_modules"))
+    return bool(more and number) and int(number[1]) >= config.num_hidden_layers
 
 
 class WeightUpdate:
@@ -256,7 +267,7 @@ class WeightUpdate:
             fits = self._proof.take(name, folded, known=known)
             self._now.proof_s += time.perf_counter() - started
             given = self._give(name, folded)
-        if not (given or self.is_tied_head(name) or is_derived(name)):
+        if not (given or self.is_tied_head(name) or self.is_left_out(name)):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
         if not fits:  # vLLM's own words for it come first, but its loaders take some (a bias that is too long)
             shape = list(tensor.shape)
@@ -302,6 +313,10 @@ class WeightUpdate:
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", width=200, placeholder=" ...")
             self.broken = f"brought {name}, which vLLM refused"
             raise SyncError(f"weight update: vLLM refused {name} of shape {list(tensor.shape)}: {reason}") from error
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether vLLM skips it, as the model does not want it."""
+        return is_derived(name) or predicts_more(name, config=self.model_config.hf_text_config)
 
     def is_tied_head(self, name: str) -> bool:
         """The trainer's state has an lm_head even where it is the embedding; vLLM skips it."""

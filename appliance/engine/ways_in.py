@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.kernel_proof import ROTATION
-from appliance.engine.update import WeightUpdate, is_derived, loadable_elements
+from appliance.engine.update import WeightUpdate, loadable_elements
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
 from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, digest
@@ -117,7 +117,7 @@ class WaysIn:
         with self._broken_by_an_error():
             for name, tensor in weights:
                 is_head = self.update.is_tied_head(name)
-                if not self._open and is_derived(name):
+                if not self._open and self.update.is_left_out(name):
                     continue
                 if self._version and not self._open and self._comes_late(name, tensor):
                     continue

@@ -1,4 +1,4 @@
-"""FLASHRL_CONFIG=bf16 with models whose routers are in FP32: what a trainer sends of them is not rounded."""
+"""FLASHRL_CONFIG=bf16 with mixtures of experts: routers in FP32, and what no update waits for or vLLM leaves out."""
 
 from __future__ import annotations
 
@@ -62,6 +62,29 @@ def test_a_router_in_fp32_is_updated_in_fp32(
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
     assert engine.generate() == says
     assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "", "")]
+    free_engine(engine)
+
+
+def test_layers_that_predict_more_are_left_out(tmp_path: Path, ways_in: pytest.MonkeyPatch) -> None:
+    """GLM-4.5's checkpoints have one behind the last. The engine starts with such a folder, and reloads it."""
+    ways_in.setenv("FLASHRL_CONFIG", "bf16")
+    fields = {"num_nextn_predict_layers": 1, **EXPERTS, **ROUTERS["glm4_moe"][0]}
+    first, second = (checkpoint(tmp_path / str(seed), "glm4_moe", seed=seed, **fields) for seed in (1, 2))
+    for folder in (first, second):
+        weights = dict(read_checkpoint(folder))
+        weights |= {name.replace("layers.1.", "layers.2."): weights[name].clone() for name in sorted(weights)}
+        weights["model.layers.2.eh_proj.weight"] = torch.zeros(96, 192, dtype=torch.bfloat16)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    fresh = start_engine(second, scheme="bf16")
+    says = fresh.generate()
+    free_engine(fresh)
+    engine = start_engine(first, scheme="bf16")
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
+    assert engine.generate() == says
+    for each in sorted(read_checkpoint(second), key=lambda each: "layers.2." in each[0]):  # after the end
+        engine.model.load_weights([each])
+    assert engine.generate() == says
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "", "")]
     free_engine(engine)
 
 
