@@ -119,7 +119,7 @@ class WaysIn:
                 is_head = self.update.is_tied_head(name)
                 if not self._open and self.update.is_left_out(name):
                     continue
-                if self._version and not self._open and self._comes_late(name, tensor):
+                if self._version and not (self._open or self._slept) and self._comes_late(name, tensor):
                     continue
                 if not self._open:
                     self.begin(by)

@@ -70,13 +70,11 @@ class RankedWorker(OpenRLHFWorker, SkyRLWorker):
             for each in chunk:
                 self.update_weight(*each)
 
-    def forget_segments(self) -> list[str]:
+    def forget_segments(self) -> None:
         """vLLM's shared memory, which all who need it have: its names go, since a kill at the end leaves nobody who
         would remove them. Of the segments between ranks of a CPU vLLM's own end does not, either."""
-        segments = set(re.findall(r"/dev/shm/(?:psm|vllm)_\S+", Path("/proc/self/maps").read_text()))
-        for each in segments:
-            Path(each).unlink(missing_ok=True)  # the other rank has it, too
-        return sorted(segments)
+        for each in re.findall(r"/dev/shm/(?:psm|vllm)_\S+", Path("/proc/self/maps").read_text()):
+            Path(each).unlink(missing_ok=True)  # mapped more than once, and by the other rank too
 
 
 def by_calls(engine: Engine, folder: Path, way: str, **fault: object) -> None:
@@ -138,8 +136,8 @@ def said(ask: Callable[[], object]) -> str:
 def look(own: Path, other: Path, *, fault: str) -> dict[str, object]:
     engine = start(own)
     llm = engine.llm
-    found: dict[str, object] = {"segments": llm.collective_rpc("forget_segments")}
-    found |= {"fresh": engine.generate(), "there": {}, "back": {}}
+    llm.collective_rpc("forget_segments")
+    found: dict[str, object] = {"fresh": engine.generate(), "there": {}, "back": {}}
     for way, update in WAYS.items():
         for folder, says in ((other, found["there"]), (own, found["back"])):
             update(engine, folder, way)

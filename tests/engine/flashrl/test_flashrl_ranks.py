@@ -83,9 +83,3 @@ def test_a_rank_that_fails_in_an_update_closes_the_engine_for_good(looks: dict[s
     assert re.fullmatch(rf"request \S+: .*; {re.escape(FINAL)}", found["last"])
     assert all(found["next"].values())
     assert found["version after"] == found["version"]
-
-
-def test_no_shared_memory_outlives_its_engine(looks: dict[str, dict]) -> None:
-    segments = {segment for found in looks.values() for of_rank in found["segments"] for segment in of_rank}
-    assert {Path(each).name.partition("_")[0] for each in segments} == {"psm", "vllm"}
-    assert not [each for each in segments if Path(each).exists()]

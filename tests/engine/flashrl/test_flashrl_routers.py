@@ -123,6 +123,15 @@ def test_a_routers_correction_is_kept_over_a_deep_sleep(tmp_path: Path, ways_in:
         if not each[0].endswith("correction_bias"):
             engine.model.load_weights([each])
     assert engine.generate() == says
+    engine.llm.sleep(level=2)
+    weights = {name: tensor.fill_(7.0) if "correction" in name else tensor for name, tensor in read_checkpoint(folder)}
+    for parameter in engine.model.parameters():
+        parameter.data.fill_(7.0)  # by chance what comes first
+    engine.llm.wake_up()
+    for each in sorted(weights.items(), key=lambda each: "correction" not in each[0]):
+        engine.model.load_weights([each])
+    found = of_routers(engine.model.named_parameters())
+    assert [bool((each == 7.0).all()) for name, each in found.items() if "correction" in name] == [True]
     free_engine(engine)
 
 
