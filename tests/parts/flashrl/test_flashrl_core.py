@@ -11,6 +11,7 @@ import pytest
 
 from appliance.errors import SyncError
 from flashrl_compat import core as module
+from flashrl_compat.worker import WORKER_CLASS
 
 SOUND, NEWER = (1, "", ""), (2, "", "")
 OPEN, BROKEN = (1, "load_weights", ""), (1, "", "model.norm did not come")
@@ -28,6 +29,8 @@ class Core(SimpleNamespace):
                 raise answer
             return answer
 
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER_CLASS))
+        self.scheduler = SimpleNamespace(connector=None)
         executor = SimpleNamespace(collective_rpc=ask)
         super().__init__(model_executor=executor, waiting=waiting, paused=paused, ended=[], taken=[], **more)
         module._known(self).version = 1
