@@ -2,7 +2,8 @@
 
 The demo as `make demo` runs it, with what it caches already there, once to fill that cache and then TURNS times. A
 phase begins with its event; the first one with the command. Processor seconds are those of all processes of a run, to
-its end. `start.md` goes into FOLDER.
+its end. Then the imports of its second phase in their order, each in what it adds to those before it, in processes of
+their own. `start.md` goes into FOLDER.
 """
 
 from __future__ import annotations
@@ -19,10 +20,22 @@ from pathlib import Path
 from statistics import median
 
 from appliance import console
+from appliance.trainer.entry import IMPORTS
 from benchmarks.demo import RECIPE
 from benchmarks.telemetry import Where
 
 TURNS = 5
+IMPORT_THEM = """
+import importlib, json, sys, time
+from appliance.trainer import entry, forks
+seconds = {}
+with forks.as_ray_worker():
+    for name in entry.IMPORTS:
+        begin = time.perf_counter()
+        importlib.import_module(name)
+        seconds[name] = time.perf_counter() - begin
+json.dump(seconds, open(sys.argv[1], "w"))
+"""
 COMMAND = ("train", RECIPE, "--set", "rollout.scheme=auto", "--set", "trainer.steps=1")
 
 
@@ -46,6 +59,13 @@ def run(folder: Path, name: str) -> tuple[dict[str, float], float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def imports(folder: Path) -> dict[str, float]:
+    """Seconds of each import, in order. Raises CalledProcessError where one fails."""
+    answer = folder / "imports.json"
+    subprocess.run([sys.executable, "-c", IMPORT_THEM, str(answer)], check=True)
+    return json.loads(answer.read_text())
+
+
 def table(runs: list[tuple[dict[str, float], float]]) -> str:
     """Medians over the runs."""
     lines = ["| phase | s |", "| --- | --- |"]
@@ -53,6 +73,13 @@ def table(runs: list[tuple[dict[str, float], float]]) -> str:
     totals = sorted(sum(seconds.values()) for seconds, _ in runs)
     lines.append(f"| **to the end of the first step** | **{median(totals):.1f}** ({totals[0]:.1f}-{totals[-1]:.1f}) |")
     lines.append(f"| processor seconds, to the end of the run | {median(spent for _, spent in runs):.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def imports_table(turns: list[dict[str, float]]) -> str:
+    """Medians over the turns."""
+    lines = ["| import | s |", "| --- | --- |"]
+    lines += [f"| `{name}` | {median(seconds[name] for seconds in turns):.1f} |" for name in IMPORTS]
     return "\n".join(lines) + "\n"
 
 
@@ -64,7 +91,8 @@ def main() -> int:
         run(Path(folder), "cache")
         where = Where.now(RECIPE)
         runs = [run(Path(folder), f"turn-{turn}") for turn in range(TURNS)]
-    page = f"Made by `python -m benchmarks.start`. {where.text}.\n\n{table(runs)}"
+        imported = [imports(Path(folder)) for _ in range(TURNS)]
+    page = f"Made by `python -m benchmarks.start`. {where.text}.\n\n{table(runs)}\n{imports_table(imported)}"
     console.out(page)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ from appliance.trainer.stopping import Stopping
 
 _OF_DEAD_ACTORS = frozenset({"ActorDiedError", "ActorUnavailableError"})  # Ray's, by name: it is not imported yet
 # What the processes of a run import; these import the rest.
-_IMPORTS = (
+IMPORTS = (
     "torch",
     "transformers",
     "vllm.v1.worker.cpu_worker",
@@ -55,7 +55,7 @@ def main() -> int:
         if _has_forks(plan):
             append_event(Path(plan.run_dir), kind="phase", what="import")
             with forks.as_ray_worker():
-                for name in _IMPORTS:
+                for name in IMPORTS:
                     if asked_to_stop(Path(plan.run_dir)):
                         break  # `train` hears it, and ends this process
                     importlib.import_module(name)
