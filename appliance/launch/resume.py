@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from appliance import console
 from appliance.errors import Interrupted, PreflightError, RecipeError
-from appliance.files import partial_prefix, whole_file, write_whole
+from appliance.files import partial_prefix, write_whole
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, own_of
 from appliance.plan.engines import refuse_other_profile
@@ -52,6 +51,7 @@ from appliance.record.checkpoints import (
 )
 from appliance.record.code import changed_code, copy_code
 from appliance.record.events import METRICS_FILE, append_event, append_line, read_metrics
+from appliance.record.lines import cut_lines
 from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ModelPlan, ProfilePlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
@@ -540,43 +540,6 @@ def _put_checkpoints_aside(resume: Resume) -> None:
         if (step_of(folder) or 0) > resume.step:
             why = f"the run goes on after step {resume.step}"
             put(folder, "is later and", why=why, below=f"cut-{resume.target.record.attempt}")
-
-
-def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False) -> Path | None:
-    """Keep the lines of steps up to `after`, each step once; move the others into a file beside it, which is returned.
-
-    A line that was torn by the end of a process is one of the others. None when there was nothing to cut.
-    may_repeat: a step may have several lines.
-    """
-    if not path.exists() or all(is_kept for _, is_kept in _judged(path, after=after, may_repeat=may_repeat)):
-        return None
-    aside = path.with_name(f"{path.stem}.cut-{attempt}{path.suffix}")
-    with whole_file(path) as kept, whole_file(aside) as cut, kept.open("wb") as to_keep, cut.open("wb") as to_cut:
-        for line, is_kept in _judged(path, after=after, may_repeat=may_repeat):
-            (to_keep if is_kept else to_cut).write(line)
-    return aside
-
-
-def _judged(path: Path, *, after: int, may_repeat: bool) -> Iterator[tuple[bytes, bool]]:
-    """Each line and whether it stays, as it is read."""
-    seen = bytearray(after + 1)  # a run has millions of steps
-    with path.open("rb") as file:
-        for line in file:
-            step = _step(line)
-            is_kept = step is not None and 0 <= step <= after and (may_repeat or not seen[step])
-            if is_kept:
-                seen[step or 0] = 1
-            yield line, is_kept
-
-
-def _step(line: bytes) -> int | None:
-    """The step of a whole line, None for another one."""
-    try:
-        raw = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    step = raw.get("step") if isinstance(raw, dict) else None
-    return step if type(step) is int else None
 
 
 def _restore(run_dir: Path, *, checkpoint: Path | None) -> None:

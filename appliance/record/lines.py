@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from appliance.files import whole_file
+
 STRICT = ConfigDict(strict=True)
 LARGEST = 1e30
 Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST)]  # of the size of anything that is measured
@@ -77,6 +79,43 @@ def lines_of(path: Path) -> Iterator[str]:
     if path.is_file():
         with path.open(errors="replace") as file:
             yield from (line.removesuffix("\n") for line in file)
+
+
+def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False) -> Path | None:
+    """Keep the lines of steps up to `after`, each step once; move the others into a file beside it, which is returned.
+
+    A line that was torn by the end of a process is one of the others. None when there was nothing to cut.
+    may_repeat: a step may have several lines.
+    """
+    if not path.exists() or all(is_kept for _, is_kept in _judged(path, after=after, may_repeat=may_repeat)):
+        return None
+    aside = path.with_name(f"{path.stem}.cut-{attempt}{path.suffix}")
+    with whole_file(path) as kept, whole_file(aside) as cut, kept.open("wb") as to_keep, cut.open("wb") as to_cut:
+        for line, is_kept in _judged(path, after=after, may_repeat=may_repeat):
+            (to_keep if is_kept else to_cut).write(line)
+    return aside
+
+
+def _judged(path: Path, *, after: int, may_repeat: bool) -> Iterator[tuple[bytes, bool]]:
+    """Each line and whether it stays, as it is read."""
+    seen = bytearray(after + 1)  # a run has millions of steps
+    with path.open("rb") as file:
+        for line in file:
+            step = _step(line)
+            is_kept = step is not None and 0 <= step <= after and (may_repeat or not seen[step])
+            if is_kept:
+                seen[step or 0] = 1
+            yield line, is_kept
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a whole line, None for another one."""
+    try:
+        raw = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    step = raw.get("step") if isinstance(raw, dict) else None
+    return step if type(step) is int else None
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ SHOW = """
 import re, sys
 from pathlib import Path
 from appliance.cli import main
-from appliance.launch.resume import cut_lines
+from appliance.record.lines import cut_lines
 
 run, steps, *commands = sys.argv[1:]
 for command in commands:

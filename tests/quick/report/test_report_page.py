@@ -18,8 +18,8 @@ from plans import make_guard
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.guard.policy import Action
-from appliance.launch.resume import cut_lines
 from appliance.record.events import append_event
+from appliance.record.lines import cut_lines
 from appliance.record.plan import read_plan
 from appliance.record.session import RunRecord, RunStatus, Session
 from appliance.report import page as write

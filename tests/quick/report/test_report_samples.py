@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.launch.resume import cut_lines
+from appliance.record.lines import cut_lines
 from appliance.record.samples import SAMPLES_FILE, Sample, SampleLog, SampleReader, shortened
 from appliance.report.page import Answer
 

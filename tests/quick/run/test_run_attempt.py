@@ -14,7 +14,6 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.launch.resume import (
     Resume,
     begin_attempt,
-    cut_lines,
     find_start,
     find_target,
     is_done,
@@ -23,6 +22,7 @@ from appliance.launch.resume import (
 from appliance.launch.train import _Training
 from appliance.record.checkpoints import CheckpointSearch, owed_line
 from appliance.record.events import append_event, first_failure
+from appliance.record.lines import cut_lines
 from appliance.record.session import RunRecord, RunStatus, read_record
 from appliance.report.display import JsonProgress
 from appliance.report.folder import read_run
