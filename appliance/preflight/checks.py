@@ -44,7 +44,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
     checks = (
         _python(host),
         judge_stack(plan, host, inputs.stack),
-        judge_limits(host.limits, cores=host.cores),
+        judge_limits(host.limits, cores=host.cores, actors=plan.topology.gpus + plan.topology.engines),
         # Who may not write the run root may not write the cache in it: one cause, one finding.
         judge_access(replace(inputs.access, cache_problem="") if host.run_root_problem else inputs.access),
         _libraries(plan, host),
@@ -235,10 +235,12 @@ def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[F
         yield error("patch", f"patch {name}", why, remedy)
 
 
-def judge_limits(limits: Limits, *, cores: int) -> Iterator[Finding]:
+def judge_limits(limits: Limits, *, cores: int, actors: int = 0) -> Iterator[Finding]:
+    """actors: of the whole run, where its driver is: it has a socket for each."""
     threads = max(_THREADS, _THREADS_PER_CORE * cores)
-    if limits.open_files < _FILES_OF_A_PROCESS:
-        message = f"a process may open {limits.open_files} files, Ray and vLLM want {_FILES_OF_A_PROCESS}"
+    files = max(_FILES_OF_A_PROCESS, _FILES_OF_A_PROCESS // 2 + actors)
+    if limits.open_files < files:
+        message = f"a process may open {limits.open_files} files, Ray and vLLM want {files}"
         remedy = "ulimit -Hn 65536, or in a container --ulimit nofile=65536:65536"
         yield error("open-files", "ulimit -n", message, remedy)
     if limits.threads < threads:

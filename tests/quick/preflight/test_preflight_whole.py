@@ -57,6 +57,10 @@ def test_limits_of_the_host_are_judged(tmp_path: Path) -> None:
     low = dataclasses.replace(HOST, limits=Limits(open_files=1))
     inputs = read_inputs(plan, ask_hub=False)
     assert "open-files" in [each.code for each in judge(plan, host=low, inputs=inputs)]
+    many = plan.replace(nodes=1024, gpus_per_node=8)  # with engines on one GPU each
+    for files, is_told in ((512 + 2 * 8192 - 1, True), (512 + 2 * 8192, False)):
+        host = dataclasses.replace(HOST, limits=Limits(open_files=files))
+        assert ("open-files" in [each.code for each in judge(many, host=host, inputs=inputs)]) is is_told
 
 
 IN_A_CONTAINER = ContainerFacts("gpu", "/runs", run_root_lasts=False, uid=1, gid=0)
