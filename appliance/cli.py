@@ -154,6 +154,9 @@ def accept(
         Path | None, typer.Option("-o", metavar="DIR", help="Of page and archive; else docs/results, or runs.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Rehearse on the CPU, as without a GPU.")] = False,
+    within: Annotated[
+        int | None, typer.Option(min=1, metavar="MIN", help="In which it ends, done or not; 20 on a GPU.")
+    ] = None,
 ) -> int:
     """On a host with a GPU: everything that was never run on one, row by row."""
     from benchmarks.accept.command import print_rows, run_accept
@@ -161,7 +164,7 @@ def accept(
     if show:
         print_rows()
         return 0
-    return run_accept(only=tuple(only or ()), output=output, run_root=RUN_ROOT, rehearse=cpu)
+    return run_accept(only=tuple(only or ()), output=output, run_root=RUN_ROOT, rehearse=cpu, within=within)
 
 
 @app.command()

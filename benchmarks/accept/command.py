@@ -6,10 +6,12 @@ A fault, a hang or a typo costs its row; a power cut the row that runs; Ctrl-C t
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,26 +28,30 @@ from appliance.terms.devices import CPU, GPUS, gpu_of_product, why_not
 from appliance.terms.schemes import Scheme
 from benchmarks.accept.outcome import Outcome, State
 from benchmarks.accept.probe import Device, Facts, ask, host_files, refuse
-from benchmarks.accept.process import run_row
+from benchmarks.accept.process import OVER, PATIENCE_S, run_row
 from benchmarks.accept.report import Report, say_end
 from benchmarks.accept.rows import ROWS, Row, chosen, minutes
 
 RESULTS = Path("docs/results")  # of a checkout
 MOST_AT_ONCE = 6
+MINUTES = 20  # in which it ends on a GPU
 CORES_OF_A_ROW, BYTES_OF_A_ROW = 2, 10 << 30  # what one that shares is given: it compiles, and has a small engine
 FREE_BELOW = 0.9  # of a GPU's memory: something else runs on it
 
 
-def run_accept(*, only: tuple[str, ...], output: Path | None, run_root: Path, rehearse: bool) -> int:
+def run_accept(
+    *, only: tuple[str, ...], output: Path | None, run_root: Path, rehearse: bool, within: int | None = None
+) -> int:
     """The exit code: 0 where no row failed, else that of the first one that did.
 
+    within: minutes in which it ends, whatever was not done; None: 20 on a GPU, and all that a rehearsal takes.
     rehearse: on the CPU, also where there is a GPU.  output: folder of page and archive; None: docs/results where that
     is there and it is no rehearsal, else `run_root`.  run_root: where rows work.
 
     Raises RecipeError for unknown rows; PreflightError where a folder cannot be written, or PyTorch cannot use the
     GPUs; Interrupted after a signal.
     """
-    rows = chosen(only)
+    begun, rows = time.monotonic(), chosen(only)
     if output is None:
         output = RESULTS if RESULTS.is_dir() and not rehearse and read_gpus() else run_root
     for folder in dict.fromkeys((output, run_root / "accept")):
@@ -64,12 +70,15 @@ def run_accept(*, only: tuple[str, ...], output: Path | None, run_root: Path, re
     )
     together = 1 if rehearsal else at_once(facts.devices, cores=len(os.sched_getaffinity(0)))
     estimated = minutes(rows, gpus=len(facts.devices), at_once=together)
-    expected = "tiny sizes" if rehearsal else f"at most {estimated:.0f} min by estimate"
-    console.say(f"{report.title}: {len(rows)} rows, {expected}{f', up to {together} at once' * (together > 1)}")
+    within = within or (None if rehearsal else MINUTES)
+    expected = "tiny sizes" if rehearsal else f"{estimated:.0f} min by estimate"
+    ends = f", ended after {within} min (--within)" * bool(within)
+    console.say(f"{report.title}: {len(rows)} rows, {expected}{ends}{f', up to {together} at once' * (together > 1)}")
     for line in facts.lines + warnings(facts, rehearsal=rehearsal):
         console.say(f"  {line}")
+    until = begun + 60 * within - 2 * PATIENCE_S if within else math.inf
     with Interrupts() as stop:
-        run = _Run(rows, facts=facts, rehearsal=rehearsal, report=report, stop=stop, at_once=together)
+        run = _Run(rows, facts=facts, rehearsal=rehearsal, report=report, stop=stop, at_once=together, until=until)
         outcomes = run.run()
     say_end(outcomes, report=report, rehearsal=rehearsal)
     if stop.names:
@@ -91,6 +100,8 @@ class _Run:
     report: Report
     stop: Interrupts
     at_once: int
+    until: float
+    """On the monotonic clock; then no row begins, and those that run are ended."""
     found: dict[str, Outcome] = field(default_factory=dict)
     """Of the rows that have begun."""
     told: set[tuple[str, str]] = field(default_factory=set)
@@ -126,9 +137,16 @@ class _Run:
     def _one(self, row: Row) -> Outcome:
         if why := lack(row, facts=self.facts, rehearsal=self.rehearsal):
             return Outcome(row=row.id, state=State.SKIPPED, why=why)
+        if time.monotonic() >= self.until:
+            return Outcome(row=row.id, state=State.SKIPPED, why=f"{OVER}: give it more, or this row alone by --only")
         capability = None if self.rehearsal else self.facts.devices[0].capability
         return run_row(
-            row, folder=self.report.folder / row.id, capability=capability, stop=self.stop, watch=self._watch
+            row,
+            folder=self.report.folder / row.id,
+            capability=capability,
+            stop=self.stop,
+            watch=self._watch,
+            until=self.until,
         )
 
     def _expected(self, row: Row) -> str:

@@ -6,6 +6,7 @@ A row whose process was lost in one of its parts goes on in a new one with the p
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ PATIENCE_S = 20.0  # after SIGTERM: a training that is ended ends its Ray
 KEPT = "kept"  # of a row's folder, what is not a model
 KEPT_BYTES = 2 << 20  # of a file, its end
 KEPT_FILES = 200
+OVER = "the time of --within was over"  # with a row that was not done
 # Of a training, by its run folder, and the stacks of what hung.
 _WANTED = (
     *("plan.json", "run.json", "versions.json", "events.jsonl", "metrics.jsonl", "memory.jsonl"),
@@ -53,18 +55,23 @@ def run_row(
     capability: tuple[int, int] | None,
     stop: Interrupts,
     watch: Watch = lambda outcome: None,
+    until: float = math.inf,
 ) -> Outcome:
     """folder: is made.  capability: of the GPU; None: rehearse on the CPU.  watch: gets what is found, while it is.
+    until: on the monotonic clock, where all rows end.
 
     The time limit is that of all processes of the row together.
     """
     folder.mkdir()
     started, waiting = time.monotonic(), None
-    deadline = started + row.limit_s
+    deadline = min(started + row.limit_s, until)
+    too_late = OVER if deadline == until else f"ended by its time limit of {row.limit_s:.0f} s"
     while True:
-        how = _one_process(row, folder=folder, capability=capability, deadline=deadline, stop=stop, watch=watch)
+        how = _one_process(
+            row, folder=folder, capability=capability, deadline=deadline, too_late=too_late, stop=stop, watch=watch
+        )
         found = read_outcome(folder) or Outcome(row=row.id, state=State.RUNNING)
-        found = found.ended(how, state=State.INTERRUPTED if stop.names else State.FAILED)
+        found = found.ended(how, state=State.INTERRUPTED if stop.names or how == OVER else State.FAILED)
         found = found.replace(seconds=round(time.monotonic() - started, 1))
         write_whole(folder / OUTCOME, found.model_dump_json(indent=1) + "\n")
         before, waiting = waiting, found.waiting
@@ -76,9 +83,16 @@ def run_row(
 
 
 def _one_process(
-    row: Row, *, folder: Path, capability: tuple[int, int] | None, deadline: float, stop: Interrupts, watch: Watch
+    row: Row,
+    *,
+    folder: Path,
+    capability: tuple[int, int] | None,
+    deadline: float,
+    too_late: str,
+    stop: Interrupts,
+    watch: Watch,
 ) -> str:
-    """How it ended, where that was not well."""
+    """How it ended, where that was not well. too_late: the words for the deadline."""
     arguments, device = json.dumps(dict(row.arguments)), "gpu" if capability else "cpu"
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -100,7 +114,7 @@ def _one_process(
                     return f"by {stop.names[0]}"
                 if time.monotonic() >= deadline:
                     _write_stacks(folder, family)
-                    return f"ended by its time limit of {row.limit_s:.0f} s"
+                    return too_late
                 if found := read_outcome(folder):
                     watch(found)
                 with suppress(subprocess.TimeoutExpired):

@@ -399,7 +399,8 @@ def test_on_a_gpu_rows_that_share_run_at_once_and_first(
     monkeypatch.setattr(command, "at_once", lambda devices, *, cores: 2)
     code = run_accept(only=(), output=tmp_path / "out", run_root=tmp_path / "runs", rehearse=False)
     shown = capsys.readouterr()
-    assert (code, "4 rows, at most 0 min by estimate, up to 2 at once\n" in shown.err) == (4, True)
+    assert code == 4
+    assert "4 rows, 0 min by estimate, ended after 20 min (--within), up to 2 at once\n" in shown.err
     assert [line.split()[:2] for line in shown.out.splitlines()[1:5]] == [
         ["well", "passed"],
         ["one", "passed"],
@@ -408,6 +409,28 @@ def test_on_a_gpu_rows_that_share_run_at_once_and_first(
     ]
     begun = re.findall(r"^(\d/4)  (\w+): ", shown.err, re.M)
     assert {name for _, name in begun[:2]} == {"one", "other"} and begun[2:] == [("3/4", "well"), ("4/4", "wrongly")]
+
+
+@pytest.mark.slow
+def test_it_ends_in_time_and_names_what_was_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row that hangs beside others, and rows after it: none of them has failed."""
+    hanging = dataclasses.replace(row("in_parts", names=["first", "hangs", "last"]), shares=True)
+    monkeypatch.setattr(rows, "ROWS", (hanging, row("well", value=1)))
+    monkeypatch.setattr(command, "ask", lambda *, hidden: FACTS)
+    monkeypatch.setattr(command, "refuse", lambda *given, **named: None)
+    monkeypatch.setattr(command, "at_once", lambda devices, *, cores: 2)
+    monkeypatch.setattr(command, "PATIENCE_S", 26.0)  # so that its minute is 8 s
+    code = run_accept(only=(), output=tmp_path / "out", run_root=tmp_path / "runs", rehearse=False, within=1)
+    assert (code, "ended after 1 min (--within)" in capsys.readouterr().err) == (0, True)
+    text = (tmp_path / "out/gpu-h100.md").read_text()
+    assert ": 0 passed, 0 failed, 1 skipped, 1 interrupted.\n" in text
+    assert re.search(
+        r"\* passed: first\n\* hangs: interrupted: the time of --within was over, after .*\n\* last: not", text
+    )
+    assert "skipped: the time of --within was over: give it more, or this row alone by --only\n" in text
+    assert find_processes(f"{process.MARK}={tmp_path / 'runs/accept/gpu-h100/in-parts'}") == []
 
 
 @pytest.mark.parametrize(
