@@ -212,6 +212,8 @@ def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     found: list[tuple[str, Value]] = []
+    if plan.is_cpu:  # in FP32: what is not compiled rounds each step to BF16, which is percents of an entropy
+        found.append((f"{ACTOR}.fsdp_config.entropy_from_logits_with_chunking", True))
     if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16
         roles = [ACTOR, *([REFERENCE] if kl else [])]
         found += [(f"+{role}.fsdp_config.mixed_precision", {"param_dtype": "fp16"}) for role in roles]

@@ -119,6 +119,21 @@ def test_fp16_is_said_to_trainer_reference_and_engine_and_bf16_to_none():
     assert not wanted.keys() & usual.keys()
 
 
+def test_the_entropy_of_bf16_logits_is_taken_in_fp32_where_nothing_is_compiled():
+    """The function is chosen as verl's engine does; of its two the usual one rounds each step to BF16."""
+    import torch
+    from verl.utils import torch_functional
+
+    engine = verl_config([text(*each) for each in planned("cpu-int8")]).actor_rollout_ref.actor.fsdp_config
+    assert engine.use_torch_compile is False
+    chunked = "_with_chunking" if engine.entropy_from_logits_with_chunking else ""
+    torch.manual_seed(0)
+    logits_TV = (4 * torch.randn(64, 272)).index_fill(1, torch.tensor([7]), 16.0).bfloat16()
+    log_probs_TV = logits_TV.double().log_softmax(dim=-1)
+    found_T = getattr(torch_functional, f"entropy_from_logits{chunked}")(logits_TV)
+    assert torch.allclose(found_T.double(), -(log_probs_TV.exp() * log_probs_TV).sum(dim=-1), rtol=0, atol=1e-5)
+
+
 def test_no_key_is_given_twice():
     keys = [key.lstrip("+") for key, _ in planned("cpu-int8")]
     assert sorted(keys) == sorted(set(keys))
