@@ -55,7 +55,7 @@ class _File(Frozen):
     baseline: str = Field(min_length=1)
     against: dict[str, str] = Field(default_factory=dict)
     validation: int = Field(2000, ge=1)
-    margin: float = Field(0.03, gt=0, le=1)
+    margin: float = Field(0.03, gt=0)
 
 
 @dataclass(frozen=True)

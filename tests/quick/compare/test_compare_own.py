@@ -60,6 +60,11 @@ def test_arms_of_an_own_task_share_problems_and_rewards(folder: Path) -> None:
     assert first.plan.rollout.scheme != second.plan.rollout.scheme
 
 
+def test_the_margin_is_in_the_unit_of_the_rewards(folder: Path) -> None:
+    Path("c.yaml").write_text(TEXT + "margin: 5\n")
+    assert load_comparison("c.yaml").margin == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "problem"),
