@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -131,10 +131,11 @@ _NAMES: dict[_Form | None, set[str]] = {_verls: set(_VERLS), _trls: set(_TRLS), 
 def _reward(returned: object, *, form: _Form, name: str) -> object:
     """What is held to be a finite number or None. Raises UserCodeError."""
     if form is _trls:
-        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+        values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | Mapping) else []
+        if len(values) != 1:  # an array or a tensor is a list to TRL, too
             told = f"a list of {len(returned)}" if isinstance(returned, list) else repr(returned)[:60]
             raise UserCodeError(f"`{name}` returned {told} for one completion, not a list of one")
-        return returned[0]
+        return values[0]
     if form is _verls and isinstance(returned, Mapping):
         if "score" not in returned:
             raise UserCodeError(f"`{name}` returned a mapping without `score`")

@@ -67,6 +67,7 @@ def test_a_function_that_wants_the_conversation_gets_it(tmp_path: Path) -> None:
         "def f(completion_ids, **_): return [float(completion_ids == [[50, 7]])]",
         "def f(completions, level, of=1.0): return [of] if level == ['easy'] else [0.0]",
         "def f(completions, **_): return (1.0,)",
+        "import numpy\ndef f(completions, **_): return numpy.ones(1)",
         "async def f(prompts, completions): return [float(completions == ['2'])]",
     ],
 )
