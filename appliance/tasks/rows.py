@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import RecipeError, first_line
+from appliance.errors import MOST_SHOWN, RecipeError, first_line
 from appliance.hub import beating
 from appliance.record.liveness import Heartbeat
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PARQUET = ".parquet"
-MAX_PROBLEMS = 20
+MAX_PROBLEMS = MOST_SHOWN - 1  # and a line for the rest of them
 MAX_LINE = 16 << 20  # bytes: a line is held in memory, and what has no line ends would be held whole
 MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the reward
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -82,7 +82,7 @@ class ProblemSet:
     conflicting: int = 0
     """Rows whose prompt came before with another truth; the first one counts."""
     faults: Faults = field(default_factory=list)
-    """Each bad row with `file:line`, after 20 of them their number."""
+    """Each bad row with `file:line`, after 19 of them the number of the rest."""
     left_out: tuple[str, ...] = ()
     """Fields that are not in a problem's row: what they hold is no JSON."""
 

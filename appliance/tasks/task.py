@@ -240,7 +240,7 @@ class Task:
         return {file.split: file.read(self.source) for each in self.data_sets.values() for file in each} | read
 
     def check_rows(self, path: str | Path) -> Faults:
-        """For the rows of a data file, each `file:line: message`; after 20 of them their number."""
+        """For the rows of a data file, each `file:line: message`; after 19 of them the number of the rest."""
         return read_file(path, source=self.source, most_rows=self.checked_rows).faults if self.source else []
 
     def first_problems(self, count: int, *, file: str, difficulty: int, seed: int) -> list[Problem]:

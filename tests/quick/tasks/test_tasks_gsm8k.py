@@ -148,8 +148,9 @@ def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
 def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", *["{}"] * 23)
     found = TASK.check_rows(path)
-    assert found[:20] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 21)]
-    assert found[20:] == [(f"{path}: and 3 more", "")]
+    assert found[:19] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 20)]
+    assert found[19:] == [(f"{path}: and 4 more", "")]
+    assert RecipeError(found).shown == found  # not cut once more: `and 1 more` would be the line that counts
 
 
 def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
