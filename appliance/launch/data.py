@@ -96,7 +96,8 @@ def _preview_text(found: Preview, *, about: str) -> str:
     rows += [("note", note) for note in found.notes]
     for number, each in enumerate(found.problems, start=1):
         rows += [("", ""), (f"problem {number}", f"{each.tokens} tokens of {found.max_prompt_tokens}")]
-        named = (("", each.prompt), ("truth", each.truth), ("row", each.row))
+        row = json.dumps(json.loads(each.row), ensure_ascii=False) if each.row else ""
+        named = (("", each.prompt), ("truth", each.truth), ("row", row))
         rows += [(name if not line else "", text) for name, value in named for line, text in enumerate(_lines(value))]
     return console.table(rows)
 

@@ -102,6 +102,13 @@ def test_preview_as_json(run: Run, tmp_path: Path) -> None:
     assert found["problems"][0] == {"prompt": "4+5=", "tokens": 4, "truth": "9", "row": '{"q": "4+5", "a": 9}'}
 
 
+def test_a_row_is_shown_in_its_own_script(run: Run, tmp_path: Path) -> None:
+    row = {"q": "4+5", "a": 9, "来源": "小学 \ud800"}
+    (tmp_path / "own.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'q': '5+5'})}\n")
+    done = preview(run, tmp_path, "task.train_file=own.jsonl", "task.val_size=1")
+    assert done.stdout.splitlines()[-1].endswith('"a": 9, "来源": "小学 \\ud800"}')
+
+
 def test_a_task_that_is_built_in_has_a_preview(run: Run) -> None:
     done = run("preview", "arithmetic-tiny-int8")
     lines = done.stdout.splitlines()
