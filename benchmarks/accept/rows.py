@@ -19,8 +19,9 @@ _FLOW = "`trainer.forward: rollout`"
 # Experts first: vLLM makes the groups of a process once, those of experts only for a model that has some.
 _FAMILIES = ("qwen3-moe", "qwen3", "llama", "mistral+head", "qwen2")
 # What a process imports; an engine with few graphs, and two updates, as on an H200 with six at once and nothing that
-# torch compiles kept from before; what nvcc compiles, read off no clock.
-_IMPORTS_S, _ENGINE_S, _NVCC_S = 6, 34, 60
+# torch compiles kept from before; what nvcc compiles: of FlashInfer's module one file takes 130 s of a core (a Xeon's,
+# without a GPU), and a kernel of it or of DeepGEMM, one for each shape and size of blocks, 2 to 5 s.
+_IMPORTS_S, _ENGINE_S, _NVCC_S = 6, 34, 170
 # Of a training: three processes that import one after the other, and Ray; what an engine that is not eager compiles,
 # and all sizes of graphs; two steps, a validation and the save; a second rank, and NCCL.
 _TRAINING_S, _CAPTURED_S, _RANK_S = 30, 20, 15
