@@ -130,7 +130,8 @@ def train(name: str, *, root: Path) -> tuple[RunPlan, Measured]:
 
 
 def make_model(size: Size, *, folder: Path) -> Path:
-    """A Qwen2 with random weights and the byte tokenizer, which knows a part of its words."""
+    """A Qwen2 with random weights and a tokenizer that has all its words: verl's engine never samples others, whose
+    share of the trainer's probabilities would be a mismatch."""
     if (folder / "config.json").is_file():
         return folder
     import torch
@@ -139,7 +140,7 @@ def make_model(size: Size, *, folder: Path) -> Path:
     from appliance.tasks.tiny_model import save_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = save_tokenizer(folder, max_positions=2048)
+    tokenizer = save_tokenizer(folder, max_positions=2048, words=size.vocab)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=size.vocab,

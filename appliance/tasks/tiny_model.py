@@ -183,10 +183,12 @@ def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> di
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def byte_tokenizer(*, max_positions: int, calls_tools: bool = False) -> PreTrainedTokenizerFast:
-    """259 tokens, and four to call tools. max_positions: the longest sequence the model takes, in tokens."""
+def byte_tokenizer(*, max_positions: int, calls_tools: bool = False, words: int = 0) -> PreTrainedTokenizerFast:
+    """259 tokens, and four to call tools. max_positions: the longest sequence the model takes, in tokens.  words: how
+    many tokens there are at least; what it reads has none of those beyond, what it writes may."""
     alphabet = sorted(ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={character: token for token, character in enumerate(alphabet)}, merges=[]))
+    more = [f"w{number}" for number in range(words - len(alphabet) - len((END_OF_TURN, PADDING, START_OF_TURN)))]
+    core = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(alphabet + more)}, merges=[]))
     core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(
@@ -203,8 +205,10 @@ def byte_tokenizer(*, max_positions: int, calls_tools: bool = False) -> PreTrain
     return made
 
 
-def save_tokenizer(folder: Path, *, max_positions: int, calls_tools: bool = False) -> PreTrainedTokenizerFast:
-    """Write the tokenizer's files into a folder and return it."""
-    tokenizer = byte_tokenizer(max_positions=max_positions, calls_tools=calls_tools)
+def save_tokenizer(
+    folder: Path, *, max_positions: int, calls_tools: bool = False, words: int = 0
+) -> PreTrainedTokenizerFast:
+    """Write the tokenizer's files into a folder and return it. Parameters as of byte_tokenizer."""
+    tokenizer = byte_tokenizer(max_positions=max_positions, calls_tools=calls_tools, words=words)
     tokenizer.save_pretrained(folder)
     return tokenizer
