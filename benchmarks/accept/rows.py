@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from appliance.errors import EngineError, RecipeError, TrainingError
@@ -399,14 +400,16 @@ BEYOND: dict[str, str] = {
 
 def minutes(rows: tuple[Row, ...], *, gpus: int, at_once: int) -> float:
     """Of those that run on a host with so many. at_once: of those that share, each when a place is free."""
+    here = [row for row in rows if row.gpus <= gpus]
     places = [0] * at_once
-    alone = 0
-    for row in rows:
-        if row.gpus <= gpus and row.shares:
-            places[places.index(min(places))] += row.estimate_s
-        elif row.gpus <= gpus:
-            alone += row.estimate_s
-    return (max(places) + alone) / 60
+    for row in longest_first(row for row in here if row.shares):
+        places[places.index(min(places))] += row.estimate_s
+    return (max(places) + sum(row.estimate_s for row in here if not row.shares)) / 60
+
+
+def longest_first(rows: Iterable[Row]) -> list[Row]:
+    """In which order those that share begin, so that none is left alone with a long one."""
+    return sorted(rows, key=lambda row: -row.estimate_s)
 
 
 def row_of(name: str) -> Row:
