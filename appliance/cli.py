@@ -155,7 +155,10 @@ def accept(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Rehearse on the CPU, as without a GPU.")] = False,
     within: Annotated[
-        int | None, typer.Option(min=1, metavar="MIN", help="In which it ends, done or not; 20 on one GPU, 25 on more.")
+        int | None,
+        typer.Option(
+            min=1, metavar="MIN", help="In which it ends, done or not; 20 on one GPU, 25 on more; a rehearsal: no end."
+        ),
     ] = None,
 ) -> int:
     """On a host with a GPU: everything that was never run on one, row by row."""

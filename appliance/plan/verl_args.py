@@ -48,6 +48,7 @@ ESTIMATORS = {
 USUAL_BETAS, USUAL_EPSILON = (0.9, 0.999), 1e-8  # of torch's AdamW, and verl's
 
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_ENTROPY_AT_ONCE = 128  # tokens: so few that those in FP32 count for little beside the logits
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
 
 Value = None | bool | int | float | str | list[str] | list[float] | dict[str, float] | dict[str, str]
@@ -141,6 +142,9 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.use_kl_loss", _kl_in(plan) is KlPlace.LOSS),
         (f"{ACTOR}.use_torch_compile", not plan.is_cpu),
         (f"{ACTOR}.fsdp_config.use_torch_compile", not plan.is_cpu),
+        # In FP32: what is not compiled rounds each step to BF16, which is percents of an entropy.
+        (f"{ACTOR}.fsdp_config.entropy_from_logits_with_chunking", plan.is_cpu),
+        (f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size", _ENTROPY_AT_ONCE),
         (f"{ACTOR}.fsdp_config.seed", plan.seed),
         (f"{ACTOR}.data_loader_seed", plan.seed),
         (f"{ACTOR}.policy_loss.loss_mode", LOSS_MODES[plan.correction.loss]),
@@ -212,8 +216,6 @@ def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     found: list[tuple[str, Value]] = []
-    if plan.is_cpu:  # in FP32: what is not compiled rounds each step to BF16, which is percents of an entropy
-        found.append((f"{ACTOR}.fsdp_config.entropy_from_logits_with_chunking", True))
     if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16
         roles = [ACTOR, *([REFERENCE] if kl else [])]
         found += [(f"+{role}.fsdp_config.mixed_precision", {"param_dtype": "fp16"}) for role in roles]

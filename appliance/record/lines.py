@@ -112,7 +112,7 @@ def _step(line: bytes) -> int | None:
     """The step of a whole line, None for another one."""
     try:
         raw = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = raw.get("step") if isinstance(raw, dict) else None
     return step if type(step) is int else None

@@ -184,8 +184,8 @@ def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> di
 
 
 def byte_tokenizer(*, max_positions: int, calls_tools: bool = False, words: int = 0) -> PreTrainedTokenizerFast:
-    """259 tokens, and four to call tools. max_positions: the longest sequence the model takes, in tokens.  words: how
-    many tokens there are at least; what it reads has none of those beyond, what it writes may."""
+    """259 tokens, and four to call tools. max_positions: the longest sequence the model takes, in tokens.  words: at
+    least so many tokens; text is never read as those beyond, a model may say them."""
     alphabet = sorted(ByteLevel.alphabet())
     more = [f"w{number}" for number in range(words - len(alphabet) - len((END_OF_TURN, PADDING, START_OF_TURN)))]
     core = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(alphabet + more)}, merges=[]))

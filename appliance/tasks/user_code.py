@@ -131,7 +131,8 @@ _NAMES: dict[_Form | None, set[str]] = {_verls: set(_VERLS), _trls: set(_TRLS), 
 def _reward(returned: object, *, form: _Form, name: str) -> object:
     """What is held to be a finite number or None. Raises UserCodeError."""
     if form is _trls:
-        values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | Mapping) else []
+        is_list = isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping)
+        values = list(returned) if is_list and getattr(returned, "ndim", 1) else []
         if len(values) != 1:  # an array or a tensor is a list to TRL, too
             told = f"a list of {len(returned)}" if isinstance(returned, list) else repr(returned)[:60]
             raise UserCodeError(f"`{name}` returned {told} for one completion, not a list of one")

@@ -69,7 +69,7 @@ class Outcome(Frozen):
     def ended(self, how: str, *, state: State = State.FAILED) -> Outcome:
         """What it is with its process gone. how: it ended where that was not well, or an empty text.
 
-        state: of a row that had not ended, and of the part that was running.
+        state: of a row that had not ended, and of the part that was running; one of which a part failed has failed.
         """
         if self.state is not State.RUNNING and not how:
             return self
@@ -77,7 +77,8 @@ class Outcome(Frozen):
         end = f"{how or 'its process ended with 0 and said nothing'}{last}"
         in_a_part = any(part.state is State.RUNNING for part in self.parts)
         changed = (p.replace(state=state, why=end) if p.state is State.RUNNING else p for p in self.parts)
-        found = self.replace(parts=tuple(changed), state=state)
+        has_failed = any(part.state is State.FAILED for part in self.parts)
+        found = self.replace(parts=tuple(changed), state=State.FAILED if has_failed else state)
         told = found.told_by_parts or self.why
         is_told = in_a_part or (told and not how)
         return found.replace(why=told if is_told else "; ".join(filter(None, (told, end))))

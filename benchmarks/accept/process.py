@@ -71,6 +71,8 @@ def run_row(
             row, folder=folder, capability=capability, deadline=deadline, too_late=too_late, stop=stop, watch=watch
         )
         found = read_outcome(folder) or Outcome(row=row.id, state=State.RUNNING)
+        if how == OVER and found.state is not State.RUNNING:  # only its process had not ended
+            how = ""
         found = found.ended(how, state=State.INTERRUPTED if stop.names or how == OVER else State.FAILED)
         found = found.replace(seconds=round(time.monotonic() - started, 1))
         write_whole(folder / OUTCOME, found.model_dump_json(indent=1) + "\n")
@@ -104,7 +106,7 @@ def _one_process(
             start_new_session=True,
         )
         family = _Family(f"{MARK}={folder.absolute()}", root=process.pid)
-        with _nothing_left(family, process=process, stop=stop):
+        with _nothing_left(family, process=process, stop=stop, at_once=too_late == OVER):
             while (code := process.poll()) is None:
                 family.look()
                 if stop.names:
@@ -142,12 +144,15 @@ class _Family:
 
 
 @contextmanager
-def _nothing_left(family: _Family, *, process: subprocess.Popen[bytes], stop: Interrupts) -> Iterator[None]:
-    """The process and its family are gone at the end. A second signal ends the patience with them."""
+def _nothing_left(
+    family: _Family, *, process: subprocess.Popen[bytes], stop: Interrupts, at_once: bool
+) -> Iterator[None]:
+    """The process and its family are gone at the end. A second signal ends the patience with them. at_once: there is
+    little time for it."""
     try:
         yield
     finally:
-        patience_s = PATIENCE_S if process.poll() is None else PATIENCE_S / 4
+        patience_s = PATIENCE_S if process.poll() is None and not at_once else PATIENCE_S / 4
         family.look()
         if process.poll() is None:
             process.terminate()

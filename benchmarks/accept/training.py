@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from appliance.guard.policy import K3_KL
 from appliance.plan.memory import GIB, moments, peak
 from appliance.processes import module_argv
 from appliance.record.lines import parse
@@ -49,7 +50,6 @@ def drawn(response):
     return crc32(response.encode()) % 1000 / 1000
 """
 LORA_RANK = 32
-K3 = 0.015  # nats; above it the governor warns
 FLOW_K3 = 1e-3  # nats; a number of ours: no GPU has said what its kernels allow
 BATCH = ("batch.prompts_per_step=16", "batch.mini_batch_prompts=8")
 TINY_BATCH = (
@@ -77,7 +77,8 @@ def train(
     dtype: str = "bf16",
 ) -> None:
     """Two steps of the recipe, on rewards of its own. Every step has its figures and a gradient, the engines got other
-    weights than the first ones, the result is there, memory is within the estimate.
+    weights than the first ones, the mismatch is below the governor's bound, the result is there, memory is within the
+    estimate.
 
     by: a scheme, or two of replicas, each on a GPU, as `bf16+int8`.  tensor_parallel: GPUs of an engine.  lora: an
     adapter is trained, and what the engines get is the merged model.  flow: the trainer's forward is theirs, and with
@@ -129,7 +130,7 @@ def train(
         finite = all(math.isfinite(line[key]) for key in keys)
         ground.hold(finite, f"step {line['step']} has a gradient, mismatch or entropy that is not finite")
         ground.hold(overflowed or line["grad_norm"] > 0, f"step {line['step']} has no gradient")
-        k3, most = line["mismatch_k3_kl"], K3
+        k3, most = line["mismatch_k3_kl"], K3_KL
         if flow:  # on a CPU they are the same bits
             most = 0.0 if ground.rehearsal else FLOW_K3
         ground.figure(f"step {line['step']}, k3{' of one flow' * flow}", k3, "nats")

@@ -130,7 +130,8 @@ def test_the_entropy_of_bf16_logits_is_taken_in_fp32_where_nothing_is_compiled()
     torch.manual_seed(0)
     logits_TV = (4 * torch.randn(64, 272)).index_fill(1, torch.tensor([7]), 16.0).bfloat16()
     log_probs_TV = logits_TV.double().log_softmax(dim=-1)
-    found_T = getattr(torch_functional, f"entropy_from_logits{chunked}")(logits_TV)
+    given = (engine.entropy_from_logits_chunk_size,) if chunked else ()
+    found_T = getattr(torch_functional, f"entropy_from_logits{chunked}")(logits_TV, *given)
     assert torch.allclose(found_T.double(), -(log_probs_TV.exp() * log_probs_TV).sum(dim=-1), rtol=0, atol=1e-5)
 
 

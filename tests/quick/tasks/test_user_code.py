@@ -118,6 +118,10 @@ def test_any_other_is_refused_and_the_three_forms_shown(tmp_path: Path, program:
         ("", "{file}: there is no function `f` in it"),
         ("def f(completions, colour): pass", "{file}: `f` wants `colour`, which the row does not have"),
         ("def f(completions): return [1.0, 2.0]", "`f` returned a list of 2 for one completion, not a list of one"),
+        (
+            "import numpy\ndef f(completions): return numpy.array(1.0)",
+            "`f` returned array(1.) for one completion, not a list of one",
+        ),
         ("def f(completions): return []", "`f` returned a list of 0 for one completion, not a list of one"),
         ("def f(completions): return 1.0", "`f` returned 1.0 for one completion, not a list of one"),
         ("def f(completions): return '1'", "`f` returned '1' for one completion, not a list of one"),
