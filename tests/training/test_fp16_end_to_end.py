@@ -29,7 +29,7 @@ FP16 = "trainer.dtype=fp16"
 OVERFLOWING = {
     "trainer.dtype": "fp16",
     "quantization.profile": "none",
-    "algorithm.entropy_bonus": "5",
+    "algorithm.entropy_bonus": "100",
     "guard.gradient_steps": "1",  # none of these is a bad step
 }
 
