@@ -30,7 +30,7 @@ from appliance import console
 from appliance.bench.job import GIB, NAMED_SHAPES, PROMPT_TOKENS, Job, Measurement, Shapes, read_lines
 from appliance.compare.results import busy_share
 from appliance.control_groups import usable_cores
-from appliance.terms.environment import EXACT_VARIABLE
+from appliance.terms.environment import EXACT_ON_CPU
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import ATTENTION_NAME, Quantisation
 from appliance.terms.shapes import KNOWN
@@ -128,7 +128,7 @@ class Sampled:
 
 def sample(folder: Path, scheme: Scheme, env: dict[str, str]) -> list[Sampled]:
     """By a real engine, in a process of its own."""
-    os.environ.update(env | {EXACT_VARIABLE: "1"})
+    os.environ.update(env)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -151,7 +151,8 @@ def sample(folder: Path, scheme: Scheme, env: dict[str, str]) -> list[Sampled]:
 
 
 def equal_tokens(*, threads: int) -> list[str]:
-    """Rows: tokens whose log-prob in the trainer's forward is the engine's, at 0.5B layer shapes."""
+    """Rows: tokens whose log-prob in the trainer's forward is the engine's, at 0.5B layer shapes. In a process that was
+    started with EXACT_ON_CPU, as all of a run with one flow are."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -541,9 +542,23 @@ def page(given: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     share = saved[FLOW] / saved[BF16]
     yield f"Kept for backward by a layer for {SAVED_TOKENS} tokens, nothing recomputed: {sizes}, {share:.2f} of it."
     yield ""
-    yield f"Tokens whose log-prob in training is the engine's, {EQUAL_LAYERS} layers of `qwen2.5-0.5b`, random weights:"
+    yield from equal_page(threads=given.threads)
+
+
+def equal_page(*, threads: int) -> Iterator[str]:
+    today = datetime.date.today().isoformat()
+    yield fill(
+        f"Tokens whose log-prob in training is the engine's, {EQUAL_LAYERS} layers of `qwen2.5-0.5b`, random weights; "
+        f"`--equal`, {today}: {processor()}, {threads} threads:",
+        PAGE_WIDTH,
+    )
     yield ""
-    yield from equal_tokens(threads=given.threads)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=be_exact) as pool:
+        yield from pool.submit(equal_tokens, threads=threads).result()
+
+
+def be_exact() -> None:
+    os.environ.update(EXACT_ON_CPU)
 
 
 def main() -> int:
@@ -556,7 +571,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="folder for one-flow-speed.md")
+    parser.add_argument("--equal", action="store_true", help="only count tokens whose log-probs are equal")
     given = parser.parse_args()
+    if given.equal:
+        console.out("\n".join(equal_page(threads=given.threads)))
+        return 0
+    if "with AMX" in processor():
+        parser.error("one flow leaves out AMX, and BF16 training does not: in one process they cannot be compared")
     mix = Mix(given.sequences, response_tokens=given.response_tokens, micro_batch=given.micro_batch)
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
