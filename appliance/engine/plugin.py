@@ -21,13 +21,16 @@ def register() -> None:
     from appliance.quant.cpu_gemm import widen_gemms
     from appliance.record.events import report_failures
     from appliance.record.liveness import keep_stacks
-    from appliance.terms.environment import EXACT_VARIABLE
+    from appliance.terms.environment import EXACT_ON_CPU, EXACT_VARIABLE
 
     keep_stacks("engine")
     if current_platform.is_cpu():
         with report_failures():
             apply_patch(NO_AMX_TILES, no_amx_tiles)
-            widen_gemms(exactly=os.environ.get(EXACT_VARIABLE) == "1")
+            exactly = os.environ.get(EXACT_VARIABLE) == "1"
+            if exactly:
+                os.environ.update({**EXACT_ON_CPU, **os.environ})  # what `vllm serve` was not given; a plan says it all
+            widen_gemms(exactly=exactly)
 
 
 def require_one_distribution() -> None:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from appliance.errors import NumericsError
 from appliance.quant.codec import QuantisedWeight, all_finite
@@ -52,6 +52,7 @@ _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 _WIDENED_AT_ONCE = 1 << 20  # elements of a weight: 4 MiB in float32 stay in a cache, and take no fresh memory
 _FEW_TOKENS = 256  # of more, the product takes so long that a weight may be widened whole
 _TINY_SCALE = 2.0**-120  # with those above, 1 / s is finite, whether denormals count or not
+_ROWS_OF_A_GROUP = 4  # oneDNN sums fewer otherwise: one row; with AVX-512 and without its BF16, up to three
 _WIDENED_ROWS = 512  # of so many output channels 1024 codes in float32 stay in a cache, and take no fresh memory
 
 
@@ -72,11 +73,14 @@ def widened_types() -> frozenset[torch.dtype]:
 def widen_gemms(*, exactly: bool = False) -> None:
     """In this process, torch's GEMMs of such a type widen their operands, sum in float32 as before, and round once.
 
-    exactly: in float64, so that no sum depends on the batch; half as fast. A process that was told so once stays so.
+    exactly: so that no row depends on the others: in float64, half as fast; where BF16 needs no widening, vLLM's own
+    product gets whole groups of rows. A process that was told so once stays so.
     """
     if widened_types():
         widening = _widening()
         widening.to = torch.float64 if exactly else widening.to
+    if exactly and torch.bfloat16 not in widened_types():
+        _grouped()
 
 
 class _Widening:
@@ -121,8 +125,39 @@ def _widening() -> _Widening:
     return _Widening()
 
 
+@functools.cache
+def _grouped() -> torch.library.Library:
+    """What keeps vLLM's `onednn_mm` given groups of rows."""
+    load_kernels()
+    library = torch.library.Library("_C", "IMPL")
+    kernel = torch.library.get_kernel("_C::onednn_mm", "CPU")
+
+    def call(keys: Any, out_MN: Tensor, x_MK: Tensor, *more: Tensor | None) -> None:
+        if len(x_MK) % _ROWS_OF_A_GROUP == 0:
+            kernel.call_boxed(keys, out_MN, x_MK, *more)
+            return
+        whole = in_groups(x_MK, rows=_ROWS_OF_A_GROUP)
+        out = out_MN.new_empty(len(whole), out_MN.shape[-1])
+        kernel.call_boxed(keys, out, whole, *more)
+        out_MN.copy_(out[: len(x_MK)].view_as(out_MN))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # a kernel is replaced
+        library.impl("onednn_mm", call, "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def in_groups(x_MK: Tensor, *, rows: int) -> Tensor:
+    """With rows of zeros at its end, to a multiple of `rows`."""
+    return pad(x_MK, (0, 0, 0, -len(x_MK) % rows))
+
+
 def exact_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[T, N] in the type of `x_TK`: what `functional.linear` is under `widen_gemms(exactly=True)`."""
+    """[T, N] in the type of `x_TK`: what an engine computes under `widen_gemms(exactly=True)`, whatever other rows
+    there are. oneDNN must leave out AMX (terms/environment.py)."""
+    if x_TK.dtype not in widened_types():
+        rows = _ROWS_OF_A_GROUP * torch.get_num_threads()  # each thread has whole groups
+        return linear(in_groups(x_TK, rows=rows), weight_NK, bias_N)[: len(x_TK)]
     x, weight = x_TK.double(), weight_NK.double()
     return linear(x, weight, None if bias_N is None else bias_N.double()).to(x_TK.dtype)
 

@@ -19,7 +19,12 @@ RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is th
 NODE_VARIABLE = "APPLIANCE_NODE"  # on a node that joined: the folder of its `appliance join`
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
-EXACT_VARIABLE = "APPLIANCE_EXACT_GEMMS"  # on a CPU whose BF16 GEMMs are widened: to float64, see quant/cpu_gemm.py
+EXACT_VARIABLE = "APPLIANCE_EXACT_GEMMS"  # on a CPU: no row of a product depends on the others, see quant/cpu_gemm.py
+EXACT_ON_CPU = {
+    EXACT_VARIABLE: "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # all but AMX, whose sums depend on the number of rows
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",  # threads that share a sequence's attention make its sums depend on the batch
+}
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # of vLLM's two, which takes the model; docs/gpu.md names it as a way out
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
@@ -93,7 +98,7 @@ def child_env(
             "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
         }
         if one_flow:
-            env[EXACT_VARIABLE] = "1"
+            env |= EXACT_ON_CPU
         return tuple(sorted(env.items()))
     env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it knows no log-probs after temperature, and is compiled by nvcc
     if one_flow:

@@ -297,8 +297,8 @@ class Step:
     """The weight update that ended it."""
 
     def is_exact(self, plan: RunPlan) -> bool:
-        """Whether its log-probs are to be the rollouts' bit by bit. What is in BF16 for now depends on the batch; on a
-        GPU nothing is promised but a bound (trainer/governor.py)."""
+        """Whether its log-probs are to be the rollouts' bit by bit: those in the planned precision. On a GPU
+        nothing is promised but a bound (trainer/governor.py)."""
         return plan.trainer.one_flow and plan.is_cpu and self.rolled == Live(plan.rollout.label, plan.rollout.emulated)
 
 

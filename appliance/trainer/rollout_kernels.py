@@ -31,7 +31,6 @@ from appliance.quant.cpu_gemm import (
     multiply_fp8,
     packed,
     quantise_weight,
-    widened_types,
 )
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 from appliance.trainer.attention import Sequences
@@ -91,7 +90,7 @@ class _CpuAttention:
             True,
             self._window,
             self._isa,
-            True,
+            False,  # no thread gets a part of a sequence: sums would depend on the batch (terms/environment.py)
             None,
             "auto",
         )
@@ -179,9 +178,6 @@ class CpuKernels:
 
     attention: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] = _CpuAttention
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = (
-        staticmethod(exact_linear) if torch.bfloat16 in widened_types() else None
-    )
 
     def load(self) -> None:
         load_kernels()
@@ -189,6 +185,9 @@ class CpuKernels:
     def add_norm(self, x: Tensor, residual: Tensor | None, weight_H: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
         summed = x.float() if residual is None else x.float() + residual.float()
         return plain_norm(summed, weight_H, eps=eps), summed.to(x.dtype)
+
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        return exact_linear(x_TK, weight_NK, bias_N)
 
     def log_softmax(self, logits_TV: Tensor) -> Tensor:
         """float32."""

@@ -114,8 +114,7 @@ def _silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """[T, N] of [T, K]: a layer that is not quantised."""
-    kernel = kernels_of(x).linear
-    return functional.linear(x, weight_NK, bias_N) if kernel is None else _Linear.apply(kernel, x, weight_NK, bias_N)
+    return _Linear.apply(kernels_of(x).linear, x, weight_NK, bias_N)
 
 
 class _Linear(Function):

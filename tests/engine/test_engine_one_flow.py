@@ -79,8 +79,11 @@ def recomputed_by(model: Any, rows: list, *, temperature: float) -> list[list[fl
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ONE_FLOW)
 def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
+    from vllm import envs
+
     folder = make_family(tmp_path, name=family, seed=1)
     engine = start_engine(folder, scheme="int8")
+    assert not envs.VLLM_CPU_ATTN_SPLIT_KV  # why: tests/parts/trainer/test_rollout_attention.py
     rows = {temperature: sampled(engine, temperature=temperature) for temperature in (1.0, 0.7)}
     free_engine(engine)
     for temperature, each in rows.items():

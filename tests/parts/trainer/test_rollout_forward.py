@@ -25,14 +25,13 @@ from transformers import (
 )
 
 from appliance.errors import NumericsError
-from appliance.quant import codec_int8
+from appliance.quant import codec_int8, cpu_gemm
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, exact_linear, has_packed_kernel, kernel_of
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, has_packed_kernel, kernel_of
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import rollout_ops
 from appliance.trainer.rollout_forward import RolloutForward
-from appliance.trainer.rollout_kernels import CpuKernels
 from appliance.trainer.rollout_ops import Batch, EngineWeight, add_norm, head_norm, linear, log_probs_of, silu_and_mul
 
 KERNELS = (SglGemm, OneDnnGemm, WideGemm)
@@ -216,10 +215,10 @@ def test_head_norm() -> None:
     assert not qkv.grad[:, 4:].any()
 
 
-@pytest.mark.parametrize("kernel", [None, exact_linear])
-def test_linear_that_is_not_quantised(kernel: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("widened", [frozenset(), frozenset({torch.bfloat16})])
+def test_linear_that_is_not_quantised(widened: frozenset[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a layer kept in BF16 and the last projection, on hosts of both kinds: y, dX, dW and db are rounded once."""
-    monkeypatch.setattr(CpuKernels, "linear", kernel if kernel is None else staticmethod(kernel))
+    monkeypatch.setattr(cpu_gemm, "widened_types", lambda: widened)
     x_TK, weight_NK, bias_N, grad_TN = random(41, 96), random(50, 96), random(50), random(41, 50).detach()
     y_TN = linear(x_TK, weight_NK, bias_N)
     y_TN.backward(grad_TN)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from appliance.terms.environment import (
-    EXACT_VARIABLE,
+    EXACT_ON_CPU,
     RAY_OWN,
     child_env,
     ray_dir,
@@ -28,8 +28,9 @@ def test_a_gpu_run_gets_nothing_of_the_cpu_flavour():
 
 def test_one_flow_asks_for_products_that_do_not_depend_on_the_batch() -> None:
     on_cpu, on_gpu = env(one_flow=True), env(is_cpu=False, one_flow=True)
-    assert (on_cpu[EXACT_VARIABLE], on_gpu["VLLM_BATCH_INVARIANT"]) == ("1", "1")
-    assert not {EXACT_VARIABLE, "VLLM_BATCH_INVARIANT"} & (env().keys() | env(is_cpu=False).keys())
+    assert on_cpu == env() | EXACT_ON_CPU
+    assert on_gpu["VLLM_BATCH_INVARIANT"] == "1"
+    assert not {*EXACT_ON_CPU, "VLLM_BATCH_INVARIANT"} & (env().keys() | env(is_cpu=False).keys())
 
 
 @pytest.mark.parametrize(

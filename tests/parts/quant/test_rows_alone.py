@@ -1,0 +1,66 @@
+"""Products in BF16 of which no row depends on the others, in trainer and engine: one flow's proof rests on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from appliance.terms.environment import EXACT_ON_CPU, EXACT_VARIABLE, THREADS_VARIABLE
+
+SHAPES = ((259, 128), (256, 704), (1024, 2048))
+ROWS = (1, 2, 3, 5, 13, 16, 33, 100, 255, 510)
+
+# In a process of its own: oneDNN asks once what it may use.
+SCRIPT = f"""
+import torch
+from appliance.engine.plugin import register
+from appliance.quant.cpu_gemm import exact_linear, widened_types
+
+register()
+
+def engines(x_MK, weight_NK):
+    if torch.bfloat16 in widened_types():
+        return torch.nn.functional.linear(x_MK, weight_NK)
+    y_MN = x_MK.new_empty(len(x_MK), len(weight_NK))
+    handle = torch.ops._C.create_onednn_mm_handler(weight_NK.t(), 32)
+    torch.ops._C.onednn_mm(y_MN, x_MK, None, torch.tensor(handle))
+    torch.ops._C.release_dnnl_matmul_handler(handle)
+    return y_MN
+
+for channels, inputs in {SHAPES}:
+    torch.manual_seed(0)
+    weight_NK = (0.02 * torch.randn(channels, inputs)).bfloat16()
+    x_MK = torch.randn(511, inputs).bfloat16()
+    whole = exact_linear(x_MK, weight_NK, None)
+    for rows in {ROWS}:
+        for multiply in (lambda x, w: exact_linear(x, w, None), engines):
+            print("equal", int(torch.equal(multiply(x_MK[-rows:].clone(), weight_NK), whole[-rows:])))
+"""
+
+
+INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
+
+
+def equal_rows(**env: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in EXACT_ON_CPU}
+    child = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=inherited | env, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    said = [line for line in child.stdout.splitlines() if line.startswith("equal ")]
+    assert said == ["equal 1"] * (2 * len(SHAPES) * len(ROWS))
+
+
+@pytest.mark.parametrize("threads", ["2", "3"])
+@pytest.mark.parametrize("instructions", ["AVX512_CORE", "AVX512_CORE_BF16", EXACT_ON_CPU[INSTRUCTIONS]])
+def test_no_row_of_a_product_depends_on_the_others(instructions: str, threads: str) -> None:
+    """With what a plan leaves oneDNN, and with what older processors have."""
+    equal_rows(**EXACT_ON_CPU | {INSTRUCTIONS: instructions, THREADS_VARIABLE: threads})
+
+
+def test_one_variable_does_it_where_no_plan_is() -> None:
+    """Of `vllm serve`: a run's summary and the exported model's card name it."""
+    equal_rows(**{EXACT_VARIABLE: "1"})
