@@ -576,7 +576,9 @@ def main() -> int:
     if given.equal:
         console.out("\n".join(equal_page(threads=given.threads)))
         return 0
-    if "with AMX" in processor():
+    import torch
+
+    if torch.cpu.get_capabilities().get("amx_tile", False):
         parser.error("one flow leaves out AMX, and BF16 training does not: in one process they cannot be compared")
     mix = Mix(given.sequences, response_tokens=given.response_tokens, micro_batch=given.micro_batch)
     if given.output is not None:

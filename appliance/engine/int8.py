@@ -196,7 +196,7 @@ NO_AMX_TILES = Patch(
         "on a CPU with AMX, vLLM mixes kernels that each leave the tile registers in a state of their own (packed "
         "GEMMs through brgemm, attention): seen here as an illegal instruction in cpu_attention_with_kv_cache in some "
         "runs and not in others. vLLM asks this function; oneDNN, which restores the tiles, decides for itself and "
-        "keeps using AMX"
+        "keeps using AMX, but with one flow"
     ),
     upstream="https://github.com/sgl-project/sglang/issues/28992",
     distribution="torch",

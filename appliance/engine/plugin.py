@@ -28,8 +28,8 @@ def register() -> None:
         with report_failures():
             apply_patch(NO_AMX_TILES, no_amx_tiles)
             exactly = os.environ.get(EXACT_VARIABLE) == "1"
-            if exactly:
-                os.environ.update({**EXACT_ON_CPU, **os.environ})  # what `vllm serve` was not given; a plan says it all
+            for name, value in EXACT_ON_CPU.items() if exactly else ():
+                os.environ.setdefault(name, value)  # a plan says them all, `vllm serve` was given one
             widen_gemms(exactly=exactly)
 
 

@@ -4,7 +4,7 @@ library, which loads in a process without vLLM. FP8 is emulated.
 `sgl`: its packed kernel of AVX-512 VNNI. On a host without AMX it packs a weight several times faster than oneDNN
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
 codes fit the core's cache together; beyond that it reads everything again and again (docs/results/gemm.md). vLLM itself
-takes it on hosts with AMX only. `onednn`: everything else, every host with AMX, where oneDNN has the matrix unit, and
+takes it on hosts with AMX only. `onednn`: everything else, every host with AMX (one flow takes it from oneDNN), and
 FP16, which the packed kernel does not know (it ends the process). `float32`: where oneDNN's answers are wrong, on hosts
 without VNNI; seen with AVX2 alone, where each proof found it.
 
@@ -52,7 +52,7 @@ _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 _WIDENED_AT_ONCE = 1 << 20  # elements of a weight: 4 MiB in float32 stay in a cache, and take no fresh memory
 _FEW_TOKENS = 256  # of more, the product takes so long that a weight may be widened whole
 _TINY_SCALE = 2.0**-120  # with those above, 1 / s is finite, whether denormals count or not
-_ROWS_OF_A_GROUP = 4  # oneDNN sums fewer otherwise: one row; with AVX-512 and without its BF16, up to three
+_ROWS_OF_A_GROUP = 4  # of a thread: oneDNN sums one row otherwise, with AVX-512 and without its BF16 up to three
 _WIDENED_ROWS = 512  # of so many output channels 1024 codes in float32 stay in a cache, and take no fresh memory
 
 
@@ -80,7 +80,7 @@ def widen_gemms(*, exactly: bool = False) -> None:
         widening = _widening()
         widening.to = torch.float64 if exactly else widening.to
     if exactly and torch.bfloat16 not in widened_types():
-        _grouped()
+        _group_rows()
 
 
 class _Widening:
@@ -126,17 +126,18 @@ def _widening() -> _Widening:
 
 
 @functools.cache
-def _grouped() -> torch.library.Library:
-    """What keeps vLLM's `onednn_mm` given groups of rows."""
+def _group_rows() -> torch.library.Library:
+    """From now on vLLM's `onednn_mm`, which multiplies in layers and heads in BF16, gets whole groups of rows. The
+    result has to be kept: what it replaces comes back with its end."""
     load_kernels()
     library = torch.library.Library("_C", "IMPL")
     kernel = torch.library.get_kernel("_C::onednn_mm", "CPU")
 
     def call(keys: Any, out_MN: Tensor, x_MK: Tensor, *more: Tensor | None) -> None:
-        if len(x_MK) % _ROWS_OF_A_GROUP == 0:
+        whole = in_groups(x_MK)
+        if whole is x_MK:
             kernel.call_boxed(keys, out_MN, x_MK, *more)
             return
-        whole = in_groups(x_MK, rows=_ROWS_OF_A_GROUP)
         out = out_MN.new_empty(len(whole), out_MN.shape[-1])
         kernel.call_boxed(keys, out, whole, *more)
         out_MN.copy_(out[: len(x_MK)].view_as(out_MN))
@@ -147,17 +148,19 @@ def _grouped() -> torch.library.Library:
     return library
 
 
-def in_groups(x_MK: Tensor, *, rows: int) -> Tensor:
-    """With rows of zeros at its end, to a multiple of `rows`."""
-    return pad(x_MK, (0, 0, 0, -len(x_MK) % rows))
+def in_groups(x_MK: Tensor) -> Tensor:
+    """With rows of zeros at its end, so that each thread has whole groups; itself where none is missing."""
+    missing = -len(x_MK) % (_ROWS_OF_A_GROUP * torch.get_num_threads())
+    return pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
 
 
 def exact_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """[T, N] in the type of `x_TK`: what an engine computes under `widen_gemms(exactly=True)`, whatever other rows
     there are. oneDNN must leave out AMX (terms/environment.py)."""
     if x_TK.dtype not in widened_types():
-        rows = _ROWS_OF_A_GROUP * torch.get_num_threads()  # each thread has whole groups
-        return linear(in_groups(x_TK, rows=rows), weight_NK, bias_N)[: len(x_TK)]
+        whole = in_groups(x_TK)
+        y_TN = linear(whole, weight_NK, bias_N)
+        return y_TN if whole is x_TK else y_TN[: len(x_TK)]
     x, weight = x_TK.double(), weight_NK.double()
     return linear(x, weight, None if bias_N is None else bias_N.double()).to(x_TK.dtype)
 

@@ -174,10 +174,9 @@ class _CudaAttention:
 
 
 class CpuKernels:
-    """What has a gradient by itself is None: torch's own operation is the kernel."""
-
     attention: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] = _CpuAttention
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
+    """None: torch's own operations, which have a gradient by themselves."""
 
     def load(self) -> None:
         load_kernels()
