@@ -6,36 +6,25 @@ its first response.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import json
 import os
 import re
-import resource
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
 
 from appliance.record.plan import OwnPlan, RewardPlan
 from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same, joined_numbers
 from appliance.tasks.built_in.gsm8k import FINAL, plain_numbers
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.code import CODE_S, code
+from appliance.tasks.code_tests import read_tests
+from appliance.tasks.task import NO_TRUTH, Response, Reward
 from appliance.tasks.user_code import Given, load_function
-from appliance.terms.environment import JUDGE_KEY_VARIABLE, THREADS_VARIABLE
+from appliance.terms.environment import JUDGE_KEY_VARIABLE
 
-CODE_S = 10.0  # for all tests of one program: what is not done by then has failed
 JUDGE_S = 25.0  # for its answer, less than a response has by default
-_OUTPUT_BYTES = 16 << 20
-_PROGRAM_BYTES = 2 << 30  # of memory
 _TAIL = 1000  # characters that are searched where an answer is not marked
-_PR_SET_PDEATHSIG = 1
 JUDGE_PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{truth}\n\nAnswer to grade:\n{response}\n\n"
     "How right is the answer to grade? Reply with one number from 0 to 1, such as 0.25, and nothing else."
@@ -102,7 +91,7 @@ def readers(rewards: Iterable[RewardPlan]) -> Iterator[tuple[RewardPlan, Callabl
 def _given(truth: str) -> str:
     """Raises ValueError where the row has none."""
     if not truth.strip():
-        raise ValueError("the row has no truth to compare with: task.truth names its field")
+        raise ValueError(NO_TRUTH)
     return truth
 
 
@@ -239,100 +228,6 @@ def length(response: Response, *, target: int) -> float:
     return min(1.0, max(0.0, 2.0 - len(response.text) / target))
 
 
-_FENCED = re.compile(  # (what is before it, language, what is in it); within a line ``` may be a quotation's
-    r"(?ms)(?:^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)```[ \t]*+([^\s`]*+)[^\n`]*+"
-    r"|```(?i:python3?|py)?[ \t]*+)\n(.*?)```"
-)
-_PYTHON = ("", "python", "py", "python3")
-
-
-def code(response: Response) -> float:
-    """The share of tests that the program of the response passes: the last fenced block of Python, else all of it.
-
-    The truth is JSON, `[{"input": ..., "output": ...}, ...]` or `{"inputs": [...], "outputs": [...]}`: texts for stdin
-    and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
-    limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
-    """
-    tests, until = _tests(_given(response.truth)), time.monotonic() + CODE_S
-    found = [each for each in _FENCED.findall(response.text) if each[1].lower() in _PYTHON]
-    with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
-        program = Path(folder) / "main.py"
-        program.write_text(_outdented(found[-1]) if found else response.text, errors="replace")
-        passed = sum(_passes(program, given, wanted, within_s=until - time.monotonic()) for given, wanted in tests)
-    return passed / len(tests)
-
-
-def _outdented(fenced: tuple[str, str, str]) -> str:
-    """A block in an item of a list stands as far in as its fence, if all of its lines do: Markdown would take from each
-    what it has, also where some are indented and others flush."""
-    before, _, inner = fenced
-    margin = min((len(line) - len(line.lstrip(" \t")) for line in inner.splitlines() if line.strip()), default=0)
-    return re.sub(rf"(?m)^[ \t]{{0,{min(len(before), margin)}}}", "", inner)
-
-
-def _tests(truth: str) -> list[tuple[str, str]]:
-    """Raises ValueError for what are none."""
-    try:
-        made = json.loads(truth)
-        if isinstance(made, Mapping):
-            inputs, outputs = made["inputs"], made["outputs"]
-            are_lists = isinstance(inputs, list) and isinstance(outputs, list)
-            pairs = list(zip(inputs, outputs, strict=True)) if are_lists else []
-        else:
-            pairs = [(each["input"], each["output"]) for each in made]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pairs = []
-    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
-        hint = '`[{"input": "1 2", "output": "3"}]` or `{"inputs": ["1 2"], "outputs": ["3"]}`'
-        raise ValueError(f"the truth `{truth[:60]}` has no tests: it is JSON such as {hint}")
-    return pairs
-
-
-def _passes(program: Path, given: str, wanted: str, *, within_s: float) -> bool:
-    if within_s <= 0:
-        return False
-    with tempfile.TemporaryFile(dir=program.parent) as said:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(program)],
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=subprocess.DEVNULL,
-            cwd=program.parent,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(program.parent), THREADS_VARIABLE: "1", "LANG": "C.UTF-8"},
-            start_new_session=True,
-            preexec_fn=_limit,
-        )
-        try:
-            child.communicate(given.encode(errors="replace"), timeout=within_s)
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        said.seek(0)
-        return child.returncode == 0 and _lines(said.read().decode(errors="replace")) == _lines(wanted)
-
-
-def _limit() -> None:
-    """In the program's process, before it begins. It ends with the process that grades."""
-    seconds = int(CODE_S) + 1
-    for kind, value in (
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, _PROGRAM_BYTES),
-        (resource.RLIMIT_FSIZE, _OUTPUT_BYTES),
-        (resource.RLIMIT_NPROC, 0),  # of this user: no new process or thread, but for root
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (value, value))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
-
-
 _SCORE = re.compile(r"0?\.[0-9]+|0(?:\.[0-9]*)?|1(?:\.0*)?")
 _MARKDOWN = "*_` \t"
 
@@ -392,7 +287,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "regex": BuiltIn(regex, options=("pattern",), reads=_given),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
-    "code": BuiltIn(code, reads=_tests, may_read_truth=False, most_s=CODE_S),
+    "code": BuiltIn(code, reads=read_tests, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
         judge,
         options=("url", "model", "prompt"),

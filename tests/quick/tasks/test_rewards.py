@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math as numbers
-import os
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -222,67 +220,6 @@ def test_a_truth_of_another_kind_is_named(name: str, truth: str, message: str) -
     with pytest.raises(ValueError) as raised:
         graded(name, "1", truth)
     assert str(raised.value).startswith(message)
-
-
-# code
-
-TESTS = json.dumps([{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}])
-SUM = "print(sum(map(int, input().split())))"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "value"),
-    [
-        (SUM, 1.0),
-        (f"Like this:\n```python\nprint(0)\n```\nor rather\n```python\n{SUM}\n```\nDone.", 1.0),
-        (f"For\n```text\n1 2\n```\nthis:\n```Python3 main.py\n{SUM}\n```\nIt prints\n```text\n3\n```", 1.0),
-        (f"As ```a + b``` says\n```python\n{SUM}\n```", 1.0),
-        (f"So: ```py\n{SUM}```", 1.0),
-        (f"1. Read.\n\n   ```python\n   if True:\n       {SUM}\n   ```\n2. Done.", 1.0),
-        (f"1. ```python\n   if True:\n\n       {SUM}\n   ```\n- ```text\n  3\n  ```", 1.0),
-        (f"1. Read.\n   ```python\nif True:\n  {SUM}\n   ```\n2. Done.", 1.0),
-        (f"```python\n    {SUM}\n```", 0.0),
-        ("print(3)", 0.5),
-        ("print(", 0.0),
-        (f"{SUM}\nraise SystemExit(1)", 0.0),
-        (f"import os\nos.fork()\n{SUM}", 0.0 if os.getuid() else None),
-        ("x = bytearray(3 << 30)", 0.0),
-        ("open('x', 'wb').write(bytes(32 << 20))\nprint(3)", 0.0),
-        (f"import os\nassert 'HF_TOKEN' not in os.environ and not set(os.listdir()) - {{'main.py'}}\n{SUM}", 1.0),
-        ("import sys\nfor _ in range(10 ** 9): sys.stdout.write('x' * 10 ** 6)", 0.0),
-    ],
-)
-def test_code_is_run_on_each_test_within_limits(
-    monkeypatch: pytest.MonkeyPatch, program: str, value: float | None
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    found = graded("code", program, TESTS)
-    assert value is None or found == value
-
-
-@pytest.mark.slow
-def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rewards, "CODE_S", 1.0)
-    started = time.monotonic()
-    program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-    assert graded("code", program, TESTS) == 0.0
-    assert time.monotonic() - started < 60
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
-
-
-@pytest.mark.parametrize("opening", ["```" + "a" * 50_000, "```" + " " * 50_000, " " * 50_000, "-" + " " * 50_000])
-def test_a_block_that_never_opens_is_read_once(opening: str) -> None:
-    """Backwards again and again it takes half a minute."""
-    before_s = time.process_time()
-    assert rewards._FENCED.findall(opening) == []
-    assert time.process_time() - before_s < 5
-
-
-def test_code_takes_tests_as_two_lists() -> None:
-    assert graded("code", SUM, json.dumps({"inputs": ["1 2", "1 1"], "outputs": ["3", "3"]})) == 0.5
 
 
 # judge

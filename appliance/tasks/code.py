@@ -1,0 +1,176 @@
+"""The reward `code`: the share of tests that the program of a response passes. **No sandbox**: the program runs as you.
+
+Each test has a process of its own, with limits on time, memory, processes and file sizes. The network, your files and
+your other processes are within its reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import re
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.tasks.code_tests import CallTest, CodeTest, StdinTest, read_tests
+from appliance.tasks.task import Response
+from appliance.terms.environment import THREADS_VARIABLE
+
+CODE_S = 10.0  # for all tests of one program: what is not done by then has failed
+_CHILD = Path(__file__).with_name("code_child.py")
+_OUTPUT_BYTES = 16 << 20
+_PROGRAM_BYTES = 2 << 30  # of memory
+_PR_SET_PDEATHSIG = 1
+_NEAR = 1e-6  # how far numbers that a function returns may be apart, of the larger
+# Within a line ``` may be a quotation's: there it opens a block only where Python or nothing else stands behind it.
+_FENCED = re.compile(
+    r"(?ms)(?:^(?P<before>[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+"
+    r"(?P<label>[^\s`]*+)[^\n`]*+|(?<!`)(?P<within>```)(?P<python>(?i:python3?|py)?)[ \t]*+)"
+    r"\n(?P<inner>.*?)(?:(?P=fence)|(?P=within))"
+)
+_PYTHON = re.compile(r"(?i)\{?\.?(?:python3?|py3?)(?:\.\d+)*(?:[:,{}].*)?")
+_ANSWER = re.compile(r"(?s)<answer>((?:(?!</answer>).)*+)</answer>")
+
+
+def code(response: Response) -> float:
+    """The share of the truth's tests that the program of the response passes."""
+    tests, until_s = read_tests(response.truth), time.monotonic() + CODE_S
+    source = program_of(response.text)
+    if not source.strip():
+        return 0.0
+    with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
+        program = Path(folder) / "main.py"
+        program.write_text(source, encoding="utf-8", errors="replace")
+        passed = sum(_passes(program, test, within_s=until_s - time.monotonic()) for test in tests)
+    return passed / len(tests)
+
+
+def program_of(text: str) -> str:
+    """The last block that is labelled as Python's, else the last without a label: that of an output may follow a
+    program. Without blocks it is all that answers, and of blocks in other languages only there is none.
+
+    What is thought, up to `</think>`, is no answer where one follows.
+    """
+    _, thought, after = text.rpartition("</think>")
+    text = after if thought and after.strip() else text
+    blocks = [
+        _Block(match["before"] or "", match["label"] or match["python"] or "", match["inner"])
+        for match in _FENCED.finditer(text)
+    ]
+    labelled = [block for block in blocks if _PYTHON.fullmatch(block.label)]
+    if programs := labelled or [block for block in blocks if not block.label]:
+        return programs[-1].outdented()
+    if blocks:
+        return ""
+    answers = _ANSWER.findall(text)
+    return answers[-1] if answers else text
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A fenced block of Markdown."""
+
+    before: str
+    """What stands before its fence in the line, where that begins the block."""
+    label: str
+    """Its language, or empty."""
+    inner: str
+
+    def outdented(self) -> str:
+        """A block in an item of a list stands as far in as its fence, if all of its lines do: Markdown would take from
+        each what it has, also where some are indented and others flush."""
+        indents = (len(line) - len(line.lstrip(" \t")) for line in self.inner.splitlines() if line.strip())
+        margin = min(indents, default=0)
+        return re.sub(rf"(?m)^[ \t]{{0,{min(len(self.before), margin)}}}", "", self.inner)
+
+
+def _passes(program: Path, test: CodeTest, *, within_s: float) -> bool:
+    if within_s <= 0:
+        return False
+    if isinstance(test, StdinTest):
+        output = _output([str(program)], test.given, folder=program.parent, within_s=within_s)
+        return output is not None and _lines(output) == _lines(test.wanted)
+    key = secrets.token_hex(16)
+    asked: dict[str, Any] = {"key": key}
+    if isinstance(test, CallTest):
+        asked |= {"function": test.function, "arguments": test.arguments}
+    else:
+        asked |= {"statements": test.statements}
+    output = _output([str(_CHILD), str(program)], json.dumps(asked), folder=program.parent, within_s=within_s)
+    # The program may end its process with 0 before the test: only what bears the key is an answer.
+    answered, _, returned = (output or "").rpartition("\n")[0].rpartition("\n")[2].partition(" ")
+    if answered != key:
+        return False
+    if not isinstance(test, CallTest):
+        return True
+    value = json.loads(returned)
+    return any(_is_same(value, accepted) for accepted in test.accepted)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal: true is not 1, and numbers with a point are compared to 1e-6."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, float) or isinstance(other, float):
+        numbers = isinstance(one, float | int) and isinstance(other, float | int)
+        return numbers and (one == other or math.isclose(one, other, rel_tol=_NEAR))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _output(arguments: list[str], given: str, *, folder: Path, within_s: float) -> str | None:
+    """What Python writes to stdout; None where it fails or takes longer."""
+    with tempfile.TemporaryFile(dir=folder) as output:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-B", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), THREADS_VARIABLE: "1", "LANG": "C.UTF-8"},
+            start_new_session=True,
+            preexec_fn=_limit,
+        )
+        try:
+            child.communicate(given.encode(errors="replace"), timeout=within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        return output.read().decode(errors="replace") if child.returncode == 0 else None
+
+
+def _limit() -> None:
+    """In the program's process, before it begins. It ends with the process that grades."""
+    seconds = int(CODE_S) + 1
+    for kind, value in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, _PROGRAM_BYTES),
+        (resource.RLIMIT_FSIZE, _OUTPUT_BYTES),
+        (resource.RLIMIT_NPROC, 0),  # of this user: no new process or thread, but for root
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

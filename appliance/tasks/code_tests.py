@@ -1,0 +1,256 @@
+"""The tests that a truth holds, for the reward `code`, in the forms that public data sets have.
+
+Stdin and stdout, calls of a function, and statements of Python that assert. A test of one form is never run as one of
+another: what names no form, or a form that is not known, is refused by its field.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.tasks.task import NO_TRUTH
+
+_FUNCTIONS = ("fn_name", "func_name", "function_name", "entry_point")
+_KINDS = ("testtype", "test_type", "type")
+_LISTS = ("test_cases", "tests", "test_list", "assert_case")
+_SETUPS = ("test_imports", "test_setup_code", "test_setup")
+_STDIN = ("stdin", "stdin_stdout", "standard_input", "stdio")
+_CALL = ("functional", "function", "function_call", "call_based")
+_PYTHON = re.compile(r"(?i)(?:python|py)[\s.\d]*")
+_EXPRESSION = re.compile(r"[A-Za-z_]\w*(?:\(\))?(?:\.[A-Za-z_]\w*)*")  # `add`, `Solution().add`
+_EXAMPLE = (
+    '`[{"input": "1 2", "output": "3"}]` or `{"inputs": ["1 2"], "outputs": ["3"]}`, '
+    'with `"fn_name": "add"` for calls; or a list of asserts'
+)
+
+
+@dataclass(frozen=True)
+class StdinTest:
+    """The program reads `given` and prints `wanted`."""
+
+    given: str
+    wanted: str
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """A function of the program, or a method of its class `Solution`, returns one of `accepted`."""
+
+    function: str
+    arguments: list[Any]
+    accepted: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StatementTest:
+    """Python that runs after the program, and raises where that is wrong."""
+
+    statements: str
+
+
+CodeTest = StdinTest | CallTest | StatementTest
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What a truth says about all tests in it."""
+
+    function: str = ""
+    kind: str = ""
+    setup: str = ""
+
+
+def read_tests(truth: str) -> list[CodeTest]:
+    """Raises ValueError for what are none, with the field that is wrong."""
+    if not truth.strip():
+        raise ValueError(NO_TRUTH)
+    try:
+        value = json.loads(truth)
+        value = json.loads(value) if isinstance(value, str) else value  # JSON within JSON
+    except (ValueError, RecursionError):
+        value = truth
+    try:
+        tests = _tests(value, shared=_Shared())
+    except RecursionError:
+        tests = []
+    if not tests:
+        raise ValueError(f"the truth `{truth[:60]}` has no tests: it is JSON such as {_EXAMPLE}")
+    return tests
+
+
+def _tests(value: Any, *, shared: _Shared) -> list[CodeTest]:
+    """Empty where the value has none of the forms. Raises ValueError for a field that is wrong."""
+    if isinstance(value, str):
+        return _of_source(value, shared=shared)
+    if isinstance(value, list):
+        if value and all(isinstance(member, str) for member in value):
+            return _of_source("\n".join(value), shared=shared)
+        if not all(isinstance(member, dict) for member in value):
+            return []
+        parts = [_tests(member, shared=shared) for member in value]
+        return [test for part in parts for test in part] if all(parts) else []
+    return _of_object(value, shared=shared) if isinstance(value, dict) else []
+
+
+def _of_object(value: Mapping[str, Any], *, shared: _Shared) -> list[CodeTest]:
+    language = value.get("language")
+    if isinstance(language, str) and language.strip() and not _PYTHON.fullmatch(language.strip()):
+        raise ValueError(f"`language` is `{language[:40]}`, and only programs in Python are run")
+    setup = "\n".join(_lines_of(value[name]) for name in _SETUPS if value.get(name))
+    shared = _Shared(
+        _function(value) or shared.function, _kind(value) or shared.kind, f"{shared.setup}\n{setup}".strip()
+    )
+    if isinstance(value.get("test"), str):
+        return _of_source(value["test"], shared=shared)
+    for name in _LISTS:
+        if value.get(name) is not None:
+            return _tests(value[name], shared=shared)
+    for given, wanted in (("inputs", "outputs"), ("input", "output")):
+        if given in value and wanted in value:
+            return _of_pairs(value[given], value[wanted], shared=shared, names=(given, wanted))
+    return []
+
+
+def _lines_of(value: Any) -> str:
+    """Of a text, or of a list of texts."""
+    return "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else str(value)
+
+
+def _function(value: Mapping[str, Any]) -> str:
+    """What is called, empty where nothing is named."""
+    metadata = value.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except (ValueError, RecursionError):
+            metadata = None
+    for fields in (value, metadata if isinstance(metadata, dict) else {}):
+        for name in _FUNCTIONS:
+            if (function := fields.get(name)) is None or function == "":
+                continue
+            if not isinstance(function, str) or not _EXPRESSION.fullmatch(function.strip()):
+                raise ValueError(f"`{name}` is `{str(function)[:40]}`, which names no function")
+            return function.strip()
+    return ""
+
+
+def _kind(value: Mapping[str, Any]) -> str:
+    """`stdin`, `call`, or empty where nothing is said."""
+    for name in _KINDS:
+        if (kind := value.get(name)) is None or kind == "":
+            continue
+        if kind in _STDIN:
+            return "stdin"
+        if kind in _CALL:
+            return "call"
+        raise ValueError(f"`{name}` is `{str(kind)[:40]}`, neither one of {_listed(_STDIN)} nor of {_listed(_CALL)}")
+    return ""
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str]) -> list[CodeTest]:
+    """Of lists as long as each other, or of one test."""
+    is_one = names[0] == "input" and not (isinstance(given, list) and isinstance(wanted, list) and _is_stdin(shared))
+    if not is_one and not (isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted)):
+        return []
+    pairs = [(given, wanted)] if is_one else list(zip(given, wanted, strict=True))
+    if shared.kind == "call" and not shared.function:
+        raise ValueError("its tests are calls of a function, and no `fn_name` beside them says of which one")
+    if not _is_stdin(shared):
+        return _calls(pairs, function=shared.function.rpartition(".")[2], names=names)
+    if shared.kind == "stdin":
+        pairs = [(_joined(one), _joined(other)) for one, other in pairs]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        return []
+    return [StdinTest(one, other) for one, other in pairs]
+
+
+def _is_stdin(shared: _Shared) -> bool:
+    return shared.kind == "stdin" or not (shared.kind or shared.function)
+
+
+def _joined(value: Any) -> Any:
+    """Lines of text as the text that they are."""
+    is_lines = isinstance(value, list) and all(isinstance(line, str) for line in value)
+    return "\n".join(value) if is_lines else value
+
+
+def _calls(pairs: list[tuple[Any, Any]], *, function: str, names: tuple[str, str]) -> list[CodeTest]:
+    """A text holds JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has them. A list holds the
+    arguments. Where every answer is a list of one, it may stand for its member, as in APPS."""
+    is_wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
+    tests: list[CodeTest] = []
+    for given, wanted in pairs:
+        if isinstance(given, str):
+            arguments, accepted = _arguments(given, name=names[0]), (_json_of(wanted, name=names[1]),)
+        elif isinstance(given, dict):
+            raise ValueError(f"`{names[0]}` is an object, and a call of `{function}` takes a list of arguments")
+        else:
+            arguments = given if isinstance(given, list) else [given]
+            accepted = (wanted, wanted[0]) if is_wrapped else (wanted,)
+        tests.append(CallTest(function, arguments, accepted))
+    return tests
+
+
+def _arguments(text: str, *, name: str) -> list[Any]:
+    try:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        return [_json_of(text, name=name)]
+
+
+def _json_of(value: Any, *, name: str) -> Any:
+    """Raises ValueError for a text that is none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError(f"`{name}` of a call is the text `{value[:40]}`, which is not JSON") from None
+
+
+def _of_source(source: str, *, shared: _Shared) -> list[CodeTest]:
+    """Each statement that asserts, with what stands before it; each test function; `check` of what is called."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    called = {_called(node) for node in body}
+    before, tests = [shared.setup] if shared.setup else [], list[CodeTest]()
+    for node in body:
+        if _is_main(node):
+            continue
+        statement = ast.unparse(node)
+        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        asserts = not is_definition and any(isinstance(part, ast.Assert) for part in ast.walk(node))
+        if asserts or _called(node) in defined:
+            tests.append(StatementTest("\n".join([*before, statement])))
+        else:
+            before.append(statement)
+    whole = "\n".join(before)
+    if "check" in defined - called:
+        if not shared.function:
+            raise ValueError("it has `check(candidate)`, and no `entry_point` beside `test` names what is checked")
+        tests.append(StatementTest(f"{whole}\ncheck({shared.function})"))
+    functions = sorted(name for name in defined - called if name.startswith("test"))
+    return tests + [StatementTest(f"{whole}\n{name}()") for name in functions]
+
+
+def _called(node: ast.stmt) -> str:
+    """The function that a statement calls and does no more, or empty."""
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+    return node.value.func.id if is_call else ""
+
+
+def _is_main(node: ast.stmt) -> bool:
+    """`if __name__ == "__main__":`, which would run nothing here."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)

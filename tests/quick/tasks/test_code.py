@@ -1,0 +1,224 @@
+"""The reward `code`: which part of a response is the program, which tests a truth holds, and how they are run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.tasks import code as code_file
+from appliance.tasks.code import code, program_of
+from appliance.tasks.code_tests import read_tests
+from appliance.tasks.task import Response
+
+
+def graded(program: str, truth: object) -> float:
+    return code(Response(program, truth if isinstance(truth, str) else json.dumps(truth)))
+
+
+TESTS = json.dumps([{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}])
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "value"),
+    [
+        (SUM, 1.0),
+        (f"Like this:\n```python\nprint(0)\n```\nor rather\n```python\n{SUM}\n```\nDone.", 1.0),
+        (f"For\n```text\n1 2\n```\nthis:\n```Python3 main.py\n{SUM}\n```\nIt prints\n```text\n3\n```", 1.0),
+        (f"As ```a + b``` says\n```python\n{SUM}\n```", 1.0),
+        (f"So: ```py\n{SUM}```", 1.0),
+        (f"1. Read.\n\n   ```python\n   if True:\n       {SUM}\n   ```\n2. Done.", 1.0),
+        (f"1. ```python\n   if True:\n\n       {SUM}\n   ```\n- ```text\n  3\n  ```", 1.0),
+        (f"1. Read.\n   ```python\nif True:\n  {SUM}\n   ```\n2. Done.", 1.0),
+        (f"```python\n    {SUM}\n```", 0.0),
+        ("print(3)", 0.5),
+        ("print(", 0.0),
+        (f"{SUM}\nraise SystemExit(1)", 0.0),
+        (f"import os\nos.fork()\n{SUM}", 0.0 if os.getuid() else None),
+        ("x = bytearray(3 << 30)", 0.0),
+        ("open('x', 'wb').write(bytes(32 << 20))\nprint(3)", 0.0),
+        (f"import os\nassert 'HF_TOKEN' not in os.environ and not set(os.listdir()) - {{'main.py'}}\n{SUM}", 1.0),
+        ("import sys\nfor _ in range(10 ** 9): sys.stdout.write('x' * 10 ** 6)", 0.0),
+    ],
+)
+def test_code_is_run_on_each_test_within_limits(
+    monkeypatch: pytest.MonkeyPatch, program: str, value: float | None
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    found = graded(program, TESTS)
+    assert value is None or found == value
+
+
+@pytest.mark.slow
+def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_file, "CODE_S", 1.0)
+    started = time.monotonic()
+    program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+    assert graded(program, TESTS) == 0.0
+    assert time.monotonic() - started < 60
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+@pytest.mark.parametrize("opening", ["```" + "a" * 50_000, "```" + " " * 50_000, " " * 50_000, "-" + " " * 50_000])
+def test_a_block_that_never_opens_is_read_once(opening: str) -> None:
+    """Backwards again and again it takes half a minute."""
+    before_s = time.process_time()
+    assert code_file._FENCED.findall(opening) == []
+    assert time.process_time() - before_s < 5
+
+
+def test_code_takes_tests_as_two_lists() -> None:
+    assert graded(SUM, json.dumps({"inputs": ["1 2", "1 1"], "outputs": ["3", "3"]})) == 0.5
+
+
+# Which part is the program
+
+PRINT = "```python\nprint(1)\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        (f"{PRINT}\nIt prints:\n```\n2\n```", "print(1)\n"),
+        (f"{PRINT}\nIt prints:\n```text\n2\n```", "print(1)\n"),
+        (f"```python\nprint(0)\n```\nbetter:\n{PRINT}\nso\n```\n2\n```", "print(1)\n"),
+        (f"```\n2\n```\n{PRINT}\n```cpp\nint main() {{}}\n```", "print(1)\n"),
+        ("```\nprint(0)\n```\nor\n```\nprint(1)\n```", "print(1)\n"),
+        ("```py3\nprint(1)\n```", "print(1)\n"),
+        ("```python:main.py\nprint(1)\n```", "print(1)\n"),
+        ("```{.python .numberLines}\nprint(1)\n```", "print(1)\n"),
+        ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+        ("````python\nprint('```')\n````", "print('```')\n"),
+        ("```cpp\nint main() {}\n```", ""),
+        ("```javascript\nconsole.log(1)\n```\n```cpp\nint main() {}\n```", ""),
+        ("```pycon\n>>> 1\n```", ""),
+        (f"<think>```python\nprint(0)\n```</think>{PRINT}", "print(1)\n"),
+        ("<think>```python\nprint(0)\n```</think>\n```\nprint(1)\n```", "print(1)\n"),
+        ("<think>```python\nprint(0)\n```</think>\nprint(1)", "\nprint(1)"),
+        (f"<think>hm</think><answer>{PRINT}</answer>", "print(1)\n"),
+        ("<think>hm</think><answer>print(1)</answer>", "print(1)"),
+        ("print(1)", "print(1)"),
+    ],
+)
+def test_the_labelled_block_is_the_program(text: str, program: str) -> None:
+    assert program_of(text) == program
+
+
+# Which tests a truth holds
+
+FORMS = {
+    "APPS, TACO": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]},
+    "APPS, each answer in a list": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]},
+    "LiveCodeBench": [
+        {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": json.dumps({"func_name": "add"})}
+    ],
+    "PrimeIntellect": {
+        "language": "python",
+        "test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}],
+    },
+    "MBPP": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    "MBPP, an object": {"test_list": ["assert add(one, 2) == 3"], "test_setup_code": "one = 1"},
+    "MBPP, a text": "import math\nassert add(1, math.ceil(1.5)) == 3",
+    "HumanEval": {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n", "entry_point": "add"},
+    "HumanEval, called": "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)",
+    "pytest": "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+}
+RIGHT = "def add(a, b):\n    return a + b\n"
+IN_CLASS = "class Solution:\n    def add(self, a: int, b: Optional[int]) -> int:\n        return a + b\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", FORMS.values(), ids=FORMS)
+def test_tests_of_every_form_are_run_as_what_they_are(truth: object) -> None:
+    assert graded(f"```python\n{RIGHT}```", truth) == 1.0
+    assert graded(RIGHT.replace("+", "-"), truth) < 1.0
+    assert graded("print(3)", truth) == 0.0
+    for program in ("raise SystemExit(0)", "import os\nos._exit(0)", f"print(3)\n{RIGHT}\nimport os\nos._exit(0)"):
+        assert graded(program, truth) == 0.0  # it ends well, and no test was run
+
+
+@pytest.mark.slow
+def test_a_method_of_a_solution_is_called_with_typing_imported() -> None:
+    truth = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 8]}
+    assert graded(IN_CLASS, truth) == 0.5
+    checked = {"test": "def check(candidate):\n    assert candidate(a=1, b=2) == 3\n", "entry_point": "Solution().add"}
+    assert graded(IN_CLASS, checked) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("returned", "wanted", "value"),
+    [
+        ("(1, [2, 3])", [1, [2, 3]], 1.0),
+        ("0.1 + 0.2", 0.3, 1.0),
+        ("0.31", 0.3, 0.0),
+        ("2.0", 2, 1.0),
+        ("True", True, 1.0),
+        ("1", True, 0.0),
+        ("{1: 'a'}", {"1": "a"}, 1.0),
+        ("'3'", 3, 0.0),
+        ("None", None, 1.0),
+        ("[3]", 3, 0.0),
+        ("{1, 2}", [1, 2], 0.0),
+        ("10 ** 400", 10**400, 1.0),
+    ],
+)
+def test_what_a_function_returns_is_compared_as_json(returned: str, wanted: object, value: float) -> None:
+    assert graded(f"def f():\n    return {returned}", {"fn_name": "f", "inputs": [[]], "outputs": [wanted]}) == value
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        (
+            [{"input": "1", "output": "2", "testtype": "functional"}],
+            "its tests are calls of a function, and no `fn_name` beside them says of which one",
+        ),
+        ({"inputs": [[1, 2]], "outputs": [3]}, 'the truth `{"inputs": [[1, 2]], "outputs": [3]}` has no tests'),
+        ({"fn_name": 5, "inputs": [[1]], "outputs": [3]}, "`fn_name` is `5`, which names no function"),
+        (
+            {"fn_name": "f", "inputs": [{"a": 1}], "outputs": [3]},
+            "`inputs` is an object, and a call of `f` takes a list of arguments",
+        ),
+        (
+            {"fn_name": "f", "inputs": ["abc"], "outputs": ["1"]},
+            "`inputs` of a call is the text `abc`, which is not JSON",
+        ),
+        (
+            [{"input": "1", "output": "2", "testtype": "interactive"}],
+            "`testtype` is `interactive`, neither one of `stdin`, `stdin_stdout`, `standard_input`, `stdio` nor of "
+            "`functional`, `function`, `function_call`, `call_based`",
+        ),
+        (
+            {"language": "cpp", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]},
+            "`language` is `cpp`, and only programs in Python are run",
+        ),
+        (
+            {"test": "def check(candidate):\n    assert candidate(1)"},
+            "it has `check(candidate)`, and no `entry_point` beside `test` names what is checked",
+        ),
+        ("def f(): pass", "the truth `def f(): pass` has no tests"),
+        ("if __name__ == '__main__':\n    assert f(1)", "the truth `if __name__"),
+        ("42", "the truth `42` has no tests"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_refused_by_their_field(truth: object, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        read_tests(truth if isinstance(truth, str) else json.dumps(truth))
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.slow
+def test_tests_of_two_forms_in_one_list_are_each_run_as_theirs() -> None:
+    tests = [{"input": "1 2", "output": "3", "testtype": "stdin"}, {"input": ["1 1"], "output": ["2"], "type": "stdin"}]
+    assert graded(SUM, tests) == 1.0
+    called = {"input": "1\n2", "output": "3", "testtype": "functional", "fn_name": "add"}
+    assert graded(RIGHT, [tests[0], called]) == 0.5
+    assert graded(f"{RIGHT}\nif __name__ == '__main__':\n    {SUM}", [tests[0], called]) == 1.0
