@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import string
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from appliance.record.plan import OwnPlan
-from appliance.tasks.rewards import load_rewards, unread
+from appliance.tasks.rewards import answer_reader, load_rewards, unread
 from appliance.tasks.rows import Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, Task
+from appliance.tasks.truth import answer_text, as_text, form_of, is_nothing
 
 KIND = "own"
 VERLS_TRUTH = "reward_model.ground_truth"
@@ -64,18 +63,24 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
         if before and before[0][0] == "system":
             return f"the field `{plan.prompt}` begins with a system message, and task.system is another one"
         before.insert(0, ("system", plan.system))
-    truth: Any = None
     path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
-    if path:
+    if not path:
+        return Problem(prompt, "", tuple(before), json.dumps(row), form_of(None))
+    try:
+        value = field_at(row, path)
+    except KeyError:
+        return _missing(row, path)
+    if is_nothing(value):
+        return f"the field `{path}` is {as_text(value)}"
+    truth, form = as_text(value), _truth_form(value)
+    if reader := answer_reader(plan.rewards):
         try:
-            truth = field_at(row, path)
-        except KeyError:
-            return _missing(row, path)
-        if _is_nothing(truth):
-            return f"the field `{path}` is {as_text(truth)}"
-        if why := unread(as_text(truth), rewards=plan.rewards):
-            return f"the field `{path}`{why}"
-    return Problem(prompt, as_text(truth) if path else "", tuple(before), json.dumps(row), _truth_form(truth))
+            truth, form = answer_text(value), "an answer"  # a list of answers may stand beside one
+        except ValueError as error:
+            return f"the field `{path}` {error}, and the reward `{reader}` reads it"
+    if why := unread(truth, rewards=plan.rewards):
+        return f"the field `{path}`{why}"
+    return Problem(prompt, truth, tuple(before), json.dumps(row), form)
 
 
 def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
@@ -102,19 +107,6 @@ def field_at(row: Row, path: str) -> Any:
     return value
 
 
-def as_text(value: object) -> str:
-    """Text as it is, everything else as JSON; a number without an exponent, 132.0 as 132."""
-    if isinstance(value, float):
-        return _in_digits(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _in_digits(value: float) -> str:
-    """Its shortest decimal form without an exponent, a whole number without a point: `0.00001`, `132`; `NaN`,
-    `Infinity` and `-Infinity` as JSON has them."""
-    return f"{Decimal(repr(value or 0.0)):f}".removesuffix(".0")  # -0.0 is 0
-
-
 def template_parts(template: str) -> list[tuple[str, str]]:
     """(text, path of the field after it or empty), as `str.format` reads braces, without its attributes and formats.
     Raises ValueError with what is wrong."""
@@ -136,14 +128,14 @@ def _said(row: Row, *, field: str) -> list[Message] | str:
     if isinstance(value, str):
         return [("user", value)] if value.strip() else f"the field `{field}` is empty"
     if not isinstance(value, list):
-        return f"the field `{field}` is {_form(value)}, neither text nor a list of chat messages"
+        return f"the field `{field}` is {form_of(value)}, neither text nor a list of chat messages"
     if not value:
         return f"the field `{field}` has no messages"
     said = []
     for number, message in enumerate(value, start=1):
         where = f"message {number} of the field `{field}`"
         if not isinstance(message, dict):
-            return f"{where} is {_form(message)}, not an object with `role` and `content`"
+            return f"{where} is {form_of(message)}, not an object with `role` and `content`"
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
             what = "has no `role`" if role is None else f"has the role {as_text(role)[:40]}"
@@ -165,7 +157,7 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
                 value = field_at(row, name)
             except KeyError:
                 return _missing(row, name, of=" of task.template")
-            if _is_nothing(value):
+            if is_nothing(value):
                 return f"the field `{name}` of task.template is {as_text(value)}"
             made.append(as_text(value))
     said = "".join(made)
@@ -179,22 +171,9 @@ def _missing(row: Row, path: str, *, of: str = "") -> str:
     return f"the field `{path}`{of} is missing: {has}"
 
 
-def _is_nothing(value: object) -> bool:
-    """Null, or what a column of numbers has in its place."""
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
-
-
-def _form(value: object) -> str:
-    """What kind of thing a value is, in words."""
-    if isinstance(value, bool):
-        return "true or false"
-    forms = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return next((form for kind, form in forms.items() if isinstance(value, kind)), "null")
-
-
 def _truth_form(value: object) -> str:
     """132 and "132" are the same truth."""
-    return "text or a number" if (form := _form(value)) in ("text", "a number") else form
+    return "text or a number" if (form := form_of(value)) in ("text", "a number") else form
 
 
 def _hint(plan: OwnPlan) -> str:

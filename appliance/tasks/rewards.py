@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
 from appliance.record.plan import OwnPlan, RewardPlan
+from appliance.tasks.answers import truth_alternatives
 from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same, joined_numbers
 from appliance.tasks.built_in.gsm8k import FINAL, plain_numbers
 from appliance.tasks.code import CODE_S, code
@@ -43,6 +44,8 @@ class BuiltIn:
     """Those that must be given."""
     reads: Callable[[str], object] | None = None
     """The truth, and raises ValueError where that is none for it; None: it needs none."""
+    reads_json: bool = False
+    """Its truth may be any JSON; else it is an answer: text, a number, or a list of them of which each is right."""
     may_read_truth: bool = True
     """As of `Reward`."""
     remedy: str = ""
@@ -74,11 +77,18 @@ def unread(truth: str, *, rewards: Iterable[RewardPlan]) -> str:
     """What is wrong with a truth for the first built-in reward that cannot read it, to follow its field's name; else
     empty."""
     for reward, reads in readers(rewards):
+        texts = (truth,) if BUILT_IN[reward.function].reads_json else truth_alternatives(truth)
         try:
-            reads(truth)
+            for text in texts:
+                reads(text)
         except ValueError as error:
             return f": {error}" if truth.strip() else f" is empty, and the reward `{reward.name}` reads it"
     return ""
+
+
+def answer_reader(rewards: Iterable[RewardPlan]) -> str:
+    """The name of the first built-in reward that compares with the truth as an answer; empty where there is none."""
+    return next((reward.name for reward, _ in readers(rewards) if not BUILT_IN[reward.function].reads_json), "")
 
 
 def readers(rewards: Iterable[RewardPlan]) -> Iterator[tuple[RewardPlan, Callable[[str], object]]]:
@@ -96,8 +106,8 @@ def _given(truth: str) -> str:
 
 
 def exact(response: Response) -> float:
-    """1.0 when the response is the truth, white space around either ignored."""
-    return float(response.text.strip() == _given(response.truth).strip())
+    """1.0 when the response is the truth, or one of several, white space around either ignored."""
+    return float(response.text.strip() in [text.strip() for text in truth_alternatives(_given(response.truth))])
 
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
@@ -209,9 +219,10 @@ def choice(response: Response) -> float:
 
 
 def regex(response: Response, *, pattern: str = "") -> float:
-    """1.0 when the pattern is found in the response; without one in the recipe the truth is it. One that takes for
-    ever ends at task.reward_timeout_s, and costs its sample."""
-    return float(re.search(pattern or _given(response.truth), response.text) is not None)
+    """1.0 when the pattern is found in the response; without one in the recipe the truth is it, or each of several. One
+    that takes for ever ends at task.reward_timeout_s, and costs its sample."""
+    patterns = (pattern,) if pattern else truth_alternatives(_given(response.truth))
+    return float(any(re.search(each, response.text) for each in patterns))
 
 
 _UNTAGGED = "(?:(?!</?(?:think|answer)>).)*+"
@@ -287,7 +298,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "regex": BuiltIn(regex, options=("pattern",), reads=_given),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
-    "code": BuiltIn(code, reads=read_tests, may_read_truth=False, most_s=CODE_S),
+    "code": BuiltIn(code, reads=read_tests, reads_json=True, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
         judge,
         options=("url", "model", "prompt"),

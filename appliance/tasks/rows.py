@@ -6,23 +6,22 @@ one chat message of the user, and `reward_model.ground_truth`. Imports pyarrow, 
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import errno
 import itertools
 import json
 import os
 import re
-import uuid
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from appliance.errors import MOST_SHOWN, RecipeError, first_line
 from appliance.hub import beating
 from appliance.record.liveness import Heartbeat
+from appliance.tasks.columns import Row, has_bytes, plain_rows
+from appliance.tasks.truth import answer_text, is_nothing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +33,6 @@ MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the r
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
-Row = dict[str, Any]
 Faults = list[tuple[str, str]]  # (message, hint)
 
 
@@ -133,7 +131,7 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
         hint = "look at its name, task.config and task.split; without a network give task.train_file"
         raise RecipeError([(f"task.data: {name} cannot be had: {why}", hint)]) from error
     left_out: set[str] = set()
-    rows = enumerate(_plain_rows(data.iter(ROWS_AT_A_TIME), left_out), start=1)
+    rows = enumerate(plain_rows(data.iter(ROWS_AT_A_TIME), left_out), start=1)
     return _collected(rows, name=name, source=source, left_out=left_out)
 
 
@@ -173,7 +171,7 @@ def without_faults(*read: ProblemSet) -> list[ProblemSet]:
 def _rows(path: Path, left_out: set[str]) -> Iterator[tuple[int, Row | str]]:
     """(line or row number, the row or what is wrong with it). left_out: takes the fields that are not in them."""
     if path.suffix.lower() == PARQUET:
-        yield from enumerate(_plain_rows(_parquet_batches(path, left_out), left_out), start=1)
+        yield from enumerate(plain_rows(_parquet_batches(path, left_out), left_out), start=1)
         return
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
@@ -192,66 +190,11 @@ def _parquet_batches(path: Path, left_out: set[str]) -> Iterator[pa.RecordBatch]
     with path.open("rb") as file:
         try:
             data = pq.ParquetFile(file)
-            left_out |= {field.name for field in data.schema_arrow if _has_bytes(field.type)}
+            left_out |= {field.name for field in data.schema_arrow if has_bytes(field.type)}
             names = [name for name in data.schema_arrow.names if name not in left_out]  # bytes are not even read
             yield from data.iter_batches(batch_size=ROWS_AT_A_TIME, columns=names)
         except pa.ArrowException as error:  # not all of them are a ValueError
             raise ValueError(str(error)) from error
-
-
-def _plain_rows(batches: Iterable[pa.RecordBatch | pa.Table], left_out: set[str]) -> Iterator[Row]:
-    """As JSON would have them: a date, a decimal number as text. A column of bytes, such as images, is left out."""
-    for batch in batches:
-        columns = {}
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name in left_out or _has_bytes(column.type):
-                left_out.add(name)
-                continue
-            try:
-                if _is_json(column.type):
-                    columns[name] = column.to_pylist()
-                else:
-                    columns[name] = [*map(_as_json, column.to_pylist(maps_as_pydicts="lossy"))]
-            except (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError):
-                left_out.add(name)
-        yield from ({name: columns[name][row] for name in columns} for row in range(batch.num_rows))
-
-
-def _parts(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """A type and those that it is made of."""
-    yield kind
-    yield from (part for place in range(kind.num_fields) for part in _parts(kind.field(place).type))
-
-
-def _has_bytes(kind: pa.DataType) -> bool:
-    from pyarrow import types
-
-    of_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(is_such(part) for part in _parts(kind) for is_such in of_bytes)
-
-
-def _is_json(kind: pa.DataType) -> bool:
-    """Whether a plain `to_pylist` gives what JSON has: of millions of rows the long way takes minutes."""
-    from pyarrow import types
-
-    scalar = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
-    of_json = (*scalar, types.is_struct, types.is_list, types.is_large_list)
-    return all(any(is_such(part) for is_such in of_json) for part in _parts(kind))
-
-
-def _as_json(value: Any) -> Any:
-    """Raises TypeError for what JSON cannot have."""
-    return json.loads(json.dumps(value, default=_text))
-
-
-def _text(value: object) -> str:
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return f"{value:f}"  # str(Decimal("0.0000001")) has an exponent
-    if isinstance(value, datetime.timedelta | uuid.UUID):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _json_row(line: bytes) -> Row | str:
@@ -294,13 +237,16 @@ def _of_verl(row: Row) -> Problem | str:
     messages, reward = row["prompt"], row["reward_model"]
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         return "the field `prompt` is not a list of messages"
-    said = [each.get("content") for each in messages if each.get("role") == "user"]
-    if len(said) != 1 or len(messages) != 1 or not isinstance(said[0], str) or not said[0].strip():
+    contents = [message.get("content") for message in messages if message.get("role") == "user"]
+    if len(contents) != 1 or len(messages) != 1 or not isinstance(contents[0], str) or not contents[0].strip():
         return "the field `prompt` is not one message of the user"
     truth = reward.get("ground_truth") if isinstance(reward, dict) else None
-    if not isinstance(truth, str) or not truth.strip():
-        return "the field `reward_model` has no `ground_truth`, or it is not text"
-    return Problem(prompt=said[0], truth=truth.strip())
+    if is_nothing(truth) or (isinstance(truth, str) and not truth.strip()):
+        return "the field `reward_model` has no `ground_truth`"
+    try:
+        return Problem(prompt=contents[0], truth=answer_text(truth).strip())
+    except ValueError as error:
+        return f"the field `reward_model.ground_truth` {error}"
 
 
 def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:

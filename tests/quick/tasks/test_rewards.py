@@ -195,6 +195,8 @@ def test_regex_length_and_exact() -> None:
     assert [graded("regex", text, "ye[sp]") for text in ("yep", "no")] == [1.0, 0.0]
     assert [graded("length", "x" * size, target=100) for size in (0, 100, 150, 200, 900)] == [1.0, 1.0, 0.5, 0.0, 0.0]
     assert [graded("exact", text, "a b\n") for text in (" a b", "a  b")] == [1.0, 0.0]
+    assert [graded("exact", text, '["a b", "c"]') for text in (" a b", "c", "a")] == [1.0, 1.0, 0.0]
+    assert [graded("regex", text, '["^a", "[cd]$"]') for text in ("ab", "bd", "ba")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["math", "number", "exact", "choice", "regex", "code"])

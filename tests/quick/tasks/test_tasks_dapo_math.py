@@ -101,7 +101,10 @@ def bad_rows() -> Iterator[tuple[object, str]]:
     yield {**good, "prompt": "What?"}, "the field `prompt` is not a list of messages"
     yield {**good, "prompt": [{"role": "system", "content": "Be short."}]}, NOT_ONE
     yield {**good, "prompt": [*good["prompt"], *good["prompt"]]}, NOT_ONE  # type: ignore[misc]
-    yield {**good, "reward_model": {}}, "the field `reward_model` has no `ground_truth`, or it is not text"
+    yield {**good, "reward_model": {}}, "the field `reward_model` has no `ground_truth`"
+    other = {**good, "reward_model": {"ground_truth": True}}
+    why = "is true or false, neither text, a number nor a list of them"
+    yield other, f"the field `reward_model.ground_truth` {why}"
 
 
 NOT_ONE = "the field `prompt` is not one message of the user"

@@ -27,6 +27,7 @@ from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
 from appliance.tasks.task import Response
 
 EXACT = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
+OF_A_FILE = RewardPlan(name="f", weight=1.0, function="f", file="/a/rewards.py", options={})
 SAID = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 2?"}]
 
 
@@ -232,9 +233,102 @@ def test_a_truth_may_be_blank_where_no_built_in_reward_reads_it(file: Path) -> N
 def test_tests_of_code_that_are_no_lists_are_refused_by_their_row(file: Path) -> None:
     rows = [{"prompt": f"{each}?", "a": {"inputs": each, "outputs": each}} for each in (["1"], "1")]
     message = fault_of(file, *rows, truth="a", rewards=(reward_plan("code"),))
-    hint = '`[{"input": "1 2", "output": "3"}]` or `{"inputs": ["1 2"], "outputs": ["3"]}`'
-    why = f'the truth `{{"inputs": "1", "outputs": "1"}}` has no tests: it is JSON such as {hint}'
-    assert message == f"own.jsonl:2: the field `a`: {why}"
+    why = 'the truth `{"inputs": "1", "outputs": "1"}` has no tests: it is JSON such as '
+    assert message.startswith(f"own.jsonl:2: the field `a`: {why}")
+
+
+@pytest.mark.parametrize(
+    ("value", "truth"),
+    [
+        (["0", "1"], '["0", "1"]'),
+        ([0, 1.0, 0.5, "é"], '["0", "1", "0.5", "é"]'),
+        ("[0, 1]", "[0, 1]"),
+        (["[0, 1]"], '["[0, 1]"]'),
+    ],
+)
+def test_a_list_in_the_data_is_any_of_its_members(file: Path, value: object, truth: str) -> None:
+    rows = ({"prompt": "1?", "a": value}, {"prompt": "2?", "a": "5"}, {"prompt": "3?", "a": 5})
+    problems = read(file, *rows, truth="a").problems
+    assert [problem.truth for problem in problems] == [truth, "5", "5"]
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (True, "is true or false, neither text, a number nor a list of them"),
+        ({"target": 98}, "is an object, neither text, a number nor a list of them"),
+        ([], "is an empty list"),
+        ([[1], 2], "is a list, and its member 1 is a list, neither text nor a number"),
+        (["1", None], "is a list, and its member 2 is null, neither text nor a number"),
+        ([1, float("nan")], "is a list, and its member 2 is NaN, neither text nor a number"),
+        ([False], "is a list, and its member 1 is true or false, neither text nor a number"),
+        ([{"a": 1}], "is a list, and its member 1 is an object, neither text nor a number"),
+        (["1", " "], "is a list, and its member 2 is empty"),
+    ],
+)
+@pytest.mark.parametrize("name", ["exact", "math", "number", "choice", "regex"])
+def test_what_is_no_answer_is_refused_where_a_built_in_reward_reads_it(
+    file: Path, value: object, why: str, name: str
+) -> None:
+    rewards = (OF_A_FILE, reward_plan(name))
+    message = fault_of(file, {"prompt": "1?", "a": value}, truth="a", rewards=rewards)
+    assert message == f"own.jsonl:1: the field `a` {why}, and the reward `{name}` reads it"
+
+
+@pytest.mark.parametrize("value", [True, {"target": 98}, [], [[1], None], [0, 1], [{"a": 1}]])
+def test_a_function_of_the_users_gets_the_json_that_the_row_has(file: Path, value: object) -> None:
+    rewards = (OF_A_FILE, reward_plan("format"), reward_plan("judge", url="http://a", model="m"))
+    (problem,) = read(file, {"prompt": "1?", "a": value}, truth="a", rewards=rewards).problems
+    assert json.loads(problem.truth) == value
+
+
+@pytest.mark.parametrize("value", [["1", "2"], [1, 2], 1.0, [0.1]])
+def test_verls_truth_may_be_a_list_or_a_number(tmp_path: Path, value: object) -> None:
+    rows = [{"prompt": SAID, "reward_model": {"style": "rule", "ground_truth": value}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = read_parts(tmp_path / "rows.parquet")
+    truth = {"1.0": "1", "[0.1]": '["0.1"]'}.get(str(value), '["1", "2"]')
+    assert ([problem.truth for problem in found.problems], found.faults) == ([truth], [])
+
+
+NARROW = {
+    "float32": (pa.array([0.1, 16777216.0, 1e-7], pa.float32()), [0.1, 16777216.0, 1e-7]),
+    "float16": (pa.array([0.1, 2048.0, None], pa.float16()), [0.1, 2048.0, None]),
+    "no number": (pa.array([0.1, float("inf"), None], pa.float32()), [0.1, float("inf"), None]),
+    "float64": (pa.array([0.1, 0.10000000149011612, 1e-7]), [0.1, 0.10000000149011612, 1e-7]),
+    "category": (pa.array([0.1, 0.2, 0.1], pa.float32()).dictionary_encode(), [0.1, 0.2, 0.1]),
+    "text category": (pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"]),
+    "list": (pa.array([[0.1], [], None], pa.list_(pa.float32())), [[0.1], [], None]),
+    "large list": (pa.array([[0.1], [], None], pa.large_list(pa.float32())), [[0.1], [], None]),
+    "list of two": (pa.array([[0.1, 0.2]] * 3, pa.list_(pa.float32(), 2)), [[0.1, 0.2]] * 3),
+    "list of halves": (pa.array([[0.1, None], [], None], pa.list_(pa.float16())), [[0.1, None], [], None]),
+    "struct": (
+        pa.array(
+            [{"a": 0.1, "b": [{"c": 0.3}]}] * 3,
+            pa.struct([("a", pa.float16()), ("b", pa.list_(pa.struct([("c", pa.float32())])))]),
+        ),
+        [{"a": 0.1, "b": [{"c": 0.3}]}] * 3,
+    ),
+    "map": (pa.array([[("a", 0.1)]] * 3, pa.map_(pa.string(), pa.float32())), [{"a": 0.1}] * 3),
+    "map of halves": (pa.array([[("a", 0.1)]] * 3, pa.map_(pa.string(), pa.float16())), [{"a": 0.1}] * 3),
+    "decimal": (pa.array([decimal.Decimal("0.10")] * 3, pa.decimal128(5, 2)), ["0.10"] * 3),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_column_of_narrow_numbers_prints_as_its_own_type_does(tmp_path: Path, name: str) -> None:
+    column, values = NARROW[name]
+    pq.write_table(pa.table({"prompt": ["1?", "2?", "3?"], "a": column}), tmp_path / "rows.parquet")
+    found = read_parts(tmp_path / "rows.parquet")
+    assert (found.faults, found.left_out) == ([], ())
+    assert [json.loads(problem.row)["a"] for problem in found.problems] == values
+
+
+def test_a_truth_of_a_narrow_column_is_its_shortest_decimal(tmp_path: Path) -> None:
+    for kind in (pa.float16(), pa.float32()):
+        pq.write_table(pa.table({"prompt": ["1?"], "a": pa.array([0.1], kind)}), tmp_path / "rows.parquet")
+        (problem,) = read_parts(tmp_path / "rows.parquet", truth="a").problems
+        assert (problem.truth, json.loads(problem.row)["a"]) == ("0.1", 0.1)
 
 
 def test_a_missing_field_in_row_812(file: Path) -> None:
@@ -245,7 +339,8 @@ def test_a_missing_field_in_row_812(file: Path) -> None:
 
 
 def test_truths_of_two_kinds_are_refused(file: Path) -> None:
-    message = fault_of(file, {"prompt": "1?", "a": "1"}, {"prompt": "2?", "a": ["2"]}, truth="a")
+    rows = ({"prompt": "1?", "a": "1"}, {"prompt": "2?", "a": ["2"]})
+    message = fault_of(file, *rows, truth="a", rewards=(OF_A_FILE,))
     assert message == "own.jsonl:2: its truth is a list, and in the rows before text or a number"
 
 
@@ -273,7 +368,7 @@ def test_verls_parquet_is_taken_unchanged(tmp_path: Path) -> None:
         "extra_info": {"split": "train", "index": 5},
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "TRAIN.PARQUET")
-    (problem,) = read_parts(tmp_path / "TRAIN.PARQUET").problems
+    (problem,) = read_parts(tmp_path / "TRAIN.PARQUET", rewards=(OF_A_FILE,)).problems
     assert problem.messages == (("system", "Be short."), ("user", "1 + 2?"))
     assert json.loads(problem.truth) == {"answer": [3, 4], "unit": None}
     assert json.loads(problem.row) == row
