@@ -21,6 +21,7 @@ from appliance.errors import MOST_SHOWN, RecipeError, first_line
 from appliance.hub import beating
 from appliance.record.liveness import Heartbeat
 from appliance.tasks.columns import Row, has_bytes, plain_rows
+from appliance.tasks.formats import foreign_format, is_parquet, no_such_file
 from appliance.tasks.truth import answer_text, is_nothing
 
 if TYPE_CHECKING:
@@ -96,12 +97,16 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
     try:
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
+        if foreign := foreign_format(Path(path)):
+            what, remedy = foreign
+            return ProblemSet([], faults=[(f"{name}: it is {what}", remedy)])
         left_out: set[str] = set()
         rows = itertools.islice(_rows(Path(path), left_out), most_rows)
         return _collected(rows, name=name, source=source, left_out=left_out)
     except FileNotFoundError:
         hint = f"give the path of a {kind} file; a relative one begins in the folder where the program is started"
-        fault = (f"{name}: no such file", hint)
+        what, remedy = no_such_file(str(path)) or ("", hint)
+        fault = (f"{name}: no such file" + (f": it is {what}" if what else ""), remedy)
     except OSError as error:
         fault = (f"{name}: cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file")
     except ValueError as error:  # pyarrow's, for what is no parquet
@@ -170,7 +175,7 @@ def without_faults(*read: ProblemSet) -> list[ProblemSet]:
 
 def _rows(path: Path, left_out: set[str]) -> Iterator[tuple[int, Row | str]]:
     """(line or row number, the row or what is wrong with it). left_out: takes the fields that are not in them."""
-    if path.suffix.lower() == PARQUET:
+    if path.suffix.lower() == PARQUET or is_parquet(path):
         yield from enumerate(plain_rows(_parquet_batches(path, left_out), left_out), start=1)
         return
     with path.open("rb") as file:

@@ -120,7 +120,7 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
 
 def test_what_is_no_parquet_is_said(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    path.write_text("{}")
+    path.write_bytes(b"PAR1, and no more")
     ((message, hint),) = TASK.check_rows(path)
     assert message.startswith(f"{path}: not a parquet file: ")
     assert hint == HINT

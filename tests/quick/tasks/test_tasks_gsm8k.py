@@ -108,8 +108,8 @@ def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_check_rows_names_a_folder(tmp_path: Path) -> None:
-    message = f"{tmp_path}: cannot be read: Is a directory"
-    assert TASK.check_rows(tmp_path) == [(message, "give the path of a readable JSON-lines or parquet file")]
+    message = f"{tmp_path}: it is a folder (empty), and one file is read"
+    assert TASK.check_rows(tmp_path) == [(message, "name one file: JSON lines or parquet")]
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])

@@ -1,0 +1,273 @@
+"""Formats of data that are not read: each by its name, with what makes JSON lines or parquet of it.
+
+A file is known by its first bytes, whatever its name says.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import glob
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+Fault = tuple[str, str]  # (what it is, to follow its name; what to do)
+
+PARQUET_MAGIC = b"PAR1"
+_HEAD = 1 << 20  # bytes: a first object in several lines is looked for in so many
+_MOST_FILES = 10_000  # that are counted in a folder
+_FEW_LINES = 20
+_JSON_OF_EXCEL = "pandas.read_excel('{name}').to_json('{stem}.jsonl', orient='records', lines=True)"
+_PARQUET_OF_FEATHER = (
+    "import pyarrow.feather as f, pyarrow.parquet as p; p.write_table(f.read_table('{name}'), '{stem}.parquet')"
+)
+_PARQUET_OF_STREAM = "from datasets import Dataset; Dataset.from_file('{name}').to_parquet('{stem}.parquet')"
+_UNPACK = "unpack it and give the file in it"
+_MAGICS: tuple[tuple[bytes, str, str], ...] = (  # the longer ones first
+    (b"\x1f\x8b", "gzip", "unpack it: gunzip {name}"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", "unpack it: unzstd {name}"),
+    (b"BZh", "bzip2", "unpack it: bunzip2 {name}"),
+    (b"\xfd7zXZ\x00", "xz", "unpack it: unxz {name}"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (b"Rar!\x1a\x07", "a RAR archive", _UNPACK),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Excel workbook", f'python -c "import pandas; {_JSON_OF_EXCEL}"'),
+    (b"ARROW1", "an Arrow file", f'python -c "{_PARQUET_OF_FEATHER}"'),
+    (b"FEA1", "a feather file", f'python -c "{_PARQUET_OF_FEATHER}"'),
+    (b"\xff\xff\xff\xff", "an Arrow stream", f'python -c "{_PARQUET_OF_STREAM}"'),
+    (b"SQLite format 3\x00", "an SQLite database", "write the rows that you want as JSON lines"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5", "write the rows that you want as JSON lines"),
+    (b"\x93NUMPY", "a NumPy array", "write its rows as JSON lines"),
+    (b"Obj\x01", "Avro", "write its rows as JSON lines"),
+    (b"ORC", "ORC", "write its rows as parquet"),
+    (b"\x80\x02", "a pickle", "write its rows as JSON lines"),
+    (b"\x80\x03", "a pickle", "write its rows as JSON lines"),
+    (b"\x80\x04", "a pickle", "write its rows as JSON lines"),
+    (b"\x80\x05", "a pickle", "write its rows as JSON lines"),
+    (b"%PDF-", "a PDF", "give the data as JSON lines"),
+    (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS, not the file", "fetch the file: git lfs pull"),
+)
+_ENCODINGS = (  # the longer marks first
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+_PAGE = re.compile(rb"(?is)\s*(?:<!--.*?-->\s*)*<(?:!doctype html|html|head|body)\b")
+_ADDRESS = re.compile(r"\b(?:https?|s3|gs|hf|az|hdfs):/")
+_JSON_OF_ARRAY = (
+    "python -c \"import json; [print(json.dumps(row)) for row in json.load(open('{name}'))]\" > {stem}.jsonl"
+)
+_JSON_OF_TABLE = (
+    "python -c \"import csv, json; [print(json.dumps(row)) for row in csv.DictReader(open('{name}'){more})]\" "
+    "> {stem}.jsonl"
+)
+_SEPARATORS = (("\t", "TSV", ", delimiter='\\t'"), (",", "CSV", ""), (";", "CSV", ", delimiter=';'"))
+_JSON_OF_PYTHON = (
+    "python -c \"import ast, json; [print(json.dumps(ast.literal_eval(line))) for line in open('{name}')]\" "
+    "> {stem}.jsonl"
+)
+
+
+def is_parquet(path: Path) -> bool:
+    """Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+
+
+def foreign_format(path: Path) -> Fault | None:
+    """What a file is that is neither JSON lines nor parquet, or what a folder is; None where it may be one of them.
+    Raises OSError."""
+    if path.is_dir():
+        return _folder(path)
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+        is_whole = not file.read(1)
+    if head.startswith(PARQUET_MAGIC):
+        return None
+    return _binary(path, head) or _text(path, head, is_whole=is_whole)
+
+
+def no_such_file(path: str) -> Fault | None:
+    """What a name is that no file has: a pattern or an address; None where it is a name and no more."""
+    if _ADDRESS.search(path):
+        return "an address, and data is not downloaded", "download it; a data set of the hub is task.data"
+    if not glob.has_magic(path):
+        return None
+    names = sorted(itertools.islice(glob.iglob(path, recursive=True), _MOST_FILES))
+    if not names and not re.search("[*?]", path):
+        return None  # a bracket is part of many a name
+    if len(names) == 1:
+        return "a pattern, and one file is read", f"name it: {names[0]}"
+    return f"a pattern, which {len(names)} files match, and one file is read", _joined([Path(name) for name in names])
+
+
+def _folder(folder: Path) -> Fault:
+    names = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = sorted(itertools.islice(names, _MOST_FILES))
+    if (folder / "dataset_info.json").is_file() and any(path.suffix == ".arrow" for path in files):
+        stored = f"from datasets import load_from_disk; load_from_disk('{folder}').to_parquet('{folder.name}.parquet')"
+        return "a folder in which `datasets` saved a data set, and one file is read", f'python -c "{stored}"'
+    by_suffix = Counter(path.suffix for path in files).most_common()
+    counted = ", ".join(f"{number} {suffix or 'without an ending'}" for suffix, number in by_suffix[:3])
+    return f"a folder ({counted or 'empty'}), and one file is read", _joined(files)
+
+
+def _joined(files: list[Path]) -> str:
+    """How one file is made of several."""
+    suffixes = {path.suffix.lower() for path in files}
+    if suffixes == {".parquet"}:
+        listed = f"'{files[0].parent}'" if len({path.parent for path in files}) == 1 else "[their names]"
+        joining = (
+            "import pyarrow.dataset as d, pyarrow.parquet as p; "
+            f"p.write_table(d.dataset({listed}, format='parquet').to_table(), 'all.parquet')"
+        )
+        return f'name one, or join them: python -c "{joining}"'
+    if suffixes and suffixes <= {".jsonl", ".json", ".ndjson"}:
+        folders = sorted({str(path.parent / f"*{path.suffix}") for path in files})
+        return f"name one, or join them: cat {' '.join(folders[:3])} > all.jsonl"
+    return "name one file: JSON lines or parquet"
+
+
+def _binary(path: Path, head: bytes) -> Fault | None:
+    if head.startswith(b"PK\x03\x04") or head.startswith(b"PK\x05\x06"):
+        is_excel = path.suffix.lower() in (".xlsx", ".xlsm") or b"xl/workbook.xml" in head or b"xl/worksheets" in head
+        if is_excel:
+            return "an Excel workbook", _filled(f'python -c "import pandas; {_JSON_OF_EXCEL}"', path)
+        return "a zip archive", f"unpack it and give the file in it: unzip {path}"
+    for mark, encoding in _ENCODINGS:
+        if head.startswith(mark):
+            return _encoded(path, encoding)
+    for magic, what, remedy in _MAGICS:
+        if head.startswith(magic):
+            return what, _filled(remedy, path)
+    if head[257:262] == b"ustar":
+        return "a tar archive", f"unpack it and give the file in it: tar -xf {path}"
+    if _PAGE.match(head):
+        return "a web page", "download the file itself: on the hub its address has /resolve/ in it, not /blob/"
+    if head.lstrip().startswith(b"<?xml"):
+        return "XML", "write its rows as JSON lines"
+    few = head[: 1 << 10]
+    zeros = few[::2].count(0), few[1::2].count(0)
+    if max(zeros) > len(few) // 4 and min(zeros) < len(few) // 20:  # every other byte of plain letters
+        return _encoded(path, "UTF-16BE" if zeros[0] > zeros[1] else "UTF-16LE")
+    if b"\x00" in few and not _has_rows(head):
+        return "binary, and no format that is known", "give JSON lines or parquet"
+    return None
+
+
+def _has_rows(head: bytes) -> bool:
+    """Whether some of the first lines are JSON objects."""
+    return any(isinstance(_json(line), dict) for line in _first_lines(head))
+
+
+def _first_lines(head: bytes) -> list[bytes]:
+    return [line.strip() for line in itertools.islice(filter(bytes.strip, head.splitlines()), _FEW_LINES)]
+
+
+def _encoded(path: Path, encoding: str) -> Fault:
+    return f"text in {encoding}", _filled(f"iconv -f {encoding} -t UTF-8 {{name}} > {{stem}}-utf8.jsonl", path)
+
+
+def _filled(remedy: str, path: Path) -> str:
+    return remedy.replace("{name}", str(path)).replace("{stem}", str(path.with_name(path.name.split(".")[0])))
+
+
+def _text(path: Path, head: bytes, *, is_whole: bool) -> Fault | None:
+    """Of a text whose lines are no rows. One bad line among good ones is none of this."""
+    head = head.removeprefix(codecs.BOM_UTF8)
+    if not (lines := _first_lines(head)):
+        return None
+    broken = [line for line in head.splitlines() if not line.isascii() and not _is_utf8(line)]
+    if len(broken) > 1 and not any(_is_utf8(line) for line in head.splitlines() if not line.isascii()):
+        remedy = "iconv -f WINDOWS-1252 -t UTF-8 {name} > {stem}-utf8.jsonl, with the encoding that it has"
+        return "text in another encoding than UTF-8", _filled(remedy, path)
+    if _has_rows(head):
+        is_misnamed = path.suffix.lower() == ".parquet"
+        return ("JSON lines, and its name says parquet", _filled("name it {stem}.jsonl", path)) if is_misnamed else None
+    text = head.decode("utf-8", errors="replace").lstrip()
+    if text.startswith("["):
+        is_one_line = _json(lines[0]) is not None
+        if not is_one_line or (len(lines) == 1 and is_whole and _is_list_of_objects(lines[0])):
+            return "one JSON array, not JSON lines", _filled(_JSON_OF_ARRAY, path)
+        return None
+    if text.startswith("{"):
+        return _objects(path, text, lines)
+    if len(lines) == 1:
+        return None
+    return _table(path, lines) or _no_rows(lines)
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _json(line: bytes) -> object:
+    """None for what is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_list_of_objects(line: bytes) -> bool:
+    value = _json(line)
+    return isinstance(value, list) and bool(value) and all(isinstance(member, dict) for member in value)
+
+
+def _objects(path: Path, text: str, lines: list[bytes]) -> Fault | None:
+    """Of a text that begins with a brace, and has no line that is a JSON object."""
+    if lines[0].endswith(b",") and isinstance(_json(lines[0][:-1]), dict):
+        return "JSON objects with commas behind them, not JSON lines", _filled(
+            "sed 's/,$//' {name} > {stem}-lines.jsonl", path
+        )
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except RecursionError:
+        return None
+    except ValueError:
+        return _of_python(path, lines)
+    if "\n" not in text[:end]:
+        return None
+    lists = [name for name, member in value.items() if isinstance(member, list) and member]
+    if not text[end:].strip() and len(lists) == 1 and all(isinstance(row, dict) for row in value[lists[0]]):
+        remedy = _JSON_OF_ARRAY.replace("json.load(open('{name}'))", f"json.load(open('{{name}}'))['{lists[0]}']")
+        return f"one JSON object with its rows in `{lists[0]}`, not JSON lines", _filled(remedy, path)
+    return "JSON over several lines, not a row a line", _filled("jq -c . {name} > {stem}-lines.jsonl", path)
+
+
+def _of_python(path: Path, lines: list[bytes]) -> Fault | None:
+    try:
+        rows = [ast.literal_eval(line.decode("utf-8")) for line in lines[:2]]
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    is_python = len(lines) > 1 and all(isinstance(row, dict) for row in rows)
+    return ("dicts as Python prints them, not JSON", _filled(_JSON_OF_PYTHON, path)) if is_python else None
+
+
+def _table(path: Path, lines: list[bytes]) -> Fault | None:
+    """Values with a character between them, as many in the first lines as in the names at their top."""
+    for separator, what, more in (
+        ("\t", "TSV", ", delimiter='\\t'"),
+        (",", "CSV", ""),
+        (";", "CSV", ", delimiter=';'"),
+    ):
+        count = lines[0].count(separator.encode())
+        named = path.suffix.lower() in (".csv", ".tsv")
+        if count and (named or all(line.count(separator.encode()) >= count for line in lines[1:4])):
+            return f"{what}, not JSON lines", _filled(_JSON_OF_TABLE.replace("{more}", more), path)
+    return None
+
+
+def _no_rows(lines: list[bytes]) -> Fault | None:
+    """Where none of the first lines so much as begins as a row."""
+    if any(line.startswith(b"{") for line in lines):
+        return None
+    first = lines[0].decode("utf-8", errors="replace")[:60]
+    return f"no JSON lines: its first line is `{first}`", "each line is a JSON object; or give parquet"

@@ -1,0 +1,232 @@
+"""Data in another format than JSON lines and parquet: one line names it, with what to do."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from appliance.tasks.rows import Problem, ProblemSet, Source, read_file
+
+ROWS = [{"question": f"{number}+1", "answer": number + 1} for number in range(30)]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
+SOURCE = Source(lambda row: Problem(row["question"], str(row["answer"])), hint="a row is an object")
+
+
+def read(path: Path) -> ProblemSet:
+    return read_file(path, source=SOURCE, name=path.name)
+
+
+def table(delimiter: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["question", "answer"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return text.getvalue().encode()
+
+
+def archived(names: list[str]) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            archive.writestr(name, LINES)
+    return file.getvalue()
+
+
+def tarred() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("rows.jsonl"), io.BytesIO(b""))
+    return file.getvalue()
+
+
+def arrow(write: Callable[[pa.Table, io.BytesIO], None]) -> bytes:
+    file = io.BytesIO()
+    write(pa.Table.from_pylist(ROWS), file)
+    return file.getvalue()
+
+
+def write_stream(rows: pa.Table, file: io.BytesIO) -> None:
+    with pa.ipc.new_stream(file, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+FORMATS: dict[str, tuple[bytes, str, str]] = {
+    "rows.json": (json.dumps(ROWS).encode(), "one JSON array, not JSON lines", "python -c"),
+    "lines.json": ((",\n".join(json.dumps(ROWS).split("}, "))).encode(), "one JSON array, not JSON lines", "python -c"),
+    "pretty.json": (json.dumps(ROWS, indent=2).encode(), "one JSON array, not JSON lines", "python -c"),
+    "bom.json": (b"\xef\xbb\xbf" + json.dumps(ROWS).encode(), "one JSON array, not JSON lines", "python -c"),
+    "data.json": (
+        json.dumps({"version": 1, "data": ROWS}, indent=1).encode(),
+        "one JSON object with its rows in `data`, not JSON lines",
+        "json.load(open(",
+    ),
+    "objects.json": (
+        "\n".join(json.dumps(row, indent=2) for row in ROWS).encode(),
+        "JSON over several lines, not a row a line",
+        "jq -c .",
+    ),
+    "commas.jsonl": (
+        LINES.replace("}\n", "},\n").encode(),
+        "JSON objects with commas behind them, not JSON lines",
+        "sed 's/,$//'",
+    ),
+    "python.jsonl": ("".join(f"{row}\n" for row in ROWS).encode(), "dicts as Python prints them, not JSON", "ast"),
+    "rows.csv": (table(","), "CSV, not JSON lines", "csv.DictReader"),
+    "europe.csv": (table(";"), "CSV, not JSON lines", "delimiter=';'"),
+    "rows.tsv": (table("\t"), "TSV, not JSON lines", "delimiter='\\t'"),
+    "table.txt": (table("\t"), "TSV, not JSON lines", "delimiter='\\t'"),
+    "rows.jsonl.gz": (gzip.compress(LINES.encode()), "gzip", "unpack it: gunzip "),
+    "rows.jsonl": (gzip.compress(LINES.encode()), "gzip", "unpack it: gunzip "),
+    "rows.bz2": (bz2.compress(LINES.encode()), "bzip2", "unpack it: bunzip2 "),
+    "rows.xz": (lzma.compress(LINES.encode()), "xz", "unpack it: unxz "),
+    "rows.zst": (b"\x28\xb5\x2f\xfd rows", "Zstandard", "unpack it: unzstd "),
+    "rows.zip": (archived(["rows.jsonl"]), "a zip archive", "unpack it and give the file in it: unzip "),
+    "rows.xlsx": (archived(["xl/workbook.xml"]), "an Excel workbook", "pandas.read_excel"),
+    "book.jsonl": (archived(["xl/workbook.xml"]), "an Excel workbook", "pandas.read_excel"),
+    "rows.tar": (tarred(), "a tar archive", "unpack it and give the file in it: tar -xf "),
+    "rows.arrow": (arrow(lambda rows, file: feather.write_feather(rows, file)), "an Arrow file", "f.read_table"),
+    "rows.feather": (
+        arrow(lambda rows, file: feather.write_feather(rows, file, version=1)),
+        "a feather file",
+        "f.read_table",
+    ),
+    "data-00000.arrow": (arrow(write_stream), "an Arrow stream", "Dataset.from_file"),
+    "rows.pkl": (pickle.dumps(ROWS), "a pickle", "write its rows as JSON lines"),
+    "utf16.jsonl": (LINES.encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 -t UTF-8 "),
+    "utf16le.jsonl": (LINES.encode("utf-16-le"), "text in UTF-16LE", "iconv -f UTF-16LE -t UTF-8 "),
+    "utf16be.jsonl": (LINES.encode("utf-16-be"), "text in UTF-16BE", "iconv -f UTF-16BE -t UTF-8 "),
+    "utf32.jsonl": (LINES.encode("utf-32"), "text in UTF-32", "iconv -f UTF-32 -t UTF-8 "),
+    "latin.jsonl": (LINES.replace("+", "é").encode("latin-1"), "text in another encoding than UTF-8", "iconv -f "),
+    "pointer.parquet": (POINTER.encode(), "a pointer of Git LFS, not the file", "fetch the file: git lfs pull"),
+    "pointer.jsonl": (POINTER.encode(), "a pointer of Git LFS, not the file", "fetch the file: git lfs pull"),
+    "page.parquet": (b"\n<!DOCTYPE html>\n<html><head>", "a web page", "download the file itself"),
+    "rows.xml": (b'<?xml version="1.0"?><rows/>', "XML", "write its rows as JSON lines"),
+    "rows.yaml": (
+        b"- question: 1+1\n  answer: 2\n- question: 1+2\n",
+        "no JSON lines: its first line is `- question: 1+1`",
+        "each line is a JSON object",
+    ),
+    "zeros.bin": (b"\x00" * 4096, "binary, and no format that is known", "give JSON lines or parquet"),
+    "lines.parquet": (LINES.encode(), "JSON lines, and its name says parquet", "name it "),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_line_names_the_format_and_what_to_do(tmp_path: Path, name: str) -> None:
+    content, what, remedy = FORMATS[name]
+    (tmp_path / name).write_bytes(content)
+    ((message, hint),) = read(tmp_path / name).faults
+    assert message == f"{name}: it is {what}"
+    assert remedy in hint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows.json", "data.json", "python.jsonl", "rows.csv", "europe.csv", "rows.tsv"])
+def test_the_command_that_is_named_makes_the_rows(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FORMATS[name][0])
+    ((_, remedy),) = read(tmp_path / name).faults
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+
+    command = remedy.rpartition(" > ")[0] + f" > {shlex.quote(str(tmp_path / 'made.jsonl'))}"
+    subprocess.run(command, shell=True, check=True, env={"PATH": f"{folder}:/usr/bin:/bin"})
+    found = read(tmp_path / "made.jsonl")
+    assert ([problem.prompt for problem in found.problems], found.faults) == ([row["question"] for row in ROWS], [])
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.pq", "0000", "rows.jsonl"])
+def test_parquet_is_read_whatever_its_name_is(tmp_path: Path, name: str) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / name)
+    found = read(tmp_path / name)
+    assert (len(found.problems), found.faults) == (len(ROWS), [])
+
+
+@pytest.mark.parametrize(
+    "bad", ["[1]", "[1, {", "nothing, at all", "{'question': '1+1'}", '{"question": ', "\x00", "<html>", "a\tb"]
+)
+def test_a_bad_line_among_good_ones_is_named_by_its_number(tmp_path: Path, bad: str) -> None:
+    for place in (0, 1, 29):
+        lines = LINES.splitlines()
+        lines.insert(place, bad)
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        ((message, _),) = read(tmp_path / "rows.jsonl").faults
+        if bad != "<html>" or place:
+            assert message.startswith(f"rows.jsonl:{place + 1}: not ")
+
+
+def test_one_bad_character_is_named_by_its_line(tmp_path: Path) -> None:
+    lines = LINES.replace("7+", "7é+").encode().splitlines()
+    lines[3] = lines[3].replace(b"+", b"\xe9")
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    assert [message for message, _ in read(tmp_path / "rows.jsonl").faults] == ["rows.jsonl:4: not UTF-8 text"]
+
+
+def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(3):
+        pq.write_table(pa.Table.from_pylist(ROWS[number::3]), folder / f"train-{number}-of-3.parquet")
+    ((message, hint),) = read(folder).faults
+    assert message == "data: it is a folder (3 .parquet), and one file is read"
+    assert f"d.dataset('{folder}', format='parquet')" in hint and hint.startswith("name one, or join them: python -c")
+    exec(shlex.split(hint)[-1].replace("all.parquet", str(tmp_path / "all.parquet")))
+    assert len(read(tmp_path / "all.parquet").problems) == len(ROWS)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.jsonl").write_text(LINES)
+    ((message, hint),) = read(folder).faults
+    assert message == "data: it is a folder (3 .jsonl), and one file is read"
+    assert hint == f"name one, or join them: cat {folder}/*.jsonl > all.jsonl"
+    (folder / "README.md").write_text("rows")
+    assert read(folder).faults == [
+        ("data: it is a folder (3 .jsonl, 1 .md), and one file is read", "name one file: JSON lines or parquet")
+    ]
+
+
+def test_a_data_set_that_was_saved_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(write_stream))
+    ((message, hint),) = read(tmp_path).faults
+    assert message == f"{tmp_path.name}: it is a folder in which `datasets` saved a data set, and one file is read"
+    assert f"load_from_disk('{tmp_path}').to_parquet" in hint
+
+
+def test_a_pattern_is_named_with_the_files_that_it_matches(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.txt"):
+        (tmp_path / name).write_text(LINES)
+    ((message, hint),) = read(tmp_path / "*.jsonl").faults
+    assert message == "*.jsonl: no such file: it is a pattern, which 2 files match, and one file is read"
+    assert hint == f"name one, or join them: cat {tmp_path}/*.jsonl > all.jsonl"
+    one = [("*.txt: no such file: it is a pattern, and one file is read", f"name it: {tmp_path}/c.txt")]
+    assert read(tmp_path / "*.txt").faults == one
+    ((message, _),) = read(tmp_path / "*.csv").faults
+    assert message == "*.csv: no such file: it is a pattern, which 0 files match, and one file is read"
+    ((message, _),) = read(tmp_path / "a[1].jsonl").faults
+    assert message == "a[1].jsonl: no such file"
+
+
+def test_an_address_is_not_downloaded() -> None:
+    ((message, hint),) = read(Path("https://example.com/rows.jsonl")).faults
+    assert message == "rows.jsonl: no such file: it is an address, and data is not downloaded"
+    assert hint == "download it; a data set of the hub is task.data"
