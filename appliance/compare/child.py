@@ -14,6 +14,7 @@ from appliance.errors import TrainingError
 from appliance.record.events import exit_code_of
 from appliance.tasks.grading import Graded
 from appliance.tasks.library import rewards_of
+from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool
 
@@ -92,17 +93,19 @@ def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Res
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
         prompts.append({"prompt_token_ids": list(ids)[-job.max_prompt_tokens :]})
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    said = [list(each.outputs[0].token_ids) for each in outputs]
+    answers = [(list(each.outputs[0].token_ids), each.outputs[0].finish_reason == "stop") for each in outputs]
+    reader = ResponseReader(tokenizer)
     del llm
     gc.collect()
     return [
         Response(
-            tokenizer.decode(ids, skip_special_tokens=True),
+            reader.text(ids, finished=finished),
             row["reward_model"]["ground_truth"],
             row["extra_info"].get("row") or "",
             token_ids=tuple(ids),
+            begun=reader.begun,
         )
-        for row, ids in zip(rows, said, strict=True)
+        for row, (ids, finished) in zip(rows, answers, strict=True)
     ]
 
 

@@ -109,7 +109,7 @@ class SampleReader:
 
 
 class SampleLog:
-    """decode: token ids to text, for prompts and responses."""
+    """decode: token ids of a prompt to text. A response has the text that rewards read."""
 
     def __init__(self, run_dir: Path, *, steps: int, decode: Callable[[Any], str]) -> None:
         """steps: of the whole run."""
@@ -144,7 +144,7 @@ class SampleLog:
         turns = tuple((who, shortened(text)) for who, text in fields.get("turns", ()))
         return Sample(
             prompt=shortened(self._decode(fields["prompts"])),
-            response=turns[-1][1] if turns else shortened(self._decode(fields["responses"])),
+            response=turns[-1][1] if turns else shortened(fields["response_text"]),
             truth=shortened(str(fields["reward_model"]["ground_truth"])),
             accuracy=float(fields["extra_fields"]["reward_extra_info"]["acc"]),
             reward=None if validate else float(fields["rm_scores"][-1]),

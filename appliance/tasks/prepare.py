@@ -21,6 +21,7 @@ from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
+from appliance.tasks.response_text import OF_A_PROGRAM
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import PromptLimit
 from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 PHASE = "prepare"
 _PROGRESS_EVERY_S = 0.5
-# What a chat template, which is a program, may raise beside jinja's own.
-_OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
-_OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
 
 
 def is_prepared(plan: RunPlan) -> bool:
@@ -180,7 +178,7 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: S
         made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
         is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
         why = "it leaves out the system message" if is_lost else ""
-    except (jinja2.TemplateError, *_OF_A_PROGRAM) as error:
+    except (jinja2.TemplateError, *OF_A_PROGRAM) as error:
         why = first_line(error)
     if why:
         roles = ", ".join(role for role, _ in problem.messages)

@@ -15,6 +15,7 @@ from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
 from appliance.tasks.prepare import load_tokenizer, prompt_ids, prompt_limit
+from appliance.tasks.response_text import begun_by_prompt
 from appliance.tasks.tools import asked_of, read_tools
 
 if TYPE_CHECKING:
@@ -60,9 +61,15 @@ def preview(plan: RunPlan) -> Preview:
         train=len(made.train),
         val=sum(map(len, made.validations.values())),
         max_prompt_tokens=most,
-        notes=(*made.notes, *(limit.notes if limit else ())),
+        notes=(*made.notes, *(limit.notes if limit else ()), *_begun(tokenizer() if made.train else None)),
         problems=tuple(shown),
     )
+
+
+def _begun(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """What the prompts have begun of the answer, for people."""
+    begun = " ".join(begun_by_prompt(tokenizer).split()) if tokenizer is not None else ""
+    return (f"prompts end with `{begun}`: the text that rewards read begins with it",) if begun else ()
 
 
 def _tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:

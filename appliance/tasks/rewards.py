@@ -107,7 +107,7 @@ def _given(truth: str) -> str:
 
 def exact(response: Response) -> float:
     """1.0 when the response is the truth, or one of several, white space around either ignored."""
-    return float(response.text.strip() in [text.strip() for text in truth_alternatives(_given(response.truth))])
+    return float(response.written.strip() in [text.strip() for text in truth_alternatives(_given(response.truth))])
 
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
@@ -236,7 +236,7 @@ def format_tags(response: Response) -> float:
 
 def length(response: Response, *, target: int) -> float:
     """1.0 for up to `target` characters, then falling in a line to 0.0 at twice as many."""
-    return min(1.0, max(0.0, 2.0 - len(response.text) / target))
+    return min(1.0, max(0.0, 2.0 - len(response.written) / target))
 
 
 _SCORE = re.compile(r"0?\.[0-9]+|0(?:\.[0-9]*)?|1(?:\.0*)?")

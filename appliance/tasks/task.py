@@ -28,7 +28,7 @@ class Response:
     """What rewards judge."""
 
     text: str
-    """Of the model's last turn."""
+    """What the prompt had begun and the model wrote in its last turn."""
     truth: str
     """Of its Problem."""
     row: str = ""
@@ -37,6 +37,13 @@ class Response:
     """Of the text, where a model has said it."""
     messages: tuple[Message, ...] = ()
     """With tools, all that was said, (role, content): the prompt's, the model's turns, the tools'."""
+    begun: str = ""
+    """The part of `text` that the prompt ends with, such as `<think>` and a line end."""
+
+    @property
+    def written(self) -> str:
+        """The part of `text` that is the model's own: what TRL and verl call a completion."""
+        return self.text.removeprefix(self.begun)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _ours(response: Response, row: Row, _: Given) -> Values:
 def _trls(response: Response, row: Row, given: Given) -> Values:
     """Lists of one. A completion is a list of messages where the prompt is one: of several turns the last."""
     prompt, _ = given(row)
-    said = [{"role": "assistant", "content": response.text}] if isinstance(prompt, list) else response.text
+    said = [{"role": "assistant", "content": response.written}] if isinstance(prompt, list) else response.written
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
     ids = list(response.token_ids)
     return columns | dict(zip(_TRLS, ([prompt], [said], [ids]), strict=True))
@@ -119,7 +119,7 @@ def _trls(response: Response, row: Row, given: Given) -> Values:
 def _verls(response: Response, row: Row, given: Given) -> Values:
     """The truth as it stands in the row, text or not."""
     source, extra = row.get("data_source") or "own", row.get("extra_info") or {}
-    return dict(zip(_VERLS, (source, response.text, given(row)[1], extra), strict=True))
+    return dict(zip(_VERLS, (source, response.written, given(row)[1], extra), strict=True))
 
 
 _Form = Callable[[Response, Row, Given], Values]

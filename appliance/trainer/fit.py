@@ -23,6 +23,7 @@ from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Shaping
+from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.tools import read_schemas
 from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts, Sampling
@@ -101,6 +102,7 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
     return Rollouts(
         trainer.llm_server_manager.server_handles,
         tokenizer=trainer.tokenizer,
+        reader=ResponseReader(trainer.tokenizer),
         pool=pool,
         samples=SampleLog(trainer.run_dir, steps=plan.steps, decode=decode),
         shaping=Shaping(

@@ -35,15 +35,16 @@ from appliance.errors import EngineError, TrainingError, last_line
 from appliance.record.liveness import Heartbeat
 from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Graded, Shaping, set_metrics
+from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool, known_parts, neutral, neutral_parts, reward_means
-from appliance.trainer.turns import Opening, Tally, Trajectory, TrajectoryGroup, Turns, one_turn
+from appliance.trainer.turns import Drawn, Opening, Tally, Trajectory, TrajectoryGroup, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 _HINT = "the log has the whole story"
-_NOT_PUT = ("extra_info", "turns")  # whole rows and conversations: rewards and SampleLog read them, verl does not
+_NOT_PUT = ("extra_info", "turns", "response_text")  # rewards and SampleLog read them, verl does not
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Rollouts:
     """validated: how many validation problems were generated and scored so far, of several sets those of the first.
 
     generated_prompts, generated_tokens: of training, since the start, filtered ones included.
-    servers: one handle per rollout replica.  pool: grades responses.  shaping: from a grade to the reward that trains;
+    servers: one handle per rollout replica.  reader: makes text of responses.  pool: grades responses.  shaping: from a grade to the reward that trains;
     validation reads grades.  in_order: results are put in the order of the prompts, so that a run can be repeated;
     else as they come, for a filter that looks at them and asks for others.  seed: the run's.  val_sets: where there are
     several validations, how each is sampled, in place of `validation`.  rewards: names, of a task of the user's own.
@@ -112,6 +113,7 @@ class Rollouts:
         servers: list[ActorHandle],
         *,
         tokenizer: Any,
+        reader: ResponseReader,
         pool: RewardPool,
         samples: SampleLog,
         shaping: Shaping,
@@ -131,6 +133,7 @@ class Rollouts:
         self._seed = seed
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
+        self._reader = reader
         self.pool = pool
         self.samples = samples
         self._shaping = shaping
@@ -334,7 +337,7 @@ class Rollouts:
         if self._turns is None:
             ids, seeds = [prompt.token_ids for prompt in share], [prompt.seed for prompt in share]
             async for place, group in ask(ids, seeds=seeds, num_samples=sampling.num_samples):
-                trajectories = [one_turn(sample, text=self._decoded(sample.token_ids)) for sample in group.samples]
+                trajectories = [one_turn(sample, text=self._text(sample)) for sample in group.samples]
                 share[place].group.set_result(TrajectoryGroup(trajectories, group.weights_version))
         else:
             openings = [Opening(list(each.row["raw_prompt"]), each.token_ids, each.seed) for each in share]
@@ -374,12 +377,15 @@ class Rollouts:
         if answered < len(prompts):
             raise EngineError(f"rollout engine {number} answered {answered} of {len(prompts)} prompts", hint=_HINT)
 
-    def _decoded(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _text(self, sample: Drawn) -> str:
+        return self._reader.text(sample.token_ids, finished=sample.finished)
 
     async def _grades(self, prompt: _Prompt) -> list[Graded]:
         group = await prompt.group
-        return await asyncio.gather(*(self.pool.grade(_response(each, prompt.row)) for each in group.samples))
+        begun = self._reader.begun
+        return await asyncio.gather(
+            *(self.pool.grade(_response(sample, prompt.row, begun=begun)) for sample in group.samples)
+        )
 
     async def _scored(
         self,
@@ -415,11 +421,12 @@ async def _least(grades: list[asyncio.Task[list[Graded]]]) -> float:
     return min((0.0, *(each.accuracy for graded in await asyncio.gather(*grades) for each in graded)))
 
 
-def _response(trajectory: Trajectory, row: dict[str, Any]) -> Response:
+def _response(trajectory: Trajectory, row: dict[str, Any], *, begun: str) -> Response:
     truth, as_given = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
     before = tuple((each["role"], each["content"]) for each in row["raw_prompt"]) if trajectory.said else ()
     ids = tuple(trajectory.last_turn)
-    return Response(trajectory.text, truth, as_given, token_ids=ids, messages=(*before, *trajectory.said))
+    messages = (*before, *trajectory.said)
+    return Response(trajectory.text, truth, as_given, token_ids=ids, messages=messages, begun=begun)
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
@@ -484,6 +491,7 @@ def _fields(prompt: _Prompt, *, group: TrajectoryGroup, session: int, accuracy: 
             "finished": sample.finished,
         },
         "turns": sample.said,
+        "response_text": sample.text,
     }
 
 

@@ -24,6 +24,7 @@ from jinja2 import TemplateError
 from verl.experimental.agent_loop import tool_parser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
+from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.rows import Message
 from appliance.tasks.tools import Answer, Schema, call_tool, failure
 from appliance.trainer.rewards import CallFailed, RewardPool
@@ -53,7 +54,7 @@ class Trajectory:
     """1 for what the model said, else 0."""
     finished: bool
     text: str
-    """Of its last turn."""
+    """Of its last turn, after what the prompt had begun of it."""
     said: list[Message] = field(default_factory=list)
     """Its turns and the tools'."""
     turns: int = 1
@@ -159,6 +160,7 @@ class Turns:
     ) -> None:
         """max_tokens: of all that comes after a prompt."""
         self._tokenizer = tokenizer
+        self._reader = ResponseReader(tokenizer)
         self._builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type)
         self._parser = tool_parser.ToolParser.get_tool_parser(FORMAT, tokenizer)
         self._schemas = schemas
@@ -228,7 +230,7 @@ class Turns:
     async def _read(self, conversation: _Conversation) -> None:
         """The model's turn is over: what it says, and whether it ends there, for it calls no tool or was cut."""
         trajectory, ids = conversation.trajectory, conversation.trajectory.last_turn
-        trajectory.text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        trajectory.text = self._reader.text(ids, finished=trajectory.finished)
         trajectory.said.append(("assistant", trajectory.text))
         conversation.content, conversation.calls = await self._parser.extract_tool_calls(ids, self._schemas)
         conversation.unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(conversation.calls))

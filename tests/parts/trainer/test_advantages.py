@@ -211,6 +211,7 @@ def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.Monk
     rollouts = Rollouts(
         [],
         tokenizer=None,
+        reader=None,
         pool=SimpleNamespace(),
         samples=SampleLog(Path("run"), steps=1, decode=str),
         shaping=Shaping(),

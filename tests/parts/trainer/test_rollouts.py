@@ -56,6 +56,7 @@ def rollouts(*engines: Engine) -> Rollouts:
     return Rollouts(
         list(engines),
         tokenizer=SimpleNamespace(apply_chat_template=lambda messages, **_: [1, 2, 3]),
+        reader=SimpleNamespace(text=lambda ids, finished: "said", begun=""),
         pool=None,
         shaping=Shaping(),
         training=GREEDY,
@@ -313,5 +314,5 @@ def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> 
     assert fields["turns"] == [("assistant", "7")] and row["extra_info"] == {"row": "{}"}
     asyncio.run(module._put([("u", [fields])], partition="train"))
     samples, finished = put
-    assert sorted(samples["fields"].keys()) == sorted({*fields} - {"extra_info", "turns"})
+    assert sorted(samples["fields"].keys()) == sorted({*fields} - {"extra_info", "turns", "response_text"})
     assert samples["keys"] == ["u_0_0"] and "fields" not in finished

@@ -91,9 +91,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         return (
             Rollouts(
                 [engine],
-                tokenizer=SimpleNamespace(
-                    apply_chat_template=lambda messages, **_: [1, *messages], decode=lambda ids, **_: "said"
-                ),
+                tokenizer=SimpleNamespace(apply_chat_template=lambda messages, **_: [1, *messages]),
+                reader=SimpleNamespace(text=lambda ids, finished: "said", begun=""),
                 pool=SimpleNamespace(grade=grade),
                 shaping=Shaping(),
                 training=TRAINING,

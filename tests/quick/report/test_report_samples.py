@@ -20,6 +20,7 @@ def group(prompt: str, *rewards: float, step: int = 1) -> tuple[str, list[dict]]
             "global_steps": step,
             "prompts": prompt,
             "responses": f"r{reward:g}",
+            "response_text": f"r{reward:g}",
             "response_mask": [1] * len(f"r{reward:g}"),
             "rm_scores": [0.0, reward],
             "reward_model": {"ground_truth": "46"},

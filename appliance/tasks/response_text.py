@@ -1,0 +1,71 @@
+"""The text of a response: what the model wrote, special tokens included, after what its prompt had begun of it.
+
+Of many models `<think>`, `<answer>` or `<tool_call>` are special tokens, which a decoder leaves out when it is asked
+for plain text. So only what ends a response is left out here: the end of the sequence or of the turn, and padding. And
+many chat templates end a prompt with an opened tag, such as `<think>`: the model writes what comes after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# What a chat template, which is a program, may raise beside jinja's own.
+OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
+OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
+_QUESTION, _ANSWER = "what is asked here", "what is answered here"
+_TAG = re.compile(r"</?([A-Za-z][\w:-]*)>")
+_OF_TURNS = ("s", "bos", "eos", "system", "user", "human", "assistant", "model", "bot", "start_of_turn", "end_of_turn")
+
+
+class ResponseReader:
+    """Makes text of token ids.
+
+    begun: what the text of each response begins with, for the prompt ends with it; mostly empty.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+        self._ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, _end_of_turn(tokenizer)}
+        self.begun = begun_by_prompt(tokenizer)
+
+    def text(self, token_ids: Sequence[int], *, finished: bool) -> str:
+        """finished: the last token ended the response, whatever it is."""
+        ids = list(token_ids[:-1] if finished else token_ids)
+        while ids and ids[-1] in self._ends:
+            ids.pop()
+        return self.begun + self._decode(ids)
+
+
+def begun_by_prompt(tokenizer: Any) -> str:
+    """What a prompt has of the tags of its answer: `<think>` and a line end, or an empty `<think></think>`. Empty for
+    most models, and for one whose chat template fails: the making of the data says why."""
+    prompt = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}], add_generation_prompt=True)
+    plain = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}], add_generation_prompt=False)
+    _, _, opening = prompt.rpartition(_QUESTION)
+    if prompt == plain:  # the template always begins an answer
+        plain = plain.removesuffix(opening)
+    of_turns = {*_OF_TURNS, *_TAG.findall(plain)}
+    tags = (match for match in _TAG.finditer(opening) if match[1] not in of_turns)
+    return opening[first.start() :] if (first := next(tags, None)) else ""
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts behind an answer; None where that is none."""
+    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    _, _, behind = _rendered(tokenizer, turns, add_generation_prompt=False).rpartition(_ANSWER)
+    ids = tokenizer(behind.strip(), add_special_tokens=False)["input_ids"] if behind.strip() else []
+    added = set(tokenizer.get_added_vocab().values())
+    return ids[0] if ids and (ids[0] in added or ids[0] in tokenizer.all_special_ids) else None
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    """Empty where the chat template does not take them."""
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    except (jinja2.TemplateError, *OF_A_PROGRAM):
+        return ""

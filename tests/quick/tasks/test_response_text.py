@@ -1,0 +1,122 @@
+"""The text that rewards read: what the model wrote, special tokens included, after what the prompt had begun."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from plans import own_plan, reward_plan
+
+from appliance.record.plan import CodeFile
+from appliance.tasks.response_text import ResponseReader, begun_by_prompt
+from appliance.tasks.rewards import load_rewards
+from appliance.tasks.task import Response
+
+WORDS = ["<pad>", "<|im_end|>", "<|end|>", "<|im_start|>", "<think>", "</think>", "<answer>", "</answer>", "<|box|>"]
+SPECIAL = len(WORDS)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n OPENING{% endif %}"
+)
+
+
+class WordTokenizer:
+    """A token a word. It renders and decodes as those of transformers do."""
+
+    def __init__(self, template: str = CHATML.replace(" OPENING", ""), *, eos: str = "<|end|>") -> None:
+        self.words = [*WORDS, *map(str, range(100))]
+        self.all_special_ids = [*range(SPECIAL)]
+        self.eos_token_id, self.pad_token_id = self.words.index(eos), 0
+        self._template = jinja2.Template(template, keep_trailing_newline=True)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, **given: Any) -> str:
+        assert not tokenize
+        return self._template.render(messages=messages, raise_exception=_refuse, **given)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {word: place for place, word in enumerate(WORDS)}
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [self.words.index(word) for word in self.words if text.startswith(word)]}
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return " ".join(self.words[token] for token in ids if not (skip_special_tokens and token < SPECIAL))
+
+    def ids(self, text: str) -> list[int]:
+        return [self.words.index(word) for word in text.split()]
+
+
+def _refuse(why: str) -> None:
+    raise jinja2.TemplateError(why)
+
+
+@pytest.mark.parametrize(
+    ("said", "finished", "text"),
+    [
+        ("<think> 1 </think> <answer> 2 </answer> <|end|>", True, "<think> 1 </think> <answer> 2 </answer>"),
+        ("<|box|> 7 <|box|> <|end|>", True, "<|box|> 7 <|box|>"),
+        ("7 <|im_end|>", True, "7"),  # the engine stops there, whatever the tokenizer calls its end
+        ("7 <|im_end|>", False, "7"),  # it ended the turn
+        ("7 <|end|> <pad> <pad>", False, "7"),
+        ("7 <|box|>", True, "7"),  # a token at which the engine was to stop
+        ("7 <|box|>", False, "7 <|box|>"),
+        ("7 <|im_end|> 8", False, "7 <|im_end|> 8"),
+        ("<|end|>", True, ""),
+        ("", False, ""),
+    ],
+)
+def test_only_what_ends_a_response_is_left_out(said: str, finished: bool, text: str) -> None:
+    tokenizer = WordTokenizer()
+    assert ResponseReader(tokenizer).text(tokenizer.ids(said), finished=finished) == text
+
+
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{m['role']}}\n{{m['content']}}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n OPENING{% endif %}"
+)
+ALWAYS = (
+    "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}<|im_start|>a\n OPENING"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA, ALWAYS])
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n", "<answer>", "<seed:think>"])
+def test_the_prompt_may_have_begun_the_answer(template: str, opening: str) -> None:
+    assert begun_by_prompt(WordTokenizer(template.replace(" OPENING", opening))) == opening
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].content.no.no }}", "hello", ""])
+def test_a_template_that_fails_begins_nothing(template: str) -> None:
+    assert begun_by_prompt(WordTokenizer(template)) == ""
+
+
+def test_format_sees_what_the_prompt_had_begun_and_other_trainers_functions_do_not(tmp_path: Path) -> None:
+    tokenizer = WordTokenizer(CHATML.replace(" OPENING", "<think>\n"))
+    reader = ResponseReader(tokenizer)
+    text = reader.text(tokenizer.ids("1 </think> <answer> 7 </answer> <|end|>"), finished=True)
+    assert text == "<think>\n1 </think> <answer> 7 </answer>"
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def ours(response): return float(response.startswith('<think>'))\n"
+        "def verls(data_source, solution_str, ground_truth): return float(solution_str.startswith('1 </think>'))\n"
+        "def trls(completions, **_): return [float(completions[0].startswith('1 </think>'))]\n"
+    )
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    code = (CodeFile(path=str(file), copy_name="rewards.py", sha256=digest),)
+    functions = [reward_plan(name, file=str(file)) for name in ("ours", "verls", "trls")]
+    plan = own_plan(reward_plan("format"), reward_plan("number"), *functions, code=code)
+    response = Response(text, "7", json.dumps({"prompt": "1?"}), begun=reader.begun)
+    grades = [reward.value(response) for reward in load_rewards(plan, given=lambda row: (row["prompt"], "7"))]
+    assert grades == [1.0] * 5
+
+
+def test_length_and_exact_are_of_what_the_model_wrote() -> None:
+    plan = own_plan(reward_plan("length", target=1), reward_plan("exact"))
+    response = Response("<think>\n7", "7", json.dumps({"prompt": "1?"}), begun="<think>\n")
+    assert [reward.value(response) for reward in load_rewards(plan, given=lambda row: (row["prompt"], "7"))] == [
+        1.0
+    ] * 2
