@@ -63,7 +63,8 @@ def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
 
 def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     if reward.file:
-        value = load_function(reward.file, reward.function, given=given, sha256=plan.sha256_of(reward.file))
+        sha256, beside = plan.sha256_of(reward.file), plan.folder_of(reward.file)
+        value = load_function(reward.file, reward.function, given=given, sha256=sha256, beside=beside)
         return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
     built_in, options = BUILT_IN[reward.function], dict(reward.options)
     built_in.prepare()

@@ -59,11 +59,13 @@ def failure(why: str) -> Answer:
     return Answer(_shortened(f"error: {why}"), failed=True)
 
 
-def call_tool(file: str, sha256: str | None, name: str, arguments: str) -> Answer:
-    """In a process of the pool. sha256: as of load_module.  arguments: a JSON object, as the model wrote it. What goes
-    wrong is the answer."""
+def call_tool(file: str, sha256: str | None, name: str, arguments: str, beside: str = "") -> Answer:
+    """In a process of the pool. What goes wrong is the answer.
+
+    sha256, beside: as of load_module.  arguments: a JSON object, as the model wrote it.
+    """
     try:
-        tools = functions(load_module(file, sha256=sha256))
+        tools = functions(load_module(file, sha256=sha256, beside=beside))
     except BaseException as error:  # the boundary of the user's code, as below: `sys.exit()` is no Exception
         return failure(f"{type(error).__name__}: {error}")
     function = tools.get(name)
@@ -151,6 +153,8 @@ class ToolsRequest:
     """Of what lies beside it."""
     sha256: str | None = None
     """As of load_module."""
+    beside: str = ""
+    """As of load_module."""
 
 
 def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:
@@ -158,7 +162,8 @@ def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:
     own = as_it_runs(plan).own
     if own is None or not own.tools:
         return ToolsRequest("")
-    return ToolsRequest(own.tools, model, plan.model.trust_remote_code, own.import_path, own.sha256_of(own.tools))
+    sha256, beside = own.sha256_of(own.tools), own.folder_of(own.tools)
+    return ToolsRequest(own.tools, model, plan.model.trust_remote_code, own.import_path, sha256, beside)
 
 
 def read_tools(asked: ToolsRequest) -> list[Schema]:
@@ -243,7 +248,7 @@ def main() -> int:
 
 def _described(asked: ToolsRequest) -> Described:
     try:
-        module = load_module(asked.file, sha256=asked.sha256)
+        module = load_module(asked.file, sha256=asked.sha256, beside=asked.beside)
     except UserCodeError as error:
         return Described(problems=[str(error)])
     except (Exception, SystemExit) as error:  # the boundary of the user's code

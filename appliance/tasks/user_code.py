@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from appliance.processes import module_argv
+from appliance.tasks.neighbours import PREFIX, folder_of_modules
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
 from appliance.terms.schemes import listed
@@ -44,7 +45,6 @@ _OURS, _TRLS, _VERLS = (
     ("data_source", "solution_str", "ground_truth", "extra_info"),
 )
 
-_MODULE = "_user_code_"  # the names of all begin so
 _POLL_S = 0.1
 _TAIL_BYTES = 4096
 _SHOWN = 200  # characters
@@ -64,9 +64,11 @@ class UserCodeError(ValueError):
         self.remedy = remedy
 
 
-def load_function(file: str, name: str, *, given: Given, sha256: str | None = None) -> Callable[[Response], object]:
-    """sha256: as of load_module. Raises what the file raises when it is imported, and UserCodeError."""
-    module = load_module(file, sha256=sha256)
+def load_function(
+    file: str, name: str, *, given: Given, sha256: str | None = None, beside: str = ""
+) -> Callable[[Response], object]:
+    """sha256, beside: as of load_module. Raises what the file raises when it is imported, and UserCodeError."""
+    module = load_module(file, sha256=sha256, beside=beside)
     function = getattr(module, name, None)
     if not callable(function):
         functions = {key: each for key, each in vars(module).items() if inspect.isfunction(each)}
@@ -154,18 +156,19 @@ def line_of(error: BaseException) -> str:
     lines = [
         f" ({Path(frame.f_code.co_filename).name}, line {line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(_MODULE)
+        if str(frame.f_globals.get("__name__")).startswith(PREFIX)
     ]
     return lines[-1] if lines else ""
 
 
-def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
-    """Each file once in a process. What lies beside the user's own imports by `sys.path`, which the process has.
+def load_module(file: str, *, sha256: str | None = None, beside: str = "") -> ModuleType:
+    """Each file once in a process.
 
+    beside: the user's folder, whose modules the file's imports find first; empty: that in which the file lies.
     sha256: what the plan has, and nothing else runs: neither another file nor a `.pyc`; None: whatever is there.
     Raises what the file raises, and UserCodeError.
     """
-    name = f"{_MODULE}{file}"
+    name = f"{PREFIX}{file}"
     if name not in sys.modules:
         content = Path(file).read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
@@ -176,6 +179,7 @@ def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
         with contextlib.ExitStack() as undo:
             sys.modules[name] = module  # a dataclass in it looks there for its own module
             undo.callback(sys.modules.pop, name)
+            vars(module)["__builtins__"] = folder_of_modules(beside or str(Path(file).parent)).builtins
             exec(compile(content, file, "exec", dont_inherit=True), vars(module))
             undo.pop_all()
     return sys.modules[name]

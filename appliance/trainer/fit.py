@@ -142,6 +142,7 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
             file=task.own.with_copies(plan.run_dir).tools,
             sha256=task.own.sha256_of(task.tools),
             timeout_s=task.reward_timeout_s,
+            beside=task.own.folder_of(task.tools),
         ),
     )
 

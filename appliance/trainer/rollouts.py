@@ -102,10 +102,11 @@ class Rollouts:
     """validated: how many validation problems were generated and scored so far, of several sets those of the first.
 
     generated_prompts, generated_tokens: of training, since the start, filtered ones included.
-    servers: one handle per rollout replica.  reader: makes text of responses.  pool: grades responses.  shaping: from a grade to the reward that trains;
-    validation reads grades.  in_order: results are put in the order of the prompts, so that a run can be repeated;
-    else as they come, for a filter that looks at them and asks for others.  seed: the run's.  val_sets: where there are
-    several validations, how each is sampled, in place of `validation`.  rewards: names, of a task of the user's own.
+    servers: one handle per rollout replica.  reader: makes text of responses.  pool: grades them.  shaping: from a
+    grade to the reward that trains; validation reads grades.  in_order: results are put in the order of the prompts, so
+    that a run can be repeated; else as they come, for a filter that looks at them and asks for others.  seed: the
+    run's.  val_sets: where there are several validations, how each is sampled, in place of `validation`.  rewards:
+    names, of a task of the user's own.
     turns: of a task with tools."""
 
     def __init__(

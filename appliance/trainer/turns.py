@@ -262,12 +262,17 @@ class Turns:
         trajectory.token_ids, trajectory.mask, trajectory.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
 
 
-def in_pool(pool: RewardPool, *, file: str, sha256: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
-    """Calls of the tools of a file, as it was planned. However one goes wrong, the model hears of it."""
+def in_pool(
+    pool: RewardPool, *, file: str, sha256: str, timeout_s: float, beside: str = ""
+) -> Callable[[str, str], Awaitable[Answer]]:
+    """Calls of the tools of a file, as it was planned. However one goes wrong, the model hears of it.
+
+    sha256, beside: as of load_module.
+    """
 
     async def call(name: str, arguments: str) -> Answer:
         try:
-            return await pool.call(call_tool, file, sha256, name, arguments, timeout_s=timeout_s)
+            return await pool.call(call_tool, file, sha256, name, arguments, beside, timeout_s=timeout_s)
         except CallFailed as failed:
             return failure(f"`{name}`: {failed.why}")
 
