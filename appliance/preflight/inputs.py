@@ -31,6 +31,7 @@ from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 3  # damaged files
+_REMEDY_OF_EASY = "mend the reward; leave it where such an answer is meant to earn as much"
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading may take longer than in a run
 
 
@@ -343,15 +344,28 @@ def _problem(found: ChildOutput, *, within_s: float, is_own: bool) -> RewardProb
     verdict = Verdict(**found.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))
-    if verdict.doubt:
-        return RewardProblem(verdict.doubt, is_rare=True)
+    if is_own:
+        return _own_problem(verdict)
     if not verdict.wrong:
         return None
     share = f"{verdict.wrong} of {verdict.sampled}"
-    if is_own:
-        return RewardProblem(f"in {share} sampled rows the right answer earns nothing: {verdict.first}", is_rare=True)
     message = f"{share} sampled rewards are wrong: {verdict.first}"
     return RewardProblem(message, is_rare=verdict.wrong * 2 <= verdict.sampled)
+
+
+def _own_problem(verdict: Verdict) -> RewardProblem | None:
+    """Of a task of the user's own, whose grades are theirs to judge: nothing of it stops a run."""
+    counted = (
+        (verdict.wrong, "the right answer earns no more than an empty response", verdict.first),
+        (verdict.unread, "the right answer earns nothing in a mark that models use", verdict.first_unread),
+        (verdict.easy, "a wrong answer earns as much as the right one", verdict.first_easy),
+    )
+    facts = [f"in {count} of {verdict.sampled} sampled rows {what}: {first}" for count, what, first in counted if count]
+    facts += [verdict.doubt] if verdict.doubt else []
+    if not facts:
+        return None
+    only_easy = {"remedy": _REMEDY_OF_EASY} if verdict.easy and len(facts) == 1 else {}
+    return RewardProblem("; ".join(facts), is_rare=True, **only_easy)
 
 
 def read_stack(plan: RunPlan) -> StackFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 
 def truth_alternatives(truth: str) -> tuple[str, ...]:
@@ -20,3 +21,12 @@ def truth_alternatives(truth: str) -> tuple[str, ...]:
     if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
         return (truth,)
     return tuple(dict.fromkeys(member for member in members if member.strip())) or (truth,)
+
+
+_SINGLE = re.compile(r"[$€£]?[-+−]?[$€£]?(?:\d[\d,_ ]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*(?:\\?%|°|[^\W\d]+\.?)?")
+
+
+def is_single_number(truth: str) -> bool:
+    """Whether a truth, or each of its alternatives, is one number, with a unit at most; what follows `####` counts."""
+    answers = (text.rpartition("####")[2].strip() for text in truth_alternatives(truth))
+    return all(_SINGLE.fullmatch(answer) for answer in answers)

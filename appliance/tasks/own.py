@@ -17,6 +17,7 @@ from appliance.record.plan import OwnPlan
 from appliance.tasks.rewards import answer_reader, load_rewards, unread
 from appliance.tasks.rows import Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, Task
+from appliance.tasks.trial_answers import in_marks
 from appliance.tasks.truth import answer_text, as_text, form_of, is_nothing
 
 KIND = "own"
@@ -45,7 +46,7 @@ def task(plan: OwnPlan) -> Task:
     return Task(
         kind=KIND,
         score=_unused,
-        answers=_answers,
+        answers=in_marks,
         describe=_describe(plan),
         source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
         load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
@@ -185,12 +186,6 @@ def _describe(plan: OwnPlan) -> str:
     asked = f"a template of {len(plan.template)} characters" if plan.template else f"the field `{plan.prompt}`"
     judged = " + ".join(f"{each.weight:g} x {each.name}" for each in plan.rewards)
     return f"{asked}, judged by {judged}"
-
-
-def _answers(truth: str) -> tuple[str, ...]:
-    """Forms in which a model may be asked to answer."""
-    marked = (f"#### {truth}", f"\\boxed{{{truth}}}", f"Answer: {truth}", f"<answer>{truth}</answer>")
-    return (truth, *marked, f"<think>\n\n</think>\n<answer>{truth}</answer>")
 
 
 def _unused(*, response: str, truth: str) -> float:

@@ -1,7 +1,8 @@
 """A few problems through their rewards before a run: `python -m appliance.tasks.sample`, a TaskPlan as JSON on stdin.
 
-A built-in task must give the right answer, in the form that it asks for, 1 and an empty response 0. Of a task of the
-user's own the truth as the response must earn more than an empty response, wherever there is a truth.
+A built-in task must give the right answer, in the form that it asks for, 1, an empty response 0, and a wrong answer
+less than 1. Of a task of the user's own a right answer must earn more than an empty response, wherever there is a
+truth, and more than a wrong one where a reward reads the truth. Rewards of ours must read it in each usual mark.
 
 A process of its own: math-verify stops itself by signals, sympy is a second to load, and the user's code runs, which
 may print, end the process or never end. It says what is being done, and at the end a Verdict.
@@ -9,6 +10,7 @@ may print, end the process or never end. It says what is being done, and at the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -17,14 +19,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from appliance.record.plan import RewardPlan, TaskPlan
+from appliance.record.plan import OwnPlan, RewardPlan, TaskPlan
+from appliance.tasks.answers import is_single_number
 from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
+from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, Reward, Task
+from appliance.tasks.trial_answers import first_right, in_marks, is_bare, wrong_answers
 from appliance.tasks.user_code import UserCodeError, load_module, voice
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
+_READ_FOR_NUMBERS = 1000  # rows, whose truths are to be single numbers
+_READ_IN_EVERY_MARK = ("math", "number", "choice")
+_OF_NO_TRUTH = {"response", "messages", "prompts", "completions", "completion_ids", "data_source", "solution_str"}
 _SHOWN = 60  # characters of a truth
 
 Tell = Callable[[str], None]  # what is being done
@@ -43,6 +51,14 @@ class Verdict:
     """Against it, where a reward has one of its own."""
     doubt: str = ""
     """What is odd about them."""
+    unread: int = 0
+    """How many of the sampled problems have right answers that a reward of ours does not read in a usual mark."""
+    first_unread: str = ""
+    """The first of these answers."""
+    easy: int = 0
+    """How many of the sampled problems have wrong answers that earn as much as the right one."""
+    first_easy: str = ""
+    """The first of these answers."""
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
@@ -55,7 +71,9 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
         problems = task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
     if plan.own is None:
         rewards = task.rewards()
-        wrong = [each for problem in problems if (each := _wrong(problem, task=task, rewards=rewards))]
+        truths = [problem.truth for problem in problems]
+        found = (_wrong(problem, task=task, rewards=rewards, truths=truths) for problem in problems)
+        wrong = list(filter(None, found))
         return Verdict(len(problems), len(wrong), first=next(iter(wrong), ""))
     files = ", ".join(dict.fromkeys(each.file for each in plan.own.rewards if each.file)) or "the rewards"
     tell(f"the import of {files}")
@@ -68,12 +86,33 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
         return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
     if plan.tools:
         rewards = [replace(each, value=_with_messages(each.value, task=task)) for each in rewards]
-    verdict = _judge_own(problems, task=task, rewards=rewards, tell=tell)
+    verdict = _judge_own(problems, plan=plan.own, task=task, rewards=rewards, tell=tell)
     takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
-    if problems and takers and not (verdict.failure or verdict.wrong or any(each.truth for each in problems)):
+    if verdict.failure or verdict.wrong:
+        return verdict
+    if problems and takers and not any(each.truth for each in problems):
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
-        return Verdict(len(problems), doubt=doubt)
-    return verdict
+        return replace(verdict, doubt=doubt)
+    return replace(verdict, doubt=_no_numbers(plan, task=task))
+
+
+def _no_numbers(plan: TaskPlan, *, task: Task) -> str:
+    """What is odd about truths for the reward `number`, which compares the last number of each; empty where nothing is,
+    or another reward judges."""
+    assert plan.own is not None, "a task of the user's own"
+    names = [each.name for each in plan.own.rewards if not each.file and each.function == "number"]
+    if not names:
+        return ""
+    if is_from_hub(plan):
+        problems = _prepared(plan, task=task, count=_READ_FOR_NUMBERS)
+    else:
+        problems = task.first_problems(_READ_FOR_NUMBERS, file=plan.train_file, difficulty=0, seed=plan.seed)
+    places = [place for place, problem in enumerate(problems, start=1) if not is_single_number(problem.truth)]
+    if not places:
+        return ""
+    shown = problems[places[0] - 1].truth[:_SHOWN]
+    share = f"{len(places)} of {len(problems)} rows"
+    return f"in {share} the truth is no single number, and `{names[0]}` reads one: row {places[0]}: `{shown}`"
 
 
 def _with_messages(value: Callable[[Response], object], *, task: Task) -> Callable[[Response], object]:
@@ -105,27 +144,73 @@ def _prepared(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
     return read_file(plan.train_parquet, source=made, most_rows=count).problems
 
 
-def _judge_own(problems: Sequence[Problem], *, task: Task, rewards: Sequence[Reward], tell: Tell) -> Verdict:
-    wrong = []
+def _judge_own(
+    problems: Sequence[Problem], *, plan: OwnPlan, task: Task, rewards: Sequence[Reward], tell: Tell
+) -> Verdict:
+    wrong, unread, easy = [], [], []
+    judges = [reward for reward in rewards if reward.may_read_truth]
+    ours = [
+        reward
+        for reward, planned in zip(rewards, plan.rewards, strict=True)
+        if not planned.file and planned.function in _READ_IN_EVERY_MARK
+    ]
+    read_by = [planned for planned in plan.rewards if planned.weight and _reads_truth(planned)]
+    # A function of the user's may mean to take the nearest wrong answer, such as one within a tolerance.
+    is_strict = not any(planned.file for planned in read_by)
     for number, problem in enumerate(problems, start=1):
-        earned = []
         for what, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
             graded = _graded_by_each(text, what, problem, rewards=rewards, tell=tell)
             if isinstance(graded, Verdict):
                 return graded
-            earned.append(graded.accuracy)
-        judges = [each for each in rewards if each.may_read_truth]
-        if not problem.truth or not judges or earned[0] > earned[1]:
+        if not problem.truth or not judges:
             continue
-        right = -math.inf
-        for text in task.answers(problem.truth):
-            tell(f"the rewards on the truth of row {number}, marked as an answer")
-            right = max(right, _earned(text, problem, rewards=judges))
-        nothing = _graded("", problem, rewards=judges).accuracy
+        marked = functools.partial(tell, f"the rewards on the truth of row {number}, marked as an answer")
+        ask = functools.partial(_earned, problem=problem, rewards=judges)
+        nothing, shown = ask(""), problem.truth[:_SHOWN]
+        place, right = first_right(task.answers(problem.truth), ask=ask, above=nothing, before_marked=marked)
         if right <= nothing:
-            earns = f"earns {right:g}, an empty response {nothing:g}"
-            wrong.append(f"the truth `{problem.truth[:_SHOWN]}` as the response {earns}")
-    return Verdict(len(problems), len(wrong), first=next(iter(wrong), ""))
+            wrong.append(f"row {number}: the truth `{shown}` earns {right:g}, an empty response {nothing:g}")
+            continue
+        if text := _unread_mark(problem, rewards=ours):
+            unread.append(f"row {number}: `{text}` earns 0")
+        if read_by:
+            tell(f"the rewards on wrong answers to row {number}")
+            answers = wrong_answers(problem.truth, [other.truth for other in problems if other is not problem])
+            in_mark = {answer: list(task.answers(answer))[place] for answer in answers}
+            earners = [answer for answer, text in in_mark.items() if ask(text) >= right]
+            if not is_strict and len(earners) < len(answers):
+                earners = [answer for answer in earners if answer != answers[0]]
+            easy += [
+                f"row {number}: `{answer[:_SHOWN]}` earns as much as the truth `{shown}`" for answer in earners[:1]
+            ]
+    return Verdict(
+        len(problems),
+        len(wrong),
+        first=next(iter(wrong), ""),
+        unread=len(unread),
+        first_unread=next(iter(unread), ""),
+        easy=len(easy),
+        first_easy=next(iter(easy), ""),
+    )
+
+
+def _unread_mark(problem: Problem, *, rewards: Sequence[Reward]) -> str:
+    """A right answer in a usual mark that one of the rewards gives nothing; empty where there is none."""
+    if is_bare(problem.truth):
+        for text in in_marks(problem.truth)[:-1]:
+            if any(_earned(text, problem, rewards=[replace(reward, weight=1.0)]) <= 0 for reward in rewards):
+                return " ".join(text.split())
+    return ""
+
+
+def _reads_truth(reward: RewardPlan) -> bool:
+    """Whether it may depend on the truth, by what it takes."""
+    if not reward.file:
+        built_in = BUILT_IN[reward.function]
+        return built_in.reads is not None and built_in.may_read_truth and "pattern" not in reward.options
+    takes = inspect.signature(getattr(load_module(reward.file), reward.function)).parameters.values()
+    names = {each.name for each in takes if each.kind is not each.VAR_KEYWORD}
+    return any(each.kind is each.VAR_KEYWORD for each in takes) or bool(names - _OF_NO_TRUTH)
 
 
 def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
@@ -155,12 +240,19 @@ def _graded_by_each(
     return Verdict(0, failure=f"{', '.join(places)}: {graded.why} to {what}") if graded.fault is not None else graded
 
 
-def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> str:
-    """Of a built-in task, whose grades are 0..1; empty where nothing is."""
+def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward], truths: Sequence[str]) -> str:
+    """Of a built-in task, whose grades are 0..1; empty where nothing is. truths: of other rows."""
     right, empty = _best_grade(problem, task=task, rewards=rewards), _graded("", problem, rewards=rewards)
     if right.why or right.accuracy != 1.0:
         return f"the right answer `{problem.truth[:_SHOWN]}` has {right.why or f'{right.accuracy:g}'}, not 1"
-    return f"an empty response has {empty.why or empty.accuracy}, not 0" if empty.why or empty.accuracy else ""
+    if empty.why or empty.accuracy:
+        return f"an empty response has {empty.why or empty.accuracy}, not 0"
+    ask = functools.partial(_earned, problem=problem, rewards=rewards)
+    place, _ = first_right(task.answers(problem.truth), ask=ask, above=0.0)
+    for answer in wrong_answers(problem.truth, truths):
+        if ask(list(task.answers(answer))[place]) == 1.0:
+            return f"`{answer[:_SHOWN]}` has 1, where `{problem.truth[:_SHOWN]}` is right"
+    return ""
 
 
 def _graded(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> Graded:

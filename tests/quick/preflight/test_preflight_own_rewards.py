@@ -176,8 +176,8 @@ def test_with_tools_a_reward_is_asked_with_a_conversation(tmp_path: Path) -> Non
 
 def test_a_truth_that_earns_nothing_is_a_warning(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(response, truth): return response == truth.upper() + '.'")
-    what = "the truth `2` as the response earns 0, an empty response 0"
-    message = f"in 3 of 3 sampled rows the right answer earns nothing: {what}"
+    what = "row 1: the truth `2` earns 0, an empty response 0"
+    message = f"in 3 of 3 sampled rows the right answer earns no more than an empty response: {what}"
     assert found == RewardProblem(message, is_rare=True)
 
 
@@ -190,8 +190,8 @@ RAISES = "def f(response, truth): return {} if not response or response.isdigit(
 
 @pytest.mark.parametrize("marked", ["int(response)", "__import__('sys').exit(2)"])
 def test_a_reward_that_raises_on_a_marked_answer_has_no_right_one_in_it(tmp_path: Path, marked: str) -> None:
-    what = "the truth `2` as the response earns 0, an empty response 0"
-    message = f"in 3 of 3 sampled rows the right answer earns nothing: {what}"
+    what = "row 1: the truth `2` earns 0, an empty response 0"
+    message = f"in 3 of 3 sampled rows the right answer earns no more than an empty response: {what}"
     assert of_program(tmp_path, RAISES.format(0, marked)) == RewardProblem(message, is_rare=True)
 
 

@@ -1,0 +1,123 @@
+"""Answers that rewards are tried on before a run: right ones in the marks that models use, and wrong ones near by."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+
+from appliance.tasks.answers import truth_alternatives
+
+_MARKS = (
+    "#### {}",
+    "\\boxed{{{}}}",
+    "\\(\\boxed{{{}}}\\)",
+    "Answer: {}",
+    "**Answer:** {}",
+    "<answer>{}</answer>",
+    "<think>\n\n</think>\n<answer>{}</answer>",
+    "```\n{}\n```",
+)
+_LONGEST = 60  # characters of a truth that is an answer, and no solution that ends with one
+_NUMBER = re.compile(r"(-?)(\d+)(\.\d+)?")
+_MOST_DIGITS = 5  # of a decimal that is told from one whose last digit differs: rewards compare to 1e-6
+_LETTERS = "ABCDE"
+
+
+def in_marks(truth: str) -> tuple[str, ...]:
+    """A right answer bare, then in each mark, and last the truth as it is. Of several right answers the first."""
+    answer = truth_alternatives(truth)[0]
+    return answer, *(mark.format(answer) for mark in _MARKS), truth
+
+
+def first_right(
+    answers: Iterable[str],
+    *,
+    ask: Callable[[str], float],
+    above: float,
+    before_marked: Callable[[], None] = lambda: None,
+) -> tuple[int, float]:
+    """The place of the first answer that earns more than `above`, and what it earns; of the best where none does.
+
+    answers: bare, then marked.  ask: what a text earns.  before_marked: called before each marked one is tried.
+    """
+    best, best_place = -math.inf, 0
+    for place, text in enumerate(answers):
+        if place:
+            before_marked()
+        if (earned := ask(text)) > best:
+            best, best_place = earned, place
+        if best > above:
+            break
+    return best_place, best
+
+
+def wrong_answers(truth: str, truths: Iterable[str]) -> list[str]:
+    """The near misses, the nearest first, and a right answer of another row. truths: of other rows."""
+    other = other_truth(truth, truths)
+    return [*near_misses(truth), *([other] if other else [])]
+
+
+def is_bare(truth: str) -> bool:
+    """Whether it is an answer and nothing else, which can stand in any mark."""
+    answer = truth_alternatives(truth)[0]
+    marks = ("####", "\\boxed", "<answer", "```", "nswer:")
+    return len(answer) <= _LONGEST and "\n" not in answer and not any(mark in answer for mark in marks)
+
+
+def near_misses(truth: str) -> tuple[str, ...]:
+    """Wrong answers that look like a right one: another last digit, a digit more, the other sign, another letter."""
+    alternatives = truth_alternatives(truth)
+    answer = alternatives[0]
+    if re.fullmatch(r"\(?[A-J]\)?\.?", answer.strip()):
+        letter = answer.strip("(). ")
+        made = [answer.replace(letter, next(other for other in _LETTERS if other != letter))]
+    elif number := _NUMBER.fullmatch(answer.strip()):
+        sign, whole, fraction = number.groups()
+        made = [_with_another_digit(answer.strip()), f"{sign}1{whole}{fraction or ''}"]
+        if Decimal(answer.strip()):
+            made.append(f"{'' if sign else '-'}{whole}{fraction or ''}")
+    else:
+        made = [_with_another_digit(answer)]
+    return tuple(text for text in made if text and text not in alternatives)
+
+
+def other_truth(truth: str, truths: Iterable[str]) -> str:
+    """A right answer of another row that is surely wrong for this one; empty where there is none."""
+    own = [_plain(text) for text in truth_alternatives(truth)]
+    for other in truths:
+        text = truth_alternatives(other)[0]
+        plain = _plain(text)
+        if is_bare(other) and plain and not any(plain in one or one in plain for one in own) and _differ(text, truth):
+            return text
+    return ""
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\W_]", "", text).lower()
+
+
+def _differ(one: str, truth: str) -> bool:
+    """Of two numbers, that they are not the same one; of anything else nothing is known, as of 1/2 and 0.5."""
+    numbers = [_NUMBER.fullmatch(text.strip()) for text in (one, *truth_alternatives(truth))]
+    letters = [re.fullmatch(r"[^\W\d]+", text.strip()) for text in (one, *truth_alternatives(truth))]
+    if all(letters):
+        return True
+    return all(numbers) and all(Decimal(one.strip()) != Decimal(text.strip()) for text in truth_alternatives(truth))
+
+
+def _with_another_digit(answer: str) -> str:
+    """The last digit changed; of a decimal of many digits the first; the last letter where there are no digits. Empty
+    where there are neither."""
+    digits = [place for place, character in enumerate(answer) if character in "0123456789"]
+    if digits:
+        is_long = "." in answer and len(digits) > _MOST_DIGITS
+        place = digits[0] if is_long else digits[-1]
+        return f"{answer[:place]}{(int(answer[place]) + 1) % 10}{answer[place + 1 :]}"
+    letters = [place for place, character in enumerate(answer) if character.isalpha()]
+    if not letters:
+        return ""
+    letter = answer[letters[-1]]
+    other = {"z": "a", "Z": "A"}.get(letter, chr(ord(letter) + 1))
+    return f"{answer[: letters[-1]]}{other}{answer[letters[-1] + 1 :]}"
