@@ -71,8 +71,8 @@ def near_misses(truth: str) -> tuple[str, ...]:
     alternatives = truth_alternatives(truth)
     answer = alternatives[0]
     if re.fullmatch(r"\(?[A-J]\)?\.?", answer.strip()):
-        letter = answer.strip("(). ")
-        made = [answer.replace(letter, next(other for other in _LETTERS if other != letter))]
+        letter, right = answer.strip("(). "), "".join(alternatives)
+        made = [answer.replace(letter, other) for other in _LETTERS if other not in right][:1]
     elif number := _NUMBER.fullmatch(answer.strip()):
         sign, whole, fraction = number.groups()
         made = [_with_another_digit(answer.strip()), f"{sign}1{whole}{fraction or ''}"]
