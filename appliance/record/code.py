@@ -7,7 +7,7 @@ from pathlib import Path
 
 from appliance.errors import AttestationError, RecipeError
 from appliance.files import digest_of, write_whole
-from appliance.record.plan import CODE_FOLDER, CodeFile, RunPlan, TaskPlan
+from appliance.record.plan import CODE_FOLDER, CodeFile, OwnPlan, RunPlan, TaskPlan
 
 
 def code_of(plan: RunPlan) -> tuple[CodeFile, ...]:
@@ -16,6 +16,12 @@ def code_of(plan: RunPlan) -> tuple[CodeFile, ...]:
 
 def copy_of(each: CodeFile, *, run_dir: str) -> Path:
     return Path(run_dir) / CODE_FOLDER / each.copy_name
+
+
+def user_folder(file: str, *, own: OwnPlan) -> str:
+    """The folder that a file of the user's lies in, or the file that one is the run's copy of."""
+    folders = {name: str(Path(each.path).parent) for each in own.code for name in (each.path, each.copy_name)}
+    return folders[file if file in folders else Path(file).name]
 
 
 def copy_code(plan: RunPlan, *, logs: Path | None = None) -> None:

@@ -171,11 +171,6 @@ class OwnPlan(Frozen):
         planned = {name: each.sha256 for each in self.code for name in (each.path, each.copy_name)}
         return planned[file if file in planned else Path(file).name]
 
-    def folder_of(self, file: str) -> str:
-        """The user's folder that a file lies in, or the file that one is the run's copy of."""
-        folders = {name: str(Path(each.path).parent) for each in self.code for name in (each.path, each.copy_name)}
-        return folders[file if file in folders else Path(file).name]
-
     def with_copies(self, run_dir: str) -> OwnPlan:
         """The same with the run's copies in place of the user's files: what a run executes."""
         copies = {each.path: str(Path(run_dir) / CODE_FOLDER / each.copy_name) for each in self.code}

@@ -35,7 +35,7 @@ TASKS = _tasks()
 OWN = "own"
 _KINDS = (*TASKS, OWN)
 TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in _KINDS}, module=__name__)
-_VERSION, _VERSION_OF_CHOSEN = 2, 4  # raise one when the same fields give other rows
+_VERSION, _VERSION_OF_CHOSEN, _VERSION_OF_OWN = 2, 3, 4  # raise one when the same fields give other rows
 _MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
 _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
@@ -134,8 +134,8 @@ def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:
 def data_key(plan: TaskPlan, *, model: str) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
     model: path or name of the model, whose tokenizer decides which prompts are too long."""
-    is_chosen = plan.own is not None or (_is_read(plan) and not plan.truncate_prompts)  # by its truth, by its length
-    version = _VERSION_OF_CHOSEN if is_chosen else _VERSION
+    version = _VERSION_OF_CHOSEN if _is_read(plan) and not plan.truncate_prompts else _VERSION  # by a prompt's length
+    version = _VERSION_OF_OWN if plan.own is not None else version
     fields: dict[str, object] = {"version": version, "kind": plan.kind, "model": model}
     fields |= {name: getattr(plan, name) for name in _MAKES_ROWS}
     if not _is_read(plan):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
+from appliance.record.code import user_folder
 from appliance.record.plan import OwnPlan, RewardPlan
 from appliance.tasks.answers import truth_alternatives
 from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same, joined_numbers
@@ -63,7 +64,7 @@ def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
 
 def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     if reward.file:
-        sha256, beside = plan.sha256_of(reward.file), plan.folder_of(reward.file)
+        sha256, beside = plan.sha256_of(reward.file), user_folder(reward.file, own=plan)
         value = load_function(reward.file, reward.function, given=given, sha256=sha256, beside=beside)
         return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
     built_in, options = BUILT_IN[reward.function], dict(reward.options)

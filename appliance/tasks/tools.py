@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError, first_line
-from appliance.record.code import as_it_runs
+from appliance.record.code import as_it_runs, user_folder
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
 from appliance.tasks.user_code import UserCodeError, heard, load_module, voice
@@ -162,7 +162,7 @@ def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:
     own = as_it_runs(plan).own
     if own is None or not own.tools:
         return ToolsRequest("")
-    sha256, beside = own.sha256_of(own.tools), own.folder_of(own.tools)
+    sha256, beside = own.sha256_of(own.tools), user_folder(own.tools, own=own)
     return ToolsRequest(own.tools, model, plan.model.trust_remote_code, own.import_path, sha256, beside)
 
 

@@ -19,6 +19,7 @@ from verl.utils.config import validate_config
 
 from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
+from appliance.record.code import user_folder
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.record.samples import SampleLog
@@ -142,7 +143,7 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
             file=task.own.with_copies(plan.run_dir).tools,
             sha256=task.own.sha256_of(task.tools),
             timeout_s=task.reward_timeout_s,
-            beside=task.own.folder_of(task.tools),
+            beside=user_folder(task.tools, own=task.own),
         ),
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from plans import own_plan
 
+from appliance.record.code import user_folder
 from appliance.record.plan import CodeFile
 from appliance.tasks.user_code import load_module
 
@@ -116,7 +117,7 @@ def test_the_runs_copy_has_the_neighbours_of_the_users_file(installed: Path, tmp
     copy = write(tmp_path / "code", rewards=(beside / "rewards.py").read_text()) / "rewards.py"
     code = CodeFile(path=str(beside / "rewards.py"), copy_name="rewards.py", sha256="")
     plan = own_plan(code=(code,))
-    assert plan.folder_of(str(copy)) == plan.folder_of(code.path) == str(beside)
+    assert user_folder(str(copy), own=plan) == user_folder(code.path, own=plan) == str(beside)
     assert load_module(str(copy), beside=str(beside)).found == "mine"
 
 
