@@ -18,6 +18,7 @@ from appliance.errors import RecipeError
 from appliance.launch import side_job
 from appliance.tasks import preview as preview_child
 from appliance.tasks.prepare import prompt_ids
+from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.rows import Problem
 from appliance.tasks.tiny_model import byte_tokenizer
 
@@ -192,3 +193,30 @@ def test_a_tokenizer_without_a_chat_template_says_so() -> None:
     assert error.value.problems == [
         (message, "take an instruct model, or add a chat_template.jinja to the model's folder")
     ]
+
+
+def test_what_the_prompt_has_begun_of_the_answer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    made = byte_tokenizer(max_positions=2048)
+    made.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    monkeypatch.setattr(preview_child, "load_tokenizer", lambda _: made)
+    found = json.loads(preview(run, tmp_path, "task.max_prompt_tokens=30", json_mode=True).stdout)
+    assert "prompts end with `<think>`: the text that rewards read begins with it" in found["notes"]
+    assert found["problems"][0]["prompt"].endswith("<think>\n")
+
+
+def test_special_tokens_that_the_model_wrote_are_text_and_its_ends_are_not() -> None:
+    """By a tokenizer of transformers, of which `<think>` is a special token."""
+    tokenizer = byte_tokenizer(max_positions=2048)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]})
+    reader, said = ResponseReader(tokenizer), "<think>1+1</think><answer>2</answer>"
+    ids = tokenizer(said)["input_ids"]
+    assert len(ids) == 4 + len("1+1" + "2")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "1+12"
+    for behind, finished in (
+        (tokenizer.eos_token, True),
+        (tokenizer.eos_token + tokenizer.pad_token, False),
+        ("", False),
+    ):
+        assert reader.text([*ids, *tokenizer(behind)["input_ids"]], finished=finished) == said

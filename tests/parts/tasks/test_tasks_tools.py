@@ -199,7 +199,7 @@ def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_fi
     plan = make_plan(tmp_path / "run")
     plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(tools=str(file), code=(code,))))
     assert asked_of(plan, model="") == ToolsRequest(
-        str(file), import_path=(str(tmp_path / "a"),), sha256=code.sha256
+        str(file), import_path=(str(tmp_path / "a"),), sha256=code.sha256, beside=str(tmp_path / "a")
     )  # there is no copy yet
     copy_code(plan)
     file.write_text("def other(:")
