@@ -15,7 +15,7 @@ from typing import Any
 
 from appliance.tasks.task import NO_TRUTH
 
-_FUNCTIONS = ("fn_name", "func_name", "function_name", "entry_point")
+_FUNCTION = re.compile(r"(?i)(?:fn|func|function|method|entry)(?:[_-]?(?:name|point))?")
 _KINDS = ("testtype", "test_type", "type")
 _LISTS = ("test_cases", "tests", "test_list", "assert_case")
 _SETUPS = ("test_imports", "test_setup_code", "test_setup")
@@ -130,8 +130,8 @@ def _function(value: Mapping[str, Any]) -> str:
         except (ValueError, RecursionError):
             metadata = None
     for fields in (value, metadata if isinstance(metadata, dict) else {}):
-        for name in _FUNCTIONS:
-            if (function := fields.get(name)) is None or function == "":
+        for name, function in fields.items():
+            if not _FUNCTION.fullmatch(name) or function is None or function == "":
                 continue
             if not isinstance(function, str) or not _EXPRESSION.fullmatch(function.strip()):
                 raise ValueError(f"`{name}` is `{str(function)[:40]}`, which names no function")

@@ -16,7 +16,7 @@ from appliance.engine.replica import standing_still
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Fault, Graded, Shaping
-from appliance.tasks.task import Reward
+from appliance.tasks.task import Response, Reward
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import Answer
 from appliance.trainer import rollouts as module
@@ -297,6 +297,38 @@ def test_samples_without_a_grade_are_told_until_their_step_is_over(validate: boo
     assert made.take_ungraded(keys, step=2) == (set() if validate else {0, 3})
     assert made.take_ungraded(keys, step=3) == (set() if validate else {0})
     assert made.take_ungraded(keys, step=3) == set()
+
+
+def test_rewards_and_the_page_get_the_text_after_what_the_prompt_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    graded: list[Response] = []
+
+    async def grade(response: Response) -> Graded:
+        graded.append(response)
+        return Graded(1.0)
+
+    def text(ids: list[int], *, finished: bool) -> str:
+        return f"<think>{ids} {finished}"
+
+    engine = Engine((0, SimpleNamespace(samples=[_sample([7, 8], finished=True)], weights_version=0)))
+    made = rollouts(engine)
+    made.pool, made._reader = SimpleNamespace(grade=grade), SimpleNamespace(text=text, begun="<think>")
+    put: list[Any] = []
+
+    async def keep(ready: list[Any], *, partition: str) -> None:
+        put.extend(ready)
+
+    monkeypatch.setattr(module, "_put", keep)
+    row = {"uid": "u", "global_steps": 1, "raw_prompt": ASKED, "extra_info": {}, "reward_model": {"ground_truth": "7"}}
+    asyncio.run_coroutine_threadsafe(made._generate([row], validate=False), made._loop).result(timeout=30)
+    assert [(each.text, each.begun, each.written) for each in graded] == [
+        ("<think>[7, 8] True", "<think>", "[7, 8] True")
+    ]
+    ((_, (fields,)),) = put
+    assert fields["response_text"] == "<think>[7, 8] True"
+
+
+def _sample(ids: list[int], *, finished: bool) -> SimpleNamespace:
+    return SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=finished)
 
 
 def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ def test_the_labelled_block_is_the_program(text: str, program: str) -> None:
 
 FORMS = {
     "APPS, TACO": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]},
+    "another name for the function": {"method_name": "add", "inputs": ["1\n2"], "outputs": ["3"]},
     "APPS, each answer in a list": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]},
     "LiveCodeBench": [
         {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": json.dumps({"func_name": "add"})}
