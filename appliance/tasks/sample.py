@@ -197,7 +197,7 @@ def _judge_own(
 def _unread_mark(problem: Problem, *, rewards: Sequence[Reward]) -> str:
     """A right answer in a usual mark that one of the rewards gives nothing; empty where there is none."""
     if is_bare(problem.truth):
-        for text in in_marks(problem.truth)[:-1]:
+        for text in in_marks(problem.truth):
             if any(_earned(text, problem, rewards=[replace(reward, weight=1.0)]) <= 0 for reward in rewards):
                 return " ".join(text.split())
     return ""

@@ -26,9 +26,9 @@ _LETTERS = "ABCDE"
 
 
 def in_marks(truth: str) -> tuple[str, ...]:
-    """A right answer bare, then in each mark, and last the truth as it is. Of several right answers the first."""
+    """A right answer bare, then in each mark. Of several right answers the first."""
     answer = truth_alternatives(truth)[0]
-    return answer, *(mark.format(answer) for mark in _MARKS), truth
+    return answer, *(mark.format(answer) for mark in _MARKS)
 
 
 def first_right(

@@ -65,15 +65,16 @@ def test_a_truth_of_another_row_is_surely_wrong(truth: str, others: list[str], o
     assert other_truth(truth, others) == other
 
 
-def test_a_right_answer_is_bare_then_marked_then_as_it_is() -> None:
+def test_a_right_answer_is_bare_and_then_marked() -> None:
     assert in_marks('["7", "8"]') == (
         *("7", "#### 7", "\\boxed{7}", "\\(\\boxed{7}\\)", "Answer: 7", "**Answer:** 7", "<answer>7</answer>"),
-        *("<think>\n\n</think>\n<answer>7</answer>", "```\n7\n```", '["7", "8"]'),
+        *("<think>\n\n</think>\n<answer>7</answer>", "```\n7\n```"),
     )
     assert is_bare("7") and not is_bare("so\n#### 7") and not is_bare("Thus \\boxed{7}")
 
 
 def judged(folder: Path, *rewards: RewardPlan, truths: Sequence[object], program: str = "") -> Verdict:
+    folder.mkdir(exist_ok=True)
     file = folder / "d.jsonl"
     rows = ({"prompt": f"{number}?", "answer": truth} for number, truth in enumerate(truths))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,6 +137,14 @@ def test_functions_that_cannot_or_always_earn_are_told_and_no_others(tmp_path: P
     program, cannot, always = PROGRAMS[name]
     verdict = judged(tmp_path, truths=["12", "5", "703"], program=program)
     assert (verdict.wrong, verdict.easy) == (cannot, always)
+
+
+def test_a_function_that_compares_with_a_list_as_text_is_told(tmp_path: Path) -> None:
+    truths = [["12", "twelve"], ["5", "five"]]
+    verdict = judged(tmp_path, truths=truths, program=PROGRAMS["equal"][0])
+    assert verdict.first == 'row 1: the truth `["12", "twelve"]` earns 0, an empty response 0'
+    of_json = "import json\ndef f(response, truth): return response in json.loads(truth)"
+    assert judged(tmp_path / "b", truths=truths, program=of_json) == Verdict(2)
 
 
 def test_what_is_told_names_the_row(tmp_path: Path) -> None:
