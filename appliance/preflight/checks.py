@@ -19,9 +19,14 @@ from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
 from appliance.terms.families import why_unknown
+from appliance.terms.ropes import rope_conflict
 from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)
+_ROPE_REMEDY = (
+    "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) with a "
+    'copy whose config.json has "rope_type": "default", or another model'
+)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
@@ -179,6 +184,8 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if 0 < shape.max_positions < longest:
         message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
         yield error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")
+    if why := rope_conflict(shape.ropes, longest=longest):
+        yield error("rope", "model.path", f"{plan.model.path}: {why}", _ROPE_REMEDY)
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.errors import EngineError
+from appliance.terms.ropes import DEFAULT_ROPE, LLAMA3
 
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"  # below a decoder layer, as all names here
 GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"  # of all experts at once, as transformers has them
@@ -128,8 +129,7 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
     )
 
 
-DEFAULT_ROPE = "default"
-_ROPES = (DEFAULT_ROPE, "llama3")
+_ROPES = (DEFAULT_ROPE, LLAMA3)
 
 
 def beyond_one_flow(config: Mapping[str, Any]) -> str:
