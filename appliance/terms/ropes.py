@@ -14,6 +14,7 @@ from typing import Any
 
 DEFAULT_ROPE = "default"
 DYNAMIC, LINEAR, LLAMA3, LONGROPE, YARN = "dynamic", "linear", "llama3", "longrope", "yarn"
+_KNOWN = frozenset({DEFAULT_ROPE, LINEAR, LLAMA3, LONGROPE, YARN})
 _OLD_NAMES = {"su": LONGROPE, "mrope": DEFAULT_ROPE}
 _SCALED_ALREADY = frozenset({LLAMA3, LONGROPE})
 _FAMILIES_SCALED_ALREADY = "gemma3"  # in a model_type
@@ -84,6 +85,12 @@ def rope_conflict(ropes: tuple[Rope, ...], *, longest: int) -> str:
             "engine then rotates all sequences by the long factors, the trainer only those of long batches"
         )
     return ""
+
+
+def unknown_rope(ropes: tuple[Rope, ...]) -> str:
+    """Which way of rotating vLLM or transformers does not have, or an empty text."""
+    unknown = [rope.kind for rope in ropes if rope.kind not in _KNOWN]
+    return f"its rope_type is `{unknown[0][:60]}`, and known are {', '.join(sorted(_KNOWN))}" if unknown else ""
 
 
 def _read_rope(parameters: Mapping[str, Any], *, beside: object, otherwise: object) -> Rope:
