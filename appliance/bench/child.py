@@ -27,6 +27,7 @@ from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.record.engine_start import starting
 from appliance.record.events import exit_code_of
+from appliance.terms.clock import ANY_DAY, clock_of
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -116,8 +117,9 @@ def _prompts(workload: Workload, *, model_path: str) -> Prompts:
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=workload.trust_remote_code)
     column = pyarrow.parquet.read_table(workload.prompts_parquet, columns=["prompt"])["prompt"].to_pylist()
     chosen = [column[index % len(column)] for index in range(workload.num_prompts)]
+    clock = clock_of(tokenizer, date=ANY_DAY)
     ids = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **clock)
         for chat in chosen
     ]
     return [list(each)[-workload.max_prompt_tokens :] for each in ids]

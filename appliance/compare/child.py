@@ -16,6 +16,7 @@ from appliance.record.events import exit_code_of
 from appliance.tasks.grading import Graded
 from appliance.tasks.library import rewards_of
 from appliance.tasks.task import Response
+from appliance.terms.clock import clock_of
 from appliance.trainer.rewards import RewardPool
 
 _KV_CACHE_BYTES = 256 << 20
@@ -89,9 +90,11 @@ def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Res
         detokenize=False,
         stop_token_ids=[stops] if isinstance(stops, int) else list(stops),
     )
-    prompts = []
+    prompts, clock = [], clock_of(tokenizer, date=job.task.date)
     for row in rows:
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False, **clock
+        )
         prompts.append({"prompt_token_ids": list(ids)[-job.max_prompt_tokens :]})
     outputs = llm.generate(prompts, params, use_tqdm=False)
     said = [list(each.outputs[0].token_ids) for each in outputs]

@@ -147,6 +147,11 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
         remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"
         yield error("chat-template", "model.path", message, remedy)
+    if inputs.template.problem and not inputs.model_missing and not inputs.data_problems:
+        yield error("chat-template", "model.path", inputs.template.problem, inputs.template.remedy)
+    if inputs.template.unsaid:
+        remedy = "end the template with what begins an answer, under {% if add_generation_prompt %}"
+        yield warning("generation-prompt", "model.path", inputs.template.no_generation_prompt, remedy)
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
 from appliance.tasks.user_code import UserCodeError, heard, load_module, voice
+from appliance.terms.clock import ANY_DAY, clock_of
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
 STARTS_WITHIN_S = 60.0  # the child: it loads transformers
@@ -196,7 +197,8 @@ def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
-        render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+        clock = clock_of(tokenizer, date=ANY_DAY)
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **clock)
         if render(_BEGUN, tools=schemas) == render(_BEGUN):
             problem = "has no tools"
         else:

@@ -24,6 +24,7 @@ from appliance.record.plan import RunPlan
 from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Shaping
 from appliance.tasks.tools import read_schemas
+from appliance.terms.clock import clock_of
 from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.stopping import StopAsked, Stopping
@@ -123,6 +124,7 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         },
         rewards=[each.name for each in plan.task.own.rewards] if plan.task.own else (),
         turns=_turns(trainer, plan=plan, pool=pool) if plan.task.tools else None,
+        clock=clock_of(trainer.tokenizer, date=plan.task.date),
     )
 
 
@@ -141,6 +143,7 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
             sha256=task.own.sha256_of(task.tools),
             timeout_s=task.reward_timeout_s,
         ),
+        clock=clock_of(trainer.tokenizer, date=task.date),
     )
 
 
