@@ -23,6 +23,7 @@ from appliance.terms.ropes import rope_conflict, unknown_rope
 from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)
+_PADDING = 0.05  # of a model's rows: more without a word is no padding, which is some 0.2 to 2 %
 _ROPE_REMEDY = (
     "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) with a "
     'copy whose config.json has "rope_type": "default", or another model'
@@ -61,6 +62,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         device.flow(plan, shape=inputs.model_shape, expected_kl=inputs.expected_kl),
         _model(plan, inputs),
         _shape(plan, inputs),
+        _vocabulary(inputs),
         device.parallel(plan, inputs.model_shape),
         device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
@@ -152,6 +154,24 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.template.unsaid:
         remedy = "end the template with what begins an answer, under {% if add_generation_prompt %}"
         yield warning("generation-prompt", "model.path", inputs.template.no_generation_prompt, remedy)
+
+
+def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
+    """Where tokenizer and model have other numbers of tokens than padding explains."""
+    rows, words = inputs.model_shape.vocab if inputs.model_shape else 0, inputs.template.words
+    if not rows or not words:
+        return
+    if words > rows:
+        message = (
+            f"the tokenizer has {words:,} words and the model {rows:,} rows: a token beyond them ends the training"
+        )
+        yield warning("vocabulary", "model.path", message, "use the model's own tokenizer")
+    elif rows - words > _PADDING * rows:
+        message = (
+            f"the model has {rows:,} rows and its tokenizer {words:,} words: rollouts never sample the others, and "
+            "what probability the trainer gives them is mismatch"
+        )
+        yield warning("vocabulary", "model.path", message, "use the model's own tokenizer, where this is another's")
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

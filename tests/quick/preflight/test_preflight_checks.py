@@ -14,6 +14,7 @@ from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
+from appliance.tasks.templates import TemplateFacts
 from appliance.terms.families import FAMILIES, Family
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
@@ -587,3 +588,38 @@ def test_one_flow_is_not_advised_for_experts_and_gpus():
     of_experts = findings(inputs=with_inputs(expected_kl=0.2613, model_shape=shape))
     on_gpu = findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, inputs=with_inputs(expected_kl=0.2613))
     assert not [text for text, _ in of_experts + on_gpu if "trainer.forward" in text]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (0, ""),
+        (151936, ""),
+        (151665, ""),
+        (
+            259,
+            "the model has 151,936 rows and its tokenizer 259 words: rollouts never sample the others, and what "
+            "probability the trainer gives them is mismatch",
+        ),
+        (151937, "the tokenizer has 151,937 words and the model 151,936 rows: a token beyond ends the training"),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models(words: int, message: str) -> None:
+    shape = ModelShape(vocab=151936, architectures=("Qwen2ForCausalLM",))
+    inputs = with_inputs(model_shape=shape, template=TemplateFacts(words=words))
+    found = findings("model.builtin=null", "model.path=/m", inputs=inputs)
+    assert [text for text, _ in found] == ([f"warning: model.path: {message}"] if message else [])
+
+
+def test_what_a_template_does_to_messages_is_found() -> None:
+    sets = ("model.builtin=null", "model.path=/m")
+    lost = TemplateFacts("the model's chat template does not take messages of user: it leaves out x", "mend it")
+    assert findings(*sets, inputs=with_inputs(template=lost)) == [(f"error: model.path: {lost.problem}", "mend it")]
+    unsaid = TemplateFacts(unsaid="<|im_start|>assistant\n")
+    assert findings(*sets, inputs=with_inputs(template=unsaid)) == [
+        (
+            "warning: model.path: the chat template has no generation prompt: with add_generation_prompt and without it "
+            "makes the same, so the model has to write `<|im_start|>assistant\\n` itself before it answers",
+            "end the template with what begins an answer, under {% if add_generation_prompt %}",
+        )
+    ]
