@@ -369,6 +369,7 @@ class _OwnBefore(BaseModel):
 class _TaskBefore(BaseModel):
     train_parquet: str
     own: _OwnBefore | None = None
+    date: str = ""
 
     @property
     def sums(self) -> dict[str, str]:

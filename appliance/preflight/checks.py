@@ -162,9 +162,7 @@ def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
     if not rows or not words:
         return
     if words > rows:
-        message = (
-            f"the tokenizer has {words:,} words and the model {rows:,} rows: a token beyond them ends the training"
-        )
+        message = f"the tokenizer has {words:,} words and the model {rows:,} rows: a token beyond ends the training"
         yield warning("vocabulary", "model.path", message, "use the model's own tokenizer")
     elif rows - words > _PADDING * rows:
         message = (

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from appliance.errors import PreflightError, TrainingError
 from appliance.files import is_full, whole_folder
@@ -45,8 +45,6 @@ everywhere; without that line it is another policy.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.index.json")
 _NOT_THE_BASES = (*_WEIGHTS, ".*", "README*", MARK_FILE)  # a card of the base would be none of what was trained
 _TEMPLATES_FOLDER = "additional_chat_templates"
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, now and before transformers 5
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # as safetensors calls them
 
 
 def base_folder(model: ModelPlan) -> Path | None:
@@ -64,8 +62,8 @@ def put_base_files(folder: Path, *, base: Path) -> None:
     """Give a saved model the configuration, tokenizer, templates and code of its base, byte for byte.
 
     transformers writes them anew when it saves: keys go or are renamed, a template moves into another file. Training
-    changes weights only. The one thing that may differ is the type of the weights in config.json, where they are saved
-    in another one.
+    changes weights only. The type in config.json is the base's too: it says in which one the model runs, whatever the
+    file holds.
     """
     names = [path.name for path in base.iterdir() if path.is_file() and _is_the_bases(path.name)]
     for path in folder.iterdir():
@@ -76,25 +74,10 @@ def put_base_files(folder: Path, *, base: Path) -> None:
     shutil.rmtree(folder / _TEMPLATES_FOLDER, ignore_errors=True)
     if (base / _TEMPLATES_FOLDER).is_dir():
         shutil.copytree(base / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER)
-    config: dict[str, Any] = json.loads((base / "config.json").read_bytes())
-    dtype = _dtype_of(folder)
-    if changed := {key: dtype for key in _DTYPE_KEYS if config.get(key) not in (None, dtype)}:
-        (folder / "config.json").write_text(json.dumps(config | changed, indent=2, ensure_ascii=False) + "\n")
 
 
 def _is_the_bases(name: str) -> bool:
     return not any(fnmatch.fnmatch(name, pattern) for pattern in _NOT_THE_BASES)
-
-
-def _dtype_of(folder: Path) -> str:
-    """The type of the saved weights, as config.json names it. An adapter's checkpoint has none: they are merged in
-    BF16."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a mapping
-                if (dtype := opened.get_slice(name).get_dtype()) in _DTYPES:
-                    return _DTYPES[dtype]
-    return _DTYPES["BF16"]
 
 
 def main() -> int:

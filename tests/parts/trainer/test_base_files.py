@@ -109,19 +109,26 @@ def test_what_was_saved_is_read_as_the_base_is(tmp_path: Path) -> None:
     assert torch.equal(*logits) and renderings[0] == renderings[1] and stops == ([256, 258], [256, 258])
 
 
-@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
-def test_the_type_of_the_weights_is_that_of_the_file(key: str, tmp_path: Path) -> None:
-    written = {key: "float32"} if key == "torch_dtype" else {"torch_dtype": None, key: "float32"}
-    base = base_model(tmp_path / "base", **written)
+def test_templates_in_a_folder_are_the_bases(tmp_path: Path) -> None:
+    base = base_model(tmp_path / "base")
     saved = saved_by_transformers(base, tmp_path / "saved")
-    templates = base / "additional_chat_templates"
-    templates.mkdir()
-    (templates / "tool_use.jinja").write_text("{{ messages }}")
+    for folder, text in ((base, "{{ messages }}"), (saved, "another")):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+    (saved / "additional_chat_templates" / "rag.jinja").write_text("none of the base's")
     put_base_files(saved, base=base)
-    assert files_of(saved)["additional_chat_templates/tool_use.jinja"] == b"{{ messages }}"
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (base, saved)]
-    assert configs[1] == configs[0] | {key: "bfloat16"}
-    assert list(configs[1]) == list(configs[0]), "in the base's order"
+    templates = {name: content for name, content in files_of(saved).items() if name.startswith("additional")}
+    assert templates == {"additional_chat_templates/tool_use.jinja": b"{{ messages }}"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_configuration_names_the_type_to_run_in_whatever_is_saved(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of a checkpoint in FP32 as well: the model runs in BF16, as the base does."""
+    base = base_model(tmp_path / "base")
+    saved = saved_by_transformers(base, tmp_path / "saved", dtype)
+    put_base_files(saved, base=base)
+    assert (saved / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(saved).dtype is torch.bfloat16
 
 
 def test_a_base_that_is_gone_leaves_what_was_saved(tmp_path: Path) -> None:
