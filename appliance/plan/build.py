@@ -120,7 +120,7 @@ def build_plan(
     if original and original.data == recipe.task.data:
         data_commit = original.data_commit
     code = original.code if original else {}
-    date = (original.date if original else "") or _date(model, today=host.today)
+    date = original.date if original else _date(model, today=host.today)
     if date and _asks_for_date(model):
         why = "the chat template asks for it: the day on which the run began, in all of its prompts"
         book.note("task.date", date, why)

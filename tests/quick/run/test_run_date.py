@@ -11,7 +11,7 @@ from plans import HOST
 from stopped_runs import save, stopped
 
 from appliance.launch.resume import find_target, original_plan
-from appliance.plan.build import build_plan
+from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
@@ -101,6 +101,14 @@ def test_a_resumed_run_keeps_the_day_on_which_it_began(tmp_path: Path) -> None:
     assert target is not None
     again = planned(model, run_dir, today=TOMORROW, original=original_plan(target))
     assert again.task == begun.task and again.task.date == TODAY
+
+
+def test_a_run_that_began_without_a_day_goes_on_without_one(tmp_path: Path) -> None:
+    """One of an earlier version: with a day its problems would have another key."""
+    model = model_in(tmp_path / "asks", place="chat_template.jinja", template=ASKS)
+    original = OriginalPlan("cpu", None)
+    plans = [planned(model, tmp_path / "run", today=day, original=original) for day in (TODAY, TOMORROW)]
+    assert plans[0].task == plans[1].task and plans[0].task.date == ""
 
 
 def test_the_host_says_the_day() -> None:
