@@ -83,6 +83,15 @@ def load_replica() -> type[RolloutReplica]:
     from vllm.sampling_params import RequestOutputKind
 
     class GroupServer(vLLMHttpServer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with report_failures(), starting():
+                super().__init__(*args, **kwargs)
+
+        def _validate_configs(self) -> None:
+            """verl's own compares the longest sequence with `max_position_embeddings`, which a rope may multiply: vLLM
+            holds it by a rule of its own, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
+            assert self.config.max_model_len is not None, "every plan says it"
+
         async def launch_server(self, *args: Any, **kwargs: Any) -> None:
             with report_failures(), starting():
                 await super().launch_server(*args, **kwargs)

@@ -1,7 +1,9 @@
 """Lengths and angles of a rope: `appliance/terms/ropes.py` against vLLM and transformers themselves."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +189,24 @@ def test_what_is_refused_rotates_by_other_angles(rope, length, most, tmp_path):
         torch.testing.assert_close(
             trainers, engines_angles(rope, length=length, most=most, folder=tmp_path), atol=1e-2, rtol=0
         )
+
+
+def test_verls_server_takes_a_sequence_as_long_as_vllm_takes(monkeypatch):
+    """verl compares with `max_position_embeddings` alone, and refuses what YaRN is for."""
+    os.environ["VERL_PLATFORM"] = "cpu"
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+    import appliance.trainer.worker  # noqa: F401  (verl's platform)
+    from appliance.engine.replica import load_replica
+
+    monkeypatch.setattr(vLLMReplica, "__init__", lambda self: None)
+    ours = load_replica()().server_class.__ray_metadata__.modified_class
+    server = SimpleNamespace(
+        config=SimpleNamespace(max_model_len=128), model_config=SimpleNamespace(hf_config=SimpleNamespace(**SIZES))
+    )
+    with pytest.raises(ValueError, match=r"max_model_len \(128\) should be less"):
+        vLLMHttpServer._validate_configs(server)
+    ours._validate_configs(server)
 
 
 def test_no_length_is_no_limit():
