@@ -7,6 +7,8 @@ ApplianceError                 1          our own fault
 ├── RecipeError                2          the recipe or the command line: a list of problems, all at once
 ├── PreflightError             3          this host cannot run the plan, or a folder of it cannot be written
 ├── EngineError                4  again   the rollout engine or one of our patches
+│   ├── EngineNotStarted       4  again   an engine that could not start, in vLLM's own words
+│   │   └── EngineRefused      4          the same, where it would refuse the model and its settings again
 │   ├── PatchError             4          a patch that does not fit the installed source
 │   ├── SyncError              4  again   a weight update that did not arrive
 │   └── AttestationError       4          a worker that did not say, or said otherwise, what it runs
@@ -78,6 +80,16 @@ class PreflightError(ApplianceError):
 class EngineError(ApplianceError):
     exit_code = 4
     restartable = True
+
+
+class EngineNotStarted(EngineError):
+    """vLLM met a fault while an engine started."""
+
+
+class EngineRefused(EngineNotStarted):
+    """vLLM does not take the model or its settings, and would not the next time."""
+
+    restartable = False
 
 
 class PatchError(EngineError):

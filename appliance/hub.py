@@ -83,13 +83,24 @@ def missing_parts(folder: Path) -> tuple[str, ...]:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether a model's tokenizer says how messages are put to it, in one of the places that transformers reads."""
-    if any(os.path.isfile(folder / name) for name in _CHAT_TEMPLATES):
-        return True
+    return any(os.path.isfile(folder / name) for name in _CHAT_TEMPLATES) or bool(_template_in_config(folder))
+
+
+def chat_templates(folder: Path) -> list[str]:
+    """The texts of a model's chat templates, wherever transformers reads them."""
+    files = [folder / _CHAT_TEMPLATES[0], *folder.glob("additional_chat_templates/*.jinja")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if os.path.isfile(file)]
+    in_config = _template_in_config(folder)
+    return [*texts, in_config if isinstance(in_config, str) else json.dumps(in_config)]
+
+
+def _template_in_config(folder: Path) -> object:
+    """The chat template in a tokenizer's configuration, or what it has in that place: old ones have a list of them."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))
+        return None
+    return config.get("chat_template") if isinstance(config, dict) else None
 
 
 def weight_bytes(folder: Path) -> int:

@@ -25,7 +25,9 @@ from appliance.bench.job import GIB, PROMPT_TOKENS, PROMPT_WORDS, EngineFacts, J
 from appliance.engine.attest import live_scheme
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
+from appliance.record.engine_start import starting
 from appliance.record.events import exit_code_of
+from appliance.terms.clock import ANY_DAY, clock_of
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -67,26 +69,27 @@ def run(job: Job) -> None:
 def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
     """Raises EngineError when the engine does not run the scheme it was asked for, or its weights leave no room."""
     workload, scheme = job.workload, quantisation.scheme
-    llm = LLM(
-        model_path,
-        trust_remote_code=workload.trust_remote_code,
-        skip_tokenizer_init=True,
-        dtype=job.dtype.in_torch,
-        config_format="hf",  # as a run's
-        load_format="dummy" if workload.shapes else "auto",
-        tensor_parallel_size=job.tensor_parallel,
-        enforce_eager=scheme in job.eager,
-        max_model_len=workload.max_prompt_tokens + workload.new_tokens,
-        max_num_seqs=workload.sequences,
-        kv_cache_memory_bytes=job.memory_bytes or job.kv_bytes,
-        worker_cls=WORKER,
-        additional_config={MEMORY_KEY: job.memory_bytes},
-        logprobs_mode="processed_logprobs",
-        enable_prefix_caching=False,
-        seed=job.seed,
-        **SHARE,
-        **quantisation.engine_arguments(),
-    )
+    with starting():
+        llm = LLM(
+            model_path,
+            trust_remote_code=workload.trust_remote_code,
+            skip_tokenizer_init=True,
+            dtype=job.dtype.in_torch,
+            config_format="hf",  # as a run's
+            load_format="dummy" if workload.shapes else "auto",
+            tensor_parallel_size=job.tensor_parallel,
+            enforce_eager=scheme in job.eager,
+            max_model_len=workload.max_prompt_tokens + workload.new_tokens,
+            max_num_seqs=workload.sequences,
+            kv_cache_memory_bytes=job.memory_bytes or job.kv_bytes,
+            worker_cls=WORKER,
+            additional_config={MEMORY_KEY: job.memory_bytes},
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=False,
+            seed=job.seed,
+            **SHARE,
+            **quantisation.engine_arguments(),
+        )
     workers = [EngineFacts.model_validate_json(text) for text in llm.collective_rpc("bench_facts")]
     other = [each.scheme for each in workers if each.scheme != scheme]
     if other:
@@ -114,8 +117,9 @@ def _prompts(workload: Workload, *, model_path: str) -> Prompts:
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=workload.trust_remote_code)
     column = pyarrow.parquet.read_table(workload.prompts_parquet, columns=["prompt"])["prompt"].to_pylist()
     chosen = [column[index % len(column)] for index in range(workload.num_prompts)]
+    clock = clock_of(tokenizer, date=ANY_DAY)
     ids = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **clock)
         for chat in chosen
     ]
     return [list(each)[-workload.max_prompt_tokens :] for each in ids]

@@ -11,11 +11,13 @@ from typing import Any
 
 from appliance.compare.results import Job, write_final
 from appliance.errors import TrainingError
+from appliance.record.engine_start import starting
 from appliance.record.events import exit_code_of
 from appliance.tasks.grading import Graded
 from appliance.tasks.library import rewards_of
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.task import Response
+from appliance.terms.clock import clock_of
 from appliance.trainer.rewards import RewardPool
 
 _KV_CACHE_BYTES = 256 << 20
@@ -67,20 +69,21 @@ def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Res
     from vllm import LLM, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=job.trust_remote_code)
-    llm = LLM(
-        str(model),
-        trust_remote_code=job.trust_remote_code,
-        skip_tokenizer_init=True,
-        config_format="hf",  # as a run's
-        dtype="bfloat16",
-        enforce_eager=job.enforce_eager,
-        max_model_len=job.max_prompt_tokens + job.max_response_tokens,
-        max_num_seqs=_AT_ONCE,
-        **({"kv_cache_memory_bytes": _KV_CACHE_BYTES} if job.enforce_eager else {}),
-        tensor_parallel_size=job.tensor_parallel,
-        distributed_executor_backend="mp" if job.tensor_parallel > 1 else "uni",
-        seed=job.seed,
-    )
+    with starting():
+        llm = LLM(
+            str(model),
+            trust_remote_code=job.trust_remote_code,
+            skip_tokenizer_init=True,
+            config_format="hf",  # as a run's
+            dtype="bfloat16",
+            enforce_eager=job.enforce_eager,
+            max_model_len=job.max_prompt_tokens + job.max_response_tokens,
+            max_num_seqs=_AT_ONCE,
+            **({"kv_cache_memory_bytes": _KV_CACHE_BYTES} if job.enforce_eager else {}),
+            tensor_parallel_size=job.tensor_parallel,
+            distributed_executor_backend="mp" if job.tensor_parallel > 1 else "uni",
+            seed=job.seed,
+        )
     stops = llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id", tokenizer.eos_token_id)
     params = SamplingParams(
         temperature=0,
@@ -88,9 +91,11 @@ def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Res
         detokenize=False,
         stop_token_ids=[stops] if isinstance(stops, int) else list(stops),
     )
-    prompts = []
+    prompts, clock = [], clock_of(tokenizer, date=job.task.date)
     for row in rows:
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False, **clock
+        )
         prompts.append({"prompt_token_ids": list(ids)[-job.max_prompt_tokens :]})
     outputs = llm.generate(prompts, params, use_tqdm=False)
     answers = [(list(each.outputs[0].token_ids), each.outputs[0].finish_reason == "stop") for each in outputs]

@@ -19,11 +19,13 @@ def register() -> None:
     from appliance.engine.int8 import NO_AMX_TILES, no_amx_tiles
     from appliance.patch import apply_patch
     from appliance.quant.cpu_gemm import widen_gemms
+    from appliance.record.engine_start import report_start_failures
     from appliance.record.events import report_failures
     from appliance.record.liveness import keep_stacks
     from appliance.terms.environment import EXACT_ON_CPU, EXACT_VARIABLE
 
     keep_stacks("engine")
+    report_start_failures()
     if current_platform.is_cpu():
         with report_failures():
             apply_patch(NO_AMX_TILES, no_amx_tiles)

@@ -24,6 +24,8 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.quant.files import by_content
 from appliance.quant.mismatch import LayerTrace, Place
+from appliance.record.engine_start import starting
+from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
 from appliance.sync.precision import quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
@@ -81,6 +83,19 @@ def load_replica() -> type[RolloutReplica]:
     from vllm.sampling_params import RequestOutputKind
 
     class GroupServer(vLLMHttpServer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with report_failures(), starting():
+                super().__init__(*args, **kwargs)
+
+        def _validate_configs(self) -> None:
+            """verl's own compares the longest sequence with `max_position_embeddings`, which a rope may multiply: vLLM
+            holds it by a rule of its own, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
+            assert self.config.max_model_len is not None, "every plan says it"
+
+        async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+            with report_failures(), starting():
+                await super().launch_server(*args, **kwargs)
+
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
             """Each replica has a scheme of its own; verl's configuration has one place for all of them."""
             super()._preprocess_engine_kwargs(engine_kwargs)

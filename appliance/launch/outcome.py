@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.errors import GuardStop, Interrupted
+from appliance.errors import EngineNotStarted, EngineRefused, GuardStop, Interrupted
 from appliance.record.events import Event
 from appliance.record.session import RunStatus
 from appliance.record.state import RunState
@@ -17,7 +17,9 @@ _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
 _NO_RESULT = "TrainingError: it ended without writing its result"
 _MOST_LINES = 8
 _LONGEST = 300
-_VAGUE = frozenset({"", "TrainingError", "ApplianceError"})  # errors that may hide a symptom we know
+_VAGUE = frozenset(
+    {"", "TrainingError", "ApplianceError", EngineNotStarted.__name__, EngineRefused.__name__}
+)  # errors that may hide a symptom we know
 
 
 @dataclass(frozen=True)

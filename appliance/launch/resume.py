@@ -243,6 +243,7 @@ def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None
         commit=before.model.commit,
         data=before.task.own.data if before.task.own else "",
         data_commit=before.task.own.commit if before.task.own else "",
+        date=before.task.date,
         code=before.task.sums if alone else {},
     )
 
@@ -368,6 +369,7 @@ class _OwnBefore(BaseModel):
 class _TaskBefore(BaseModel):
     train_parquet: str
     own: _OwnBefore | None = None
+    date: str = ""
 
     @property
     def sums(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write
 from appliance.tasks.prepare import is_prepared
-from appliance.terms.environment import short_root, temporary_env
+from appliance.terms.environment import EVENTS_VARIABLE, short_root, temporary_env
 
 _LOOK_EVERY_S = 0.2
 _TEMPORARY = "appliance-"
@@ -42,7 +42,9 @@ OF_THE_MODEL = frozenset(
 )
 OF_THE_DATA = frozenset({"data", "data-unreachable"})
 OF_A_PROFILE = frozenset({"profile"})
-OF_AN_ENGINE = frozenset({"python-version", "missing-library", "no-gpu", "wrong-gpu", "heads", "context", "version"})
+OF_AN_ENGINE = frozenset(
+    {"python-version", "missing-library", "no-gpu", "wrong-gpu", "heads", "context", "rope", "window", "version"}
+)
 
 
 def make_inputs(plan: RunPlan, *, command: str) -> None:
@@ -66,10 +68,10 @@ def run_child(
     When the child ends with another code than 0: raises the error of ours that it left as an event in the folder, else
     EngineError that names the log, which is then kept beside the folder.
     """
-    log = folder / "child.log"
-    code = _run(module, log=log, env=env, tick=tick)
+    log, began_s = folder / "child.log", time.time()
+    code = _run(module, log=log, env={**env, EVENTS_VARIABLE: str(folder)}, tick=tick)
     if code:
-        failure = first_failure(folder)
+        failure = first_failure(folder, since_s=began_s)  # a folder may have had a child before this one
         is_told = failure is not None and failure.exit_code not in (None, ApplianceError.exit_code)
         kind = (error_class(failure.error) if is_told else None) or EngineError
         what = failure.what if failure else f"{command}: {module[0]} ended with code {code}"

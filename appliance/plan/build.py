@@ -39,6 +39,7 @@ from appliance.record.plan import (
     ValSetPlan,
 )
 from appliance.tasks.library import OWN, builtin_model_key, data_key, is_from_hub
+from appliance.terms.clock import CLOCK
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
@@ -77,6 +78,8 @@ class OriginalPlan:
     """Data set of the hub of a task of the user's own, empty where there was none."""
     data_commit: str = ""
     """Its commit, empty where it was not known."""
+    date: str = ""
+    """The day that its chat template was given, empty where it did not ask."""
     code: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
     are by now."""
@@ -117,7 +120,11 @@ def build_plan(
     if original and original.data == recipe.task.data:
         data_commit = original.data_commit
     code = original.code if original else {}
-    task = _task(recipe, cache_dir=cache_dir, model=model, code=code, data_commit=data_commit)
+    date = original.date if original else _date(model, today=host.today)
+    if date and _asks_for_date(model):
+        why = "the chat template asks for it: the day on which the run began, in all of its prompts"
+        book.note("task.date", date, why)
+    task = _task(recipe, cache_dir=cache_dir, model=model, code=code, data_commit=data_commit, date=date)
     if task.val_sets:
         why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
         book.note("task.val_sets", task.val_sets[0].name, why)
@@ -316,7 +323,22 @@ def is_folder(source: str) -> bool:
     return os.path.isdir(full_path(source)) or source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
-def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[str, str], data_commit: str) -> TaskPlan:
+def _date(model: ModelPlan, *, today: str) -> str:
+    """The day to give to a chat template that asks, or may ask: one of the hub is not always here yet."""
+    return "" if model.builtin or _asks_for_date(model) is False else today
+
+
+def _asks_for_date(model: ModelPlan) -> bool | None:
+    """None where the model's files are not here."""
+    folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
+    if folder is None or not os.path.isdir(folder):
+        return None
+    return any(CLOCK in text for text in hub.chat_templates(folder))
+
+
+def _task(
+    recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[str, str], data_commit: str, date: str
+) -> TaskPlan:
     task, own = recipe.task, own_of(recipe)
     plan = TaskPlan(
         kind=str(task.kind),
@@ -335,6 +357,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[st
         reward_workers=task.reward_workers,
         val_sets=tuple(_val_set(name, each, recipe=recipe) for name, each in task.val_sets.items()),
         own=own.with_sums(code).replace(commit=data_commit) if own else None,
+        date=date,
     )
     folder = cache_dir / "data" / f"{task.kind}-{data_key(plan, model=model.identity)}"
     return plan.replace(train_parquet=str(folder / "train.parquet"), val_parquet=str(folder / "val.parquet"))

@@ -72,6 +72,8 @@ class HostFacts:
     container: ContainerFacts | None = None
     """None outside of our image."""
     limits: Limits = Limits()
+    today: str = ""
+    """The day on this host, YYYY-MM-DD; empty where nobody looked."""
 
     def gpus_of(self, device: str) -> list[HostGpu]:
         """Those of that kind, and those that this version does not know: the user has named the most similar one.

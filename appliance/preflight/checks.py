@@ -18,10 +18,16 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
-from appliance.terms.families import why_unknown
+from appliance.terms.families import NEVER_PARTIAL, why_unknown
+from appliance.terms.ropes import rope_conflict, unknown_rope
 from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)
+_PADDING = 0.05  # of a model's rows: more without a word is no padding, which is some 0.2 to 2 %
+_ROPE_REMEDY = (
+    "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) with a "
+    'copy whose config.json has "rope_type": "default", or another model'
+)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
@@ -56,6 +62,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         device.flow(plan, shape=inputs.model_shape, expected_kl=inputs.expected_kl),
         _model(plan, inputs),
         _shape(plan, inputs),
+        _vocabulary(inputs),
         device.parallel(plan, inputs.model_shape),
         device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
@@ -142,6 +149,27 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
         remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"
         yield error("chat-template", "model.path", message, remedy)
+    if inputs.template.problem and not inputs.model_missing and not inputs.data_problems:
+        yield error("chat-template", "model.path", inputs.template.problem, inputs.template.remedy)
+    if inputs.template.unsaid:
+        remedy = "end the template with what begins an answer, under {% if add_generation_prompt %}"
+        yield warning("generation-prompt", "model.path", inputs.template.no_generation_prompt, remedy)
+
+
+def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
+    """Where tokenizer and model have other numbers of tokens than padding explains."""
+    rows, words = inputs.model_shape.vocab if inputs.model_shape else 0, inputs.template.words
+    if not rows or not words:
+        return
+    if words > rows:
+        message = f"the tokenizer has {words:,} words and the model {rows:,} rows: a token beyond ends the training"
+        yield warning("vocabulary", "model.path", message, "use the model's own tokenizer")
+    elif rows - words > _PADDING * rows:
+        message = (
+            f"the model has {rows:,} rows and its tokenizer {words:,} words: rollouts never sample the others, and "
+            "what probability the trainer gives them is mismatch"
+        )
+        yield warning("vocabulary", "model.path", message, "use the model's own tokenizer, where this is another's")
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -179,6 +207,13 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if 0 < shape.max_positions < longest:
         message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
         yield error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")
+    if why := rope_conflict(shape.ropes, longest=longest) or unknown_rope(shape.ropes):
+        yield error("rope", "model.path", f"{plan.model.path}: {why}", _ROPE_REMEDY)
+    if shape.partial_window and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
+        starts = "vLLM does not start with them" if NEVER_PARTIAL in shape.architectures else "vLLM gives all the same"
+        message = f"{plan.model.path}: a part of its layers has a sliding window, of {shape.partial_window} tokens"
+        remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
+        yield error("window", "model.path", f"{message}: {starts}", remedy)
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

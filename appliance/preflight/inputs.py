@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import os.path
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from appliance.record.code import as_it_runs, code_of
 from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
+from appliance.tasks.templates import STARTS_WITHIN_S, TemplateFacts
 from appliance.tasks.tools import asked_of, read_tools
 from appliance.tasks.user_code import ChildOutput, heard
 from appliance.terms.devices import StoredResult
@@ -95,6 +97,8 @@ class InputFacts:
     """(message, hint)."""
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
+    template: TemplateFacts = field(default_factory=TemplateFacts)
+    """Of the model's tokenizer, where its files are here."""
     stored: StoredResult | None = None
     """Of `bench`, where one counts here."""
     written: Written = field(default_factory=Written)
@@ -124,6 +128,12 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
+    has_template = not (may_look or cached) or _has_chat_template(plan.model)
+    # The child takes seconds to load transformers, and runs beside the one that grades.
+    with ThreadPoolExecutor(1) as beside:
+        may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
+        template = beside.submit(read_template, plan) if may_load and (may_look or cached) else None
+        reward = reward_problem(plan) if asks_code and not data_problems else None
     return InputFacts(
         model_folder_exists=is_barred or os.path.isdir(folder),
         model_missing=hub.missing_parts(folder) if may_look else (),
@@ -139,13 +149,14 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         expected_kl=expected_kl(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),
-        has_chat_template=not (may_look or cached) or _has_chat_template(plan.model),
+        has_chat_template=has_template,
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
-        reward_problem=no_rewards or (reward_problem(plan) if asks_code and not data_problems else None),
+        reward_problem=no_rewards or reward,
         tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
+        template=template.result() if template is not None else TemplateFacts(),
         stack=read_stack(plan),
         stored=_stored(plan, host=host) if host and not plan.trainer.one_flow else None,
         written=read_written(plan),
@@ -319,6 +330,15 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     found = heard("appliance.tasks.sample", given=task.model_dump_json(), within_s=within_s)
     return _problem(found, within_s=within_s, is_own=task.own is not None)
+
+
+def read_template(plan: RunPlan) -> TemplateFacts:
+    """What a child says of the model's tokenizer and chat template."""
+    said = heard("appliance.tasks.templates", given=plan.model_dump_json(), within_s=STARTS_WITHIN_S)
+    if "template" in said.words:
+        return TemplateFacts(**said.words["template"])
+    ended = f"no end after {STARTS_WITHIN_S:g} s" if said.is_late else f"its process ended with {said.code}"
+    return TemplateFacts(f"the model's chat template, tried: {ended}: {said.printed}", "look at the tokenizer's files")
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:

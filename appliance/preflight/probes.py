@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import datetime
 import importlib.util
 import os
 import resource
@@ -45,6 +46,7 @@ def read_host(run_root: Path) -> HostFacts:
         processor=_processor(cpu),
         container=read_container(run_root),
         limits=limits,
+        today=datetime.date.today().isoformat(),
     )
 
 

@@ -27,6 +27,7 @@ from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import keep_stacks
 from appliance.record.plan import read_plan
+from appliance.terms.clock import ANY_DAY, clock_of
 
 _PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
@@ -107,7 +108,10 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages = list(row["prompt"])
     if answer:
         messages.append({"role": "assistant", "content": answer})
-    made = tokenizer.apply_chat_template(messages, add_generation_prompt=not answer, tokenize=True, return_dict=True)
+    clock = clock_of(tokenizer, date=ANY_DAY)  # a profile is kept for runs of other days
+    made = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=not answer, tokenize=True, return_dict=True, **clock
+    )
     return list(made["input_ids"])
 
 

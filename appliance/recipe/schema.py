@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum, StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
@@ -24,6 +24,7 @@ from appliance.terms.schemes import PROFILED, Scales, Scheme, listed
 from appliance.terms.settings import Dtype, Schedule
 from appliance.terms.shapes import Linear
 
+ALL_LINEAR = "all-linear"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
 SchemeChoice.__doc__ = "`auto` and the schemes of `terms.schemes.Scheme`."
@@ -98,6 +99,16 @@ class Section(BaseModel):
     )
 
 
+def _name_all_linear(targets: object) -> object:
+    """Every linear layer by its name, where peft's word for all of them stands, alone or as a list."""
+    return list(Linear) if targets in (ALL_LINEAR, [ALL_LINEAR]) else targets
+
+
+_ByPeftsName = BeforeValidator(
+    _name_all_linear, json_schema_input_type=Literal["all-linear"] | tuple[Linear | Literal["all-linear"], ...]
+)
+
+
 class Lora(Section):
     """An adapter: the product of two narrow matrices beside each linear layer is trained, the model itself is not."""
 
@@ -105,8 +116,8 @@ class Lora(Section):
     """width of both matrices"""
     alpha: int | None = Field(None, ge=1)
     """their product counts alpha / rank times; null: as the rank"""
-    targets: Lax[tuple[Lax[Linear], ...]] | None = Field(None, min_length=1)
-    """linear layers that get one; null: all of a decoder layer"""
+    targets: Annotated[Lax[tuple[Lax[Linear], ...]], _ByPeftsName] | None = Field(None, min_length=1)
+    """linear layers that get one; null or `all-linear`, which is peft's name for it: all of a decoder layer"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """of what enters the adapter, in updates"""
 

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from appliance.errors import ApplianceError, is_restartable
 from appliance.processes import find_processes
 from appliance.record.lines import STRICT, Code, Count, Number, finite, json_object, lines_of, parse_line
-from appliance.terms.environment import PLAN_VARIABLE, RUN_VARIABLE
+from appliance.terms.environment import EVENTS_VARIABLE, PLAN_VARIABLE, RUN_VARIABLE
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
@@ -87,11 +87,17 @@ def report_failures(run_dir: Path | None = None) -> Iterator[None]:
     try:
         yield
     except ApplianceError as error:
-        if run_dir is None and PLAN_VARIABLE in os.environ:
-            run_dir = Path(os.environ[PLAN_VARIABLE]).parent
+        run_dir = run_dir or events_folder()
         if run_dir is not None:
             append_failure(run_dir, error)
         raise
+
+
+def events_folder() -> Path | None:
+    """The folder whose events this process may append to: of its command, else of its run; None where it has none."""
+    if folder := os.environ.get(EVENTS_VARIABLE):
+        return Path(folder)
+    return Path(os.environ[PLAN_VARIABLE]).parent if PLAN_VARIABLE in os.environ else None
 
 
 def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
@@ -108,13 +114,14 @@ def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
     return 0
 
 
-def first_failure(run_dir: Path) -> Event | None:
-    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
+def first_failure(run_dir: Path, *, since_s: float = 0.0) -> Event | None:
+    """The first `failure` event of a run's attempt, or None: what failed later failed because of it. since_s: Unix time
+    of the first event that counts."""
     first = None
     for event in read_events(run_dir):
         if event.kind == "resume":
             first = None
-        elif event.kind == "failure":
+        elif event.kind == "failure" and event.time >= since_s:
             first = first or event
     return first
 

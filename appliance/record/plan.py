@@ -214,6 +214,8 @@ class TaskPlan(Frozen):
     """The first one counts. Empty: one, of val_file and val_size."""
     own: OwnPlan | None
     """Of the kind `own`."""
+    date: str = ""
+    """The day that the chat template is given as today, YYYY-MM-DD; empty where it does not ask."""
 
     @property
     def tools(self) -> str:

@@ -148,6 +148,8 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields |= {"commit": plan.own.commit} if plan.own.commit else {}
         sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
         fields |= {"tools": sums[plan.tools]} if plan.tools else {}
+    if plan.date and not plan.truncate_prompts:
+        fields["date"] = plan.date  # a prompt's length depends on it
     if plan.val_sets:
         fields["val_sets"] = [(each.name, _fingerprint(each.file), each.size) for each in plan.val_sets]
     return _short_hash(fields)

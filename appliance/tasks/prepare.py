@@ -21,10 +21,11 @@ from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
-from appliance.tasks.response_text import OF_A_PROGRAM
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import PromptLimit
+from appliance.tasks.templates import OF_A_PROGRAM, refusal, text_problem
 from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
+from appliance.terms.clock import clock_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +144,7 @@ def prompt_limit(
 
     def count(problem: Problem) -> int:
         heart.beat()  # of millions of prompts this takes long
-        return len(prompt_ids(problem, tokenizer=tokenizer(), tools=tools()))
+        return len(prompt_ids(problem, tokenizer=tokenizer(), tools=tools(), date=plan.task.date))
 
     return None if plan.task.truncate_prompts else PromptLimit(plan.task.max_prompt_tokens, count)
 
@@ -165,35 +166,35 @@ def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
     )
 
 
-def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = ()) -> list[int]:
+def prompt_ids(
+    problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = (), date: str = ""
+) -> list[int]:
     """The tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template does
-    not take the messages."""
+    not take the messages, or loses one of them. date: the day that the template is given, see clock_of."""
     import jinja2
 
     if not tokenizer.chat_template:
         message = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
         raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
+    render = functools.partial(
+        tokenizer.apply_chat_template,
+        messages,
+        tools=list(tools) or None,
+        add_generation_prompt=True,
+        **clock_of(tokenizer, date=date),
+    )
+    raised: BaseException | None = None
     try:
-        made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
-        is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
-        why = "it leaves out the system message" if is_lost else ""
+        made, why = render(), text_problem(problem.messages, render(tokenize=False))
     except (jinja2.TemplateError, *OF_A_PROGRAM) as error:
-        why = first_line(error)
+        raised, why = error, first_line(error)
     if why:
-        roles = ", ".join(role for role, _ in problem.messages)
-        message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
-        raise RecipeError([(message, "a model without system messages needs task.system null, and none in the rows")])
+        roles = [role for role, _ in problem.messages]
+        reason, remedy = refusal(raised, why, roles=roles)
+        message = f"the model's chat template does not take `{problem.prompt[:60]}` ({', '.join(roles)}): {reason}"
+        raise RecipeError([(message, remedy)])
     return list(made["input_ids"])
-
-
-def _loses_system(problem: Problem, messages: list[dict[str, str]], *, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template drops a system message."""
-    said = [each.strip() for role, each in problem.before if role == "system"]
-    if not said:
-        return False
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return any(each not in text for each in said)
 
 
 def main(arguments: list[str]) -> int:

@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import EngineError, first_line
+from appliance.errors import EngineError, RecipeError, first_line
 from appliance.files import Frozen, write_whole
 from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
 from appliance.tasks.prepare import load_tokenizer, prompt_ids, prompt_limit
 from appliance.tasks.response_text import begun_by_prompt
+from appliance.tasks.templates import conversations_of, examine
 from appliance.tasks.tools import asked_of, read_tools
+from appliance.terms.clock import clock_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,21 +57,28 @@ def preview(plan: RunPlan) -> Preview:
     limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools)
     made, most, shown = splits_of(plan.task, limit=limit), plan.task.max_prompt_tokens, []
     for each in made.train[:_PROBLEMS]:
-        ids = prompt_ids(each, tokenizer=tokenizer(), tools=tools())[-most:]
+        ids = prompt_ids(each, tokenizer=tokenizer(), tools=tools(), date=plan.task.date)[-most:]
         shown.append(PreviewedProblem(prompt=tokenizer().decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
     return Preview(
         train=len(made.train),
         val=sum(map(len, made.validations.values())),
         max_prompt_tokens=most,
-        notes=(*made.notes, *(limit.notes if limit else ()), *_begun(tokenizer() if made.train else None)),
+        notes=(*made.notes, *(limit.notes if limit else ()), *_template_notes(plan, tokenizer=tokenizer())),
         problems=tuple(shown),
     )
 
 
-def _begun(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
-    """What the prompts have begun of the answer, for people."""
-    begun = " ".join(begun_by_prompt(tokenizer).split()) if tokenizer is not None else ""
-    return (f"prompts end with `{begun}`: the text that rewards read begins with it",) if begun else ()
+def _template_notes(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What is odd about the chat template. Raises RecipeError where it loses what one of the tried messages says."""
+    facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
+    if facts.problem:
+        raise RecipeError([(facts.problem, facts.remedy)])
+    notes = [facts.no_generation_prompt] if facts.unsaid else []
+    if clock_of(tokenizer, date=plan.task.date):
+        notes.append(f"the chat template asks for the date: {plan.task.date}; a run gives it the day on which it began")
+    if begun := " ".join(begun_by_prompt(tokenizer).split()):
+        notes.append(f"prompts end with `{begun}`: the text that rewards read begins with it")
+    return notes
 
 
 def _tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:

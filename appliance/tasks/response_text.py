@@ -12,9 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# What a chat template, which is a program, may raise beside jinja's own.
-OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
-OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
+from appliance.tasks.templates import OF_A_PROGRAM
+
 _QUESTION, _ANSWER = "what is asked here", "what is answered here"
 _TAG = re.compile(r"</?([A-Za-z][\w:-]*)>")
 _OF_TURNS = ("s", "bos", "eos", "system", "user", "human", "assistant", "model", "bot", "start_of_turn", "end_of_turn")

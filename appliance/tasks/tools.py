@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +27,12 @@ from appliance.record.code import as_it_runs, user_folder
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
 from appliance.tasks.user_code import UserCodeError, heard, load_module, voice
+from appliance.terms.clock import ANY_DAY, clock_of
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
 STARTS_WITHIN_S = 60.0  # the child: it loads transformers
 _BEGUN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-_SAID = "what the tool says"
+_ANSWER = 'Tool {number} says: "17 < 18 & <b>Ä</b>"\n  {{}} End{number}'  # with what is special in HTML, JSON and jinja
 _HINT = "docs/own-task.md shows one"
 
 Schema = dict[str, Any]
@@ -201,7 +202,8 @@ def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
-        render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+        clock = clock_of(tokenizer, date=ANY_DAY)
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **clock)
         if render(_BEGUN, tools=schemas) == render(_BEGUN):
             problem = "has no tools"
         else:
@@ -218,16 +220,30 @@ def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
     made = [{"name": name, "arguments": {"a": 1}} for name in names]
     calls = [{"id": f"call{n:05}", "type": "function", "function": each} for n, each in enumerate(made)]
     turn = {"role": "assistant", "content": "", "reasoning_content": "reasons", "tool_calls": calls}
+    answers = [_ANSWER.format(number=number) for number in range(len(names))]
     tools = [
-        {"role": "tool", "name": name, "tool_call_id": each["id"], "content": _SAID}
-        for name, each in zip(names, calls, strict=True)
+        {"role": "tool", "name": name, "tool_call_id": each["id"], "content": answer}
+        for name, each, answer in zip(names, calls, answers, strict=True)
     ]
     before, after = render([*_BEGUN, turn]), render([*_BEGUN, turn, *tools], add_generation_prompt=True)
     if _hermes_calls(before)[-len(made) :] != made:
         return 'has no calls of the hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     if not after.startswith(before):
         return "changes what was said when a tool answers"
-    return "" if after.count(_SAID) == len(made) else "leaves out what a tool says"
+    return "" if _has_all(after[len(before) :], answers) else "leaves out what a tool says, or changes it"
+
+
+def _has_all(rendering: str, answers: Sequence[str]) -> bool:
+    """Whether each answer is there whole, in order: as text, or as the JSON of it."""
+    end = 0
+    for answer in answers:
+        forms = (answer, json.dumps(answer)[1:-1], json.dumps(answer, ensure_ascii=False)[1:-1])
+        places = [(rendering.find(form, end), len(form)) for form in forms]
+        begin, length = next(((begin, length) for begin, length in places if begin >= 0), (-1, 0))
+        if begin < 0:
+            return False
+        end = begin + length
+    return True
 
 
 def _hermes_calls(text: str) -> list[object]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PLAN_VARIABLE = "APPLIANCE_PLAN"
+EVENTS_VARIABLE = "APPLIANCE_EVENTS"  # the folder that has the events of a command that is no run
 RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"  # a folder of this user alone, with these two in it
 RAY_OWN = "ray"  # the folder that Ray makes, and opens to everybody (mode 0777)
 RAY_TOKEN = "token"  # of a Ray on one host; that of a cluster lies where its nodes see it

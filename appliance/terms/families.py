@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.errors import EngineError
+from appliance.terms.ropes import DEFAULT_ROPE, LLAMA3
 
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"  # below a decoder layer, as all names here
 GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"  # of all experts at once, as transformers has them
@@ -128,14 +129,14 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
     )
 
 
-DEFAULT_ROPE = "default"
-_ROPES = (DEFAULT_ROPE, "llama3")
+NEVER_PARTIAL = "Qwen2ForCausalLM"  # vLLM's class of it asserts that all layers have a sliding window, or none
+_ROPES = (DEFAULT_ROPE, LLAMA3)
 
 
 def beyond_one_flow(config: Mapping[str, Any]) -> str:
     """What a checkpoint asks for that vLLM has, and the trainer's form of the rollouts' forward has not, or an empty
     text; transformers has some of it neither. config: its config.json, or what transformers makes of it."""
-    if _has_both_windows(config):
+    if has_both_windows(config):
         return "layers with and without a sliding window"
     found = config.get("rope_scaling") or config.get("rope_parameters")
     rope = found if isinstance(found, dict) else {}
@@ -151,7 +152,7 @@ def beyond_one_flow(config: Mapping[str, Any]) -> str:
     return ", ".join(name for name, value in others.items() if value != 1)
 
 
-def _has_both_windows(config: Mapping[str, Any]) -> bool:
+def has_both_windows(config: Mapping[str, Any]) -> bool:
     """By `layer_types`, or as transformers makes those of Qwen's older keys."""
     layers = config.get("layer_types")
     if isinstance(layers, list):

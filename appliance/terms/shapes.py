@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from appliance.terms.families import FAMILIES, beyond_one_flow
+from appliance.terms.families import FAMILIES, beyond_one_flow, has_both_windows
+from appliance.terms.ropes import Rope, most_positions, ropes_of
 
 _QUANTISED = "quantization_config"
+_USUAL_WINDOW = 4096  # tokens, where config.json gives none: transformers' own
 _LARGEST = 2**31  # of a size of a model; what is larger is not one
 
 
@@ -34,7 +36,7 @@ class ModelShape:
     heads: int = 0
     """Of attention, in each layer."""
     max_positions: int = 0
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence that vLLM serves."""
     architectures: tuple[str, ...] = ()
     """Names of model classes."""
     kv_heads: int = 0
@@ -56,6 +58,10 @@ class ModelShape:
     """How the checkpoint's weights are, where they are."""
     beyond_one_flow: str = ""
     """As the function of this name."""
+    partial_window: int = 0
+    """Tokens of the sliding window that a part of the layers has; 0 where all have it, or none."""
+    ropes: tuple[Rope, ...] = field(default=(), compare=False)
+    """How its positions rotate. No size, so that a shape known by its name equals one that was read."""
 
     @property
     def is_dense(self) -> bool:
@@ -147,7 +153,7 @@ def read_shape(config: Path) -> ModelShape | None:
     heads, hidden, named = number("num_attention_heads"), number("hidden_size"), raw.get("architectures")
     return ModelShape(
         heads=heads,
-        max_positions=number("max_position_embeddings"),
+        max_positions=most_positions(raw),
         architectures=tuple(map(str, named)) if isinstance(named, list) else (),
         kv_heads=number("num_key_value_heads") or heads,
         head_size=number("head_dim", hidden // heads if heads else 0),
@@ -160,4 +166,6 @@ def read_shape(config: Path) -> ModelShape | None:
         expert_intermediate=number("moe_intermediate_size"),
         quantised=str(found.get("quant_method", "")) if isinstance(found := raw.get(_QUANTISED), dict) else "",
         beyond_one_flow=beyond_one_flow(raw),
+        partial_window=number("sliding_window", _USUAL_WINDOW) if has_both_windows(raw) else 0,
+        ropes=ropes_of(raw),
     )

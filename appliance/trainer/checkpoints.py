@@ -45,6 +45,7 @@ from appliance.record.checkpoints import (
 from appliance.record.events import METRICS_FILE, append_event
 from appliance.record.lines import read
 from appliance.record.plan import CheckpointPlan, RunPlan
+from appliance.trainer.export import base_folder, put_base_files
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
 
@@ -201,6 +202,9 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._save_workers(partial, state.step)
+        saved, base = partial / "actor" / "huggingface", base_folder(self._plan.model)
+        if saved.is_dir() and base is not None:
+            put_base_files(saved, base=base)
         for name, content in files.items():
             (partial / name).write_bytes(content)
         copy_scales(self._plan, partial)

@@ -7,7 +7,9 @@ and, where only an adapter is asked for, ADAPTER_ONLY.
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os.path
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from safetensors import SafetensorError
 from appliance.errors import PreflightError, TrainingError
 from appliance.files import is_full, whole_folder
 from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, write_config
-from appliance.quant.uaq import fold_back
+from appliance.quant.uaq import MARK_FILE, fold_back
 from appliance.record.checkpoints import ADAPTER_FOLDER, PROFILE_FOLDER
 from appliance.record.events import exit_code_of
 from appliance.record.plan import ModelPlan, UaqPlan
@@ -38,6 +40,44 @@ the appliance beside vLLM, in this folder,
 serves it so; on a CPU, APPLIANCE_EXACT_GEMMS=1 before it keeps the last bits. The weights are in BF16 and load
 everywhere; without that line it is another policy.
 """
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.index.json")
+_NOT_THE_BASES = (*_WEIGHTS, ".*", "README*", MARK_FILE)  # a card of the base would be none of what was trained
+_TEMPLATES_FOLDER = "additional_chat_templates"
+
+
+def base_folder(model: ModelPlan) -> Path | None:
+    """Where the files of the model lie that a run began with: its folder, or the hub's cache. None where they do not,
+    by now."""
+    if model.path.startswith("/"):
+        return Path(model.path) if os.path.isfile(Path(model.path) / "config.json") else None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model.source, "config.json", revision=model.commit or None)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def put_base_files(folder: Path, *, base: Path) -> None:
+    """Give a saved model the configuration, tokenizer, templates and code of its base, byte for byte.
+
+    transformers writes them anew when it saves: keys go or are renamed, a template moves into another file. Training
+    changes weights only. The type in config.json is the base's too: it says in which one the model runs, whatever the
+    file holds.
+    """
+    names = [path.name for path in base.iterdir() if path.is_file() and _is_the_bases(path.name)]
+    for path in folder.iterdir():
+        if path.is_file() and _is_the_bases(path.name) and path.name not in names:
+            path.unlink()  # transformers' own, of what the base has elsewhere or not at all
+    for name in names:
+        shutil.copyfile(base / name, folder / name)
+    shutil.rmtree(folder / _TEMPLATES_FOLDER, ignore_errors=True)
+    if (base / _TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(base / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER)
+
+
+def _is_the_bases(name: str) -> bool:
+    return not any(fnmatch.fnmatch(name, pattern) for pattern in _NOT_THE_BASES)
 
 
 def main() -> int:

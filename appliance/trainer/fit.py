@@ -26,6 +26,8 @@ from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Shaping
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.tools import read_schemas
+from appliance.terms.clock import clock_of
+from appliance.trainer.governor import Vocabulary
 from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.stopping import StopAsked, Stopping
@@ -84,6 +86,7 @@ def fit(
         pool = pool_for(plan)
         try:
             trainer.init()
+            trainer.governor.vocabulary = _vocabulary(trainer, plan=plan)
             trainer.fit(_rollouts(trainer, plan=plan, pool=pool))
             trainer.export_model()
             stopping.over()
@@ -126,7 +129,13 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         },
         rewards=[each.name for each in plan.task.own.rewards] if plan.task.own else (),
         turns=_turns(trainer, plan=plan, pool=pool) if plan.task.tools else None,
+        clock=clock_of(trainer.tokenizer, date=plan.task.date),
     )
+
+
+def _vocabulary(trainer: Trainer, *, plan: RunPlan) -> Vocabulary:
+    config = AutoConfig.from_pretrained(plan.trained_model, trust_remote_code=plan.model.trust_remote_code)
+    return Vocabulary(rows=config.get_text_config().vocab_size, words=len(trainer.tokenizer))
 
 
 def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
@@ -145,6 +154,7 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
             timeout_s=task.reward_timeout_s,
             beside=user_folder(task.tools, own=task.own),
         ),
+        clock=clock_of(trainer.tokenizer, date=task.date),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.corrections.base import Correction
@@ -17,6 +19,8 @@ from appliance.record.plan import RunPlan
 from appliance.trainer.metrics import StepTelemetry
 
 FLOW_ON_GPU = 0.1  # of guard.k3_kl: with one flow a step is to be at least so much nearer. To be measured on a GPU
+
+_HALVINGS = 50  # of a share: far below what is shown of it
 
 
 def policy_of(plan: RunPlan) -> Policy:
@@ -75,6 +79,39 @@ def signals_of(
     )
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """The rows of a model's head, and the words of its tokenizer, which may be fewer.
+
+    verl's engine samples words alone, and its log-probs are over them. The trainer's are over all rows. So every token
+    has a log-ratio of -log(1 - s), where s is the share of probability that the trainer gives to rows without a word:
+    next to none in a trained model, most of it in one with random weights.
+    """
+
+    rows: int
+    words: int
+
+    def explain(self, k3: float) -> str:
+        """How far rows without a word can be the cause of a mismatch, or an empty text. k3: > 0, nats per token."""
+        unsampled = self.rows - self.words
+        if unsampled <= 0 or k3 <= 0:
+            return ""
+        return (
+            f"the model has {self.rows:,} rows and its tokenizer {self.words:,} words, and rollouts never sample the "
+            f"other {unsampled:,}: that alone would make this k3_kl if the trainer gave them {_share_for(k3):.0%} of "
+            "the probability"
+        )
+
+
+def _share_for(k3: float) -> float:
+    """The share s with -s - log(1 - s) = k3, which is what every token has then. By bisection: it grows with s."""
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if -middle - math.log1p(-middle) < k3 else (low, middle)
+    return high
+
+
 class Governor:
     """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it. had_stopped: the
     attempt before, on purpose: this one goes on, but not as if nothing had happened."""
@@ -83,6 +120,8 @@ class Governor:
         """Raises ValueError when guard.json is there and cannot be read."""
         self._run_dir = Path(plan.run_dir)
         self._planned = plan.correction.resolved
+        self.vocabulary: Vocabulary | None = None
+        """Of the model, once it is loaded."""
         self._policy = policy_of(plan)
         kept = self._run_dir / GUARD_FILE
         state = read(kept, GovernorState) if kept.exists() else GovernorState()
@@ -98,7 +137,7 @@ class Governor:
                 self._run_dir,
                 kind="guard",
                 what=decision.text,
-                why=", ".join(cause.text for cause in decision.causes),
+                why=self._reason(decision, signals=signals),
                 step=decision.step,
                 move=str(decision.move),
                 action=None if decision.action is None else str(decision.action),
@@ -106,6 +145,14 @@ class Governor:
                 numbers=[cause.json_values() for cause in decision.causes],
             )
         return next((decision for decision in decisions if decision.action is Action.STOP), None)
+
+    def _reason(self, decision: Decision, *, signals: Signals) -> str:
+        """The causes, and what explains them where the vocabulary may."""
+        causes = ", ".join(cause.text for cause in decision.causes)
+        is_mismatch = any(cause.signal == "k3_kl" for cause in decision.causes)
+        if not is_mismatch or self.vocabulary is None or signals.k3_kl is None:
+            return causes
+        return "; ".join(filter(None, (causes, self.vocabulary.explain(signals.k3_kl))))
 
     @property
     def level(self) -> str:

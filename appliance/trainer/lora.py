@@ -169,10 +169,10 @@ def merge(base: str, *, commit: str, trust_remote_code: bool, actor: Path, targe
     base: what the adapter was trained on, a folder or a name on the hub.  commit: there.  actor: of a checkpoint.
     target: a folder.
     """
-    shutil.copytree(actor / "huggingface", target, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(
         base, revision=commit or None, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
     )
     merged = PeftModel.from_pretrained(model, str(actor / ADAPTER_FOLDER)).merge_and_unload()
     merged.save_pretrained(target)
+    shutil.copytree(actor / "huggingface", target, dirs_exist_ok=True)  # the base's files, which were written anew
     shutil.copytree(actor / ADAPTER_FOLDER, target / ADAPTER_FOLDER)

@@ -33,7 +33,8 @@ from appliance.quant.layer_view import is_ignored
 from appliance.quant.profile import Smoothing, fold, load_smoothing
 from appliance.sync.manifest import Manifest, digest
 from appliance.sync.precision import quantisation_at
-from appliance.terms.families import DEFAULT_ROPE, FAMILIES, Unit, beyond_one_flow
+from appliance.terms.families import FAMILIES, Unit, beyond_one_flow
+from appliance.terms.ropes import DEFAULT_ROPE
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_ops import (

@@ -106,8 +106,8 @@ class Rollouts:
     grade to the reward that trains; validation reads grades.  in_order: results are put in the order of the prompts, so
     that a run can be repeated; else as they come, for a filter that looks at them and asks for others.  seed: the
     run's.  val_sets: where there are several validations, how each is sampled, in place of `validation`.  rewards:
-    names, of a task of the user's own.
-    turns: of a task with tools."""
+    names, of a task of the user's own.  turns: of a task with tools.  clock: what the chat template is given besides,
+    see terms/clock.py."""
 
     def __init__(
         self,
@@ -126,8 +126,10 @@ class Rollouts:
         val_sets: Mapping[str, Sampling] | None = None,
         rewards: Sequence[str] = (),
         turns: Turns | None = None,
+        clock: Mapping[str, Callable[[str], str]] | None = None,
     ) -> None:
         self._turns = turns
+        self._clock = clock or {}
         self._tally = Tally()
         self._rewarded: list[float] = []
         self.serve_by(servers)
@@ -312,7 +314,7 @@ class Rollouts:
             ids = self._turns.prompt_ids(messages)
         else:
             ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._clock
             )
         token_ids = list(ids)[-self._max_prompt_tokens :]
         seed = seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None

@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,11 +157,14 @@ class Turns:
         max_turns: int,
         max_tokens: int,
         call: Callable[[str, str], Awaitable[Answer]],
+        clock: Mapping[str, Callable[[str], str]] | None = None,
     ) -> None:
-        """max_tokens: of all that comes after a prompt."""
+        """max_tokens: of all that comes after a prompt.  clock: as of Rollouts."""
         self._tokenizer = tokenizer
         self._reader = ResponseReader(tokenizer)
-        self._builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type)
+        self._builder = create_continuous_token_builder(
+            tokenizer, hf_model_type=model_type, chat_template_kwargs=dict(clock or {})
+        )
         self._parser = tool_parser.ToolParser.get_tool_parser(FORMAT, tokenizer)
         self._schemas = schemas
         self._max_turns = max_turns

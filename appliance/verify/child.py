@@ -26,6 +26,7 @@ from appliance.engine.attest import live_scheme
 from appliance.engine.sync import SyncWorkerExtension
 from appliance.errors import ApplianceError, EngineError
 from appliance.hub import weight_files
+from appliance.record.engine_start import starting
 from appliance.verify.job import CheckResult, EngineOutput, Job, LayerProbe, Worker
 
 WORKER = "appliance.verify.child.VerifyWorker"
@@ -48,7 +49,8 @@ def main() -> int:
 
 def look(job: Job) -> CheckResult:
     """Three updates of one engine. Raises ApplianceError."""
-    llm = _engine(job)
+    with starting():
+        llm = _engine(job)
     loaded = _say(llm, job=job)
     first, first_probes = _update(llm, job=job, perturb=False)
     other, other_probes = _update(llm, job=job, perturb=True)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from engines import forget_engines, run_here
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from appliance.bench.child import qwen2_config
 from appliance.bench.command import run_bench
@@ -17,6 +19,7 @@ from appliance.bench.job import parse_shapes
 from appliance.errors import EngineError
 from appliance.launch import side_job
 from appliance.recipe.load import load_recipe
+from appliance.tasks.tiny_model import save_tokenizer
 from appliance.terms.schemes import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -52,6 +55,25 @@ def test_it_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
     stored = json.loads(kept.read_text())
     assert (stored["device"], stored["shapes"], stored["pairs"]) == ("cpu", "h128-i352-a4-kv2", 5)
     assert [each["ratio"] for each in stored["schemes"]] == [report["schemes"][1]["ratio"]]
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """The core is a process of its own, and vLLM tells whoever asked for it no more than that it failed."""
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=320, hidden_act="gelu")
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    save_tokenizer(model, max_positions=64)
+    sets = ("model.builtin=null", f"model.path={model}", f"cluster.run_dir={tmp_path / 'runs'}")
+    command = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8", "--schemes", "bf16"]
+    command += [argument for each in sets for argument in ("--set", each)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stderr.splitlines()[-2:] == [
+        "error: the rollout engine does not start: ValueError: Unsupported activation: gelu. Only silu is supported "
+        "for now.",
+        "hint: these are vLLM's own words; the log has where it was raised",
+    ]
+    assert done.returncode == EngineError.exit_code
 
 
 def test_shapes_take_responses_of_any_length() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from appliance.tasks.templates import TemplateFacts
+
 
 @pytest.fixture(autouse=True)
 def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -19,5 +21,7 @@ def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preflight without the child that tries the rewards, 0.3 s each: test_preflight_sample.py has it."""
+    """Preflight without the children that try the rewards, 0.3 s each, and a chat template, 2 s:
+    test_preflight_sample.py and tests/parts/tasks/test_tasks_templates.py have them."""
     monkeypatch.setattr("appliance.preflight.inputs.reward_problem", lambda _: None)
+    monkeypatch.setattr("appliance.preflight.inputs.read_template", lambda _: TemplateFacts())

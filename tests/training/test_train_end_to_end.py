@@ -207,6 +207,16 @@ def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finis
     assert AutoTokenizer.from_pretrained(short.run_dir / "model").encode("1+2=")
 
 
+def test_all_files_of_the_model_but_its_weights_are_those_it_began_with(short: Finished) -> None:
+    base = Path(json.loads((short.run_dir / "plan.json").read_text())["model"]["path"])
+    before, after = (
+        {file.name: file.read_bytes() for file in folder.iterdir()} for folder in (base, short.run_dir / "model")
+    )
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= before.keys()
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
+
+
 def test_plain_transformers_reaches_the_last_validation(short: Finished) -> None:
     import pyarrow.parquet as parquet
     import torch

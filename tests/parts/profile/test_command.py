@@ -182,6 +182,19 @@ def test_the_text_is_prompts_of_the_task_with_their_answers(recipe: Recipe) -> N
         assert int(a) + int(b) == int(total)
 
 
+def test_the_text_of_a_profile_is_of_no_day(recipe: Recipe, tmp_path: Path) -> None:
+    """A profile is kept for runs of other days, by what it was made of."""
+    from transformers import AutoTokenizer
+
+    job = job_of_plan(planned(recipe)).replace(prompts=2)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %f') }}: {{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "dated")
+    first, second = (read_sequences(job, folder=tmp_path / "dated") for _ in range(2))
+    assert first == second
+    assert tokenizer.decode(first[0]).startswith("01 Jan 2026 00")
+
+
 def test_a_scheme_without_a_profile_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     plain = load_recipe(str(tmp_path / "recipe.yaml"), sets=("rollout.scheme=bf16",))
     with pytest.raises(RecipeError, match=r"rollout\.scheme: `bf16` has no profile"):

@@ -151,7 +151,13 @@ NOT_HERMES = 'has no calls of the hermes form, <tool_call>{"name": ..., "argumen
         (HERMES, ONE_CALL + HERMES, "fails with these tools: only single tool-calls"),
         (ANSWER, "{{ raise_exception('no role tool') }}", "fails with these tools: no role tool"),
         (ANSWER, "{{ message.content.name.first }}", "fails with these tools: 'str object' has no attribute 'name'"),
-        (ANSWER, "", "leaves out what a tool says"),
+        (ANSWER, "", "leaves out what a tool says, or changes it"),
+        (ANSWER, ANSWER.replace("content", "content | lower"), "leaves out what a tool says, or changes it"),
+        (ANSWER, ANSWER.replace("content", "content[:9]"), "leaves out what a tool says, or changes it"),
+        (ANSWER, ANSWER.replace("content", "content | e"), "leaves out what a tool says, or changes it"),
+        (ANSWER, ANSWER.replace("content", "content | tojson"), ""),
+        (ANSWER, ANSWER.replace("content", "content | trim"), ""),
+        (ANSWER, ANSWER + "{{ strftime_now('%f') }}", ""),
         (
             "{% if message.role == 'assistant' %}=",
             "{% if message.role == 'assistant' %}={{ loop.last }}",
@@ -164,7 +170,8 @@ def test_a_chat_template_of_another_form_is_refused(part: str, instead: str, pro
     assert part in TOOL_TEMPLATE
     tokenizer.chat_template = TOOL_TEMPLATE.replace(part, instead)
     tokenizer.save_pretrained(tmp_path)
-    assert template_problem(ToolsRequest("", str(tmp_path)), [SCHEMA]) == f"the chat template of {tmp_path} {problem}"
+    expected = f"the chat template of {tmp_path} {problem}" if problem else ""
+    assert template_problem(ToolsRequest("", str(tmp_path)), [SCHEMA]) == expected
 
 
 AT_ITS_IMPORT = """

@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from appliance.errors import EngineError, SyncError
 from appliance.record.plan import LoraPlan, ModelPlan
@@ -242,6 +250,20 @@ def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], 
     assert 0 < apart.max() <= 2 * most
     bare = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float64)
     assert (bare(input_ids=ids).logits - logits).abs().max() > 2 * most  # the adapter says something
+
+
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM])
+def test_pefts_all_linear_are_the_layers_of_a_plan(model_class: type[PreTrainedModel]) -> None:
+    """All linear layers but the head, in each dense family."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = model_class.config_class(**sizes, head_dim=8, vocab_size=64, num_hidden_layers=2)
+    planned = put_adapter_in(model_class(config), lora=LORA, seed=0)
+    pefts = get_peft_model(model_class(config), LoraConfig(r=LORA.rank, target_modules="all-linear"))
+    adapted = [
+        {name for name, layer in model.named_modules() if isinstance(layer, LoraLayer)} for model in (planned, pefts)
+    ]
+    assert adapted[0] == adapted[1] and len(adapted[0]) == 14
+    assert not any("lm_head" in name for name in adapted[0])
 
 
 def test_a_target_that_the_model_lacks_is_refused() -> None:

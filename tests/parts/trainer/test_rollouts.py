@@ -19,9 +19,10 @@ from appliance.tasks.grading import Fault, Graded, Shaping
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import Answer
+from appliance.terms.clock import clock_of
 from appliance.trainer import rollouts as module
 from appliance.trainer.rewards import RewardPool
-from appliance.trainer.rollouts import Rollouts, Sampling, _Prompt
+from appliance.trainer.rollouts import PromptSeeds, Rollouts, Sampling, _Prompt
 from appliance.trainer.turns import Trajectory, TrajectoryGroup, Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
@@ -52,20 +53,36 @@ async def _answer(answer: object) -> object:
     return answer
 
 
+PARTS = {
+    "reader": SimpleNamespace(text=lambda ids, finished: "said", begun=""),
+    "pool": None,
+    "shaping": Shaping(),
+    "training": GREEDY,
+    "validation": GREEDY,
+    "max_prompt_tokens": 512,
+    "seed": 0,
+    "in_order": True,
+    "samples": SampleLog(Path("run"), steps=1, decode=str),
+}
+
+
 def rollouts(*engines: Engine) -> Rollouts:
-    return Rollouts(
-        list(engines),
-        tokenizer=SimpleNamespace(apply_chat_template=lambda messages, **_: [1, 2, 3]),
-        reader=SimpleNamespace(text=lambda ids, finished: "said", begun=""),
-        pool=None,
-        shaping=Shaping(),
-        training=GREEDY,
-        validation=GREEDY,
-        max_prompt_tokens=8,
-        seed=0,
-        in_order=True,
-        samples=SampleLog(Path("run"), steps=1, decode=str),
-    )
+    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: [1, 2, 3])
+    return Rollouts(list(engines), tokenizer=tokenizer, **PARTS | {"max_prompt_tokens": 8})
+
+
+def test_a_chat_template_is_told_the_day_of_the_run() -> None:
+    """Whatever day it is: the clock of the run goes on to the template, in prompts and in turns of tools."""
+    tokenizer = byte_tokenizer(max_positions=2048, calls_tools=True)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + tokenizer.chat_template
+    clock, said = clock_of(tokenizer, date="2026-11-28"), [{"role": "user", "content": "1+2"}]
+    row = {"raw_prompt": said, "global_steps": 1}
+    made = Rollouts([], tokenizer=tokenizer, clock=clock, **PARTS)
+    prompts = [made._prompt(row, sampling=GREEDY, seeds=PromptSeeds(0)).token_ids]
+    settings = {"model_type": "qwen2", "schemas": [], "max_turns": 1, "max_tokens": 8, "call": lambda *_: None}
+    prompts.append(Turns(tokenizer, clock=clock, **settings).prompt_ids(said))
+    assert [tokenizer.decode(ids[:11]) for ids in prompts] == ["28 Nov 2026"] * 2
+    assert prompts[0] == prompts[1]
 
 
 def test_prompts_that_come_a_few_at_a_time_reach_all_engines() -> None:

@@ -22,7 +22,7 @@ from appliance.record.events import parse_event
 from appliance.record.lines import read
 from appliance.record.plan import CorrectionPlan, RunPlan
 from appliance.terms.schemes import Scheme
-from appliance.trainer.governor import Governor, guard_stop, policy_of, signals_of
+from appliance.trainer.governor import Governor, Vocabulary, guard_stop, policy_of, signals_of
 from appliance.trainer.metrics import Step, equal_groups, measure_batch, with_finite_pairs
 from appliance.trainer.precision import Live
 
@@ -136,6 +136,32 @@ def test_every_decision_is_an_event_with_its_numbers(tmp_path: Path) -> None:
         "numbers": [{"signal": "k3_kl", "value": 0.02, "relation": "above", "bound": 0.015}],
     }
     assert parse_event(json.dumps(event)) is not None
+
+
+def test_rows_without_a_word_are_told_where_they_may_explain_a_mismatch(tmp_path: Path) -> None:
+    """The log-probs of 259 words over themselves, as an engine has them, and over 1024 rows, as a trainer has them."""
+    logits = torch.randn(1000, 1024, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    share = logits.softmax(-1)[:, 259:].sum(-1)
+    even = logits - torch.cat((torch.zeros(1000, 259), torch.log(share / (1 - share) * 3)[:, None].expand(-1, 765)), -1)
+    trainers, engines = even.log_softmax(-1)[:, 7], even[:, :259].log_softmax(-1)[:, 7]
+    assert torch.allclose(even.softmax(-1)[:, 259:].sum(-1), torch.tensor(0.25, dtype=torch.float64))
+    k3 = (torch.exp(trainers - engines) - 1 - (trainers - engines)).mean().item()
+    governor = Governor(make_plan(tmp_path, guard=QUICK))
+    governor.vocabulary = Vocabulary(rows=1024, words=259)
+    governor.after_step(replace(BAD, k3_kl=k3))
+    (event,) = events(tmp_path)
+    assert event["why"] == (
+        f"k3_kl {k3:.4g} above 0.015; the model has 1,024 rows and its tokenizer 259 words, and rollouts never sample "
+        "the other 765: that alone would make this k3_kl if the trainer gave them 25% of the probability"
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [None, Vocabulary(rows=259, words=259), Vocabulary(rows=259, words=260)])
+def test_a_tokenizer_with_all_words_explains_no_mismatch(vocabulary: Vocabulary | None, tmp_path: Path) -> None:
+    governor = Governor(make_plan(tmp_path, guard=QUICK))
+    governor.vocabulary = vocabulary
+    governor.after_step(BAD)
+    assert events(tmp_path)[0]["why"] == "k3_kl 0.02 above 0.015"
 
 
 def test_a_number_that_is_not_finite_is_still_json(tmp_path: Path) -> None:

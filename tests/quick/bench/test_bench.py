@@ -13,7 +13,7 @@ from plans import HOST, make_plan
 
 from appliance.bench.command import _kv_bytes, _recipe_workload, _why_not_kept, table
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
-from appliance.errors import RecipeError
+from appliance.errors import EngineError, RecipeError
 from appliance.plan.bench_results import ResultKey
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts, HostGpu
@@ -268,6 +268,7 @@ def test_an_engine_is_asked_for_as_a_run_asks(trusted: bool, tmp_path: Path, mon
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=read_host(tmp_path))
     job = make_job(memory_bytes=None).replace(workload=_recipe_workload(plan))
-    with pytest.raises(Asked) as raised:
+    with pytest.raises(EngineError) as raised:
         child._engine(job, quantisation=job.engines[0], model_path=job.workload.model_path)
-    assert raised.value.args == (str(tmp_path), trusted, "bfloat16")
+    assert isinstance(raised.value.__cause__, Asked)
+    assert raised.value.__cause__.args == (str(tmp_path), trusted, "bfloat16")

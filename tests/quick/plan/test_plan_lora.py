@@ -17,7 +17,7 @@ from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.environment import ENGINE_VENDOR, VENDOR_VARIABLE
-from appliance.terms.shapes import KNOWN
+from appliance.terms.shapes import KNOWN, Linear
 
 SHAPE_7B, SHAPE_32B = KNOWN["Qwen/Qwen2.5-7B-Instruct"], KNOWN["Qwen/Qwen2.5-32B"]
 ON_A_NODE = ("model.path=Qwen/Qwen2.5-32B", "cluster.gpus_per_node=8", "rollout.tensor_parallel=2")
@@ -43,6 +43,12 @@ def test_verl_merges_and_saves_the_adapter_alone() -> None:
     assert dict(plan.env)[VENDOR_VARIABLE] == ENGINE_VENDOR
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "[all-linear]", "null"])
+def test_pefts_word_for_all_linear_layers_is_a_target(targets: str) -> None:
+    plan = planned("arithmetic-tiny-lora-int8", f"model.lora.targets={targets}")
+    assert dict(overrides(plan))["actor_rollout_ref.model.target_modules"] == [str(layer) for layer in Linear]
+
+
 def test_without_it_nothing_says_lora() -> None:
     assert planned("arithmetic-tiny-int8").lora is None
     assert not any("lora" in key for key, _ in overrides(planned("arithmetic-tiny-int8")))
@@ -65,6 +71,7 @@ def test_without_it_nothing_says_lora() -> None:
         ),
         (("model.lora.targets=[q_proj, q_proj]",), "model.lora.targets: a layer is named twice"),
         (("model.lora.targets=[lm_head]",), "model.lora.targets.0: unknown value `lm_head`"),
+        (("model.lora.targets=[q_proj, all-linear]",), "model.lora.targets.1: unknown value `all-linear`"),
         (("model.lora.rank=0",), "model.lora.rank: "),
     ],
 )

@@ -1,0 +1,215 @@
+"""What a model's chat template makes of messages: whether each text is in the prompt, what day it is told, and what the
+prompt leaves to the model. A template is a program: it may lose, shorten or change what it is given, and says nothing.
+
+`python -m appliance.tasks.templates`, a RunPlan as JSON on stdin, is the child that preflight asks: it loads a
+tokenizer, which takes seconds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import first_line
+from appliance.record.plan import RunPlan
+from appliance.tasks.library import is_from_hub, task_of
+from appliance.tasks.rows import Message, Problem
+from appliance.tasks.user_code import voice
+from appliance.terms.clock import clock_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+END_OF_THINKING = "</think>"
+STARTS_WITHIN_S = 60.0  # the child: it loads transformers
+# What a chat template, which is a program, may raise beside jinja's own.
+OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
+OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
+_ROWS = 100  # of a file, whose conversations are tried
+_LONG = 20_000  # characters of a message that is tried: longer than a template would cut
+_BEGIN = 40  # characters of a text, by which one that was cut is known
+_SHOWN = 40  # characters of what the model has to write
+_HINT_SYSTEM = "a model without system messages needs task.system null, and none in the rows"
+_HINT_PARTS = (
+    "the template reads messages in parts, and those of a task are text: write {{ message.content }} in it, in a "
+    "chat_template.jinja in the model's folder"
+)
+_HINT = "mend it in a chat_template.jinja in the model's folder, which comes before the tokenizer's own"
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What preflight hears of a model's tokenizer."""
+
+    problem: str = ""
+    """Why the template cannot be used, or empty."""
+    remedy: str = ""
+    """Against the problem."""
+    unsaid: str = ""
+    """What the model has to write before its answer, because the template has no generation prompt; or empty."""
+    words: int = 0
+    """Tokens that the tokenizer knows; 0 where it could not be loaded."""
+
+    @property
+    def no_generation_prompt(self) -> str:
+        """A sentence about `unsaid`."""
+        line = self.unsaid.replace("\n", "\\n")
+        begin = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+        return (
+            f"the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so "
+            f"the model has to write `{begin}` itself before it answers"
+        )
+
+
+def text_problem(messages: Sequence[Message], rendering: str) -> str:
+    """Which message a rendering does not have whole and in its place, or an empty text.
+
+    Spaces around a text may go. A system message may stand anywhere: some templates put it before the last user's. Of
+    an earlier answer its thinking may be left out, which Qwen3 and DeepSeek-R1 are made for.
+    """
+    end = 0
+    for number, (role, content) in enumerate(messages, start=1):
+        text = content.strip()
+        begin = rendering.find(text, 0 if role == SYSTEM else end)
+        if begin < 0 and role == ASSISTANT and END_OF_THINKING in text:
+            text = text.rpartition(END_OF_THINKING)[2].strip()
+            begin = rendering.find(text, end)
+        if begin < 0:
+            is_only_one = sum(other == role for other, _ in messages) == 1
+            which = f"the {role} message" if is_only_one else f"message {number} of {len(messages)} ({role})"
+            return f"it {_how_lost(text, rendering)} {which}"
+        if role != SYSTEM:
+            end = begin + len(text)
+    return ""
+
+
+def _how_lost(text: str, rendering: str) -> str:
+    if text in rendering:
+        return "puts in another place"
+    if text.lower() in rendering.lower():
+        return "changes the case of"
+    if "".join(text.split()) in "".join(rendering.split()):
+        return "changes the spaces in"
+    return "does not have all of" if text[: max(1, min(_BEGIN, len(text) // 2))] in rendering else "leaves out"
+
+
+def refusal(error: BaseException | None, why: str, *, roles: Sequence[str]) -> tuple[str, str]:
+    """(reason, remedy) of a template that raised, or that loses a text. roles: of the messages."""
+    reason = first_line(error) if error is not None else why
+    is_of_system = SYSTEM in roles and ("system" in reason.lower() or error is not None)
+    return reason, _HINT_SYSTEM if is_of_system else _HINT
+
+
+def conversation(roles: Sequence[str]) -> list[Message]:
+    """Messages of these roles, whose texts are in no template: long, of several lines, with capitals, spaces and what
+    is special in HTML, JSON and jinja."""
+    word = "Zq7 wÄrt  \"x\" & <b>y</b> 'z' {{ 3 }}\n\tEnd-of-line 東京 {% if %} \\n "
+    return [
+        (role, f"Begin{number} {(word * (_LONG // len(word) + 1))[:_LONG]} End{number}")
+        for number, role in enumerate(roles)
+    ]
+
+
+def examine(tokenizer: PreTrainedTokenizerBase, *, conversations: Sequence[Sequence[str]], date: str) -> TemplateFacts:
+    """What stands against a template. conversations: the roles of the messages of each that the task has."""
+    import jinja2
+
+    clock, words = clock_of(tokenizer, date=date), len(tokenizer)
+
+    def render(messages: Sequence[Message], *, prompts: bool = True, in_parts: bool = False) -> str:
+        made = [{"role": role, "content": _parts(text) if in_parts else text} for role, text in messages]
+        return tokenizer.apply_chat_template(made, tokenize=False, add_generation_prompt=prompts, **clock)
+
+    unsaid = ""
+    for roles in conversations:
+        messages = conversation(roles)
+        raised: BaseException | None = None
+        try:
+            rendering = render(messages)
+            why = text_problem(messages, rendering)
+            if not why and render(messages) != rendering:
+                why = "it makes another prompt of the same messages each time"
+        except (jinja2.TemplateError, *OF_A_PROGRAM) as error:
+            raised, why = error, first_line(error)
+        if why:
+            reason, remedy = refusal(raised, why, roles=roles)
+            if raised is None and _takes_parts(messages, render=render):
+                remedy = _HINT_PARTS
+            problem = f"the model's chat template does not take messages of {', '.join(roles)}: {reason}"
+            return TemplateFacts(problem, remedy, words=words)
+        unsaid = unsaid or _unsaid(messages, render=render)
+    return TemplateFacts(unsaid=unsaid, words=words)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _takes_parts(messages: Sequence[Message], *, render: Callable[..., str]) -> bool:
+    import jinja2
+
+    try:
+        return not text_problem(messages, render(messages, in_parts=True))
+    except (jinja2.TemplateError, *OF_A_PROGRAM):
+        return False
+
+
+def _unsaid(messages: Sequence[Message], *, render: Callable[..., str]) -> str:
+    """What the template puts between a prompt and the answer to it, where it puts nothing at the end of a prompt that
+    is to be answered. Nothing of a template that begins the answer right behind the prompt: Mistral's."""
+    import jinja2
+
+    prompt, answer = render(messages), "Answer17"
+    try:
+        if prompt != render(messages, prompts=False):
+            return ""
+        before = render([*messages, (ASSISTANT, answer)], prompts=False).partition(answer)[0]
+    except (jinja2.TemplateError, *OF_A_PROGRAM):
+        return ""
+    return before[len(prompt) :].strip() if before.startswith(prompt) else ""
+
+
+def conversations_of(plan: RunPlan) -> list[tuple[str, ...]]:
+    """The roles of the messages of each kind of conversation in the first rows; of data that is not here what a prompt
+    has at least."""
+    task = task_of(plan.task)
+    problems: list[Problem] = []
+    if plan.task.files and task.source is not None:
+        for file in plan.task.files:
+            problems += task.first_problems(_ROWS, file=file, difficulty=plan.task.difficulty, seed=plan.task.seed)
+    elif not is_from_hub(plan.task):
+        problems = task.first_problems(_ROWS, file="", difficulty=plan.task.difficulty, seed=plan.task.seed)
+    own = plan.task.own
+    usual = (SYSTEM, USER) if own is not None and own.system else (USER,)
+    return list(dict.fromkeys(tuple(role for role, _ in problem.messages) for problem in problems)) or [usual]
+
+
+def main() -> int:
+    plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
+    if not plan.model.trust_remote_code:
+        # transformers takes three seconds more where it finds torch, which no tokenizer of its own needs.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    say = voice()
+    say("template", asdict(_facts(plan)))
+    os._exit(0)  # a model's own code may have left threads
+
+
+def _facts(plan: RunPlan) -> TemplateFacts:
+    from appliance.tasks.prepare import load_tokenizer
+
+    try:
+        tokenizer: Any = load_tokenizer(plan)
+    except (OSError, ValueError) as error:
+        reason = f"the tokenizer of {plan.model.identity} cannot be had: {first_line(error)}"
+        return TemplateFacts(reason, "look at the tokenizer's files in model.path")
+    if not tokenizer.chat_template:
+        return TemplateFacts(words=len(tokenizer))  # has its own finding
+    return examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

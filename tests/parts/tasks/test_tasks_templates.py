@@ -1,0 +1,193 @@
+"""Every message's text is in the prompt, the day is the run's, and what the prompt leaves to the model is told."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from pathlib import Path
+
+import pytest
+from plans import HOST
+from transformers import PreTrainedTokenizerFast
+
+from appliance.errors import RecipeError
+from appliance.plan.build import build_plan
+from appliance.preflight.inputs import read_template
+from appliance.recipe.load import load_recipe
+from appliance.tasks.prepare import prompt_ids
+from appliance.tasks.rows import Problem
+from appliance.tasks.templates import conversation, examine, text_problem
+from appliance.tasks.tiny_model import byte_tokenizer, save_tokenizer
+from appliance.terms.clock import clock_of
+
+BEGIN, END = "<|im_start|>{{ m.role }}\n", "<|im_end|>\n"
+ANSWER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+USER, SYSTEM, TURNS = ("user",), ("system", "user"), ("system", "user", "assistant", "user")
+OTHER_HINT = "mend it in a chat_template.jinja in the model's folder, which comes before the tokenizer's own"
+SYSTEM_HINT = "a model without system messages needs task.system null, and none in the rows"
+PARTS_HINT = (
+    "the template reads messages in parts, and those of a task are text: write {{ message.content }} in it, in a "
+    "chat_template.jinja in the model's folder"
+)
+
+
+def chat(content: str, *, before: str = "", each: str = "m in messages") -> str:
+    return f"{before}{{% for {each} %}}{BEGIN}{content}{END}{{% endfor %}}{ANSWER}"
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(max_positions=64)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+# Templates as models bring them: what they do to messages is meant.
+THINKS = "{% if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip() }}"
+THINKS += "{% else %}{{ m.content }}{% endif %}"
+SYSTEM_LAST = (
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] {% if loop.last and "
+    "messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+GOOD = {
+    "plain": chat("{{ m.content }}"),
+    "trims": chat("{{ m.content | trim }}"),
+    "drops thinking": chat(THINKS),
+    "moves the system message": SYSTEM_LAST,
+    "names the date": chat("{{ m.content }}", before="Today: {{ strftime_now('%d %b %Y %H:%M:%S.%f') }}\n"),
+    "text alone": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "both forms": chat("{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"),
+}
+# (a template, the roles of the messages, why it is refused, the remedy): each loses or changes a text.
+LOSES = [
+    (chat("{% for p in m.content %}{{ p.text }}{% endfor %}"), USER, "it leaves out the user message", PARTS_HINT),
+    (chat("{{ m.text }}"), USER, "it leaves out the user message", OTHER_HINT),
+    (chat("{{ m.content[:2000] }}"), USER, "it does not have all of the user message", OTHER_HINT),
+    (chat("{{ m.content | truncate(255) }}"), USER, "it does not have all of the user message", OTHER_HINT),
+    (chat("{{ m.content.split('\n')[0] }}"), USER, "it does not have all of the user message", OTHER_HINT),
+    (chat("{{ m.content | lower }}"), USER, "it changes the case of the user message", OTHER_HINT),
+    (chat("{{ m.content | replace('\n', ' ') }}"), USER, "it changes the spaces in the user message", OTHER_HINT),
+    (chat("{{ m.content.split() | join(' ') }}"), USER, "it changes the spaces in the user message", OTHER_HINT),
+    (chat("{{ m.content | e }}"), USER, "it leaves out the user message", OTHER_HINT),
+    (chat("{{ m.content | striptags }}"), USER, "it leaves out the user message", OTHER_HINT),
+    (chat("{{ m.content | tojson }}"), USER, "it leaves out the user message", OTHER_HINT),
+    (chat("{{ m.content }}", each="m in messages[1:]"), USER, "it leaves out the user message", OTHER_HINT),
+    (chat("{{ m.content }}", each="m in messages[-1:]"), TURNS, "it leaves out the system message", SYSTEM_HINT),
+    (
+        chat("{{ m.content }}", each="m in [messages[0], messages[-1]]"),
+        TURNS,
+        "it leaves out message 2 of 4 (user)",
+        OTHER_HINT,
+    ),
+    (chat("{{ m.content if m.role != 'assistant' }}"), TURNS, "it leaves out the assistant message", ""),
+    (chat("{{ m.content }}", each="m in messages | reverse"), TURNS, "it puts in another place", ""),
+    (
+        chat("{{ m.content }}", each="m in messages if m.role != 'system'"),
+        SYSTEM,
+        "it leaves out the system message",
+        "",
+    ),
+    (chat("{{ raise_exception('no system') if m.role == 'system' }}{{ m.content }}"), SYSTEM, "no system", SYSTEM_HINT),
+    (
+        chat("{{ raise_exception('roles must alternate') if messages | length > 2 }}{{ m.content }}"),
+        ("user", "assistant", "user"),
+        "roles must alternate",
+        OTHER_HINT,
+    ),
+    (chat("{{ m.content }}{{ 1 / 0 }}"), USER, "division by zero", OTHER_HINT),
+    (
+        chat("{{ m.content }}{{ range(10 ** 4) | random }}"),
+        USER,
+        "it makes another prompt of the same messages each time",
+        OTHER_HINT,
+    ),
+]
+
+
+def test_templates_that_lose_a_text_are_refused(record_property: pytest.RecordProperty) -> None:
+    refused = 0
+    for template, roles, why, remedy in LOSES:
+        found = examine(tokenizer_with(template), conversations=[USER, roles], date="")
+        assert why in found.problem, (template, found)
+        assert not remedy or found.remedy == remedy, (template, found)
+        refused += 1
+    record_property("said", f"templates that lose or change a text: {len(LOSES)}, refused: {refused}")
+    assert refused == len(LOSES) == 21
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_templates_are_made_for_is_taken(name: str) -> None:
+    found = examine(tokenizer_with(GOOD[name]), conversations=[USER, SYSTEM, TURNS], date="2026-11-28")
+    assert (found.problem, found.unsaid, found.words) == ("", "", 259)
+
+
+def test_thinking_of_an_earlier_answer_may_go_and_its_text_may_not() -> None:
+    said = (("user", "a"), ("assistant", "<think>\nwhy\n</think>\n\nb b"), ("user", "c"))
+    assert text_problem(said, "a / b b / c") == ""
+    assert text_problem(said, "a / c") == "it leaves out the assistant message"
+    assert text_problem((("user", "<think>x</think> y"),), "y") == "it leaves out the user message"
+
+
+def test_each_row_is_looked_at_where_it_is_counted() -> None:
+    """What a tried message does not show: this template cuts long texts only, and one row is long."""
+    cuts = tokenizer_with(chat("{{ m.content[:30000] }}"))
+    assert examine(cuts, conversations=[USER], date="").problem == ""
+    assert prompt_ids(Problem("short", "1"), tokenizer=cuts)
+    with pytest.raises(RecipeError) as raised:
+        prompt_ids(Problem("x" * 30001, "1"), tokenizer=cuts)
+    message = f"the model's chat template does not take `{'x' * 60}` (user): it does not have all of the user message"
+    assert raised.value.problems == [(message, OTHER_HINT)]
+
+
+def test_a_prompt_without_a_generation_prompt_is_told() -> None:
+    without = chat("{{ m.content }}").removesuffix(ANSWER)
+    found = examine(tokenizer_with(without), conversations=[USER], date="")
+    assert (found.problem, found.unsaid) == ("", "<|im_start|>assistant")
+    assert found.no_generation_prompt == (
+        "the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so the "
+        "model has to write `<|im_start|>assistant` itself before it answers"
+    )
+
+
+def test_a_date_is_the_same_at_any_second_and_another_on_another_day() -> None:
+    tokenizer = tokenizer_with(GOOD["names the date"])
+    ids = [prompt_ids(Problem("1 + 2?", "3"), tokenizer=tokenizer, date="2026-11-28")]
+    time.sleep(0.002)
+    ids += [prompt_ids(Problem("1 + 2?", "3"), tokenizer=tokenizer, date=date) for date in ("2026-11-28", "2026-11-29")]
+    assert ids[0] == ids[1] != ids[2]
+    assert "Today: 28 Nov 2026 00:00:00.000000" in tokenizer.decode(ids[0])
+    assert clock_of(tokenizer_with(GOOD["plain"]), date="2026-11-28") == {}, "others get nothing that they do not know"
+
+
+def model_folder(folder: Path, template: str) -> Path:
+    tokenizer = save_tokenizer(folder, max_positions=512)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", chat("{{ m.content }}", each="m in messages if m.role != 'system'"))
+    rows = [
+        {"prompt": "1 + 2?"},
+        {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2"}]},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps({**row, 'answer': '3'})}\n" for row in rows))
+    recipe = load_recipe(
+        "arithmetic-tiny-int8",
+        sets=(
+            *("model.builtin=null", f"model.path={model}", "task.kind=own", f"task.train_file={data}"),
+            *("task.prompt=prompt", "task.truth=answer", "task.rewards=[{name: number}]"),
+        ),
+    )
+    facts = read_template(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    why = "the model's chat template does not take messages of system, user: it leaves out the system message"
+    assert (facts.problem, facts.remedy, facts.words) == (why, SYSTEM_HINT, 259)
+
+
+def test_tried_messages_are_told_apart() -> None:
+    texts = [text for _, text in conversation(TURNS)]
+    assert len({*texts}) == len(TURNS) and min(map(len, texts)) > 20_000
+    assert datetime.date.today().isoformat() not in texts[0]
