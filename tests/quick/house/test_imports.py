@@ -41,7 +41,7 @@ MAY_IMPORT = {
         *("console", "errors", "files", "processes", "signals"),
         *("plan", "preflight", "quant", "recipe", "record", "report", "sync", "tasks", "terms"),
     },
-    "cluster": {*TOOLS, "launch", "plan", "preflight", "recipe", "record", "terms"},
+    "cluster": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
     # commands beside the run
     "profile": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
     "bench": {*TOOLS, "engine", "launch", "plan", "preflight", "recipe", "record", "terms"},
