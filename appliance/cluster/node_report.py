@@ -25,8 +25,8 @@ from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_stack
-from appliance.quant.headers import damage
 from appliance.preflight.probes import read_host
+from appliance.quant.headers import damage
 from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan

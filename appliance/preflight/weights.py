@@ -1,8 +1,9 @@
-"""Whether a model's files hold the model that its config.json describes, as transformers in a child of ours says.
+"""Whether a model's files hold the model that its config.json describes, as transformers says in a child of ours:
+`python -m appliance.preflight.weights FOLDER TRUST_REMOTE_CODE`, the last `True` or `False`.
 
-The child loads torch, which takes seconds: it is started first and heard last, and what else preflight reads is read
-meanwhile. What it said of a folder counts in this process until a file there changes: `compare` and `verify` look at
-one model several times.
+The child loads torch, which takes seconds, and perhaps code that comes with the model. It is started first and heard
+last, and what else preflight reads is read meanwhile. What it said of a folder counts in this process until a file
+there changes: `compare` and `verify` look at one model several times.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance import hub
 from appliance.preflight.finding import Finding, error, warning
 from appliance.processes import module_argv
 from appliance.record.plan import ModelPlan
+from appliance.tasks.user_code import voice
 
-CHILD = "appliance.preflight.weights_child"
+_CHILD = "appliance.preflight.weights"
 _WITHIN_S = 300.0  # with no file in the cache, on a busy host
 _TAIL_BYTES = 4096
 _SHOWN = 200  # characters
@@ -62,7 +65,7 @@ class WeightsChild:
         self._key = (str(folder), trust_remote_code, _stamp(folder))
         if self._key not in _KNOWN:
             self._process = subprocess.Popen(
-                module_argv(CHILD, str(folder), str(trust_remote_code)),
+                module_argv(_CHILD, str(folder), str(trust_remote_code)),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._printed,
@@ -121,3 +124,15 @@ def judge_weights(model: ModelPlan, facts: WeightsFacts) -> Iterator[Finding]:
     if facts.doubt:
         remedy = "save the model again in one type, unless you know why"
         yield warning("model-types", "model.path", f"{model.source}: {facts.doubt}", remedy)
+
+
+def main() -> int:
+    from appliance.quant.loading import ask_transformers  # loads torch
+
+    say = voice()
+    say("loading", asdict(ask_transformers(Path(sys.argv[1]), trust_remote_code=sys.argv[2] == "True")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,7 +30,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_index(folder: Path) -> Mapping[str, str]:
-    """Tensor -> the file that has it; empty where there is no index. Raises OSError, and ValueError for what is none."""
+    """Tensor -> the file that has it; empty without an index. Raises OSError, and ValueError for what is none."""
     try:
         text = (folder / INDEX).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -86,7 +86,7 @@ def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loadin
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Of the files that transformers reads, by the names of their tensors. Raises EngineError for a file that is none."""
+    """Of the tensors in the files that transformers reads, by name. Raises EngineError for a file that is broken."""
     headers: dict[str, TensorHeader] = {}
     for file in weight_files(folder):
         try:
@@ -99,16 +99,38 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def require_whole(report: Mapping[str, Any], *, model: str) -> None:
-    """After a load with `output_loading_info=True`: raises EngineError when something of the model was made up, or
-    something of the checkpoint left out. report: transformers' own.  model: folder or name."""
+_loaded: list[int] = []  # of each model that `load_whole` has loaded in this process, how many tensors it has
+
+
+def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
+    """`auto_class.from_pretrained(name_or_path, **settings)`, of transformers. Raises EngineError when something of the
+    model was made up, or something of the checkpoint left out or read as another type."""
+    from transformers.utils import CONFIG_NAME, cached_file
+
+    with _quiet():
+        model, report = auto_class.from_pretrained(
+            name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
     kinds = (
-        (sorted(report["missing_keys"]), "missing and was filled at random"),
-        (sorted(report["unexpected_keys"]), "not part of the model and was left out"),
-        (sorted(str(name) for name, *_ in report["mismatched_keys"]), "of another shape and was filled at random"),
+        (sorted(report["missing_keys"]), "missing and would be random"),
+        (sorted(report["unexpected_keys"]), "not part of the model and would be left out"),
+        (sorted(str(name) for name, *_ in report["mismatched_keys"]), "of another shape and would be random"),
     )
     if facts := "; ".join(_counted(names, fact) for names, fact in kinds if names):
-        raise EngineError(f"{model}: its weights are not those of its config.json: {facts}", hint=_AGAIN)
+        raise EngineError(
+            f"{name_or_path}: the weights are not those of the model in config.json: {facts}", hint=_AGAIN
+        )
+    folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
+    judged = ask_transformers(folder, trust_remote_code=bool(settings.get("trust_remote_code")))
+    if judged.problem:
+        raise EngineError(f"{name_or_path}: {judged.problem}", hint=judged.remedy)
+    _loaded.append(len(model.state_dict()))
+    return model
+
+
+def tensors_of_whole_models() -> tuple[int, ...]:
+    """Of each model that `load_whole` has loaded in this process, how many tensors it has."""
+    return tuple(_loaded)
 
 
 @dataclass(frozen=True)
@@ -258,7 +280,8 @@ class _Checkpoint:
             return f"save the model again without `{prefix}`: what was saved is a wrapper around it"
         heads = [name for name in missing if name.endswith("lm_head.weight")]
         if heads and len(missing) == 1 and not unexpected:
-            return f"add the file with {heads[0]}; or `tie_word_embeddings: true` in config.json, if the head is the embedding"
+            tie = "`tie_word_embeddings: true` in config.json, if the head is the embedding"
+            return f"add the file with {heads[0]}; or {tie}"
         return _AGAIN
 
     def _other_head(self) -> tuple[str, str] | None:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "quant", "tasks", *FACTS},
     "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
     "preflight": {
-        *("console", "control_groups", "errors", "hub", "patch"),
+        *("console", "control_groups", "errors", "hub", "patch", "processes"),
         *("plan", "quant", "recipe", "record", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
