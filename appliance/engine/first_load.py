@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,11 +89,17 @@ class FirstLoad:
         self._layers = dict(model.named_modules())
         self._is_known = not why_unknown([model_config.architecture])
         tied = bool(self._config.tie_word_embeddings)
-        self._slots: Mapping[str, tuple[Slot, ...]] = slots(model, tied_head=tied) if self._is_known else {}
+        found = slots(model, tied_head=tied) if self._is_known else {}
+        self._slots = {name: held for name, places in found.items() if (held := tuple(filter(self._is_there, places)))}
         self._experts = {layer.layer_name: layer for layer in model.modules() if isinstance(layer, RoutedExperts)}
         self._counted: Counter[str] = Counter()
         self._online = {name for name, layer in self._layers.items() if get_layerwise_info(layer).can_load()}
         self._came: set[str] = set()
+
+    def _is_there(self, place: Slot) -> bool:
+        """Not the bias of a layer that has none. GEMMs of experts are no modules, and have no bias."""
+        layer = self._layers.get(place.layer)
+        return place.parameter == "weight" if layer is None else getattr(layer, place.parameter, None) is not None
 
     def held(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
         """The same tensors. Raises EngineError for one that is none of the model's."""
@@ -150,11 +156,12 @@ class FirstLoad:
 
     def _counted_loader(self, loader: Callable[..., Any], name: str, key: str) -> Callable[..., Any]:
         @functools.wraps(loader)  # by their name vLLM knows the loaders that it has put around others
-        def counted_loader(parameter: Tensor, tensor: Tensor, *part: Any, **named: Any) -> Any:
+        def counted_loader(*args: Any, **kwargs: Any) -> Any:
+            parameter, tensor, *_ = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             if _holds_floats(parameter) and not _holds_floats(tensor):
                 raise EngineError(f"first load: {name}.{key} got {tensor.dtype}, not floats", hint=_HINT)
             with CopyCounter() as counter:
-                given = loader(parameter, tensor, *part, **named)
+                given = loader(*args, **kwargs)
             self._counted[name] += min(counter.copied_numel, parameter.numel())
             return given
 
@@ -169,12 +176,22 @@ class FirstLoad:
             wanted = 0 if is_complete or is_deferred_attention_layer(layer) else loadable_elements(layer)
             has = self._counted[name]
             if has < wanted and not self._has_come_otherwise(name, layer, loaded=loaded or set()):
-                missing.append(f"{name} ({has} of {wanted} elements)")
+                missing.append(f"{name} ({has} of {wanted} elements{self._not_come(name)})")
         if missing:
             shown = ", ".join(missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             fact = f"{len(missing)} layers did not receive all their weights: {shown}{more}"
             raise EngineError(f"first load: {fact}", hint=_HINT)
+
+    def _not_come(self, layer: str) -> str:
+        """The first tensor that the layer waits for; of a model of another family it is not known."""
+        places = (
+            (name, held) for name, held in self._slots.items() if not name.startswith(f"{layer}.") or len(held) == 1
+        )
+        waits = [
+            name for name, held in places if any(place.layer == layer for place in held) and name not in self._came
+        ]
+        return f", no {waits[0]}" if waits else ""
 
     def _has_come_otherwise(self, name: str, layer: Module, *, loaded: set[str]) -> bool:
         """A tied head is another layer's tensor; and some classes write into a layer without its loader, and say so."""

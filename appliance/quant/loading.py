@@ -16,6 +16,7 @@ import contextlib
 import logging
 import re
 import statistics
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import Module
 
 from appliance.errors import EngineError, first_line
 from appliance.quant.headers import weight_files
@@ -99,7 +101,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-_loaded: list[int] = []  # of each model that `load_whole` has loaded in this process, how many tensors it has
+_whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # of `load_whole`: how many tensors
 
 
 def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
@@ -124,13 +126,13 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
     judged = ask_transformers(folder, trust_remote_code=bool(settings.get("trust_remote_code")))
     if judged.problem:
         raise EngineError(f"{name_or_path}: {judged.problem}", hint=judged.remedy)
-    _loaded.append(len(model.state_dict()))
+    _whole[model] = len(model.state_dict())
     return model
 
 
-def tensors_of_whole_models() -> tuple[int, ...]:
-    """Of each model that `load_whole` has loaded in this process, how many tensors it has."""
-    return tuple(_loaded)
+def tensors_loaded(module: Module) -> int:
+    """How many tensors of this model, or of one in it, `load_whole` has loaded; 0 where it did not."""
+    return sum(_whole.get(part, 0) for part in module.modules())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transfer_queue import KVBatchMeta
 from appliance import patch
 from appliance.corrections.objective import Advantage
 from appliance.errors import AttestationError
-from appliance.quant.loading import tensors_of_whole_models
+from appliance.quant.loading import tensors_loaded
 from appliance.quant.mismatch import LayerTrace, first_difference
 from appliance.record.attestations import (
     Attestation,
@@ -109,8 +109,10 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
     if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
         asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
         raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
-    if not (loaded := tensors_of_whole_models()):
-        raise AttestationError(f"trainer rank {worker.rank} did not look at what its checkpoint lacks")
+    if not (loaded := tensors_loaded(module)):
+        raise AttestationError(
+            f"trainer rank {worker.rank} does not know whether all of its model came from the checkpoint"
+        )
     trained, all_of_it = trained_tensors(module), sum(1 for _ in module.parameters())
     if (trained < all_of_it) != bool(plan.lora):
         asked = "an adapter alone" if plan.lora else "all"

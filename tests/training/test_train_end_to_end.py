@@ -92,9 +92,15 @@ def test_every_worker_attests_int8(short: Finished) -> None:
     kernels = rollout["detail"]["kernels"]
     assert sum(count for name, count in kernels.items() if "Int8" in name) == 4 * 4  # 4 layers of 4 linear layers
     assert (trainer["scheme"], trainer["detail"]["parameters"]) == ("bf16", "torch.float32")
+    assert (trainer["detail"]["loaded"], trainer["detail"]["random"]) == (LOADED, 0)
     assert rollout["detail"]["threads"] == trainer["detail"]["threads"] == 1
     assert trainer["patches"] == ["chunked-log-probs", "cpu-process-group", "whole-checkpoint"]
-    assert said["driver-0"]["patches"] == ["chunked-log-probs", "cpu-process-group", "no-load-balancer", "whole-checkpoint"]
+    assert said["driver-0"]["patches"] == [
+        "chunked-log-probs",
+        "cpu-process-group",
+        "no-load-balancer",
+        "whole-checkpoint",
+    ]
     assert len({one["fingerprint"] for one in said.values()}) == 1
 
 
