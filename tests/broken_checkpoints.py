@@ -42,8 +42,8 @@ class Count:
 
     def settle(self, *, cases: int) -> str:
         """Everything was found, and the table says so. Returns the line for the summary."""
-        assert self.missed == []
-        assert self.injected == cases
+        assert not self.missed, self.missed
+        assert self.injected == cases, self.injected
         rows = [line for line in TABLE.read_text().splitlines() if line.startswith(f"| {self.fault} |")]
         assert [row.split("|")[-2] for row in rows] == [f" {cases} "], self.fault
         line = f"{self.fault}: injected {self.injected}, found {self.injected}"

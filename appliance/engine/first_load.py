@@ -119,7 +119,9 @@ class FirstLoad:
             raise EngineError(f"first load: {fact}", hint=_HINT)
         if not (wanted or packed_parts(name)[1] or self._is_left_out(name)):
             raise EngineError(f"first load: {name} is not a weight of this model", hint=_HINT)
-        if wanted and _holds_floats(tensor) and not all_finite(tensor):
+        if wanted and not _holds_floats(tensor):
+            raise EngineError(f"first load: {name} is {tensor.dtype}, not floats", hint=_HINT)
+        if wanted and not all_finite(tensor):
             raise EngineError(f"first load: {name} has a value that is not finite", hint=_HINT)
 
     def _shape_in_experts(self, name: str) -> Iterator[tuple[int, int]]:

@@ -109,25 +109,28 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
     model was made up, or something of the checkpoint left out or read as another type."""
     from transformers.utils import CONFIG_NAME, cached_file
 
+    folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
+    trusts = bool(settings.get("trust_remote_code"))
+    is_here = bool(weight_files(folder))
+    if is_here:
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
     with _quiet():
         model, report = auto_class.from_pretrained(
             name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
-    kinds = (
-        (sorted(report["missing_keys"]), "missing and would be random"),
-        (sorted(report["unexpected_keys"]), "not part of the model and would be left out"),
-        (sorted(str(name) for name, *_ in report["mismatched_keys"]), "of another shape and would be random"),
-    )
-    if facts := "; ".join(_counted(names, fact) for names, fact in kinds if names):
+    if not is_here:  # of the hub, and downloaded by now
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
+    if random := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise EngineError(
-            f"{name_or_path}: the weights are not those of the model in config.json: {facts}", hint=_AGAIN
+            f"{name_or_path}: {_counted(random, 'not in the checkpoint and would be random')}", hint=_AGAIN
         )
-    folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
-    judged = ask_transformers(folder, trust_remote_code=bool(settings.get("trust_remote_code")))
-    if judged.problem:
-        raise EngineError(f"{name_or_path}: {judged.problem}", hint=judged.remedy)
     _whole[model] = len(model.state_dict())
     return model
+
+
+def _require(loading: Loading, *, model: str) -> None:
+    if loading.problem:
+        raise EngineError(f"{model}: {loading.problem}", hint=loading.remedy)
 
 
 def tensors_loaded(module: Module) -> int:

@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, tiny
 from appliance.quant.loading import Loading, ask_transformers
 
 TIED = {"qwen2": True, "qwen3": True}  # the other families as their classes have it, untied
-CASES = 389
+CASES = 391
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def test_a_wrapper_that_was_saved_is_named(whole: dict[str, Path], tmp_path: Pat
         ),
         (
             lambda now: {HEAD if name == EMBEDDING else name: each for name, each in now.items()},
-            "model.embed_tokens.weight is missing; vLLM does not take lm_head.weight in its place, to which config.json "
-            "ties it",
+            "model.embed_tokens.weight is missing; vLLM does not take lm_head.weight in its place, to which "
+            "config.json ties it",
         ),
         (lambda now: now | {HEAD: now[EMBEDDING].clone()}, ""),
     ],
