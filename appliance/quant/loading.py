@@ -3,11 +3,10 @@
 `from_pretrained` fills a tensor that the files lack with random numbers, leaves out one that the model does not have,
 and casts whole numbers to floats, each with a warning at most. Here it loads tensors without memory (torch's meta
 device) that have the names, shapes and types of the headers, and is asked what it did. So its own rules decide what may
-be missing or ignored: tied heads, buffers, its lists of keys, its conversions (experts become one tensor), a base
-model's prefix.
+be missing or ignored: tied heads, buffers, its lists of keys, its conversions (experts become one tensor).
 
-Some of what it takes no engine does, and is refused here: a tied head that is not the embedding, a tied head alone, two
-names for one tensor, and numbers of experts that have a gap.
+Some of what it takes no engine does, and is refused here: a base model's names, a prefix too many, a tied head that is
+not the embedding, a tied head alone, two names for one tensor, and numbers of experts that have a gap.
 """
 
 from __future__ import annotations
@@ -199,8 +198,15 @@ class _Checkpoint:
         missing = sorted(self._wanted.keys() - sources)
         unexpected = self._unexpected(report, missing=missing)
         if report.is_clean and not (missing and unexpected):  # a gap in the numbers of experts: they are only counted
-            return None
+            return self._other_names()
         return self._told(report, missing=missing, unexpected=unexpected)
+
+    def _other_names(self) -> tuple[str, str] | None:
+        others = sorted(name for name, saved in self._names.items() if name != saved)
+        if not others:
+            return None
+        fact = f"by a name that transformers takes and vLLM does not, first for {self._names[others[0]]}"
+        return _counted(others, fact), "load the model with transformers and save it again"
 
     def _loaded(self, names: Sequence[str]) -> _Report:
         state = {

@@ -12,6 +12,7 @@ import torch
 from broken_checkpoints import EMBEDDING, HEAD, Count, Tensors, broken_checkpoints, write_broken
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from appliance.quant.loading import Loading, ask_transformers
 
@@ -53,8 +54,6 @@ def inv_freq(tensors: Tensors) -> Tensors:
 
 
 TAKEN = {
-    "the base model's names": lambda tensors: {name.removeprefix("model."): each for name, each in tensors.items()},
-    "a prefix too many": lambda tensors: {f"model.{name}": each for name, each in tensors.items()},
     "old buffers": inv_freq,
     "in FP32": lambda tensors: {name: each.float() for name, each in tensors.items()},
     "in FP16": lambda tensors: {name: each.half() for name, each in tensors.items()},
@@ -68,6 +67,33 @@ def test_what_transformers_takes_rightly_is_taken(
     whole: dict[str, Path], tmp_path: Path, family: str, form: str
 ) -> None:
     assert ask_transformers(changed(whole[family], tmp_path / "new", TAKEN[form])) == Loading()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "rename",
+    [lambda name: name.removeprefix("model."), lambda name: f"model.{name}"],
+    ids=["the base model's names", "a prefix too many"],
+)
+def test_names_that_transformers_takes_and_no_engine_are_refused(
+    whole: dict[str, Path], tmp_path: Path, family: str, rename: Callable[[str], str]
+) -> None:
+    folder = changed(whole[family], tmp_path / "new", lambda now: {rename(name): now[name] for name in now})
+    said = ask_transformers(folder)
+    assert "by a name that transformers takes and vLLM does not, first for " in said.problem
+    assert said.remedy == "load the model with transformers and save it again"
+
+
+def test_buffers_that_a_class_ignores_are_known_from_the_class(tmp_path: Path) -> None:
+    """GPT-NeoX's masks, which its own list of keys names. A Llama has none, and vLLM's would not load them."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+    model.save_pretrained(tmp_path / "whole")
+    masks = {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 32, 32, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e4),
+    }
+    assert ask_transformers(changed(tmp_path / "whole", tmp_path / "new", lambda now: now | masks)) == Loading()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
