@@ -40,6 +40,7 @@ def register() -> None:
         return
     from flashrl_compat.arguments import patch_engine_arguments
     from flashrl_compat.core import patch_core
+    from flashrl_compat.first_load import patch_first_load
     from flashrl_compat.layerwise import patch_layerwise
     from flashrl_compat.metrics import patch_metrics
     from flashrl_compat.refusals import patch_refusals
@@ -48,6 +49,7 @@ def register() -> None:
     patch_engine_arguments()
     patch_core()
     patch_refusals()
+    patch_first_load()
     patch_layerwise()
     patch_metrics()
     register_backend()

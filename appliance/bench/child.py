@@ -29,7 +29,7 @@ from appliance.record.engine_start import starting
 from appliance.record.events import exit_code_of
 from appliance.terms.clock import ANY_DAY, clock_of
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import LOAD_FORMAT, Quantisation
 
 # Of a GPU's memory: what each engine must find free at its start, though its KV cache is of a given size.
 SHARE: dict[str, float] = {}
@@ -76,7 +76,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
             skip_tokenizer_init=True,
             dtype=job.dtype.in_torch,
             config_format="hf",  # as a run's
-            load_format="dummy" if workload.shapes else "auto",
+            load_format="dummy" if workload.shapes else LOAD_FORMAT,
             tensor_parallel_size=job.tensor_parallel,
             enforce_eager=scheme in job.eager,
             max_model_len=workload.max_prompt_tokens + workload.new_tokens,

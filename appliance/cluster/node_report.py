@@ -24,8 +24,9 @@ from appliance.files import digest_of, write_whole
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
-from appliance.preflight.inputs import damage, read_stack
+from appliance.preflight.inputs import read_stack
 from appliance.preflight.probes import read_host
+from appliance.quant.headers import damage
 from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan

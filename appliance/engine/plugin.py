@@ -15,7 +15,8 @@ def register() -> None:
     require_one_distribution()
     from vllm.platforms import current_platform
 
-    import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
+    import appliance.engine.config
+    import appliance.engine.first_load  # noqa: F401  registers the load format by its name
     from appliance.engine.int8 import NO_AMX_TILES, no_amx_tiles
     from appliance.patch import apply_patch
     from appliance.quant.cpu_gemm import widen_gemms

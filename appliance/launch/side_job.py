@@ -37,7 +37,7 @@ _RANDOM = 8  # characters that tempfile adds
 OF_THE_MODEL = frozenset(
     {
         *("remote-code", "architecture", "model-missing", "model-incomplete", "model-damaged", "model-unreachable"),
-        *("model-refused", "model-revision", "model-unreadable"),
+        *("model-refused", "model-revision", "model-unreadable", "model-weights", "model-types"),
     }
 )
 OF_THE_DATA = frozenset({"data", "data-unreachable"})

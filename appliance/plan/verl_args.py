@@ -11,7 +11,7 @@ from pathlib import Path
 from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
-from appliance.terms.settings import Dtype, Schedule
+from appliance.terms.settings import LOAD_FORMAT, Dtype, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
 REFERENCE = "actor_rollout_ref.ref"
@@ -181,7 +181,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ROLLOUT}.enforce_eager", rollout.eager),
         (f"{ROLLOUT}.free_cache_engine", sleeps),
         (f"+{ROLLOUT}.enable_sleep_mode", sleeps),
-        (f"{ROLLOUT}.load_format", "auto"),
+        (f"{ROLLOUT}.load_format", LOAD_FORMAT),
         (f"{ROLLOUT}.max_model_len", plan.engine.max_model_tokens),
         (f"{ROLLOUT}.max_num_seqs", plan.engine.max_concurrent_sequences),
         (f"{ROLLOUT}.max_num_batched_tokens", plan.engine.max_batched_tokens),

@@ -14,6 +14,7 @@ from appliance.preflight.container import judge_container
 from appliance.preflight.disk import bytes_in_bf16, bytes_of_a_save_by_time, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
+from appliance.preflight.weights import judge_weights
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
@@ -145,6 +146,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         elif inputs.model_damage:
             message = f"{model.path}: {'; '.join(inputs.model_damage)}"
             yield error("model-damaged", "model.path", message, "copy or download the model again")
+    yield from judge_weights(model, inputs.weights)
     if not inputs.has_chat_template and not inputs.model_missing:
         message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
         remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"

@@ -3,11 +3,10 @@ a model, and of a profile for it, are read without torch: names, headers and siz
 
 from __future__ import annotations
 
-import json
 import os
 import os.path
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from appliance import console, hub
@@ -17,7 +16,9 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
-from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
+from appliance.preflight.weights import WeightsChild, WeightsFacts, folder_of_weights
+from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_shapes
+from appliance.quant.headers import damage
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
@@ -31,8 +32,6 @@ from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
-INDEX = "model.safetensors.index.json"
-_MOST_NAMED = 3  # damaged files
 _REMEDY_OF_EASY = "mend the reward; leave it where such an answer is meant to earn as much"
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading may take longer than in a run
 
@@ -85,6 +84,8 @@ class InputFacts:
     """As the function of this name."""
     model_damage: tuple[str, ...] = ()
     """What is wrong with the model's files of weights."""
+    weights: WeightsFacts = field(default_factory=WeightsFacts)
+    """Whether they hold the model of config.json."""
     has_chat_template: bool = True
     """True as well where the model's files are not here, or its own code may make one."""
     model_problem: str = ""
@@ -105,13 +106,30 @@ class InputFacts:
     """By earlier attempts of the run."""
 
 
-def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: HostFacts | None = None) -> InputFacts:
+def read_inputs(
+    plan: RunPlan,
+    *,
+    ask_hub: bool,
+    run_code: bool = True,
+    read_weights: bool = True,
+    host: HostFacts | None = None,
+) -> InputFacts:
     """Reads data files in full.
 
     ask_hub: whether the network may be asked, and children, which takes seconds.  run_code: whether these may grade a
-    sample and describe tools: the user's code runs in them, and a judge is asked.
+    sample and describe tools: the user's code runs in them, and a judge is asked.  read_weights: whether a child may
+    hold the model's files of weights against its config.json, which takes torch.
     host: for what `bench` kept; None: it is not looked up.
     """
+    with WeightsChild() as child:
+        facts = _read(plan, ask_hub=ask_hub, run_code=run_code, host=host, child=child if read_weights else None)
+        return replace(facts, weights=child.hear())
+
+
+def _read(
+    plan: RunPlan, *, ask_hub: bool, run_code: bool, host: HostFacts | None, child: WeightsChild | None
+) -> InputFacts:
+    """child: started as soon as there is something for it, and not waited for."""
     from appliance.tasks.prepare import has_data
 
     made, folder, name = has_data(plan), Path(plan.model.path), plan.model.hub_name
@@ -128,6 +146,11 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
+    model_damage = damage(folder) if may_look else ()
+    shape = model_shape(plan)
+    is_refused = bool(model_damage or access.unreadable or (shape and shape.quantised))
+    if child and ask_hub and (may_look or cached) and not is_refused and (weights := folder_of_weights(plan.model)):
+        child.start(weights, trust_remote_code=plan.model.trust_remote_code)
     has_template = not (may_look or cached) or _has_chat_template(plan.model)
     # The child takes seconds to load transformers, and runs beside the one that grades.
     with ThreadPoolExecutor(1) as beside:
@@ -138,7 +161,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         model_folder_exists=is_barred or os.path.isdir(folder),
         model_missing=hub.missing_parts(folder) if may_look else (),
         model_bytes=model_bytes(plan),
-        model_shape=model_shape(plan),
+        model_shape=shape,
         model_is_cached=cached,
         is_offline=is_offline,
         hub_problem=hub_problem,
@@ -148,7 +171,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         profile_problem=profile_problem(plan),
         expected_kl=expected_kl(plan),
         uaq_problem=uaq_problem(plan),
-        model_damage=damage(folder) if may_look else (),
+        model_damage=model_damage,
         has_chat_template=has_template,
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
@@ -221,36 +244,6 @@ def model_shape(plan: RunPlan) -> ModelShape | None:
         return read_shape(folder / "config.json") or (KNOWN.get(plan.model.source) if plan.model.is_pinned else None)
     cached = hub.cached_snapshot(plan.model.source)
     return (read_shape(cached / "config.json") if cached else None) or KNOWN.get(plan.model.source)
-
-
-def damage(folder: Path) -> tuple[str, ...]:
-    """What is wrong with the safetensors files: those that the index names and are not there, and those cut short."""
-    found = _missing_shards(folder)
-    found += [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _cut_short(file))]
-    more = len(found) - _MOST_NAMED
-    return (*found[:_MOST_NAMED], f"and {more} more") if more > 0 else tuple(found)
-
-
-def _missing_shards(folder: Path) -> list[str]:
-    """Of the index, where there is one."""
-    try:
-        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return [f"{INDEX} cannot be read"]
-    missing = sorted(str(name) for name in files if not os.path.isfile(folder / str(name)))
-    return [f"{name} is missing, {INDEX} names it" for name in missing]
-
-
-def _cut_short(file: Path) -> str:
-    try:
-        wanted, has = tensor_end(file), file.stat().st_size
-    except PermissionError:
-        return ""  # preflight/access.py says so
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return f"{file.name} is not a safetensors file"
-    return "" if has >= wanted else f"{file.name} has {has:,} of {wanted:,} bytes"
 
 
 def profile_problem(plan: RunPlan) -> str:

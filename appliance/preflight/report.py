@@ -44,7 +44,7 @@ def examine(
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
-    run_dir: absolute.  ask_hub, run_code: as read_inputs.
+    run_dir: absolute.  ask_hub, run_code: as read_inputs; where no code runs, weights are not read either.
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
     is asked where it may be.
@@ -61,7 +61,8 @@ def examine(
         commit=_commit(recipe, original=original, ask_hub=ask_hub) if commit is None else commit,
         data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
     )
-    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, run_code=run_code, host=host))
+    inputs = read_inputs(plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host)
+    return plan, host, judge(plan, host=host, inputs=inputs)
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:

@@ -120,6 +120,11 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def tensor_names(file: Path) -> list[str]:
+    """Of a safetensors file. Raises as `tensor_shapes` does."""
+    return [name for name in _read_header(file)[0] if name != "__metadata__"]
+
+
 def tensor_end(file: Path) -> int:
     """Bytes that a safetensors file has by its own header. Raises as `tensor_shapes` does."""
     header, length = _read_header(file)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import EngineError, RecipeError, first_line
+from appliance.errors import EngineError, PreflightError, RecipeError, first_line
 from appliance.files import whole_folder
 from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
@@ -61,7 +61,8 @@ def _fetched(plan: RunPlan) -> Path:
 
 def prepare(plan: RunPlan) -> None:
     """Make what is missing. Raises RecipeError for data that cannot be used, OSError when the cache is not writable,
-    EngineError when the hub does not give the model."""
+    EngineError when the hub does not give the model, PreflightError when what it gives is not the model of its
+    config.json."""
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what=PHASE)
     if not _has_model(plan):
@@ -90,10 +91,20 @@ def _fetch_model(plan: RunPlan) -> None:
         raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error
     if folder != Path(model.path):
         raise EngineError(f"{model.identity} came to {folder}, not to {model.path}: two settings of the hub's cache?")
+    _hold_weights(folder, plan=plan)
     mark = _fetched(plan)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.identity}", why="model.revision")
+
+
+def _hold_weights(folder: Path, *, plan: RunPlan) -> None:
+    """As preflight does, which could not before they were here. Raises PreflightError."""
+    from appliance.quant.loading import ask_transformers  # loads torch
+
+    loading = ask_transformers(folder, trust_remote_code=plan.model.trust_remote_code)
+    if loading.problem:
+        raise PreflightError(f"model.path: {plan.model.identity}: {loading.problem}", hint=loading.remedy)
 
 
 def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float], None]:

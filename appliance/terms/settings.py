@@ -10,6 +10,7 @@ from appliance.files import Frozen
 from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
+LOAD_FORMAT = "appliance_whole"  # of our loader in vLLM, which holds what it loads against the model
 ATTENTION_NAME = "appliance_packed"  # of our attention in transformers
 
 

@@ -24,6 +24,7 @@ from transfer_queue import KVBatchMeta
 from appliance import patch
 from appliance.corrections.objective import Advantage
 from appliance.errors import AttestationError
+from appliance.quant.loading import tensors_loaded
 from appliance.quant.mismatch import LayerTrace, first_difference
 from appliance.record.attestations import (
     Attestation,
@@ -108,12 +109,18 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
     if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
         asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
         raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
+    if not (loaded := tensors_loaded(module)):
+        raise AttestationError(
+            f"trainer rank {worker.rank} does not know whether all of its model came from the checkpoint"
+        )
     trained, all_of_it = trained_tensors(module), sum(1 for _ in module.parameters())
     if (trained < all_of_it) != bool(plan.lora):
         asked = "an adapter alone" if plan.lora else "all"
         raise AttestationError(f"trainer rank {worker.rank} trains {trained} of {all_of_it}, the plan says {asked}")
     detail: dict[str, Any] = {
         "trained": trained,
+        "loaded": loaded,
+        "random": 0,
         "parameters": str(next(module.parameters()).dtype),
         "compute": str(compute),
         "class": type(module).__name__,

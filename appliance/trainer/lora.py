@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from verl.utils.device import get_device_id
 
 from appliance.errors import EngineError, SyncError
+from appliance.quant.loading import load_whole
 from appliance.record.checkpoints import ADAPTER_FOLDER
 from appliance.record.plan import LoraPlan, ModelPlan
 from appliance.sync.manifest import digest
@@ -169,8 +170,12 @@ def merge(base: str, *, commit: str, trust_remote_code: bool, actor: Path, targe
     base: what the adapter was trained on, a folder or a name on the hub.  commit: there.  actor: of a checkpoint.
     target: a folder.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        base, revision=commit or None, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+    model = load_whole(
+        AutoModelForCausalLM,
+        base,
+        revision=commit or None,
+        dtype=torch.bfloat16,
+        trust_remote_code=trust_remote_code,
     )
     merged = PeftModel.from_pretrained(model, str(actor / ADAPTER_FOLDER)).merge_and_unload()
     merged.save_pretrained(target)

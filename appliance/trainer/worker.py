@@ -3,7 +3,7 @@
 It gives verl our sender of weights and, where the plan asks for it, our engine, by verl's own registries, and the CPU
 as one of verl's platforms: torch.cpu with the calls that verl makes on torch.cuda, and gloo. In a run on a CPU it
 repairs the one call that cannot work there, and fits the threads to the host. Log-probs are taken in chunks of tokens,
-and transformers knows our attention (trainer/attention.py).
+transformers knows our attention (trainer/attention.py), and a model of which something would be made up is not loaded.
 
 Legend: T tokens, V words.
 """
@@ -27,6 +27,7 @@ from verl.workers.rollout import base
 from appliance.control_groups import usable_cores
 from appliance.patch import Patch, apply_patch
 from appliance.quant.cpu_gemm import widen_gemms
+from appliance.quant.loading import load_whole
 from appliance.record.liveness import WORKER_ROLE, Heartbeat, keep_stacks
 from appliance.terms.environment import (
     ENGINE_VENDOR,
@@ -60,6 +61,19 @@ LOG_PROBS = Patch(
     version="0.9.1",
     source_sha256="1074be97faf338ae07d3c2351db0752714541a17e0616a785ee65b6fc14ea262",
     remove_when="verl's log-probs without flash-attn are in float32 and take many tokens at a time",
+)
+WHOLE_MODELS = Patch(
+    name="whole-checkpoint",
+    target="verl.utils.model:get_hf_auto_model_class",
+    why=(
+        "transformers fills what a checkpoint lacks with random numbers and leaves out what the model does not have, "
+        "with a warning; verl loads the model that it trains with this class, and asks for no report"
+    ),
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/model.py",
+    distribution="verl",
+    version="0.9.1",
+    source_sha256="9023f5dc0acb0ccb377a842f5a8893afb716438da53281d8ea877ac12853e2bf",
+    remove_when="verl or transformers raises for a checkpoint that is not the model's",
 )
 CHUNK_ROWS = 1024
 _CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: what its cache holds
@@ -100,6 +114,20 @@ def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return LogProbs.apply(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
 
     return log_probs
+
+
+def _loading_whole(original: Callable[..., type]) -> Callable[..., type]:
+    @functools.wraps(original)
+    def get_hf_auto_model_class(hf_config: Any) -> type:
+        """verl's class, with a `from_pretrained` that raises EngineError for a checkpoint that is not the model's."""
+        auto_class = original(hf_config)
+
+        def from_pretrained(pretrained_model_name_or_path: str, **settings: Any) -> Any:
+            return load_whole(auto_class, pretrained_model_name_or_path, **settings)
+
+        return type(auto_class.__name__, (auto_class,), {"from_pretrained": staticmethod(from_pretrained)})
+
+    return get_hf_auto_model_class
 
 
 def _gloo_only(original: Callable[..., None]) -> Callable[..., None]:
@@ -210,6 +238,7 @@ def fit_threads_to_host() -> None:
 
 keep_stacks(WORKER_ROLE)
 apply_patch(LOG_PROBS, _in_chunks)
+apply_patch(WHOLE_MODELS, _loading_whole)
 importlib.import_module("appliance.trainer.attention")  # transformers knows it then
 
 if _is_run_on_cpu():

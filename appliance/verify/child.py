@@ -27,6 +27,7 @@ from appliance.engine.sync import SyncWorkerExtension
 from appliance.errors import ApplianceError, EngineError
 from appliance.hub import weight_files
 from appliance.record.engine_start import starting
+from appliance.terms.settings import LOAD_FORMAT
 from appliance.verify.job import CheckResult, EngineOutput, Job, LayerProbe, Worker
 
 WORKER = "appliance.verify.child.VerifyWorker"
@@ -75,6 +76,7 @@ def _engine(job: Job) -> LLM:
         trust_remote_code=job.trust_remote_code,
         skip_tokenizer_init=True,
         config_format="hf",  # as a run's
+        load_format=LOAD_FORMAT,
         dtype=job.dtype.in_torch,
         enforce_eager=job.enforce_eager,
         max_model_len=job.prompt_tokens + job.new_tokens,

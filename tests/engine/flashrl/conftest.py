@@ -29,17 +29,21 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     import os
 
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     from appliance import patch
     from flashrl_compat.arguments import patch_engine_arguments
+    from flashrl_compat.first_load import patch_first_load
     from flashrl_compat.variables import VARIABLES
 
     for name in [*VARIABLES, "VERL_REPLICA_RANK", "RANK", "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     assert not any(name.startswith("FLASHRL_") for name in os.environ)
     monkeypatch.setattr(patch, "_APPLIED", {})
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back at the end
+    for owner, name in ((EngineArgs, "create_engine_config"), (DefaultModelLoader, "load_weights")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     patch_engine_arguments()
+    patch_first_load()
     yield monkeypatch
 
 

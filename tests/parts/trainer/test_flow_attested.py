@@ -13,6 +13,7 @@ from tiny_models import VOCABULARY, tiny
 from transformers import PreTrainedModel
 
 from appliance.errors import AttestationError
+from appliance.quant import loading
 from appliance.record.attestations import Attestation, fingerprint, read_attestations, write_attestation
 from appliance.record.plan import RunPlan
 from appliance.sync.manifest import Manifest, record
@@ -33,7 +34,9 @@ LAYERS = [
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     monkeypatch.setattr(rollout_forward, "_PRESENT", [])
-    return tiny("qwen2")
+    model = tiny("qwen2")
+    monkeypatch.setitem(loading._whole, model, len(model.state_dict()))
+    return model
 
 
 def flow_of(model: PreTrainedModel, scheme: Scheme = Scheme.INT8, *, fp8_backward: bool = False) -> RolloutForward:

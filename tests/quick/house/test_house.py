@@ -13,7 +13,7 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # A broad `except` is a boundary: the command line, a user's reward function, the outermost line of a child, the page
 # that the launcher writes beside its work, the start of an engine, and the end of the backends of `logging.backends`.
 BOUNDARIES = {
-    *("cli", "record.events", "report.page"),
+    *("cli", "quant.loading", "record.events", "report.page"),
     *("record.engine_start", "tasks.grading", "tasks.sample", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "quant", "tasks", *FACTS},
     "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
     "preflight": {
-        *("console", "control_groups", "errors", "hub", "patch"),
+        *("console", "control_groups", "errors", "hub", "patch", "processes"),
         *("plan", "quant", "recipe", "record", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
@@ -41,7 +41,7 @@ MAY_IMPORT = {
         *("console", "errors", "files", "processes", "signals"),
         *("plan", "preflight", "quant", "recipe", "record", "report", "sync", "tasks", "terms"),
     },
-    "cluster": {*TOOLS, "launch", "plan", "preflight", "recipe", "record", "terms"},
+    "cluster": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
     # commands beside the run
     "profile": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
     "bench": {*TOOLS, "engine", "launch", "plan", "preflight", "recipe", "record", "terms"},

@@ -13,7 +13,7 @@ import pytest
 from hub_variables import set_hub
 
 from appliance import hub
-from appliance.preflight.inputs import INDEX, damage
+from appliance.quant.headers import INDEX, damage
 
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}})
 

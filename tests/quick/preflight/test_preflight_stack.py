@@ -33,6 +33,7 @@ def test_every_record_fits_what_is_installed() -> None:
         "cpu-no-amx-tiles",
         "cpu-process-group",
         "no-load-balancer",
+        "whole-checkpoint",
     }
     assert {name: why_unfit(record) for name, record in recorded().items()} == dict.fromkeys(recorded(), "")
 

@@ -1,0 +1,209 @@
+"""The first load of a vLLM model, held against what the model needs, as each later update is (update.py).
+
+vLLM itself counts a fused layer as loaded once one of its parts has come, and any layer with a quantisation method as
+loaded without asking; what nobody wrote is memory as it was found. Here the elements are counted that each layer gets.
+Of the families that we know each tensor is also held against the place that it has in the model.
+
+Each parameter's loader is called under the counter of vLLM's layerwise reload. That one itself counts too late: biases
+that come before a layer's first weight pass it by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from vllm.config import get_current_vllm_config
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import CopyCounter
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from appliance.engine.tensor_slots import Slot, slots
+from appliance.engine.update import is_derived, loadable_elements, predicts_more
+from appliance.engine.ways_in import ways_into
+from appliance.errors import EngineError
+from appliance.quant.codec import all_finite
+from appliance.terms.families import packed_parts, why_unknown
+from appliance.terms.settings import LOAD_FORMAT
+
+_EXPERT = re.compile(r"(?P<layer>.+)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")  # in a checkpoint
+_MOST_NAMED = 4
+_HINT = "the checkpoint is not the model of its config.json: copy or download it again"
+
+
+@contextmanager
+def held_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
+    """Within it one call of the model's `load_weights` is its first load. Raises EngineError for a checkpoint that is
+    not the model's. A draft model is left alone, which has layers of another one's, and so is a later update, which
+    proves itself. model_config: vLLM's."""
+    if model_config is not get_current_vllm_config().model_config or ways_into(model):
+        yield
+        return
+    first = FirstLoad(model, model_config=model_config)
+    load = model.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> Any:
+        with first.counting():
+            loaded = load(first.held(weights))
+        first.require_whole(loaded)
+        return loaded
+
+    model.__dict__["load_weights"] = load_weights
+    try:
+        yield
+    finally:
+        del model.__dict__["load_weights"]
+
+
+@register_model_loader(LOAD_FORMAT)
+class WholeLoader(DefaultModelLoader):
+    """vLLM's own for checkpoints on disk, with a held first load: what a plan's engines are started with. It reads
+    transformers' files and no others."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(dataclasses.replace(load_config, load_format="hf"))
+
+    def load_weights(self, model: Module, model_config: Any) -> None:
+        with held_first_load(model, model_config=model_config):
+            super().load_weights(model, model_config)
+
+
+class FirstLoad:
+    """Counts the elements that each layer of a model gets."""
+
+    def __init__(self, model: Module, *, model_config: Any) -> None:
+        """model_config: vLLM's."""
+        self._model, self._config = model, model_config.hf_text_config
+        self._layers = dict(model.named_modules())
+        self._is_known = not why_unknown([model_config.architecture])
+        tied = bool(self._config.tie_word_embeddings)
+        found = slots(model, tied_head=tied) if self._is_known else {}
+        self._slots = {name: held for name, places in found.items() if (held := tuple(filter(self._is_there, places)))}
+        self._experts = {layer.layer_name: layer for layer in model.modules() if isinstance(layer, RoutedExperts)}
+        self._counted: Counter[str] = Counter()
+        self._online = {name for name, layer in self._layers.items() if get_layerwise_info(layer).can_load()}
+        self._came: set[str] = set()
+
+    def _is_there(self, place: Slot) -> bool:
+        """Not the bias of a layer that has none. GEMMs of experts are no modules, and have no bias."""
+        layer = self._layers.get(place.layer)
+        return place.parameter == "weight" if layer is None else getattr(layer, place.parameter, None) is not None
+
+    def held(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
+        """The same tensors. Raises EngineError for one that is none of the model's."""
+        for name, tensor in weights:
+            if name in self._came:
+                raise EngineError(f"first load: {name} is in two of the checkpoint's files", hint=_HINT)
+            self._came.add(name)
+            if self._is_known:
+                self._require_place(name, tensor)
+            yield name, tensor
+
+    def _require_place(self, name: str, tensor: Tensor) -> None:
+        """Of a model of a known family."""
+        wanted = {place.shape for place in self._slots.get(name, ())} or {*self._shape_in_experts(name)}
+        if wrong := next((shape for shape in wanted if shape and shape != tensor.shape), None):
+            fact = f"{name} has the shape {list(tensor.shape)}, the model has {list(wrong)}"
+            raise EngineError(f"first load: {fact}", hint=_HINT)
+        if not (wanted or packed_parts(name)[1] or self._is_left_out(name)):
+            raise EngineError(f"first load: {name} is not a weight of this model", hint=_HINT)
+        if wanted and not _holds_floats(tensor):
+            raise EngineError(f"first load: {name} is {tensor.dtype}, not floats", hint=_HINT)
+        if wanted and not all_finite(tensor):
+            raise EngineError(f"first load: {name} has a value that is not finite", hint=_HINT)
+
+    def _shape_in_experts(self, name: str) -> Iterator[tuple[int, int]]:
+        """[N, K] of an expert's tensor by this name; none where there is no such expert."""
+        match = _EXPERT.fullmatch(name)
+        layer = self._experts.get(match["layer"]) if match else None
+        if match and layer is not None and int(match["number"]) < layer.moe_config.num_experts:
+            width = layer.moe_config.moe_parallel_config.tp_size * layer.intermediate_size_per_partition
+            yield (layer.hidden_size, width) if match["part"] == "down" else (width, layer.hidden_size)
+
+    def _is_left_out(self, name: str) -> bool:
+        is_tied = name == "lm_head.weight" and self._config.tie_word_embeddings
+        return is_tied or is_derived(name) or predicts_more(name, config=self._config)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within it every parameter's loader counts for its layer."""
+        put: list[tuple[Tensor, Callable[..., Any] | None, Callable[..., Any]]] = []
+        for name, layer in self._layers.items():
+            for key, parameter in layer.named_parameters(recurse=False):
+                own = getattr(parameter, "weight_loader", None)
+                parameter.weight_loader = counting = self._counted_loader(own or default_weight_loader, name, key)
+                put.append((parameter, own, counting))
+        try:
+            yield
+        finally:
+            for parameter, own, counting in reversed(put):  # a parameter of two layers has two
+                if getattr(parameter, "weight_loader", None) is not counting:
+                    continue  # vLLM has taken it off, with its own, as the layer was complete
+                if own is None:
+                    del parameter.weight_loader
+                else:
+                    parameter.weight_loader = own
+
+    def _counted_loader(self, loader: Callable[..., Any], name: str, key: str) -> Callable[..., Any]:
+        @functools.wraps(loader)  # by their name vLLM knows the loaders that it has put around others
+        def counted_loader(*args: Any, **kwargs: Any) -> Any:
+            parameter, tensor, *_ = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+            if _holds_floats(parameter) and not _holds_floats(tensor):
+                raise EngineError(f"first load: {name}.{key} got {tensor.dtype}, not floats", hint=_HINT)
+            with CopyCounter() as counter:
+                given = loader(*args, **kwargs)
+            self._counted[name] += min(counter.copied_numel, parameter.numel())
+            return given
+
+        return counted_loader
+
+    def require_whole(self, loaded: set[str] | None) -> None:
+        """Raises EngineError for layers that did not get all of their elements. loaded: names of the model's own
+        parameters, as its class returns them."""
+        missing = []
+        for name, layer in self._layers.items():
+            is_complete = name in self._online and not get_layerwise_info(layer).can_load()  # and quantised by now
+            wanted = 0 if is_complete or is_deferred_attention_layer(layer) else loadable_elements(layer)
+            has = self._counted[name]
+            if has < wanted and not self._has_come_otherwise(name, layer, loaded=loaded or set()):
+                missing.append(f"{name} ({has} of {wanted} elements{self._not_come(name)})")
+        if missing:
+            shown = ", ".join(missing[:_MOST_NAMED])
+            more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+            fact = f"{len(missing)} layers did not receive all their weights: {shown}{more}"
+            raise EngineError(f"first load: {fact}", hint=_HINT)
+
+    def _not_come(self, layer: str) -> str:
+        """The first tensor that the layer waits for; of a model of another family it is not known."""
+        places = (
+            (name, held) for name, held in self._slots.items() if not name.startswith(f"{layer}.") or len(held) == 1
+        )
+        waits = [
+            name for name, held in places if any(place.layer == layer for place in held) and name not in self._came
+        ]
+        return f", no {waits[0]}" if waits else ""
+
+    def _has_come_otherwise(self, name: str, layer: Module, *, loaded: set[str]) -> bool:
+        """A tied head is another layer's tensor; and some classes write into a layer without its loader, and say so."""
+        own = dict(layer.named_parameters(recurse=False))
+        counted = (held for other, held in self._layers.items() if other != name and self._counted[other])
+        others = {id(parameter) for held in counted for parameter in held.parameters(recurse=False)}
+        is_tied = {id(parameter) for parameter in own.values()} <= others
+        return is_tied or (not self._counted[name] and {f"{name}.{key}" for key in own} <= loaded)
+
+
+def _holds_floats(tensor: Tensor) -> bool:
+    """Of 16 bits or more: FP8 codes mean nothing without their scales."""
+    return tensor.is_floating_point() and tensor.itemsize > 1

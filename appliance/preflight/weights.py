@@ -1,0 +1,138 @@
+"""Whether a model's files hold the model that its config.json describes, as transformers says in a child of ours:
+`python -m appliance.preflight.weights FOLDER TRUST_REMOTE_CODE`, the last `True` or `False`.
+
+The child loads torch, which takes seconds, and perhaps code that comes with the model. It is started first and heard
+last, and what else preflight reads is read meanwhile. What it said of a folder counts in this process until a file
+there changes: `compare` and `verify` look at one model several times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from appliance import hub
+from appliance.preflight.finding import Finding, error, warning
+from appliance.processes import module_argv
+from appliance.record.plan import ModelPlan
+from appliance.tasks.user_code import voice
+
+_CHILD = "appliance.preflight.weights"
+_WITHIN_S = 300.0  # with no file in the cache, on a busy host
+_TAIL_BYTES = 4096
+_SHOWN = 200  # characters
+
+_Key = tuple[str, bool, tuple[tuple[str, int, int], ...]]
+_KNOWN: dict[_Key, WeightsFacts] = {}
+
+
+@dataclass(frozen=True)
+class WeightsFacts:
+    """What the child said; all of it is empty where nothing is wrong, or it was not asked."""
+
+    problem: str = ""
+    remedy: str = ""
+    doubt: str = ""
+
+
+class WeightsChild:
+    """`start` it where there are files to look at, and `hear` it later; it is ended with the block in any case."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._key: _Key | None = None
+
+    def __enter__(self) -> WeightsChild:
+        self._output, self._printed = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._output.close()
+        self._printed.close()
+
+    def start(self, folder: Path, *, trust_remote_code: bool) -> None:
+        """trust_remote_code: whether code that comes with the model may run."""
+        self._key = (str(folder), trust_remote_code, _stamp(folder))
+        if self._key not in _KNOWN:
+            self._process = subprocess.Popen(
+                module_argv(_CHILD, str(folder), str(trust_remote_code)),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._printed,
+                start_new_session=True,  # with code of the model's own it may leave processes
+            )
+
+    def hear(self) -> WeightsFacts:
+        if self._key is None:
+            return WeightsFacts()
+        if self._process is not None:
+            facts = self._wait(self._process)
+            if facts is None:
+                return WeightsFacts(
+                    self._failure(self._process), "look at what it printed; the model's files are unproven"
+                )
+            _KNOWN[self._key] = facts
+        return _KNOWN[self._key]
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> WeightsFacts | None:
+        """None where it said nothing."""
+        try:
+            process.wait(_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return None
+        self._output.seek(0)
+        for line in self._output.read().decode(errors="replace").splitlines():  # a library may have printed before
+            if line.startswith('{"loading": '):
+                return WeightsFacts(**json.loads(line)["loading"])
+        return None
+
+    def _failure(self, process: subprocess.Popen[bytes]) -> str:
+        if process.poll() is None:
+            return f"its weights could not be held against its config.json within {_WITHIN_S:g} s"
+        self._printed.seek(0)
+        last = (self._printed.read()[-_TAIL_BYTES:].decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        return f"its weights could not be held against its config.json: exit code {process.returncode}: {last[:_SHOWN]}"
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What changes with the files: names, sizes, times."""
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if os.path.isfile(file)]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def folder_of_weights(model: ModelPlan) -> Path | None:
+    """Where the model's files are on this host, if all of them are; those of a built-in one are our own."""
+    if model.builtin:
+        return None
+    folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
+    return None if folder is None or hub.missing_parts(folder) else folder
+
+
+def judge_weights(model: ModelPlan, facts: WeightsFacts) -> Iterator[Finding]:
+    if facts.problem:
+        yield error("model-weights", "model.path", f"{model.source}: {facts.problem}", facts.remedy)
+    if facts.doubt:
+        remedy = "save the model again in one type, unless you know why"
+        yield warning("model-types", "model.path", f"{model.source}: {facts.doubt}", remedy)
+
+
+def main() -> int:
+    from appliance.quant.loading import ask_transformers  # loads torch
+
+    say = voice()
+    say("loading", asdict(ask_transformers(Path(sys.argv[1]), trust_remote_code=sys.argv[2] == "True")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

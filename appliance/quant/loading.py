@@ -1,0 +1,410 @@
+"""What loading a checkpoint would make up or leave out, asked of transformers by the headers of its files.
+
+`from_pretrained` fills a tensor that the files lack with random numbers, leaves out one that the model does not have,
+and casts whole numbers to floats, each with a warning at most. Here it loads tensors without memory (torch's meta
+device) that have the names, shapes and types of the headers, and is asked what it did. So its own rules decide what may
+be missing or ignored: tied heads, buffers, its lists of keys, its conversions (experts become one tensor).
+
+Some of what it takes no engine does, and is refused here: a base model's names, a prefix too many, a tied head that is
+not the embedding, a tied head alone, two names for one tensor, and numbers of experts that have a gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import statistics
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import Module
+
+from appliance.errors import EngineError, first_line
+from appliance.quant.headers import weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_MOST_NAMED = 3
+_MOST_COMPARED = 8  # tensors of a kind
+_FAR = 1024.0
+_ROWS = 4096  # of a tensor at a time
+_AGAIN = "copy or download the model again, or correct its config.json"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor of a checkpoint, without its values."""
+
+    type: str
+    """As safetensors names it, such as `BF16`."""
+    shape: tuple[int, ...]
+    file: Path
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What is wrong with a checkpoint; all of it is empty where nothing is."""
+
+    problem: str = ""
+    """Why the files do not hold the model that config.json describes."""
+    remedy: str = ""
+    doubt: str = ""
+    """What is odd about its types, though it can be loaded."""
+
+
+def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loading:
+    """Hold the headers of a folder's files of weights against the model that its config.json describes. No values are
+    read, but those of a head that is tied and is there all the same.
+
+    trust_remote_code: whether code that comes with the model may run.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the boundary of what a config.json may hold, and of code that may be the model's own
+        problem = f"transformers cannot build the model of config.json: {type(error).__name__}: {first_line(error)}"
+        return Loading(problem, "correct config.json, or take a model of a known family")
+    try:
+        return _Checkpoint(model, headers=read_headers(folder)).judge()
+    except EngineError as error:
+        return Loading(error.message, error.hint)
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Of the tensors in the files that transformers reads, by name. Raises EngineError for a file that is broken."""
+    headers: dict[str, TensorHeader] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    part = opened.get_slice(name)
+                    headers[name] = TensorHeader(part.get_dtype(), tuple(part.get_shape()), file)
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"{file.name} cannot be read: {error}", hint="copy or download it again") from error
+    return headers
+
+
+_whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # of `load_whole`: how many tensors
+
+
+def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
+    """`auto_class.from_pretrained(name_or_path, **settings)`, of transformers. Raises EngineError when something of the
+    model was made up, or something of the checkpoint left out or read as another type."""
+    from transformers.utils import CONFIG_NAME, cached_file
+
+    folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
+    trusts = bool(settings.get("trust_remote_code"))
+    is_here = bool(weight_files(folder))
+    if is_here:
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
+    with _quiet():
+        model, report = auto_class.from_pretrained(
+            name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
+    if not is_here:  # of the hub, and downloaded by now
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
+    if random := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        raise EngineError(
+            f"{name_or_path}: {_counted(random, 'not in the checkpoint and would be random')}", hint=_AGAIN
+        )
+    _whole[model] = len(model.state_dict())
+    return model
+
+
+def _require(loading: Loading, *, model: str) -> None:
+    if loading.problem:
+        raise EngineError(f"{model}: {loading.problem}", hint=loading.remedy)
+
+
+def tensors_loaded(module: Module) -> int:
+    """How many tensors of this model, or of one in it, `load_whole` has loaded; 0 where it did not."""
+    return sum(_whole.get(part, 0) for part in module.modules())
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What `from_pretrained` made up and left out, by the model's own names."""
+
+    missing: frozenset[str] = frozenset()
+    unexpected: frozenset[str] = frozenset()
+    mismatched: frozenset[str] = frozenset()
+    failure: str = ""
+    """Why it said nothing of it: tensors that it makes one of do not fit each other."""
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched or self.failure)
+
+
+class _Checkpoint:
+    """The headers of a checkpoint beside the model that is to be loaded from it."""
+
+    def __init__(self, model: PreTrainedModel, *, headers: Mapping[str, TensorHeader]) -> None:
+        self._model, self._headers = model, headers
+        held = model.state_dict()
+        self._tied = dict(getattr(model, "all_tied_weights_keys", {}))
+        self._wanted = saved_shapes(model)
+        self._names = {name: self._as_saved(name) for name in headers}
+        integers = {name for name, tensor in held.items() if not tensor.is_floating_point()}
+        self._usable = {
+            name for name, header in headers.items() if header.type in _FLOATS or self._names[name] in integers
+        }
+
+    def _as_saved(self, name: str) -> str:
+        """The name in this model's own checkpoints: transformers takes the base model's as well, without the prefix,
+        and one prefix too many."""
+        known = self._wanted.keys() | self._tied.keys()
+        prefix = f"{self._model.base_model_prefix}."
+        return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in known), name)
+
+    def judge(self) -> Loading:
+        found = self._other_class() or self._other_tensors() or self._other_head() or self._other_bits()
+        problem, remedy = found or ("", "")
+        return Loading(problem, remedy, doubt="" if problem else self._mixed_types())
+
+    def _other_class(self) -> tuple[str, str] | None:
+        named, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
+        if not named or built in named or self._model.is_remote_code():
+            return None
+        problem = f"config.json names {named[0]}, which vLLM builds, and by its model_type transformers builds {built}"
+        return problem, "correct `architectures` or `model_type` in config.json"
+
+    def _other_tensors(self) -> tuple[str, str] | None:
+        by_name = defaultdict(list)
+        for name, saved in self._names.items():
+            by_name[saved].append(name)
+        if twice := next((names for names in by_name.values() if len(names) > 1), None):
+            problem = f"the files have one tensor of the model by two names, {' and '.join(sorted(twice))}"
+            return problem, "leave one of them out, and save the model again"
+        sources = {self._names[name] for name in self._usable}
+        both = {head for head, source in self._tied.items() if {head, source} <= sources}
+        report = self._loaded([name for name in self._usable if self._names[name] not in both])
+        missing = sorted(self._wanted.keys() - sources)
+        unexpected = self._unexpected(report, missing=missing)
+        if report.is_clean and not (missing and unexpected):  # a gap in the numbers of experts: they are only counted
+            return self._other_names()
+        return self._told(report, missing=missing, unexpected=unexpected)
+
+    def _other_names(self) -> tuple[str, str] | None:
+        others = sorted(name for name, saved in self._names.items() if name != saved)
+        if not others:
+            return None
+        fact = f"by a name that transformers takes and vLLM does not, first for {self._names[others[0]]}"
+        return _counted(others, fact), "load the model with transformers and save it again"
+
+    def _loaded(self, names: Sequence[str]) -> _Report:
+        state = {
+            name: torch.empty(
+                self._headers[name].shape,
+                dtype=_FLOATS.get(self._headers[name].type, torch.int64),
+                device="meta",
+            )
+            for name in names
+        }
+        try:
+            with _quiet():
+                _, found = type(self._model).from_pretrained(
+                    None,
+                    config=self._model.config,
+                    state_dict=state,
+                    device_map={"": "meta"},
+                    ignore_mismatched_sizes=True,  # else it raises, without their names
+                    output_loading_info=True,
+                )
+        except RuntimeError as error:
+            return _Report(failure=first_line(error))
+        mismatched = frozenset(str(name) for name, *_ in found["mismatched_keys"])
+        return _Report(frozenset(found["missing_keys"]), frozenset(found["unexpected_keys"]), mismatched)
+
+    def _unexpected(self, report: _Report, *, missing: Sequence[str]) -> list[str]:
+        """Also what is numbered like the model's own and lies between or behind them: of experts transformers counts
+        how many there are."""
+        others = [name for name, saved in self._names.items() if saved not in self._wanted and saved not in self._tied]
+        lost = set(missing)
+        counted = self._wanted if report.failure or report.mismatched else missing
+        numbered = {_NUMBER.sub(".#", name) for name in counted}
+        layers = tuple(f"{name.rpartition('.')[0]}." for name in report.unexpected)  # of which it would have made one
+
+        def is_unexpected(name: str) -> bool:
+            is_numbered = _NUMBER.sub(".#", name) in numbered
+            return (
+                name in report.unexpected or is_numbered or name.startswith(layers) or not lost.isdisjoint(_tails(name))
+            )
+
+        return sorted(filter(is_unexpected, others))
+
+    def _told(self, report: _Report, *, missing: list[str], unexpected: list[str]) -> tuple[str, str]:
+        pairs = {name: saved for name, saved in self._names.items() if saved in self._wanted}
+        no_floats = sorted(name for name in pairs if name not in self._usable)
+        missing = [name for name in missing if name not in {pairs[each] for each in no_floats}]
+        mismatched = sorted(
+            name
+            for name, saved in pairs.items()
+            if name in self._usable and self._headers[name].shape != self._wanted[saved]
+        )
+        shapes = [
+            f"{name} has {list(self._headers[name].shape)} and not {list(self._wanted[pairs[name]])}"
+            for name in mismatched
+        ]
+        types = [f"{name} is {self._headers[name].type}" for name in no_floats]
+        kinds = (
+            (types, "no float, and there is no quantization_config"),
+            (missing, "missing"),
+            (unexpected, "not part of the model"),
+            (shapes, "of another shape"),
+        )
+        facts = [_counted(names, fact) for names, fact in kinds if names]
+        if not facts:  # by the names of the model, where no other is known
+            more = sorted(report.missing | report.mismatched | report.unexpected)
+            facts = [_counted(more, "not as the model has it")] if more else [report.failure]
+        facts = [*facts, *self._other_count(missing, unexpected)]
+        problem = f"the weights are not those of the model in config.json: {'; '.join(facts)}"
+        return problem, self._remedy(missing, unexpected=unexpected, no_floats=no_floats)
+
+    def _other_count(self, missing: Sequence[str], unexpected: Sequence[str]) -> Iterator[str]:
+        """Where only the number of layers differs, as the reason."""
+        there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
+        wanted = {int(found[1]) for name in self._wanted if (found := _LAYER.search(name))}
+        if there != wanted and there and wanted and max(there) != max(wanted):
+            yield f"the files have {len(there)} layers, config.json says {len(wanted)}"
+
+    def _remedy(self, missing: Sequence[str], *, unexpected: Sequence[str], no_floats: Sequence[str]) -> str:
+        if no_floats:
+            return "take the model that it was quantised from, or copy or download it again"
+        if unexpected and (prefix := _common_prefix(unexpected, missing)):
+            return f"save the model again without `{prefix}`: what was saved is a wrapper around it"
+        heads = [name for name in missing if name.endswith("lm_head.weight")]
+        if heads and len(missing) == 1 and not unexpected:
+            tie = "`tie_word_embeddings: true` in config.json, if the head is the embedding"
+            return f"add the file with {heads[0]}; or {tie}"
+        return _AGAIN
+
+    def _other_head(self) -> tuple[str, str] | None:
+        """Of a model that ties its head: vLLM never reads it, transformers does where it differs."""
+        name_of = {self._names[name]: name for name in self._usable}
+        for head, source in self._tied.items():
+            if head in name_of and source not in name_of:
+                problem = f"{source} is missing; vLLM does not take {head} in its place, to which config.json ties it"
+                return problem, f"save the model again: transformers reads it, and writes {source}"
+            if head in name_of and not self._are_equal(name_of[head], name_of[source]):
+                problem = f"config.json ties {head} to {source}, and the files have two that differ"
+                return problem, "tie_word_embeddings: false in config.json, or leave the head out"
+        return None
+
+    def _are_equal(self, *names: str) -> bool:
+        one, other = (self._headers[name] for name in names)
+        if (one.type, one.shape) != (other.type, other.shape):
+            return False
+        with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+            parts = first.get_slice(names[0]), second.get_slice(names[1])
+            starts = range(0, one.shape[0], _ROWS)
+            return all(
+                torch.equal(parts[0][start : start + _ROWS], parts[1][start : start + _ROWS]) for start in starts
+            )
+
+    def _other_bits(self) -> tuple[str, str] | None:
+        """Where a tensor's type is a name that does not fit its bits: read as the other type of 16 bits its values are
+        nearer to those of tensors of its kind."""
+        rare, usual = self._types_of_16_bits()
+        wrong = [name for name in rare if self._fits_other_type(name, usual=usual)] if usual else []
+        if not wrong:
+            return None
+        fact = f"by their types other numbers than by the type of {len(usual)} more"
+        return _counted([f"{name} is {self._headers[name].type}" for name in wrong], fact), _AGAIN
+
+    def _fits_other_type(self, name: str, *, usual: Sequence[str]) -> bool:
+        kind, sizes = _NUMBER.sub(".#", name), len(self._headers[name].shape)
+        alike = [other for other in usual if _NUMBER.sub(".#", other) == kind]
+        alike = alike or [other for other in usual if len(self._headers[other].shape) == sizes]
+        if not alike:
+            return False
+        usual_size = statistics.median(_octaves(self._first_values(other)) for other in alike[:_MOST_COMPARED])
+        values = self._first_values(name)
+        other_type = _FLOATS[self._headers[alike[0]].type]
+        return abs(_octaves(values.view(other_type)) - usual_size) < abs(_octaves(values) - usual_size)
+
+    def _first_values(self, name: str) -> Tensor:
+        header = self._headers[name]
+        with safe_open(header.file, framework="pt") as opened:
+            return opened.get_slice(name)[: min(header.shape[0], _ROWS)] if header.shape else opened.get_tensor(name)
+
+    def _types_of_16_bits(self) -> tuple[list[str], list[str]]:
+        """Names of the rarer of F16 and BF16, and of the other; the first is empty where only one is there."""
+        both = [sorted(each for each in self._usable if self._headers[each].type == kind) for kind in ("F16", "BF16")]
+        rare, usual = sorted(both, key=len)
+        return rare, usual
+
+    def _mixed_types(self) -> str:
+        rare, _ = self._types_of_16_bits()
+        if not rare:
+            return ""
+        return _counted(
+            [f"{name} is {self._headers[name].type}" for name in rare], "of another type of 16 bits than the rest"
+        )
+
+
+def saved_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each tensor that a checkpoint of this model has, as transformers would save it now."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tied = getattr(model, "all_tied_weights_keys", {})
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+
+
+def _octaves(values: Tensor) -> float:
+    """log2 of the median of what is no zero; far from all weights where nothing of it is finite."""
+    sizes = values.float().abs()
+    sizes = sizes[sizes.isfinite() & (sizes > 0)]
+    return float(sizes.median().log2()) if len(sizes) else _FAR
+
+
+def _counted(names: Sequence[str], fact: str) -> str:
+    """`2 of them are missing (a, b)`, with the first names."""
+    shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    verb = "is" if len(names) == 1 else "are"
+    return f"{len(names)} {verb} {fact} ({shown})"
+
+
+def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str:
+    """What stands before the model's own name in each name that is not the model's, where that name is missing."""
+    lost = set(missing)
+    prefixes = {name[: -len(each)] for name in unexpected for each in _tails(name) if each in lost}
+    return next(iter(prefixes)) if len(prefixes) == 1 else ""
+
+
+def _tails(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers reports what it makes up as a table of warnings, which is said here in one line."""
+    from transformers.utils import logging as of_transformers
+
+    level = of_transformers.get_verbosity()
+    of_transformers.set_verbosity(logging.CRITICAL)
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(level)
+        of_transformers.enable_progress_bar()

@@ -1,0 +1,42 @@
+"""The first load of an engine under FLASHRL_CONFIG, held against what the model needs, by whichever format it is read
+that vLLM's own loader knows. Engines of ours have a loader of their own for it (appliance/engine/first_load.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from appliance.engine.first_load import held_first_load
+from appliance.patch import Patch
+from flashrl_compat.patches import apply_here
+
+FIRST_LOAD = Patch(
+    name="flashrl-first-load",
+    target="vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights",
+    why=(
+        "a fused layer counts as loaded once one of its parts has come, and every layer with a quantisation method "
+        "without any: what a checkpoint lacks is memory as it was found"
+    ),
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/default_loader.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="3b75b4578248dbd177af43ac84d332b09b12aa6b0f69691a0eca9d3f487c9f49",
+    remove_when="vLLM's own check of a load counts the elements that each layer got",
+)
+
+
+def patch_first_load() -> None:
+    """Raises PatchError."""
+    apply_here(FIRST_LOAD, _held)
+
+
+def _held(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load_weights(self: Any, model: Module, model_config: Any) -> None:
+        with held_first_load(model, model_config=model_config):
+            original(self, model, model_config)
+
+    return load_weights

@@ -1,0 +1,179 @@
+"""A model's files beside each other, and the child that holds them against config.json: started once, ended always."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from appliance.preflight import weights
+from appliance.preflight.finding import Severity
+from appliance.preflight.weights import WeightsChild, WeightsFacts, judge_weights
+from appliance.quant.headers import INDEX, WHOLE, damage, weight_files
+
+
+def write(file: Path, *names: str) -> None:
+    """A file with these tensors, of 8 bytes each."""
+    entries = {
+        name: {"dtype": "BF16", "shape": [4], "data_offsets": [8 * place, 8 * place + 8]}
+        for place, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8 * len(names)))
+
+
+def index(folder: Path, **files: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+def test_one_file_and_shards_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    write(tmp_path / "one" / WHOLE, "a", "b")
+    write(tmp_path / "one" / "consolidated.safetensors", "c")  # Mistral's, which nobody here reads
+    (tmp_path / "shards").mkdir()
+    write(tmp_path / "shards" / "x.safetensors", "a")
+    write(tmp_path / "shards" / "y.safetensors", "b")
+    write(tmp_path / "shards" / "left-over.safetensors", "z")  # read by none of the loaders
+    index(tmp_path / "shards", a="x.safetensors", b="y.safetensors")
+    assert (damage(tmp_path / "one"), damage(tmp_path / "shards")) == ((), ())
+    assert [file.name for file in weight_files(tmp_path / "one")] == [WHOLE]
+    assert [file.name for file in weight_files(tmp_path / "shards")] == ["x.safetensors", "y.safetensors"]
+
+
+def test_an_index_that_names_what_no_file_has(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", "a")
+    index(tmp_path, a="x.safetensors", b="x.safetensors")
+    assert damage(tmp_path) == (f"x.safetensors has no b, {INDEX} says it has",)
+    write(tmp_path / "y.safetensors", "b")  # in another file than it says: both loaders read all of them
+    index(tmp_path, a="x.safetensors", b="x.safetensors", c="y.safetensors")
+    write(tmp_path / "y.safetensors", "b", "c")
+    assert damage(tmp_path) == ()
+
+
+def test_a_tensor_that_two_files_have(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", "a", "b")
+    write(tmp_path / "y.safetensors", "b")
+    index(tmp_path, a="x.safetensors", b="y.safetensors")
+    assert damage(tmp_path) == ("b is in x.safetensors and in y.safetensors",)
+
+
+def test_files_of_which_transformers_and_vllm_would_read_different_ones(tmp_path: Path) -> None:
+    write(tmp_path / WHOLE, "a")
+    write(tmp_path / "more.safetensors", "b")
+    assert damage(tmp_path) == (
+        f"more.safetensors lies beside {WHOLE} and no {INDEX} names it: transformers leaves it out, vLLM reads it",
+    )
+    index(tmp_path, b="more.safetensors")
+    assert damage(tmp_path) == (f"{INDEX} does not name {WHOLE}: transformers reads the one, vLLM the others",)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / WHOLE).unlink()
+    assert damage(tmp_path) == (f"there is no {WHOLE}, and no {INDEX} that names more.safetensors",)
+
+
+def test_an_adapter_beside_the_model(tmp_path: Path) -> None:
+    write(tmp_path / WHOLE, "a")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert damage(tmp_path) == (
+        "adapter_config.json: an adapter that transformers would load with the model, and vLLM would not",
+    )
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}", "no JSON", "[" * 2000])
+def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+    write(tmp_path / WHOLE, "a")
+    (tmp_path / INDEX).write_text(text)
+    assert damage(tmp_path) == (f"{INDEX} cannot be read",)
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in place of the child, which loads no torch: it notes that it ran."""
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(weights, "module_argv", lambda module, *given: (os.sys.executable, str(program), *given))
+    monkeypatch.setattr(weights, "_KNOWN", {})
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model" / WHOLE, "a")
+    return program
+
+
+def said(program: Path, text: str) -> None:
+    program.write_text(
+        f"import pathlib, sys, os, time\nwith open({str(program) + '.ran'!r}, 'a') as f: f.write('x')\n{text}\n"
+    )
+
+
+def times(program: Path) -> int:
+    return len(Path(f"{program}.ran").read_text())
+
+
+ANSWER = '{"loading": {"problem": "1 is missing (a)", "remedy": "copy it", "doubt": ""}}'
+
+
+def test_it_is_asked_once_until_a_file_changes(child: Path, tmp_path: Path) -> None:
+    said(child, f"print('of a library'); print({ANSWER!r})")
+
+    def ask(*, trust_remote_code: bool = False) -> WeightsFacts:
+        with WeightsChild() as one:
+            one.start(tmp_path / "model", trust_remote_code=trust_remote_code)
+            return one.hear()
+
+    assert ask() == ask() == WeightsFacts("1 is missing (a)", "copy it") and times(child) == 1
+    ask(trust_remote_code=True)
+    assert times(child) == 2
+    write(tmp_path / "model" / WHOLE, "a", "b")
+    ask()
+    assert times(child) == 3
+
+
+def test_who_does_not_start_it_hears_nothing() -> None:
+    with WeightsChild() as one:
+        assert one.hear() == WeightsFacts()
+
+
+def test_a_child_that_dies_is_an_error_and_is_asked_again(child: Path, tmp_path: Path) -> None:
+    said(child, "sys.exit('no torch here')")
+    for _ in range(2):
+        with WeightsChild() as one:
+            one.start(tmp_path / "model", trust_remote_code=False)
+            assert one.hear().problem == (
+                "its weights could not be held against its config.json: exit code 1: no torch here"
+            )
+    assert times(child) == 2
+
+
+def test_a_child_that_takes_too_long_is_ended(child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_WITHIN_S", 0.2)
+    said(child, "time.sleep(60)")
+    with WeightsChild() as one:
+        one.start(tmp_path / "model", trust_remote_code=False)
+        assert one.hear().problem == "its weights could not be held against its config.json within 0.2 s"
+        pid = one._process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_it_is_ended_with_what_waits_for_it(child: Path, tmp_path: Path) -> None:
+    """By Ctrl-C, or an error of what is read meanwhile."""
+    said(child, "time.sleep(60)")
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), WeightsChild() as one:
+        one.start(tmp_path / "model", trust_remote_code=False)
+        pid = one._process.pid
+        raise KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert time.monotonic() - started < 10
+
+
+def test_what_it_said_is_an_error_or_a_warning() -> None:
+    model = make_plan(Path("/runs/a")).model.replace(source="/models/a")
+    assert [*judge_weights(model, WeightsFacts())] == []
+    (found,) = judge_weights(model, WeightsFacts("1 is missing (a)", "copy it"))
+    assert (found.severity, found.code, found.place) == (Severity.ERROR, "model-weights", "model.path")
+    assert (found.message, found.remedy) == ("/models/a: 1 is missing (a)", "copy it")
+    (doubt,) = judge_weights(model, WeightsFacts(doubt="two types"))
+    assert (doubt.severity, doubt.code) == (Severity.WARNING, "model-types")
