@@ -7,6 +7,7 @@ import os
 import os.path
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from appliance import console, hub
@@ -326,7 +327,10 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
 
 
 def read_template(plan: RunPlan) -> TemplateFacts:
-    """What a child says of the model's tokenizer and chat template."""
+    """What a child says of the model's tokenizer and chat template. Nothing on a host that has the launcher alone, and
+    starts a container: preflight is made in that again."""
+    if find_spec("transformers") is None:
+        return TemplateFacts()
     said = heard("appliance.tasks.templates", given=plan.model_dump_json(), within_s=STARTS_WITHIN_S)
     if "template" in said.words:
         return TemplateFacts(**said.words["template"])

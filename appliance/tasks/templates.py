@@ -203,9 +203,9 @@ def _facts(plan: RunPlan) -> TemplateFacts:
 
     try:
         tokenizer: Any = load_tokenizer(plan)
-    except (OSError, ValueError) as error:
-        reason = f"the tokenizer of {plan.model.identity} cannot be had: {first_line(error)}"
-        return TemplateFacts(reason, "look at the tokenizer's files in model.path")
+    except Exception as error:  # the boundary of the tokenizer's files, of whatever form
+        reason = f"its tokenizer cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        return TemplateFacts(f"{plan.model.source}: {reason}", "copy or download the tokenizer's files again")
     if not tokenizer.chat_template:
         return TemplateFacts(words=len(tokenizer))  # has its own finding
     return examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)

@@ -179,5 +179,7 @@ def merge(base: str, *, commit: str, trust_remote_code: bool, actor: Path, targe
     )
     merged = PeftModel.from_pretrained(model, str(actor / ADAPTER_FOLDER)).merge_and_unload()
     merged.save_pretrained(target)
-    shutil.copytree(actor / "huggingface", target, dirs_exist_ok=True)  # the base's files, which were written anew
+    if (actor / "huggingface" / "config.json").is_file():  # of the base, and what it lacks it lacks here
+        (target / "generation_config.json").unlink(missing_ok=True)
+    shutil.copytree(actor / "huggingface", target, dirs_exist_ok=True)
     shutil.copytree(actor / ADAPTER_FOLDER, target / ADAPTER_FOLDER)

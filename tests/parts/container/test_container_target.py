@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.tasks.tiny_model import save_tokenizer
+
 ROOT = Path(__file__).parents[3]
 H100 = "NVIDIA H100 80GB HBM3, 81559"
 QWEN_05B = {
@@ -62,8 +64,7 @@ def inputs(folder: Path) -> list[str]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN_05B))
     (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    (model / "tokenizer.json").write_text("{}")
-    (model / "chat_template.jinja").write_text("{}")
+    save_tokenizer(model, max_positions=2048)
     problems = ({"question": f"{number} loaves?", "answer": f"#### {number}"} for number in range(160))
     rows.write_text("".join(f"{json.dumps(each)}\n" for each in problems))
     return [f"--set=model.path={model}", f"--set=task.train_file={rows}", "--set=task.val_size=16"]

@@ -187,6 +187,16 @@ def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) 
     assert (facts.problem, facts.remedy, facts.words) == (why, SYSTEM_HINT, 259)
 
 
+@pytest.mark.parametrize("content", ["{}", "<!doctype html>", '{"model": 3, "added_tokens": []}'])
+def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", GOOD["plain"])
+    (model / "tokenizer.json").write_text(content)
+    recipe = load_recipe("arithmetic-tiny-int8", sets=("model.builtin=null", f"model.path={model}"))
+    facts = read_template(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    assert facts.problem.startswith(f"{model}: its tokenizer cannot be loaded: ")
+    assert facts.remedy == "copy or download the tokenizer's files again"
+
+
 def test_tried_messages_are_told_apart() -> None:
     texts = [text for _, text in conversation(TURNS)]
     assert len({*texts}) == len(TURNS) and min(map(len, texts)) > 20_000

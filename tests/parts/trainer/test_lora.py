@@ -228,10 +228,14 @@ def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], 
     base, actor = tmp_path / "base", tmp_path / "actor"
     tiny().save_pretrained(base)
     (actor / "huggingface").mkdir(parents=True)
+    written = (base / "config.json").read_text().replace("  ", "   ")  # as no save of transformers' own spells it
+    (actor / "huggingface" / "config.json").write_text(written)
     (left[0] / "adapter").replace(actor / "adapter") if not (actor / "adapter").exists() else None
     merge(str(base), commit="", trust_remote_code=False, actor=actor, target=tmp_path / "model")
     (actor / "adapter").replace(left[0] / "adapter")
     assert (tmp_path / "model" / "adapter" / "adapter_config.json").is_file()
+    assert (tmp_path / "model" / "config.json").read_text() == written
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {"adapter", "config.json", "model.safetensors"}
     merged = Qwen2ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float64)
     beside = PeftModel.from_pretrained(model, str(tmp_path / "model" / "adapter")).double()

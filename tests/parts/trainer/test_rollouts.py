@@ -75,13 +75,13 @@ def test_a_chat_template_is_told_the_day_of_the_run() -> None:
     """Whatever day it is: the clock of the run goes on to the template, in prompts and in turns of tools."""
     tokenizer = byte_tokenizer(max_positions=2048, calls_tools=True)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + tokenizer.chat_template
-    clock, said = clock_of(tokenizer, date="2026-11-28"), [{"role": "user", "content": "1+2"}]
+    clock, said = clock_of(tokenizer, date="2020-02-03"), [{"role": "user", "content": "1+2"}]
     row = {"raw_prompt": said, "global_steps": 1}
     made = Rollouts([], tokenizer=tokenizer, clock=clock, **PARTS)
     prompts = [made._prompt(row, sampling=GREEDY, seeds=PromptSeeds(0)).token_ids]
     settings = {"model_type": "qwen2", "schemas": [], "max_turns": 1, "max_tokens": 8, "call": lambda *_: None}
     prompts.append(Turns(tokenizer, clock=clock, **settings).prompt_ids(said))
-    assert [tokenizer.decode(ids[:11]) for ids in prompts] == ["28 Nov 2026"] * 2
+    assert [tokenizer.decode(ids[:11]) for ids in prompts] == ["03 Feb 2020"] * 2
     assert prompts[0] == prompts[1]
 
 

@@ -14,7 +14,7 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # that the launcher writes beside its work, the start of an engine, and the end of the backends of `logging.backends`.
 BOUNDARIES = {
     *("cli", "quant.loading", "record.events", "report.page"),
-    *("record.engine_start", "tasks.grading", "tasks.sample", "tasks.tools"),
+    *("record.engine_start", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")

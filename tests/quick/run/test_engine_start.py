@@ -134,6 +134,8 @@ def work():
 sys.exit(exit_code_of(work, run_dir=Path({str(tmp_path)!r})))
 """
     (tmp_path / "stands_for_bench.py").write_text(code)
+    append_failure(tmp_path, EngineNotStarted("what an earlier child of this folder said"))
+    time.sleep(0.01)
     with pytest.raises(EngineNotStarted) as raised:
         run_child(["stands_for_bench"], command="bench", folder=tmp_path, env={"PYTHONPATH": f"{tmp_path}"})
     assert raised.value.message == f"the rollout engine does not start: AssertionError: {WHY}"
