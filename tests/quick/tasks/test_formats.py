@@ -188,7 +188,7 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path) -> Non
         pq.write_table(pa.Table.from_pylist(ROWS[number::3]), folder / f"train-{number}-of-3.parquet")
     ((message, hint),) = read(folder).faults
     assert message == "data: it is a folder (3 .parquet), and one file is read"
-    assert f"d.dataset('{folder}', format='parquet')" in hint and hint.startswith("name one, or join them: python -c")
+    assert f"glob.glob('{folder}/*.parquet')" in hint and hint.startswith("name one, or join them: python -c")
     exec(shlex.split(hint)[-1].replace("all.parquet", str(tmp_path / "all.parquet")))
     assert len(read(tmp_path / "all.parquet").problems) == len(ROWS)
     shutil.rmtree(folder)
