@@ -104,11 +104,7 @@ FORMATS: dict[str, tuple[bytes, str, str]] = {
     "book.jsonl": (archived(["xl/workbook.xml"]), "an Excel workbook", "pandas.read_excel"),
     "rows.tar": (tarred(), "a tar archive", "unpack it and give the file in it: tar -xf "),
     "rows.arrow": (arrow(lambda rows, file: feather.write_feather(rows, file)), "an Arrow file", "f.read_table"),
-    "rows.feather": (
-        arrow(lambda rows, file: feather.write_feather(rows, file, version=1)),
-        "a feather file",
-        "f.read_table",
-    ),
+    "rows.feather": (b"FEA1 rows", "a feather file", "f.read_table"),
     "data-00000.arrow": (arrow(write_stream), "an Arrow stream", "Dataset.from_file"),
     "rows.pkl": (pickle.dumps(ROWS), "a pickle", "write its rows as JSON lines"),
     "utf16.jsonl": (LINES.encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 -t UTF-8 "),
