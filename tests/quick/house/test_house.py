@@ -10,11 +10,12 @@ from pathlib import Path
 MAX_LINES = 600
 WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefile", "Dockerfile", ".ci/run")
 
-# A broad `except` is a boundary: the command line, a user's reward function, the outermost line of a child, the page
-# that the launcher writes beside its work, the start of an engine, and the end of the backends of `logging.backends`.
+# A broad `except` is a boundary: the command line, a user's reward function, a model's program, the outermost line of a
+# child, the page that the launcher writes beside its work, the start of an engine, and the end of the backends of
+# `logging.backends`.
 BOUNDARIES = {
-    *("cli", "quant.loading", "record.events", "report.page"),
-    *("record.engine_start", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
+    *("cli", "quant.loading", "record.events", "report.page", "record.engine_start"),
+    *("tasks.code_child", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
