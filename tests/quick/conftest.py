@@ -19,5 +19,7 @@ def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preflight without the child that tries the rewards, 0.3 s each: test_preflight_sample.py has it."""
+    """Preflight without the child that tries the rewards, 0.3 s each: test_preflight_sample.py has it; and without the
+    one that loads torch to look at weights, seconds each: tests/parts/preflight has it."""
     monkeypatch.setattr("appliance.preflight.inputs.reward_problem", lambda _: None)
+    monkeypatch.setattr("appliance.preflight.weights.WeightsChild.start", lambda *_, **__: None)
