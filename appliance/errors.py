@@ -8,6 +8,7 @@ ApplianceError                 1          our own fault
 ├── PreflightError             3          this host cannot run the plan, or a folder of it cannot be written
 ├── EngineError                4  again   the rollout engine or one of our patches
 │   ├── PatchError             4          a patch that does not fit the installed source
+│   ├── WeightsError           4          a checkpoint that is not the model of its config.json
 │   ├── SyncError              4  again   a weight update that did not arrive
 │   └── AttestationError       4          a worker that did not say, or said otherwise, what it runs
 ├── TrainingError              5  again   the training child failed
@@ -82,6 +83,12 @@ class EngineError(ApplianceError):
 
 class PatchError(EngineError):
     """A patch whose version or source hash does not match what is installed."""
+
+    restartable = False
+
+
+class WeightsError(EngineError):
+    """A checkpoint that is not the model of its config.json: the next start would find the same."""
 
     restartable = False
 
