@@ -10,6 +10,7 @@ ApplianceError                 1          our own fault
 │   ├── EngineNotStarted       4  again   an engine that could not start, in vLLM's own words
 │   │   └── EngineRefused      4          the same, where it would refuse the model and its settings again
 │   ├── PatchError             4          a patch that does not fit the installed source
+│   ├── WeightsError           4          a checkpoint that is not the model of its config.json
 │   ├── SyncError              4  again   a weight update that did not arrive
 │   └── AttestationError       4          a worker that did not say, or said otherwise, what it runs
 ├── TrainingError              5  again   the training child failed
@@ -94,6 +95,12 @@ class EngineRefused(EngineNotStarted):
 
 class PatchError(EngineError):
     """A patch whose version or source hash does not match what is installed."""
+
+    restartable = False
+
+
+class WeightsError(EngineError):
+    """A checkpoint that is not the model of its config.json: the next start would find the same."""
 
     restartable = False
 

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from appliance.engine.tensor_slots import Slot, slots
 from appliance.engine.update import is_derived, loadable_elements, predicts_more
 from appliance.engine.ways_in import ways_into
-from appliance.errors import EngineError
+from appliance.errors import WeightsError
 from appliance.quant.codec import all_finite
 from appliance.terms.families import packed_parts, why_unknown
 from appliance.terms.settings import LOAD_FORMAT
@@ -45,7 +45,7 @@ _HINT = "the checkpoint is not the model of its config.json: copy or download it
 
 @contextmanager
 def held_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
-    """Within it one call of the model's `load_weights` is its first load. Raises EngineError for a checkpoint that is
+    """Within it one call of the model's `load_weights` is its first load. Raises WeightsError for a checkpoint that is
     not the model's. A draft model is left alone, which has layers of another one's, and so is a later update, which
     proves itself. model_config: vLLM's."""
     if model_config is not get_current_vllm_config().model_config or ways_into(model):
@@ -102,10 +102,10 @@ class FirstLoad:
         return place.parameter == "weight" if layer is None else getattr(layer, place.parameter, None) is not None
 
     def held(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
-        """The same tensors. Raises EngineError for one that is none of the model's."""
+        """The same tensors. Raises WeightsError for one that is none of the model's."""
         for name, tensor in weights:
             if name in self._came:
-                raise EngineError(f"first load: {name} is in two of the checkpoint's files", hint=_HINT)
+                raise WeightsError(f"first load: {name} is in two of the checkpoint's files", hint=_HINT)
             self._came.add(name)
             if self._is_known:
                 self._require_place(name, tensor)
@@ -116,13 +116,13 @@ class FirstLoad:
         wanted = {place.shape for place in self._slots.get(name, ())} or {*self._shape_in_experts(name)}
         if wrong := next((shape for shape in wanted if shape and shape != tensor.shape), None):
             fact = f"{name} has the shape {list(tensor.shape)}, the model has {list(wrong)}"
-            raise EngineError(f"first load: {fact}", hint=_HINT)
+            raise WeightsError(f"first load: {fact}", hint=_HINT)
         if not (wanted or packed_parts(name)[1] or self._is_left_out(name)):
-            raise EngineError(f"first load: {name} is not a weight of this model", hint=_HINT)
+            raise WeightsError(f"first load: {name} is not a weight of this model", hint=_HINT)
         if wanted and not _holds_floats(tensor):
-            raise EngineError(f"first load: {name} is {tensor.dtype}, not floats", hint=_HINT)
+            raise WeightsError(f"first load: {name} is {tensor.dtype}, not floats", hint=_HINT)
         if wanted and not all_finite(tensor):
-            raise EngineError(f"first load: {name} has a value that is not finite", hint=_HINT)
+            raise WeightsError(f"first load: {name} has a value that is not finite", hint=_HINT)
 
     def _shape_in_experts(self, name: str) -> Iterator[tuple[int, int]]:
         """[N, K] of an expert's tensor by this name; none where there is no such expert."""
@@ -161,7 +161,7 @@ class FirstLoad:
         def counted_loader(*args: Any, **kwargs: Any) -> Any:
             parameter, tensor, *_ = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             if _holds_floats(parameter) and not _holds_floats(tensor):
-                raise EngineError(f"first load: {name}.{key} got {tensor.dtype}, not floats", hint=_HINT)
+                raise WeightsError(f"first load: {name}.{key} got {tensor.dtype}, not floats", hint=_HINT)
             with CopyCounter() as counter:
                 given = loader(*args, **kwargs)
             self._counted[name] += min(counter.copied_numel, parameter.numel())
@@ -170,7 +170,7 @@ class FirstLoad:
         return counted_loader
 
     def require_whole(self, loaded: set[str] | None) -> None:
-        """Raises EngineError for layers that did not get all of their elements. loaded: names of the model's own
+        """Raises WeightsError for layers that did not get all of their elements. loaded: names of the model's own
         parameters, as its class returns them."""
         missing = []
         for name, layer in self._layers.items():
@@ -183,7 +183,7 @@ class FirstLoad:
             shown = ", ".join(missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             fact = f"{len(missing)} layers did not receive all their weights: {shown}{more}"
-            raise EngineError(f"first load: {fact}", hint=_HINT)
+            raise WeightsError(f"first load: {fact}", hint=_HINT)
 
     def _not_come(self, layer: str) -> str:
         """The first tensor that the layer waits for; of a model of another family it is not known."""

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.errors import EngineError, first_line
+from appliance.errors import WeightsError, first_line
 from appliance.quant.headers import weight_files
 
 if TYPE_CHECKING:
@@ -82,12 +82,12 @@ def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loadin
         return Loading(problem, "correct config.json, or take a model of a known family")
     try:
         return _Checkpoint(model, headers=read_headers(folder)).judge()
-    except EngineError as error:
+    except WeightsError as error:
         return Loading(error.message, error.hint)
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Of the tensors in the files that transformers reads, by name. Raises EngineError for a file that is broken."""
+    """Of the tensors in the files that transformers reads, by name. Raises WeightsError for a file that is broken."""
     headers: dict[str, TensorHeader] = {}
     for file in weight_files(folder):
         try:
@@ -96,7 +96,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
                     part = opened.get_slice(name)
                     headers[name] = TensorHeader(part.get_dtype(), tuple(part.get_shape()), file)
         except (SafetensorError, OSError) as error:
-            raise EngineError(f"{file.name} cannot be read: {error}", hint="copy or download it again") from error
+            raise WeightsError(f"{file.name} cannot be read: {error}", hint="copy or download it again") from error
     return headers
 
 
@@ -104,8 +104,8 @@ _whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # 
 
 
 def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
-    """`auto_class.from_pretrained(name_or_path, **settings)`, of transformers. Raises EngineError when something of the
-    model was made up, or something of the checkpoint left out or read as another type."""
+    """`auto_class.from_pretrained(name_or_path, **settings)`, of transformers. Raises WeightsError when something of
+    the model was made up, or something of the checkpoint left out or read as another type."""
     from transformers.utils import CONFIG_NAME, cached_file
 
     folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
@@ -120,7 +120,7 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
     if not is_here:  # of the hub, and downloaded by now
         _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
     if random := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
-        raise EngineError(
+        raise WeightsError(
             f"{name_or_path}: {_counted(random, 'not in the checkpoint and would be random')}", hint=_AGAIN
         )
     _whole[model] = len(model.state_dict())
@@ -129,7 +129,7 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
 
 def _require(loading: Loading, *, model: str) -> None:
     if loading.problem:
-        raise EngineError(f"{model}: {loading.problem}", hint=loading.remedy)
+        raise WeightsError(f"{model}: {loading.problem}", hint=loading.remedy)
 
 
 def tensors_loaded(module: Module) -> int:

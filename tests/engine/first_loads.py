@@ -12,7 +12,7 @@ from families import FAMILIES, make_family
 from safetensors.torch import load_file
 from torch.nn import Module
 
-from appliance.errors import EngineError
+from appliance.errors import WeightsError
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import LOAD_FORMAT, Quantisation
 
@@ -69,7 +69,7 @@ def count_faults(count: Count, *, whole: dict[str, Path], folder: Path, **argume
             told = ""
             try:
                 load(broken.folder, **arguments)
-            except EngineError as error:
+            except WeightsError as error:
                 told = error.message
             count.add(broken, told=told)
     return count

@@ -14,7 +14,7 @@ from engines import start_engine
 from families import FAMILIES
 from first_loads import CASES, SCHEMES, changed, count_faults, load, make_all, one_rank, planned
 
-from appliance.errors import EngineError
+from appliance.errors import WeightsError
 from appliance.terms.settings import LOAD_FORMAT
 
 pytestmark = pytest.mark.engine
@@ -85,7 +85,7 @@ def test_what_vllm_takes_without_a_word_is_refused(
     folder = changed(whole[family], tmp_path / "new", change)
     if scheme == "bf16":
         load(folder, **planned(scheme) | {"load_format": "auto"})
-    with pytest.raises(EngineError) as raised:
+    with pytest.raises(WeightsError) as raised:
         load(folder, **planned(scheme))
     assert raised.value.message == f"first load: {message}"
     assert raised.value.hint == "the checkpoint is not the model of its config.json: copy or download it again"
@@ -107,7 +107,7 @@ def test_old_buffers_and_a_tied_head_are_taken(
 def test_a_tensor_that_two_files_have_is_refused(whole: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(whole["llama"], tmp_path / "new", dict)
     os.link(folder / "model.safetensors", folder / "more.safetensors")
-    with pytest.raises(EngineError, match=r"^first load: \S+ is in two of the checkpoint's files$"):
+    with pytest.raises(WeightsError, match=r"^first load: \S+ is in two of the checkpoint's files$"):
         load(folder, **planned("bf16"))
 
 
@@ -115,5 +115,7 @@ def test_an_engine_does_not_start_from_it(whole: dict[str, Path], tmp_path: Path
     folder = changed(
         whole["qwen2"], tmp_path / "new", lambda now: {name: now[name] for name in now if "0.mlp.up_proj" not in name}
     )
-    with pytest.raises(EngineError, match=r"gate_up_proj \(45056 of 90112 elements, no model\.layers\.0\.mlp\.up_proj"):
+    with pytest.raises(
+        WeightsError, match=r"gate_up_proj \(45056 of 90112 elements, no model\.layers\.0\.mlp\.up_proj"
+    ):
         start_engine(folder, scheme="int8", load_format=LOAD_FORMAT)

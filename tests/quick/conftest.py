@@ -21,7 +21,9 @@ def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preflight without the children that try the rewards, 0.3 s each, and a chat template, 2 s:
-    test_preflight_sample.py and tests/parts/tasks/test_tasks_templates.py have them."""
+    """Preflight without its children: the one that tries the rewards (0.3 s each; test_preflight_sample.py has it), the
+    one that tries a chat template (2 s; tests/parts/tasks/test_tasks_templates.py) and the one that holds weights
+    against config.json (seconds; tests/parts/preflight)."""
     monkeypatch.setattr("appliance.preflight.inputs.reward_problem", lambda _: None)
     monkeypatch.setattr("appliance.preflight.inputs.read_template", lambda _: TemplateFacts())
+    monkeypatch.setattr("appliance.preflight.weights.WeightsChild.start", lambda *_, **__: None)

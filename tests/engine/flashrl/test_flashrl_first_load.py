@@ -11,7 +11,7 @@ from engines import start_engine
 from families import FAMILIES
 from first_loads import CASES, changed, count_faults, load, make_all, one_rank
 
-from appliance.errors import EngineError
+from appliance.errors import WeightsError
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +51,7 @@ def test_it_is_held_by_any_format(
     broken = changed(whole["qwen2"], tmp_path / "new", without_up)
     flashrl.setenv("FLASHRL_CONFIG", "bf16")
     load(whole["qwen2"], load_format=load_format)
-    with pytest.raises(EngineError, match=r"^first load: 1 layers did not .*: model\.layers\.0\.mlp\.gate_up_proj \("):
+    with pytest.raises(WeightsError, match=r"^first load: 1 layers did not .*: model\.layers\.0\.mlp\.gate_up_proj \("):
         load(broken, load_format=load_format)
 
 
@@ -69,11 +69,11 @@ def test_a_model_of_another_family_is_held_by_what_its_layers_get(
     broken = changed(
         tmp_path / "whole", tmp_path / "new", lambda now: {each: now[each] for each in now if each != name}
     )
-    with pytest.raises(EngineError, match=r"1 layers did not .*: model\.layers\.1\.self_attn\.qkv_proj \(0 of 15360"):
+    with pytest.raises(WeightsError, match=r"1 layers did not .*: model\.layers\.1\.self_attn\.qkv_proj \(0 of 15360"):
         load(broken)
 
 
 def test_an_engine_does_not_start_from_it(whole: dict[str, Path], tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
     flashrl.setenv("FLASHRL_CONFIG", "int8")
-    with pytest.raises(EngineError, match=r"^first load: .* no model\.layers\.0\.mlp\.up_proj\.weight\)$"):
+    with pytest.raises(WeightsError, match=r"^first load: .* no model\.layers\.0\.mlp\.up_proj\.weight\)$"):
         start_engine(changed(whole["qwen2"], tmp_path / "new", without_up), scheme="bf16")

@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, tiny
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 import appliance.trainer.worker  # noqa: F401  a run's processes import it by its name in the environment
-from appliance.errors import AttestationError, EngineError
+from appliance.errors import AttestationError, WeightsError
 from appliance.quant import loading
 from appliance.quant.loading import tensors_loaded
 from appliance.trainer import attest
@@ -49,7 +49,7 @@ def test_every_fault_of_every_family_stops_the_trainers_load(
             told = ""
             try:
                 load_as_verl(broken.folder)
-            except EngineError as error:
+            except WeightsError as error:
                 told = str(error)
             count.add(broken, told=told)
     record_property("said", count.settle(cases=CASES))
@@ -68,7 +68,7 @@ def test_a_rank_without_memory_for_the_model_looks_as_well(whole: dict[str, Path
     with init_empty_weights():
         assert tensors_loaded(load_as_verl(whole["llama"])) > 0
         broken = next(broken_checkpoints(whole["llama"], folder=tmp_path / "new"))
-        with pytest.raises(EngineError, match=r"1 is missing \(model\.embed_tokens\.weight\)"):
+        with pytest.raises(WeightsError, match=r"1 is missing \(model\.embed_tokens\.weight\)"):
             load_as_verl(broken.folder)
 
 
@@ -76,7 +76,7 @@ def test_what_is_random_after_all_is_refused(whole: dict[str, Path], monkeypatch
     """Where the headers said nothing, or nobody could ask them."""
     monkeypatch.setattr(loading, "ask_transformers", lambda folder, trust_remote_code: loading.Loading())
     monkeypatch.setattr(AutoModel, "from_pretrained", classmethod(_missing_one))
-    with pytest.raises(EngineError) as raised:
+    with pytest.raises(WeightsError) as raised:
         loading.load_whole(AutoModel, str(whole["llama"]))
     assert raised.value.message == f"{whole['llama']}: 1 is not in the checkpoint and would be random (lm_head.weight)"
 

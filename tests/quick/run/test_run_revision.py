@@ -40,7 +40,15 @@ from appliance.terms.environment import LOG_DIR_VARIABLE
 pytestmark = pytest.mark.usefixtures("no_sample")
 
 NAME, OLD, NEW, GONE = "owner/model", "a1" * 20, "b2" * 20, "c3" * 20
-HEADER = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
+TENSORS = {"model.embed_tokens.weight": ([8, 32], [0, 512]), "model.norm.weight": ([32], [512, 576])}
+HEADER = json.dumps(
+    {name: {"dtype": "BF16", "shape": shape, "data_offsets": places} for name, (shape, places) in TENSORS.items()}
+).encode()
+CONFIG = {  # of a whole model, without layers
+    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 8},
+    **{"hidden_size": 32, "intermediate_size": 4, "num_hidden_layers": 0},
+    **{"num_attention_heads": 1, "num_key_value_heads": 1},
+}
 
 
 @pytest.fixture
@@ -53,10 +61,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "refs" / ref).write_text(commit)
         snapshot = folder / "snapshots" / commit
         snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "of": commit}))
+        (snapshot / "config.json").write_text(json.dumps({**CONFIG, "of": commit}))
         (snapshot / "tokenizer.json").write_text("{}")
         (snapshot / "chat_template.jinja").write_text("{}")
-        (snapshot / "model.safetensors").write_bytes(len(HEADER).to_bytes(8, "little") + HEADER + bytes(8))
+        (snapshot / "model.safetensors").write_bytes(len(HEADER).to_bytes(8, "little") + HEADER + bytes(576))
     return folder
 
 
@@ -233,9 +241,14 @@ def test_the_snapshot_is_fetched_before_anything_loads_it(tmp_path: Path, cache:
     mark.unlink()
     assert not is_prepared(plan)  # the folder alone may be half a download
     assert not is_prepared(planned(tmp_path, "model.revision=main"))
+    config = cache / "snapshots" / OLD / "config.json"
+    config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))  # what came is another model
+    assert prepare(plan) == 3 and not is_prepared(plan)
     gone = planned(tmp_path, f"model.revision={GONE}")
     assert prepare(gone) == 4 and not is_prepared(gone)
     said = [json.loads(line) for line in (tmp_path / "small-1" / "events.jsonl").read_text().splitlines()]
+    other = f"model.path: {NAME}@{OLD}: the weights are not those of the model in config.json: 12 are missing ("
+    assert sum(each["what"].startswith(other) for each in said) == 1
     assert said[-1]["what"].startswith(f"{NAME}@{GONE} cannot be had from the hub: ")
 
 
