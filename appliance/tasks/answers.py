@@ -30,6 +30,13 @@ def truth_alternatives(truth: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(member for member in members if member.strip())) or (truth,)
 
 
+def given_alternatives(truth: str) -> tuple[str, ...]:
+    """The alternatives of a truth that is there. Raises ValueError where the row has none."""
+    if not truth.strip():
+        raise ValueError("the row has no truth to compare with: task.truth names its field")
+    return truth_alternatives(truth)
+
+
 @dataclass(frozen=True)
 class Mark:
     """An answer that is marked as one."""
@@ -65,7 +72,9 @@ def boxes(text: str) -> list[Mark]:
     return sorted(marks, key=lambda mark: mark.start)
 
 
-_JOINS = re.compile(r"(?i)\b(?:and|or|also|other|another|second|third|either|alternatively|maybe|perhaps|possibly)\b|[,;&]")
+_JOINS = re.compile(
+    r"(?i)\b(?:and|or|also|other|another|second|third|either|alternatively|maybe|perhaps|possibly)\b|[,;&]"
+)
 _MOVES_ON = re.compile(
     r"(?i)\b(?:no|not|wait|actually|so|then|thus|therefore|hence|correct\w*|instead|rather|becomes?|gives?|get|final\w*|"
     r"answer|mistake|step|now|next|finally|plus|minus|times|divided|total|simplif\w*)\b|=>|\\implies|\\Rightarrow|[⇒→]"
@@ -108,6 +117,13 @@ def last_box(text: str) -> Mark | None:
     return Mark(marks[-1].start, end, " \\text{ or } ".join(parts))
 
 
+def without_thoughts(text: str) -> str:
+    """What follows the last `</think>`, where anything does."""
+    place = text.rfind("</think>")
+    behind = text[place + len("</think>") :] if place >= 0 else ""
+    return behind if behind.strip() else text
+
+
 _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
 _ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
 _LINE = re.compile(r"####[ \t]*([^\n]*\S)")
@@ -130,20 +146,25 @@ def answer_line(text: str) -> Mark | None:
     found = None
     for found in _ANSWER.finditer(text):
         pass
-    return Mark(found.start(), found.end(), _bare(found[1])) if found else None
+    return Mark(found.start(), found.end(), _first_sentence(_bare(found[1]))) if found else None
 
 
 def _bare(text: str) -> str:
-    return text.strip().strip("*").strip()
+    text = text.strip().strip("*").strip()
+    return text.lstrip("} ") if text.startswith("}") else text  # the end of \\text{Answer: }
 
 
 _PROSE = re.compile(r"((?:USD )?-?(?:USD )?\d[\d,]*(?:\.\d+)?%?)(?![\d.]*\w)(.*)")
-_MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)|\b(?:or|and|not|no|to)\b")  # no unit: $5/hour
+_ASIDE = re.compile(r"\s*(?:\([^()]*\)|,\s+(?:which|that|so|as|because|since)\b.*)\s*\.?$")
+_MORE_MATHS = re.compile(
+    r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)|\b(?:or|and|not|no|to)\b"
+)  # no unit: $5/hour
 _FEW_WORDS = 4
 
 
 def number_of_line(line: str) -> str:
     """The number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
+    line = _ASIDE.sub("", line) if re.match(r"\W*\d", line) else line
     found = _PROSE.fullmatch(normal_form(line))
     if found is None or _MORE_MATHS.search(found[2]):
         return line
@@ -176,10 +197,12 @@ def _outermost_answer(text: str) -> str | None:
 
 
 _PHRASE = re.compile(
-    r"(?i)\b(?:answer|result|solution|total|sum|value|roots?|solutions)\b[^.\n:=]{0,60}?(?:\bis\b|\bare\b|\bequals\b|:|=)"
-    r"(?!\s*$)\s*([^\n]+)"
+    r"(?i)(?:\b(?:answer|result|solution|total|sum|value|roots?|solutions)\b[^.\n:=]{0,60}?"
+    r"(?:\bis\b|\bare\b|\bequals\b|:|=)|答案(?:是|为|:|：)?)(?!\s*$)\s*([^\n]+)"
 )
-_SEGMENT = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\d ][^$]*\s\$)([^$\n]+?)(?<!\\)\$(?!\d)", re.DOTALL)
+_SEGMENT = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\d ][^$]*\s\$)([^$\n]+?)(?<!\\)\$(?!\d)", re.DOTALL
+)
 _SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])(?<!\betc)\.\s+(?=[A-Z(\"'])|[!?](?:\s|$)|\n")
 
 
@@ -192,7 +215,9 @@ def unmarked_answers(text: str) -> list[str]:
     segments = [found for found in _SEGMENT.finditer(tail)]
     if segments and not re.search(r"\d", tail[segments[-1].end() :]):
         last = len(segments) - 1
-        while last and re.fullmatch(r"\s*(?:,|and|or|, and|, or)\s*", tail[segments[last - 1].end() : segments[last].start()]):
+        while last and re.fullmatch(
+            r"\s*(?:,|and|or|, and|, or)\s*", tail[segments[last - 1].end() : segments[last].start()]
+        ):
             last -= 1
         return [tail[segments[last].start() : segments[-1].end()]]
     sentence = _last_sentence(tail)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from appliance.tasks import expressions, units
 from appliance.tasks.expressions import Expression, Number, Operation, Symbol, UnreadableError, read_expression
-from appliance.tasks.notation import DEGREE, EUR, GBP, JPY, USD, normal_form
+from appliance.tasks.notation import EUR, GBP, JPY, USD, normal_form
 
 LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
 _MOST_ITEMS = 40
@@ -154,7 +154,7 @@ def _trimmed(text: str) -> str:
     before = ""
     while text != before:
         before = text
-        text = text.strip(" \t\"#").removeprefix("*").strip()
+        text = text.strip(' \t"#').removeprefix("*").strip()
         text = re.sub(r"(?<!\.)[.,;:]+$|(?<!\*)\*+$", "", text).strip() if not text.endswith("...") else text
         text = _COLON.sub("", _LEADING.sub("", text, count=1))
         if text.startswith("{") and _matching(text) == len(text) - 1:
@@ -247,6 +247,11 @@ def _read_item(text: str, *, depth: int) -> Node:
         return Quantity(Symbol(letter[1] or letter[2]))
     if (option := _OPTION.fullmatch(text)) and not re.match(r"[-+*/^=∪_(]", option[2] or option[4]):
         return Option(option[1] or option[3], _read_item(_trimmed(option[2] or option[4]), depth=depth + 1))
+    if re.fullmatch(r"(?i)(?:the\s+)?(?:set\s+of\s+)?(?:all\s+)?(?:real\s+numbers|reals)|ℝ", text):
+        infinity = Symbol("∞")
+        return Items("(", (Quantity(expressions.negative(infinity)), Quantity(infinity)), ")")
+    if text == "DNE":
+        text = "does not exist"
     for read in (_read_relation, _read_union, _read_brackets, _read_both_signs, _read_based, _read_quantity):
         if depth <= _DEEPEST and (node := read(text, depth=depth + 1)) is not None:
             return node
@@ -318,7 +323,9 @@ def _plain_name(text: str) -> str:
 
 def _interval(values: list[Expression], signs: list[str]) -> Node | None:
     """Of a letter between constants."""
-    names = [value.name if isinstance(value, Symbol) and value.name not in expressions.CONSTANTS else "" for value in values]
+    names = [
+        value.name if isinstance(value, Symbol) and value.name not in expressions.CONSTANTS else "" for value in values
+    ]
     if sum(map(bool, names)) != 1 or "≠" in signs or "=" in signs:
         return None
     if any(expressions.symbols(value) for value, name in zip(values, names, strict=True) if not name):
@@ -360,7 +367,7 @@ def _read_union(text: str, *, depth: int) -> Node | None:
     return Union(tuple(read_answer(part, depth=depth) for part in parts))
 
 
-_BUILDER = re.compile(r"\s*([A-Za-z])\s*(?:∈\s*R\s*)?[|:]\s*(\S.*)")
+_BUILDER = re.compile(r"\s*([A-Za-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(\S.*)")
 
 
 def _read_brackets(text: str, *, depth: int) -> Node | None:
@@ -437,8 +444,8 @@ _UNIT_BEHIND = re.compile(r"(.*?[\d)}!π%°⟧])(\s*)([A-Za-zμΩ°%¢⟦][A-Za-
 
 
 def _read_quantity(text: str, *, depth: int) -> Node | None:
-    if (value := _VALUE_OF_WORD.get(text.lower())) is not None:
-        return Quantity(Number(Fraction(value)))
+    if (value := _value_of_words(text)) is not None:
+        return Quantity(Number(value))
     unit: tuple[str, ...] = ()
     if money := _CURRENCY_FIRST.fullmatch(text):
         unit, text = (money[2],), money[1] + money[3]
@@ -457,6 +464,24 @@ def _read_quantity(text: str, *, depth: int) -> Node | None:
     return None
 
 
+_FRACTION_WORDS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
+_FRACTION_IN_WORDS = re.compile(rf"(?:(a|an|\w+)[\s-]+)?({'|'.join(_FRACTION_WORDS)}|halve)s?")
+
+
+def _value_of_words(text: str) -> Fraction | None:
+    """`minus twelve`, `three quarters`; None of other words."""
+    words = text.lower()
+    sign = -1 if re.match(r"(?:minus|negative)\s", words) else 1
+    words = re.sub(r"^(?:minus|negative)\s+", "", words)
+    if (value := _VALUE_OF_WORD.get(words)) is not None:
+        return Fraction(sign * value)
+    if found := _FRACTION_IN_WORDS.fullmatch(words):
+        over = 1 if found[1] in (None, "a", "an") else _VALUE_OF_WORD.get(found[1])
+        if over is not None and (found[1] or found[2] == "half"):
+            return Fraction(sign * over, _FRACTION_WORDS.get(found[2], 2))
+    return None
+
+
 def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
     """(value, unit) as which a text may be read, the likeliest first."""
     readings: list[tuple[str, tuple[str, ...]]] = []
@@ -467,7 +492,9 @@ def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
         words = re.findall(r"[A-Za-zμΩ¢]+", behind)
         is_known = bool(words) and units.unit_of_word(words[0]) is not None
         parts = units.read_unit(behind)
-        if parts is not None and (is_marked or (gap and not units.is_algebra(behind)) or (is_known and (gap or len(words[0]) > 1))):
+        if parts is not None and (
+            is_marked or (gap and not units.is_algebra(behind)) or (is_known and (gap or len(words[0]) > 1))
+        ):
             readings.append((value, parts))
     return [*readings, (text.replace("⟦", " ").replace("⟧", " "), ())]
 
@@ -478,6 +505,7 @@ _QUIET = set("\"'`.,!?⟦⟧{}")
 
 
 def _words(text: str) -> Words:
+    text = re.sub(r"(?<=[A-Za-z]{2})-(?=[A-Za-z]{2})", "", re.sub(r"(?<=\d)\s+to\s+(?=\d)", ":", text))
     parts = [part for part in _TEXT_PART.findall(text) if part not in _QUIET]
     if len(parts) > 1 and parts[0].lower() in _ARTICLES:
         parts = parts[1:]
@@ -492,7 +520,8 @@ def _is_same_word(one: str, other: str) -> bool:
         return True
     if one.lower() != other.lower() or len(one) < 2:
         return False
-    return len(one) > 3 or {one.lower()} <= {"yes", "no"} or not (one.isupper() or other.isupper())
+    begins_a_sentence = one[1:] == other[1:] and one[1:].islower()
+    return len(one) > 3 or one.lower() in ("yes", "no") or begins_a_sentence
 
 
 def is_same_node(given: Node, wanted: Node) -> bool:
@@ -553,7 +582,9 @@ def _are_multiples(one: Expression | None, other: Expression | None, *, of_same_
 def _is_same_relation(given: Node, wanted: Node) -> bool:
     if isinstance(given, Relation) and isinstance(wanted, Relation):
         is_one_way = given.sign in "<≤"
-        return given.sign == wanted.sign and _are_multiples(given.difference, wanted.difference, of_same_sign=is_one_way)
+        return given.sign == wanted.sign and _are_multiples(
+            given.difference, wanted.difference, of_same_sign=is_one_way
+        )
     relation, other = (given, wanted) if isinstance(given, Relation) else (wanted, given)
     assert isinstance(relation, Relation)
     if relation.value is None:
@@ -621,7 +652,9 @@ def _is_same_list(given: Items, wanted: Items) -> bool:
     items = (*given.items, *wanted.items)
     are_named = {isinstance(item, Named) for item in items}
     are_letters = all(isinstance(item, Words) or _is_letter(item) for item in items)
-    is_in_order = are_letters and {given.joined_by, wanted.joined_by} == {","} and "{" not in (given.opening, wanted.opening)
+    is_in_order = (
+        are_letters and {given.joined_by, wanted.joined_by} == {","} and "{" not in (given.opening, wanted.opening)
+    )
     if is_in_order:
         return _are_same_in_order(given.items, wanted.items)
     if len(are_named) == 2:
@@ -658,10 +691,14 @@ def _is_same_matrix(given: Node, wanted: Node) -> bool:
 
 def _is_same_quantity(given: Quantity, wanted: Quantity) -> bool:
     percents = [units.PERCENT in quantity.unit for quantity in (given, wanted)]
-    plain = [replace(quantity, unit=tuple(part for part in quantity.unit if part != units.PERCENT)) for quantity in (given, wanted)]
-    if not units.is_same_unit(plain[0].unit, plain[1].unit):
-        return False
+    plain = [
+        replace(quantity, unit=tuple(part for part in quantity.unit if part != units.PERCENT))
+        for quantity in (given, wanted)
+    ]
     one, other = given.expression, wanted.expression
+    if not units.is_same_unit(plain[0].unit, plain[1].unit):
+        factor = units.conversion(plain[0].unit, plain[1].unit)
+        return factor is not None and _is_same_value(Operation("product", (one, Number(factor))), other)
     if expressions.is_unfinished(one) and expressions.is_plain_number(other):
         return False  # 47 + 85 is the question, 132 its answer
     if _is_same_value(one, other):

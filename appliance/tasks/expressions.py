@@ -37,7 +37,15 @@ FUNCTIONS = {
     *("ln", "log", "lg", "exp"),
 }
 CONSTANTS = {"π", "e", "i", "∞"}
-_WORDS = {"pi": "π", "infinity": "∞", "infty": "∞", "inf": "∞", "theta": "θ", "sqrt": "\\sqrt", **{f: f for f in FUNCTIONS}}
+_WORDS = {
+    "pi": "π",
+    "infinity": "∞",
+    "infty": "∞",
+    "inf": "∞",
+    "theta": "θ",
+    "sqrt": "\\sqrt",
+    **{f: f for f in FUNCTIONS},
+}
 _WORDS |= {"alpha": "α", "beta": "β", "gamma": "γ", "lambda": "λ", "phi": "φ", "omega": "ω"}
 
 _TOKEN = re.compile(
@@ -107,7 +115,9 @@ def _tokens(text: str) -> Iterator[_Token]:
 def _letters(run: str, *, is_apart: bool) -> Iterator[_Token]:
     """A name of a function or a constant; else up to three letters, each a factor. What is longer is a word."""
     if (known := _WORDS.get(run)) is not None:
-        yield _Token("command" if known == "\\sqrt" else "function" if known in FUNCTIONS else "letter", known, is_apart)
+        yield _Token(
+            "command" if known == "\\sqrt" else "function" if known in FUNCTIONS else "letter", known, is_apart
+        )
         return
     if len(run) > 3:
         raise UnreadableError(run[:60])

@@ -1,12 +1,20 @@
-"""The rewards `math`, `number` and `choice`: what a response answers, against a truth, as a careful person grades it."""
+"""The rewards `math` and `number`: what a response answers, against a truth, as a careful person grades it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 from appliance.tasks import expressions, units
-from appliance.tasks.answers import all_boxes, marked_answer, truth_alternatives, unmarked_answers
+from appliance.tasks.answers import (
+    all_boxes,
+    given_alternatives,
+    marked_answer,
+    truth_alternatives,
+    unmarked_answers,
+    without_thoughts,
+)
 from appliance.tasks.equality import (
     LONGEST_ANSWER,
     Based,
@@ -15,27 +23,21 @@ from appliance.tasks.equality import (
     Node,
     Option,
     Quantity,
+    Words,
     is_same,
     is_same_node,
-    prepare,
     read_answer,
 )
+from appliance.tasks.expressions import Expression, Number, Operation, UnreadableError
 from appliance.tasks.notation import EUR, GBP, JPY, USD, normal_form
 from appliance.tasks.task import Response
-
-
-def given_alternatives(truth: str) -> tuple[str, ...]:
-    """The alternatives of a truth that is there. Raises ValueError where the row has none."""
-    if not truth.strip():
-        raise ValueError("the row has no truth to compare with: task.truth names its field")
-    return truth_alternatives(truth)
 
 
 def math(response: Response) -> float:
     """1.0 when the answer is the truth, or one of its alternatives. The answer is what `marked_answer` says, else the
     whole response, else what it ends with. Of a truth that is a solution it is read the same way."""
-    alternatives = given_alternatives(response.truth)
-    return float(any(_answers(response.text, truth=truth) for truth in alternatives))
+    text = without_thoughts(response.text)
+    return float(any(_answers(text, truth=truth) for truth in given_alternatives(response.truth)))
 
 
 def _answers(text: str, *, truth: str) -> bool:
@@ -45,14 +47,40 @@ def _answers(text: str, *, truth: str) -> bool:
         if is_same(answer, truth=wanted):
             return True
         together = all_boxes(text)
-        return together is not None and is_same(together, truth=wanted)
+        if together is not None and is_same(together, truth=wanted):
+            return True
+        return _is_only_number(answer, truth=wanted)
     if is_same(text.strip(), truth=wanted):
         return True
     if any(is_same(answer, truth=wanted) for answer in unmarked_answers(text)):
         return True
     numbers = _numbers_of_prose(text)
-    node = read_answer(normal_form(wanted)) if len(wanted) <= LONGEST_ANSWER else None
-    return len(numbers) == 1 and isinstance(node, Quantity) and is_same_node(numbers[0], node)
+    return len(numbers) == 1 and _is_number_of(numbers[0], truth=wanted)
+
+
+_RESTRICTED = re.compile(
+    r"(?i)\b(?:or|and|no|not|if|unless|except|wrong|incorrect|less|more|fewer|than|least|most|over|under|times)\b|n't"
+)
+
+
+def _is_only_number(answer: str, *, truth: str) -> bool:
+    """Whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
+    plain = normal_form(answer)
+    if len(plain) > LONGEST_ANSWER or _RESTRICTED.search(plain) or not isinstance(read_answer(plain), Words):
+        return False
+    numbers = _scanned(plain)
+    is_sentence = re.search(r"[A-Za-z]{2,}", plain[: numbers[0][0]] if numbers else "") is not None
+    return (
+        len(numbers) == 1
+        and is_sentence
+        and len(re.findall(r"\d+", plain)) < 3
+        and _is_number_of(numbers[0][2], truth=truth)
+    )
+
+
+def _is_number_of(value: Quantity | Based, *, truth: str) -> bool:
+    node = read_answer(normal_form(truth)) if len(truth) <= LONGEST_ANSWER else None
+    return isinstance(node, Quantity) and not expressions.symbols(node.expression) and is_same_node(value, node)
 
 
 # number
@@ -60,18 +88,23 @@ def _answers(text: str, *, truth: str) -> bool:
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d+)(?:\.\d+)?|\.\d+"
 _POWER = r"\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)"
 _NUMBER = re.compile(
-    rf"""(?<![\w.])(?<!\d,)
-    (?P<sign>-\s*)?(?:(?P<money>{USD}|{EUR}|{GBP}|{JPY})\s*)?(?P<inner>-)?
+    rf"""(?<![A-Za-z0-9_.])(?<!\d,)
+    (?P<sign>-\s*(?:\(\s*)?)?(?:(?P<money>{USD}|{EUR}|{GBP}|{JPY})\s*)?(?P<inner>-)?
     (?P<value>
       (?:(?:{_DIGITS})\s*)?\\frac\s*(?:\{{\s*-?(?:{_DIGITS})\s*\}}|\d)\s*(?:\{{\s*(?:{_DIGITS})\s*\}}|\d+)
       | \\sqrt\s*(?:\{{\s*(?:{_DIGITS})\s*\}}|{_DIGITS})
-      | (?:{_DIGITS})(?:\s*\*\s*10{_POWER}|[eE][+-]?\d+(?!\w)|\s*/\s*(?:{_DIGITS})(?!\s*/)|{_POWER}|!(?=\W*$)|\s*_\s*\{{?\s*\w+\s*\}}?)?
-    )(?P<percent>\s*%)?""",
+      | (?:{_DIGITS})(?:\s*\*\s*10{_POWER}|[eE][+-]?\d+(?!\w)|\s*/\s*(?:{_DIGITS})(?!\s*/)|{_POWER}|\s*_\s*\{{?\s*\w+\s*\}}?)?
+    )(?P<percent>\s*%)?(?P<multiple>\s*(?:hundred|thousand|million|billion|trillion|dozen)\b|[kKMB](?![A-Za-z0-9]))?""",
     re.VERBOSE,
 )
 _JOINED = re.compile(r"\s*(?:or|and|to|–|—|-|\+|\*|:|/|;|,\s+(?:or|and)|±)\s*")
 _COMMA = re.compile(r"\s*,\s*")
-_NEGATED = re.compile(r"(?i)\b(?:not|n't|never)\s*(?:be\s+|equal\s+to\s+|equal\s+)?$|≠\s*$")
+_NEGATED = re.compile(
+    r"(?i)(?:\bnot|n't|\bnever|\b(?:more|less|fewer|greater|larger|smaller|higher|lower|other|rather)\s+than|\bat\s+(?:least|most)|"
+    r"\babove|\bbelow|\bover|\bunder|\bup\s+to|\balmost|\bnearly)\s*(?:be\s+|equal\s+to\s+|equal\s+)?$|[≠<>≤≥]\s*$"
+)
+_FOOTNOTE = re.compile(r"\s*\[\d{1,2}\](?=\W*$)")
+_SHORT_MULTIPLES = {"k": "thousand", "K": "thousand", "M": "million", "B": "billion"}
 
 
 def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
@@ -87,18 +120,36 @@ def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
             sign, start = found["inner"] or "", found.start() + 1  # 5-3: no minus
         if isinstance(node, Quantity):
             value = expressions.negative(node.expression) if sign else node.expression
+            multiple = (found["multiple"] or "").strip()
+            factor = units.multiple_of((_SHORT_MULTIPLES.get(multiple, multiple),))
+            value = Operation("product", (value, Number(Fraction(factor)))) if factor > 1 else value
+            value = (
+                Number(rational, is_decimal=expressions.has_decimal(value))
+                if (rational := _exact(value)) is not None
+                else value
+            )
             scanned.append((start, found.end(), Quantity(value, (units.PERCENT,) if found["percent"] else ())))
         elif isinstance(node, Based):
             scanned.append((start, found.end(), node))
     return scanned
 
 
+def _exact(expression: Expression) -> Fraction | None:
+    try:
+        return expressions.exact(expression)
+    except UnreadableError:
+        return None
+
+
 def _numbers_of_prose(text: str, *, tail: int = 1000) -> list[Quantity | Based]:
     """The last number of a text, with those that are joined to it: `3 or 4`, `5-3`. Empty where it is denied."""
-    plain = normal_form(text[-tail:])
+    plain = _FOOTNOTE.sub("", normal_form(text[-tail:]))
     scanned = _scanned(plain)
     if not scanned:
-        return []
+        return next(
+            filter(None, (_values(read_answer(normal_form(said)[:LONGEST_ANSWER])) for said in unmarked_answers(text))),
+            [],
+        )
     first = len(scanned) - 1
     while first and _JOINED.fullmatch(plain[scanned[first - 1][1] : scanned[first][0]]):
         first -= 1
@@ -167,6 +218,7 @@ def number(response: Response) -> float:
 
 
 def _has_numbers(text: str, *, wanted: Sequence[Quantity | Based]) -> bool:
+    text = without_thoughts(text)
     marked = marked_answer(text)
     if marked is not None and (given := _marked_numbers(marked)):
         pass
@@ -191,83 +243,3 @@ def _is_same_number(given: Quantity | Based, wanted: Quantity | Based) -> bool:
         return False
     plain = [Quantity(value.expression, tuple(set(value.unit) & {units.PERCENT})) for value in (given, wanted)]
     return is_same_node(plain[0], plain[1])
-
-
-# choice
-
-_SPEAKER = r"I(?:['\u2019][a-z]|[ \t]+(?!(?:is|was|because|since|as|and|or|for|with|which)\b)[a-z])"
-_LETTER = rf"[*(\[{{\s\"']*(?!{_SPEAKER})([A-J])(?![A-Za-z'])"
-_SAYS = r"(?:answer|choice|option)"
-_CHOSEN = re.compile(
-    rf"(?:(?i:{_SAYS})(?i:\s+(?:is|would\s+be|must\s+be|should\s+be))?[*_ \t]*:?[*_]*|<answer>|####)"
-    rf"(?:[ \t\n]*(?i:option|choice|answer))?[ \t\n]*{_LETTER}"
-)
-_ALONE = re.compile(r"(?m)^[*(\[\s]*([A-J])[*)\].:\s]*$")
-_BRACKETED = re.compile(r"\(([A-J])\)(?!\s*(?:is|was|are)\s+(?:wrong|incorrect|not|false|eliminated|ruled|impossible|out))")
-_DENIED = re.compile(
-    r"(?i)(?:\bnot|n't|n’t|\bneither|\bnor|\bexcept|\bwrong|\bincorrect|\beliminate\w*|\bexclude\w*|\brules? out|\brather than|"
-    r"\binstead of)\s*(?:is|be|by|:|the|answer|choice|option|with|\s)*[\s*(]*$"
-)
-_ANOTHER = re.compile(r"[\s*)\]}.\"']*(?:,?\s*(?:or|and)\b|[,/&;])\s*(?i:option|choice)?[\s*(\[{]*[A-J](?![A-Za-z'])")
-
-
-def read_letter(truth: str) -> str:
-    """The letter, A to J, that a truth is. Raises ValueError where it is none."""
-    plain = normal_form(marked_answer(truth) or truth)
-    found = re.fullmatch(r"(?i)[*\s]*\(?\s*([A-J])\s*\)?[.:*\s]*(?:(?<=[).:*\s])\S.*)?", plain)
-    letter = found[1].upper() if found and (len(plain) < 6 or re.match(r"\(?[A-Za-z]\s*[).:]", plain)) else ""
-    if not letter:
-        raise ValueError(f"the truth `{truth[:60]}` is not a letter from A to J")
-    return letter
-
-
-def read_letters(truth: str) -> None:
-    """Raises ValueError where an alternative of the truth is no letter from A to J, or the row has no truth."""
-    for alternative in given_alternatives(truth):
-        read_letter(alternative)
-
-
-def choice(response: Response) -> float:
-    """1.0 when the letter that is chosen last, A to J, is the truth: in a mark of an answer or after `answer is`; else
-    alone on a line; else in brackets. The I of who speaks, as in `the answer I get`, is none; two letters, as in
-    `A or B`, are no choice, and one that is denied is none."""
-    wanted = {read_letter(truth) for truth in given_alternatives(response.truth)}
-    return float(_chosen_letter(response.text) in wanted)
-
-
-def _chosen_letter(text: str) -> str:
-    """Empty where none is chosen."""
-    marked = marked_answer(text)
-    if marked is not None and (letter := _marked_letter(marked)) is not None:
-        return letter
-    plain = normal_form_of_lines(text)
-    for pattern in (_CHOSEN, _ALONE, _BRACKETED):
-        found = [
-            letter for letter in pattern.finditer(plain) if not _DENIED.search(plain[max(0, letter.start(1) - 40) : letter.start(1)])
-        ]
-        if found:
-            return "" if _ANOTHER.match(plain, found[-1].end(1)) else found[-1][1]
-    return ""
-
-
-def normal_form_of_lines(text: str) -> str:
-    """Each of the last lines in the normal form."""
-    return "\n".join(normal_form(line) for line in text[-20_000:].splitlines())
-
-
-_ONE_LETTER = re.compile(r"[*\s\"']*\(?\[?\s*([A-Ja-j])\s*[)\]]?(?:[.:,*\"'\s]*|(?:\s*[.:)]|(?<=\)))\s*\S.*)")
-_SPOKEN = re.compile(rf"{_SPEAKER}")
-
-
-def _marked_letter(marked: str) -> str | None:
-    """Of what a mark marks: the letter, empty where it says another thing; None where it is prose to search."""
-    plain = normal_form(marked).strip()
-    plain = re.sub(r"(?i)^(?:the\s+)?(?:correct\s+|final\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*", "", plain).strip()
-    if _SPOKEN.match(plain):
-        return None
-    found = _ONE_LETTER.fullmatch(plain)
-    if found:
-        return "" if _ANOTHER.match(plain, found.end(1)) else found[1].upper()
-    if found := re.match(r"\(?([A-J])\)?(?![A-Za-z'])", plain):
-        return "" if _ANOTHER.match(plain, found.end(1)) else found[1]
-    return None if len(plain) > 40 else ""

@@ -73,7 +73,7 @@ _SYMBOLS = {
     **{"lt": "<", "gt": ">", "to": "→", "rightarrow": "→", "Rightarrow": "⇒", "implies": "⇒", "approx": "≈"},
     **{"simeq": "≈", "sim": "~", "equiv": "≡", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]"},
     **{"langle": "⟨", "rangle": "⟩", "lceil": "⌈", "rceil": "⌉", "lfloor": "⌊", "rfloor": "⌋", "prime": "'"},
-    **{"circ": DEGREE, "degree": DEGREE, "degrees": DEGREE, "percent": "%", "land": " and ", "lor": " or "},
+    **{"circ": DEGREE, "degree": DEGREE, "degrees": DEGREE, "percent": "%", "land": "∧", "lor": "∨", "wedge": "∧"},
     **{"dollar": "\\$", "euro": "€", "pounds": "£", "yen": "¥", "ldots": "...", "dots": "...", "cdots": "..."},
     **{"angle": "∠", "triangle": "△", "colon": ":", "perp": "⊥", "parallel": "∥", "lnot": "¬", "neg": "¬"},
     **dict.fromkeys(
@@ -98,12 +98,19 @@ _FONTS = (
 )
 _UNIT_FONTS = ("text", "textrm", "textnormal", "mbox", "hbox", "mathrm", "operatorname", "textit", "rm", "unit", "si")
 _FONT = re.compile(rf"\\(?:{'|'.join(_FONTS)})\*?\s*\{{([^{{}}]*)\}}")
-_UNIT = re.compile(rf"(?<=[\d)}}\]])((?:\s|\\[,;:! ]|~)*)\\(?:{'|'.join(_UNIT_FONTS)})\s*\{{\s*([A-Za-zµμ]{{1,3}})\s*\}}")
+_UNIT = re.compile(
+    rf"(?<=[\d)}}\]])((?:\s|\\[,;:! ]|~)*)\\(?:{'|'.join(_UNIT_FONTS)})\s*\{{\s*([A-Za-zµμ]{{1,3}})\s*\}}"
+)
 _REPEATING = re.compile(r"(?<![\w.])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\s*\{\s*(\d{1,15})\s*\}")
 _SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
 _NO_UNITS = {"and", "or", "if", "is", "for", "to", "in", "mod", "as", "not", "e", "i", "d"}
 _COMMAND = re.compile(r"\\([A-Za-z]+)\*?(\s?)")
-_BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([RZNQC])\s*\}?")
+_BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([A-Z])\s*\}?")
+_BLACKBOARD_LETTERS = {"R": "ℝ", "Z": "ℤ", "N": "ℕ", "Q": "ℚ", "C": "ℂ"}
+_COLOUR = re.compile(r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}")
+_ORDINAL = re.compile(r"(?<=\d)\s?\^?\s?\{?\s?(?:st|nd|rd|th)\b\s?\}?")
+_DECIMAL_COMMA = re.compile(r"(?<![\w.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\w,]|\.\d)")  # 1.234,5
+_WORD_MINUS = re.compile(r"(?i)(?<![\d)}] )(?<![\d)}])\b(?:negative|minus)\s+(?=\\?[\d.])")
 
 _CHARACTERS = str.maketrans(
     {
@@ -118,7 +125,7 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("′’‘ʹ", "'"),
         **dict.fromkeys("“”„«»″", '"'),
         **{"µ": "μ", "％": "%", "〈": "⟨", "〉": "⟩", "，": ",", "；": ";", "：": ":", "。": ".", "、": ","},
-        **{"\N{KELVIN SIGN}": "K", "ℝ": "R", "ℂ": "C", "ℤ": "Z", "ℕ": "N", "ℚ": "Q", "ϕ": "φ", "ϵ": "ε", "ϑ": "θ"},
+        **{"\N{KELVIN SIGN}": "K", "ϕ": "φ", "ϵ": "ε", "ϑ": "θ"},
         **{"∆": "Δ", "∣": "|", "❘": "|", "∼": "~", "⟶": "→", "⟹": "⇒", "…": "...", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"},
     }
 )
@@ -134,6 +141,9 @@ def normal_form(text: str) -> str:
     text = _without_markup(text.translate(_CHARACTERS))
     text = _without_latex(_with_plain_characters(text))
     text = re.sub(r"(?<=\d)\{,\}(?=\d)", ",", text)
+    text = _ORDINAL.sub("", re.sub(r"\\\s*$", "", text))
+    text = _WORD_MINUS.sub("-", text)
+    text = _DECIMAL_COMMA.sub(lambda found: f"{found[1].replace('.', '')}.{found[2]}", text)
     text = _DOTTED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _with_one_notation_of_numbers(text)
     return re.sub(r"\s+", " ", text).strip()
@@ -143,6 +153,7 @@ def _without_markup(text: str) -> str:
     """Markdown's and HTML's marks, and what delimits mathematics in a text."""
     text = re.sub(r"(?i)<sup>([^<]*)</sup>", r"^{\1}", text)
     text = re.sub(r"(?i)<sub>([^<]*)</sub>", r"_{\1}", text)
+    text = re.sub(r"~~[^~]*~~", " ", text)  # struck out
     text = _OUTER_DELIMITERS.sub(" ", _HTML.sub(" ", text))
     text = text.replace("**", "").replace("`", "")
     text = re.sub(r"\\\$|US\$(?=\s*[\d.])", f" {USD} ", text)
@@ -162,6 +173,8 @@ def _with_plain_characters(text: str) -> str:
 
 def _narrow(character: str) -> str:
     """Full-width and styled letters and digits as plain ones."""
+    if character in "ℝℤℕℚℂ":
+        return character
     plain = unicodedata.normalize("NFKC", character)
     if len(plain) == 1 and plain.isascii() and plain.isalnum():
         return plain
@@ -180,7 +193,8 @@ def _without_latex(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[,:]", "\u2009", text)
     text = re.sub(r"(?<!\\)\\[; ]|(?<=\S)~(?=\S)", " ", text)
     text = re.sub(r"\\phantom\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}|\\vspace\*?\s*\{[^{}]*\}", " ", text)
-    text = _BLACKBOARD.sub(r" \1 ", text)
+    text = _BLACKBOARD.sub(lambda found: f" {_BLACKBOARD_LETTERS.get(found[1], found[1])} ", text)
+    text = _COLOUR.sub(" ", text)
     text = _SEGMENT.sub(r" \1 ", _REPEATING.sub(_repeating_fraction, text))
     text = _UNIT.sub(_marked_unit, text)
     for _ in range(12):  # each turn unwraps the innermost; degenerate text nests thousands

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.record.plan import OwnPlan, RewardPlan
-from appliance.tasks import maths
-from appliance.tasks.maths import given_alternatives
+from appliance.tasks import choices, equality, maths
+from appliance.tasks.answers import given_alternatives
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
 from appliance.terms.environment import JUDGE_KEY_VARIABLE, THREADS_VARIABLE
@@ -275,10 +275,10 @@ def _judge_key() -> str:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn(maths.math, reads=_given, prepare=maths.prepare),
-    "number": BuiltIn(maths.number, reads=_given, prepare=maths.prepare),
+    "math": BuiltIn(maths.math, reads=_given, prepare=equality.prepare),
+    "number": BuiltIn(maths.number, reads=_given, prepare=equality.prepare),
     "exact": BuiltIn(exact, reads=_given),
-    "choice": BuiltIn(maths.choice, reads=_given),
+    "choice": BuiltIn(choices.choice, reads=_given),
     "regex": BuiltIn(regex, options=("pattern",), reads=_given),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),

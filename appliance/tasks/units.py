@@ -7,8 +7,9 @@ that are no unit of measure, such as `red apples`, may be fewer on one side.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
-from appliance.tasks.notation import DEGREE, EUR, GBP, JPY, USD
+from appliance.tasks.notation import EUR, GBP, JPY, USD
 
 PERCENT = "%"
 _CURRENCIES = {USD, EUR, GBP, JPY}
@@ -42,8 +43,6 @@ _SPELLINGS = {
     "quart": "quart quarts",
     "pint": "pint pints",
     "rad": "rad rads radian radians",
-    
-
     "N": "N newton newtons",
     "J": "J joule joules",
     "kJ": "kJ kilojoule kilojoules",
@@ -65,6 +64,8 @@ _SPELLINGS = {
     "thousand": "thousand thousands",
     "million": "million millions",
     "billion": "billion billions",
+    "trillion": "trillion trillions",
+    "hundred": "hundred hundreds",
     "%": "% percent pct",
     "cent": "cent cents ¢",
     USD: f"{USD} dollar dollars buck bucks usd",
@@ -74,8 +75,37 @@ _SPELLINGS = {
 }
 _UNIT_OF = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _SPEEDS = {"mph": "mi", "kph": "km", "kmh": "km", "kmph": "km"}
-_MULTIPLES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-_NO_WORDS = {"of", "the", "a", "an", "in", "total", "each", "all", "left", "altogether", "remaining", "or", "unit", "units"}
+_MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_IN_BASE_UNITS = {  # (what is measured, how many of the smallest unit here)
+    **{
+        "mm": ("length", 1),
+        "cm": ("length", 10),
+        "dm": ("length", 100),
+        "m": ("length", 1000),
+        "km": ("length", 10**6),
+    },
+    **{"inch": ("feet", 1), "ft": ("feet", 12), "yd": ("feet", 36), "mi": ("feet", 63_360)},
+    **{"mg": ("mass", 1), "g": ("mass", 1000), "kg": ("mass", 10**6)},
+    **{"oz": ("weight", 1), "lb": ("weight", 16), "ml": ("volume", 1), "l": ("volume", 1000)},
+    **{"ms": ("time", 1), "s": ("time", 1000), "min": ("time", 60_000), "h": ("time", 3_600_000)},
+    **{"day": ("time", 86_400_000), "week": ("time", 604_800_000), "cent": ("dollars", 1), USD: ("dollars", 100)},
+}
+_NO_WORDS = {
+    "of",
+    "the",
+    "a",
+    "an",
+    "in",
+    "total",
+    "each",
+    "all",
+    "left",
+    "altogether",
+    "remaining",
+    "or",
+    "unit",
+    "units",
+}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
 _PART = re.compile(r"[A-Za-zμΩ¢]++|[°%]|\^\s*+\{?+\s*+-?+\d\s*+\}?+|/")
 _WHOLE = re.compile(rf"(?:\s*+(?:{_PART.pattern})[.*·-]?+)++\s*+")
@@ -95,6 +125,14 @@ def multiple_of(parts: tuple[str, ...]) -> int:
     for part in parts:
         factor *= _MULTIPLES.get(part, 1)
     return factor
+
+
+def conversion(one: tuple[str, ...], other: tuple[str, ...]) -> Fraction | None:
+    """How many of the other unit one of the first is: 60 of hours and minutes. None where they measure two things."""
+    if len(one) != 1 or len(other) != 1 or one[0] not in _IN_BASE_UNITS or other[0] not in _IN_BASE_UNITS:
+        return None
+    (kind, size), (other_kind, other_size) = _IN_BASE_UNITS[one[0]], _IN_BASE_UNITS[other[0]]
+    return Fraction(size, other_size) if kind == other_kind else None
 
 
 def read_unit(text: str) -> tuple[str, ...] | None:
@@ -151,7 +189,11 @@ def is_same_unit(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
 def are_different_measures(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     """Whether both have units of measure or money, and not the same ones."""
     measures = [
-        tuple(part for part in unit if (part in _SPELLINGS or part[0] in "^/") and part not in _MULTIPLES and part != PERCENT)
+        tuple(
+            part
+            for part in unit
+            if (part in _SPELLINGS or part[0] in "^/") and part not in _MULTIPLES and part != PERCENT
+        )
         for unit in (one, other)
     ]
     return bool(measures[0] and measures[1]) and not is_same_unit(measures[0], measures[1])

@@ -18,8 +18,7 @@ from plans import own_plan, reward_plan
 
 from appliance.record.plan import RewardPlan
 from appliance.tasks import rewards
-from appliance.tasks.built_in.dapo_math import joined_numbers
-from appliance.tasks.built_in.gsm8k import plain_numbers
+from appliance.tasks.notation import joined_numbers, plain_numbers
 from appliance.tasks.rewards import BUILT_IN, load_rewards
 from appliance.tasks.task import Response
 

@@ -21,7 +21,7 @@ from plans import own_plan
 
 from appliance.tasks import own
 from appliance.tasks.built_in import gsm8k
-from appliance.tasks.rewards import math
+from appliance.tasks.maths import math
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
 
