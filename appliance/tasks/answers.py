@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from appliance.tasks.notation import normal_form
+from appliance.tasks.maths.notation import normal_form
 
 DEEPEST_MARK = 8
 _TAIL = 1000  # characters that are searched where an answer is not marked

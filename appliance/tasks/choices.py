@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from appliance.tasks.answers import given_alternatives, marked_answer, without_thoughts
-from appliance.tasks.notation import normal_form
+from appliance.tasks.maths.notation import normal_form
 from appliance.tasks.task import Response
 
 _TAIL = 20_000  # characters that are searched where no letter is marked

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.record.plan import OwnPlan, RewardPlan
-from appliance.tasks import choices, equality, maths
+from appliance.tasks import choices, graders
 from appliance.tasks.answers import given_alternatives
+from appliance.tasks.maths.equality import prepare
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
 from appliance.terms.environment import JUDGE_KEY_VARIABLE, THREADS_VARIABLE
@@ -275,8 +276,8 @@ def _judge_key() -> str:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn(maths.math, reads=_given, prepare=equality.prepare),
-    "number": BuiltIn(maths.number, reads=_given, prepare=equality.prepare),
+    "math": BuiltIn(graders.math, reads=_given, prepare=prepare),
+    "number": BuiltIn(graders.number, reads=_given, prepare=prepare),
     "exact": BuiltIn(exact, reads=_given),
     "choice": BuiltIn(choices.choice, reads=_given),
     "regex": BuiltIn(regex, options=("pattern",), reads=_given),

@@ -7,7 +7,7 @@ none the last `\\boxed{...}`. Text that differs is compared as `equality.py` doe
 from __future__ import annotations
 
 from appliance.tasks.answers import DEEPEST_MARK, answer_line, last_box, truth_alternatives, without_thoughts
-from appliance.tasks.equality import is_same, prepare
+from appliance.tasks.maths.equality import is_same, prepare
 from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from appliance.tasks.answers import last_line, truth_alternatives, without_thoughts
-from appliance.tasks.equality import is_same, single_value
+from appliance.tasks.maths.equality import is_same, single_value
 from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from appliance.tasks import expressions, units
 from appliance.tasks.answers import (
     all_boxes,
     given_alternatives,
@@ -15,21 +14,12 @@ from appliance.tasks.answers import (
     unmarked_answers,
     without_thoughts,
 )
-from appliance.tasks.equality import (
-    LONGEST_ANSWER,
-    Based,
-    Items,
-    Named,
-    Node,
-    Option,
-    Quantity,
-    Words,
-    is_same,
-    is_same_node,
-    read_answer,
-)
-from appliance.tasks.expressions import Expression, Number, Operation, UnreadableError
-from appliance.tasks.notation import EUR, GBP, JPY, USD, normal_form
+from appliance.tasks.maths import expressions, units, values
+from appliance.tasks.maths.equality import LONGEST_ANSWER, is_same, is_same_node
+from appliance.tasks.maths.expressions import Expression, Number, Operation, UnreadableError
+from appliance.tasks.maths.nodes import Based, Items, Named, Node, Option, Quantity, Words
+from appliance.tasks.maths.notation import EUR, GBP, JPY, USD, normal_form
+from appliance.tasks.maths.reading import read_answer
 from appliance.tasks.task import Response
 
 
@@ -136,7 +126,7 @@ def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
 
 def _exact(expression: Expression) -> Fraction | None:
     try:
-        return expressions.exact(expression)
+        return values.exact(expression)
     except UnreadableError:
         return None
 

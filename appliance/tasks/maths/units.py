@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from appliance.tasks.notation import EUR, GBP, JPY, USD
+from appliance.tasks.maths.notation import EUR, GBP, JPY, USD
 
 PERCENT = "%"
 _CURRENCIES = {USD, EUR, GBP, JPY}
