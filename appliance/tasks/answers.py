@@ -155,7 +155,7 @@ def _bare(text: str) -> str:
 
 
 _PROSE = re.compile(r"((?:USD )?-?(?:USD )?\d[\d,]*(?:\.\d+)?%?)(?![\d.]*\w)(.*)")
-_ASIDE = re.compile(r"\s*(?:\([^()]*\)|,\s+(?:which|that|so|as|because|since)\b.*)\s*\.?$")
+_ASIDE = re.compile(r"(?<=[\w%.])\s*(?:\([^()]*\)|,\s+(?:which|that|so|as|because|since)\b.*)\s*\.?$")
 _MORE_MATHS = re.compile(
     r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)|\b(?:or|and|not|no|to)\b"
 )  # no unit: $5/hour
@@ -193,7 +193,9 @@ def _outermost_answer(text: str) -> str | None:
     marks += [mark for mark in (answer_line(text), last_line(text), last_box(text)) if mark is not None]
     if not marks:
         return None
-    return _bare(max(marks, key=lambda mark: mark.start).inner)
+    last = max(marks, key=lambda mark: mark.start)
+    around = [mark for mark in marks if mark.start < last.start and last.end <= mark.end]
+    return _bare(min(around, key=lambda mark: mark.start).inner if around else last.inner)
 
 
 _PHRASE = re.compile(

@@ -62,7 +62,8 @@ _CHOSEN = (
 )
 _ALONE = re.compile(r"(?m)^[*(\[\s\"']*(?P<capital>[A-J])[*)\].:\s\"']*$")
 _BRACKETED = re.compile(r"\((?P<capital>[A-J])\)")
-_FIRST = re.compile(r"\s*[*(]*(?:(?P<capital>[A-J])|(?P<small>[a-j]))(?:[*]*[).:][*]*(?:\s+\S.*)?|[*\s]*)")
+_FIRST = re.compile(  # all of a text of one line: a letter, or an option: `B) 12`
+    r"\A\s*[*(]*(?:(?P<capital>[A-J])|(?P<small>[a-j]))(?:[*]*[).:][*]*(?:\s+\S.*)?|[*\s]*)\Z")
 _DENIED = re.compile(
     r"(?i)(?:\bnot|n't|n’t|\bneither|\bnor|\bexcept|\bwrong|\bincorrect|\beliminate\w*|\bexclude\w*|\brules?\s+out|"
     r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bsay|\bsaid|\bthink|\bclaim\w*|\bthan)"
@@ -84,9 +85,7 @@ def _chosen_letter(text: str) -> str:
     if marked is not None and (letter := _marked_letter(marked)) is not None:
         return letter
     plain = "\n".join(map(normal_form, text[-_TAIL:].splitlines())).strip()
-    if "\n" not in plain and (letter := _first_letter(plain)):
-        return letter
-    for patterns in (_CHOSEN, (_ALONE,), (_BRACKETED,)):
+    for patterns in (_CHOSEN, (_FIRST,), (_ALONE,), (_BRACKETED,)):
         found = sorted((match for pattern in patterns for match in pattern.finditer(plain)), key=_place)
         if patterns[0] is _BRACKETED:
             found = _without_options(found)
@@ -94,12 +93,6 @@ def _chosen_letter(text: str) -> str:
         if found:
             return "" if _ANOTHER.match(plain, _place(found[-1]) + 1) else _letter(found[-1])
     return ""
-
-
-def _first_letter(plain: str) -> str:
-    """Of a line that is a letter, or begins with an option's: `B) 12`."""
-    found = _FIRST.fullmatch(plain)
-    return _letter(found) if found and not _ANOTHER.match(plain, _place(found) + 1) else ""
 
 
 def _place(found: re.Match[str]) -> int:

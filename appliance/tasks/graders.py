@@ -34,12 +34,8 @@ def _answers(text: str, *, truth: str) -> bool:
     wanted = all_boxes(truth) or marked_answer(truth) or truth.strip()
     answer = marked_answer(text)
     if answer is not None:
-        if is_same(answer, truth=wanted):
-            return True
         together = all_boxes(text)
-        if together is not None and is_same(together, truth=wanted):
-            return True
-        return _is_only_number(answer, truth=wanted)
+        return is_right(answer, truth=wanted) or (together is not None and is_same(together, truth=wanted))
     if is_same(text.strip(), truth=wanted):
         return True
     if any(is_same(answer, truth=wanted) for answer in unmarked_answers(text)):
@@ -51,6 +47,11 @@ def _answers(text: str, *, truth: str) -> bool:
 _RESTRICTED = re.compile(
     r"(?i)\b(?:or|and|no|not|if|unless|except|wrong|incorrect|less|more|fewer|than|least|most|over|under|times)\b|n't"
 )
+
+
+def is_right(answer: str, *, truth: str) -> bool:
+    """Whether a marked answer is the truth, or a sentence with one number, which is the truth."""
+    return is_same(answer, truth=truth) or _is_only_number(answer, truth=truth)
 
 
 def _is_only_number(answer: str, *, truth: str) -> bool:

@@ -7,7 +7,8 @@ none the last `\\boxed{...}`. Text that differs is compared as `equality.py` doe
 from __future__ import annotations
 
 from appliance.tasks.answers import DEEPEST_MARK, answer_line, last_box, truth_alternatives, without_thoughts
-from appliance.tasks.maths.equality import is_same, prepare
+from appliance.tasks.graders import is_right
+from appliance.tasks.maths.equality import prepare
 from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 
@@ -41,7 +42,7 @@ def score(*, response: str, truth: str) -> float:
     0.0."""
     answer = final_answer(response)
     return float(
-        answer is not None and any(is_same(answer, truth=alternative) for alternative in truth_alternatives(truth))
+        answer is not None and any(is_right(answer, truth=alternative) for alternative in truth_alternatives(truth))
     )
 
 
