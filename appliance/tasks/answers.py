@@ -127,7 +127,7 @@ def without_thoughts(text: str) -> str:
 _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
 _ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
 _LINE = re.compile(r"####[ \t]*([^\n]*\S)")
-_NUMBERED = re.compile(r"[-+.$\\({\[\u2212\u2013\uff0d€£¥*`' \t]*(?:\\[a-z]+[\s{]*)?[-$]*\d")
+_NUMBERED = re.compile(r"(?!\W*-\W*-)[-+.$\\({\[\u2212\u2013\uff0d€£¥*`' \t]*(?:\\[a-z]+[\s{]*)?[-$]*\d")
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
@@ -164,8 +164,8 @@ _FEW_WORDS = 4
 
 def number_of_line(line: str) -> str:
     """The number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
-    line = _ASIDE.sub("", line) if re.match(r"\W*\d", line) else line
-    found = _PROSE.fullmatch(normal_form(line))
+    line = _ASIDE.sub("", line) if len(line) < _TAIL and re.match(r"\W*\d", line) else line
+    found = _PROSE.fullmatch(normal_form(line)) if len(line) < _TAIL else None
     if found is None or _MORE_MATHS.search(found[2]):
         return line
     return found[1] if "." in found[2][:-1] or len(found[2].split()) > _FEW_WORDS else line

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from appliance.tasks.answers import given_alternatives, marked_answer, without_thoughts
+from appliance.tasks.maths.equality import LONGEST_ANSWER
 from appliance.tasks.maths.notation import normal_form
 from appliance.tasks.task import Response
 
-_TAIL = 20_000  # characters that are searched where no letter is marked
+_TAIL = 4000  # characters that are searched where no letter is marked
 
 
 def choice(response: Response) -> float:
@@ -43,10 +44,11 @@ def read_letter(truth: str) -> str:
 _SPEAKER = r"I(?:['\u2019][a-z]|[ \t]+(?!(?:is|was|because|since|as|and|or|for|with|which)\b)[a-z])"
 _CAPITAL = rf"(?!{_SPEAKER})(?P<capital>[A-J])(?![A-Za-z'’])"
 _SMALL = r"(?P<small>[a-j])(?=\s*\)?\s*[.!*]?\s*(?:$|\n))"
-_LETTER = rf"[*(\[{{\s\"']*(?:{_CAPITAL}|{_SMALL})"
+_LETTER = rf"[*(\[{{\s\"']{{0,6}}(?:{_CAPITAL}|{_SMALL})"
 _LIKELY = r"(?i:clearly|definitely|certainly|probably|obviously|surely|simply)"
 _IS = r"(?:is|are|was|be|must\s+be|should\s+be|would\s+be|will\s+be|seems\s+to\s+be|has\s+to\s+be)"
 _CHOSEN = (
+    re.compile(rf"(?i:\b(?:no|wait|actually|rather|sorry|correction))[,:.]?\s*(?i:it['’]s\s+|option\s+)?{_LETTER}(?=[)\].!\"',]|\s*$)"),
     re.compile(
         rf"(?:(?i:\b(?:answer|choice|option|ans))(?i:\s+{_IS})?[*_ \t]*[:\-]?[*_]*|<answer>|####)"
         rf"(?:[ \t\n]*(?i:option|choice|answer|{_LIKELY}))?[ \t\n]*{_LETTER}"
@@ -63,7 +65,8 @@ _CHOSEN = (
 _ALONE = re.compile(r"(?m)^[*(\[\s\"']*(?P<capital>[A-J])[*)\].:\s\"']*$")
 _BRACKETED = re.compile(r"\((?P<capital>[A-J])\)")
 _FIRST = re.compile(  # all of a text of one line: a letter, or an option: `B) 12`
-    r"\A\s*[*(]*(?:(?P<capital>[A-J])|(?P<small>[a-j]))(?:[*]*[).:][*]*(?:\s+\S.*)?|[*\s]*)\Z")
+    r"\A\s*[*(]*(?:(?P<capital>[A-J])|(?P<small>[a-j]))(?:[*]*[).:][*]*(?:\s+\S.*)?|[*\s]*)\Z"
+)
 _DENIED = re.compile(
     r"(?i)(?:\bnot|n't|n’t|\bneither|\bnor|\bexcept|\bwrong|\bincorrect|\beliminate\w*|\bexclude\w*|\brules?\s+out|"
     r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bsay|\bsaid|\bthink|\bclaim\w*|\bthan)"
@@ -128,6 +131,8 @@ _LEADING = re.compile(r"(?i)^(?:the\s+)?(?:correct\s+|final\s+)?(?:answer|option
 
 def _marked_letter(marked: str) -> str | None:
     """Of what a mark marks: the letter, empty where it says another thing; None where it is prose to search."""
+    if len(marked) > LONGEST_ANSWER:
+        return None
     plain = _LEADING.sub("", normal_form(marked).strip()).strip()
     if re.match(_SPEAKER, plain):
         return None

@@ -56,8 +56,8 @@ def is_right(answer: str, *, truth: str) -> bool:
 
 def _is_only_number(answer: str, *, truth: str) -> bool:
     """Whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
-    plain = normal_form(answer)
-    if len(plain) > LONGEST_ANSWER or _RESTRICTED.search(plain) or not isinstance(read_answer(plain), Words):
+    plain = normal_form(answer[:_TAIL])
+    if len(answer) > LONGEST_ANSWER or _RESTRICTED.search(plain) or not isinstance(read_answer(plain), Words):
         return False
     numbers = _scanned(plain)
     is_sentence = re.search(r"[A-Za-z]{2,}", plain[: numbers[0][0]] if numbers else "") is not None
@@ -76,6 +76,7 @@ def _is_number_of(value: Quantity | Based, *, truth: str) -> bool:
 
 # number
 
+_TAIL = 1000  # characters of a text in which its last number is searched
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d+)(?:\.\d+)?|\.\d+"
 _POWER = r"\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)"
 _NUMBER = re.compile(
@@ -105,7 +106,7 @@ def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
         before = text[max(0, found.start() - 2) : found.start()].rstrip(" {-")
         if before.endswith(("^", "_")):
             continue
-        node = read_answer(found["value"].replace(",", ""))
+        node = read_answer(normal_form(found["value"].replace(",", "")))
         sign, start = found["sign"] or found["inner"] or "", found.start()
         if found["sign"] and re.search(r"[\d)\]}]\s*$|[A-Za-z]$", text[max(0, found.start() - 3) : found.start()]):
             sign, start = found["inner"] or "", found.start() + 1  # 5-3: no minus
@@ -132,9 +133,9 @@ def _exact(expression: Expression) -> Fraction | None:
         return None
 
 
-def _numbers_of_prose(text: str, *, tail: int = 1000) -> list[Quantity | Based]:
+def _numbers_of_prose(text: str) -> list[Quantity | Based]:
     """The last number of a text, with those that are joined to it: `3 or 4`, `5-3`. Empty where it is denied."""
-    plain = _FOOTNOTE.sub("", normal_form(text[-tail:]))
+    plain = _FOOTNOTE.sub("", normal_form(text[-_TAIL:]))
     scanned = _scanned(plain)
     if not scanned:
         return next(
@@ -151,7 +152,7 @@ def _numbers_of_prose(text: str, *, tail: int = 1000) -> list[Quantity | Based]:
 
 def _numbers(text: str) -> list[Quantity | Based]:
     """All numbers that an answer says: its value where it is one, else each number in its words."""
-    plain = normal_form(text)
+    plain = normal_form(text[-_TAIL:])
     if len(plain) <= LONGEST_ANSWER:
         node = read_answer(plain)
         if (values := _values(node)) is not None:
@@ -216,12 +217,12 @@ def _has_numbers(text: str, *, wanted: Sequence[Quantity | Based]) -> bool:
     elif len(wanted) == 1:
         given = _numbers_of_prose(text)
     else:
-        given = [value for _, _, value in _scanned(normal_form(text[-1000:]))][-len(wanted) :]
+        given = [value for _, _, value in _scanned(normal_form(text[-_TAIL:]))][-len(wanted) :]
     return len(given) == len(wanted) and all(map(_is_same_number, given, wanted))
 
 
 def _marked_numbers(marked: str) -> list[Quantity | Based]:
-    plain = normal_form(marked)
+    plain = normal_form(marked[-_TAIL:])
     if len(plain) <= LONGEST_ANSWER and (values := _values(read_answer(plain))) is not None:
         return values
     return _numbers_of_prose(marked)

@@ -109,8 +109,7 @@ def _is_same_option(given: Node, wanted: Node) -> bool:
 
 def _is_same_named(given: Node, wanted: Node) -> bool:
     if isinstance(given, Named) and isinstance(wanted, Named):
-        is_same_name = given.name == wanted.name or any(re.search("[A-Za-z]{3}", node.name) for node in (given, wanted))
-        if is_same_name and is_same_node(given.value, wanted.value):
+        if _is_same_name(given.name, wanted.name) and is_same_node(given.value, wanted.value):
             return True
         return _are_multiples(given.difference, wanted.difference)
     named, other = (given, wanted) if isinstance(given, Named) else (wanted, given)
@@ -118,6 +117,17 @@ def _is_same_named(given: Node, wanted: Node) -> bool:
     if isinstance(other, Relation):
         return other.sign == "=" and _are_multiples(named.difference, other.difference)
     return is_same_node(*((named.value, other) if named is given else (other, named.value)))
+
+
+def _is_same_name(one: str, other: str) -> bool:
+    """One may have fewer words, `cost` for `total cost`, or a word's first letter, `A` for `Area`: x is not y."""
+    if one.replace(" ", "") == other.replace(" ", ""):
+        return True
+    words, others = {*one.lower().split()}, {*other.lower().split()}
+    if not all(re.fullmatch("[a-z']+", word) for word in words | others):
+        return False
+    short, long = sorted((one.lower(), other.lower()), key=len)
+    return words <= others or others <= words or (len(short) == 1 and len(long) > 2 and long.startswith(short))
 
 
 def _are_multiples(one: Expression | None, other: Expression | None, *, of_same_sign: bool = False) -> bool:

@@ -242,7 +242,7 @@ class _Parser:
 
     def _symbol(self, letter: str) -> Expression:
         if self._next().text != "_":
-            return Symbol(letter)
+            return self._of_argument(letter)
         self.place += 1
         index = self._next()
         if index.kind in ("number", "letter"):
@@ -257,6 +257,15 @@ class _Parser:
             parts.append(part.text)
             self.place += 1
         return Symbol(f"{letter}_{''.join(parts)}")
+
+    def _of_argument(self, letter: str) -> Expression:
+        """The letter, or `f(x)` and `P(2)` as one: with one letter or number in the brackets, close to them."""
+        tokens = self.tokens[self.place : self.place + 3]
+        shape = [token.text if token.kind == "mark" else token.kind for token in tokens]
+        if shape in (["(", "letter", ")"], ["(", "number", ")"]) and not any(token.is_apart for token in tokens):
+            self.place += 3
+            return Symbol(f"{letter}({tokens[1].text})")
+        return Symbol(letter)
 
     def _function(self, name: str) -> Expression:
         base: Expression | None = None

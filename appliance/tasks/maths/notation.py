@@ -165,7 +165,7 @@ def _without_markup(text: str) -> str:
 def _with_plain_characters(text: str) -> str:
     text = re.sub(f"[{_RAISED}]+", lambda found: "^{" + found[0].translate(_PLAIN_SCRIPT) + "}", text)
     text = re.sub(f"[{_LOWERED}]+", lambda found: "_{" + found[0].translate(_PLAIN_SCRIPT) + "}", text)
-    text = re.sub(r"(\d*)[ \u2009]?([¼-¾⅐-⅞↉])", _vulgar_fraction, text)
+    text = re.sub(r"((?<!\d)\d{0,12}|)[ \u2009]?([¼-¾⅐-⅞↉])", _vulgar_fraction, text)
     if not text.isascii():
         text = "".join(character if character == "\u2009" else _narrow(character) for character in text)
     return re.sub(r"√\s*", r"\\sqrt ", text.translate(_CHARACTERS))
@@ -192,6 +192,7 @@ def _without_latex(text: str) -> str:
     text = text.replace("\\!", "").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
     text = re.sub(r"(?<!\\)\\[,:]", "\u2009", text)
     text = re.sub(r"(?<!\\)\\[; ]|(?<=\S)~(?=\S)", " ", text)
+    text = re.sub(r" *\u2009[ \u2009]*", "\u2009", text)
     text = re.sub(r"\\phantom\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}|\\vspace\*?\s*\{[^{}]*\}", " ", text)
     text = _BLACKBOARD.sub(lambda found: f" {_BLACKBOARD_LETTERS.get(found[1], found[1])} ", text)
     text = _COLOUR.sub(" ", text)

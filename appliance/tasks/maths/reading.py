@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
-from appliance.tasks.maths import expressions
+from appliance.tasks.maths import expressions, values
 from appliance.tasks.maths.expressions import Expression, Number, Operation, Symbol, UnreadableError, read_expression
 from appliance.tasks.maths.nodes import Items, Matrix, Named, Node, Option, Quantity, Relation, Union, Words
 from appliance.tasks.maths.quantities import read_based, read_quantity
@@ -20,7 +21,7 @@ _LEADING = re.compile(
     r"(?:(?:answer|result|solution|value|total|sum|number|ans)s?\s*(?:is\s*:?|are\s*:?|equals?|:|=)\s*|"
     r"(?:is|are|equals?|equal\s+to|approximately|approx\.?|about|roughly|around|exactly)\s+|[≈~=:⇒→]\s*)"
 )
-_COLON = re.compile(r"^[A-Za-z][A-Za-z' ]*[A-Za-z]{2}:\s+(?=\S)")
+_LABEL = re.compile(r"([A-Za-z][A-Za-z' ]*[A-Za-z]{2}):\s+(\S.*)")
 
 
 def trimmed(text: str) -> str:
@@ -30,7 +31,7 @@ def trimmed(text: str) -> str:
         before = text
         text = text.strip(' \t"#').removeprefix("*").strip()
         text = re.sub(r"(?<!\.)[.,;:]+$|(?<!\*)\*+$", "", text).strip() if not text.endswith("...") else text
-        text = _COLON.sub("", _LEADING.sub("", text, count=1))
+        text = _LEADING.sub("", text, count=1)
         if text.startswith("{") and _matching(text) == len(text) - 1:
             text = text[1:-1]
     return text
@@ -119,6 +120,8 @@ def _read_item(text: str, *, depth: int) -> Node:
     text = text.strip()
     if letter := _ONE_OPTION.fullmatch(text):
         return Quantity(Symbol(letter[1] or letter[2]))
+    if label := _LABEL.fullmatch(text):
+        return Named(_plain_name(label[1]), read_answer(label[2], depth=depth + 1))
     if (option := _OPTION.fullmatch(text)) and not re.match(r"[-+*/^=∪_(]", option[2] or option[4]):
         return Option(option[1] or option[3], _read_item(trimmed(option[2] or option[4]), depth=depth + 1))
     if re.fullmatch(r"(?i)(?:the\s+)?(?:set\s+of\s+)?(?:all\s+)?(?:real\s+numbers|reals)|ℝ", text):
@@ -160,6 +163,8 @@ def _read_relation(text: str, *, depth: int) -> Node | None:
 
 def _read_equation(sides: list[str], *, depth: int) -> Node | None:
     first, last = sides[0], sides[-1]
+    if len(sides) > 2 and not all(_is_roughly(side, last) for side in sides[1:-1]):
+        return None  # a = b = c is read as a = c where b is c
     difference = None
     if len(sides) == 2:
         try:
@@ -170,18 +175,38 @@ def _read_equation(sides: list[str], *, depth: int) -> Node | None:
         return Named(_plain_name(first), read_answer(last, depth=depth), difference)
     if _is_name(last) and len(sides) == 2:
         return Named(_plain_name(last), read_answer(first, depth=depth), difference)
-    names, values = (_split(side[1:-1], _LIST)[0] if _is_bracketed(side) else [] for side in (first, last))
-    if len(names) > 1 and len(names) == len(values) and all(_is_name(name.strip()) for name in names):
+    names, parts = (_split(side[1:-1], _LIST)[0] if _is_bracketed(side) else [] for side in (first, last))
+    if len(names) > 1 and len(names) == len(parts) and all(_is_name(name.strip()) for name in names):
         return Named(_plain_name(first), read_answer(last, depth=depth))
     try:
         if not expressions.symbols(left := read_expression(first)):
-            return read_answer(last, depth=depth)
+            return read_answer(last, depth=depth) if _is_roughly(first, last) else None
     except UnreadableError:
         return None
     if difference is None:
         return None
-    has_numbers = any(isinstance(part, Number) for part in expressions.walk(left))
-    return Relation(difference, "=", value=None if has_numbers else read_answer(last, depth=depth))
+    is_more = any(
+        isinstance(part, Number) or (isinstance(part, Operation) and part.name == "negative")
+        for part in expressions.walk(left)
+    )
+    return Relation(difference, "=", value=None if is_more else read_answer(last, depth=depth))
+
+
+_ROUGHLY = Fraction(1, 100)
+
+
+def _is_roughly(side: str, last: str) -> bool:
+    """Whether two sides of an equation have one value, to a hundredth where they have no letters: 5/3 = 1.67."""
+    one, other = read_quantity(side), read_quantity(last)
+    if one is None or other is None:
+        return False
+    try:
+        bound = (
+            Fraction(0) if expressions.symbols(one.expression) or expressions.symbols(other.expression) else _ROUGHLY
+        )
+        return values.is_same_value(one.expression, other.expression, bound=bound)
+    except UnreadableError:
+        return False
 
 
 def _is_bracketed(text: str) -> bool:
@@ -194,7 +219,7 @@ def _is_name(text: str) -> bool:
 
 
 def _plain_name(text: str) -> str:
-    return re.sub(r"[\s{}]", "", text)
+    return " ".join(re.sub(r"[{}]", "", text).split())
 
 
 def _interval(values: list[Expression], signs: list[str]) -> Node | None:

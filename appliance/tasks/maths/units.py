@@ -19,7 +19,7 @@ _SPELLINGS = {
     "dm": "dm decimeter decimeters decimetre decimetres",
     "m": "m meter meters metre metres",
     "km": "km kms kilometer kilometers kilometre kilometres",
-    "inch": "inch inches",
+    "inch": "in inch inches",
     "ft": "ft foot feet",
     "yd": "yd yds yard yards",
     "mi": "mi mile miles",
@@ -151,7 +151,7 @@ def read_unit(text: str) -> tuple[str, ...] | None:
             parts += [_SPEEDS[word], "/", "h"]
         elif word.lower() in ("per", "/"):
             parts.append("/")
-        elif word.lower() not in _NO_WORDS:
+        elif word.lower() not in _NO_WORDS or (word == text.strip()):
             parts.append(unit_of_word(word) or _singular(word.lower()))
             if power:
                 parts.append(power)

@@ -209,9 +209,10 @@ def _power(context: Any, base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-def is_same_value(one: Expression, other: Expression) -> bool:
-    """Whether they have the same value, for each value of their letters. Raises UnreadableError."""
-    bound = DECIMALS if has_decimal(one) or has_decimal(other) else Fraction(0)
+def is_same_value(one: Expression, other: Expression, *, bound: Fraction = Fraction(0)) -> bool:
+    """Whether they have the same value, for each value of their letters. bound: relative to the larger, 0..1; at least
+    1e-6 where one is written as a decimal. Raises UnreadableError."""
+    bound = max(bound, DECIMALS) if has_decimal(one) or has_decimal(other) else bound
     first, second = exact(one), exact(other)
     if first is not None and second is not None:
         return abs(first - second) <= bound * max(abs(first), abs(second))
