@@ -98,6 +98,7 @@ _FONTS = (
 )
 _UNIT_FONTS = ("text", "textrm", "textnormal", "mbox", "hbox", "mathrm", "operatorname", "textit", "rm", "unit", "si")
 _FONT = re.compile(rf"\\(?:{'|'.join(_FONTS)})\*?\s*\{{([^{{}}]*)\}}")
+_FONT_OF_GROUP = re.compile(rf"\\(?:{'|'.join(_FONTS)})\*?\s*(?=\{{)")
 _UNIT = re.compile(
     rf"(?<=[\d)}}\]])((?:\s|\\[,;:! ]|~)*)\\(?:{'|'.join(_UNIT_FONTS)})\s*\{{\s*([A-Za-zµμ]{{1,3}})\s*\}}"
 )
@@ -202,6 +203,7 @@ def _without_latex(text: str) -> str:
         text, unwrapped = _FONT.subn(_unwrapped, text)
         if not unwrapped:
             break
+    text = _FONT_OF_GROUP.sub("", text)  # around braces that mean something, as in \\mathbf{10^{3}}
     text = re.sub(r"\\(boxed|fbox)\b\s*", " ", text)
     text = re.sub(r"\^\s*\{?\s*\\(?:circ|degrees?)\s*\}?|\^\s*\{?\s*°\s*\}?", DEGREE, text)
     return _COMMAND.sub(_symbol, text)
