@@ -1,7 +1,7 @@
 """The reward `code`: the share of tests that the program of a response passes. **No sandbox**: the program runs as you.
 
-Each test has a process of its own, with limits on time, memory, processes and file sizes. The network, your files and
-your other processes are within its reach.
+It runs in a process of its own, for each test of stdin and stdout in another one, with limits on time, memory,
+processes and file sizes. The network, your files and your other processes are within its reach.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.tasks.code_tests import CallTest, CodeTest, StdinTest, read_tests
+from appliance.tasks.code_tests import CallTest, StatementTest, StdinTest, read_tests
 from appliance.tasks.task import Response
 from appliance.terms.environment import THREADS_VARIABLE
 
@@ -52,7 +52,9 @@ def code(response: Response) -> float:
     with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
         program = Path(folder) / "main.py"
         program.write_text(source, encoding="utf-8", errors="replace")
-        passed = sum(_passes(program, test, within_s=until_s - time.monotonic()) for test in tests)
+        passed = sum(_reads_and_prints(program, test, until_s=until_s) for test in tests if isinstance(test, StdinTest))
+        others = [test for test in tests if not isinstance(test, StdinTest)]
+        passed += sum(_is_right(others[place], value) for place, value in _results(program, others, until_s).items())
     return passed / len(tests)
 
 
@@ -95,27 +97,43 @@ class _Block:
         return re.sub(rf"(?m)^[ \t]{{0,{min(len(self.before), margin)}}}", "", self.inner)
 
 
-def _passes(program: Path, test: CodeTest, *, within_s: float) -> bool:
-    if within_s <= 0:
-        return False
-    if isinstance(test, StdinTest):
-        output = _output([str(program)], test.given, folder=program.parent, within_s=within_s)
-        return output is not None and _lines(output) == _lines(test.wanted)
-    key = secrets.token_hex(16)
-    asked: dict[str, Any] = {"key": key}
+def _reads_and_prints(program: Path, test: StdinTest, *, until_s: float) -> bool:
+    output, ended_well = _output([str(program)], test.given, folder=program.parent, until_s=until_s)
+    return ended_well and _lines(output) == _lines(test.wanted)
+
+
+def _is_right(test: CallTest | StatementTest, value: Any) -> bool:
+    """value: what the test gave at its end, which it reached."""
+    return isinstance(test, StatementTest) or any(_is_same(value, accepted) for accepted in test.accepted)
+
+
+def _results(program: Path, tests: list[CallTest | StatementTest], until_s: float) -> dict[int, Any]:
+    """What tests give, by their place; nothing of one that fails. One process runs them all, and where the program ends
+    it another one those that are left.
+
+    The program may end its process as if all were well: only what bears the key is an answer.
+    """
+    values: dict[int, Any] = {}
+    first = 0
+    while first < len(tests) and time.monotonic() < until_s:
+        key = secrets.token_hex(16)
+        asked = {"key": key, "tests": [_asked(test) for test in tests[first:]]}
+        child = [str(_CHILD), str(program)]
+        output, _ = _output(child, json.dumps(asked), folder=program.parent, until_s=until_s)
+        lines = [line.split(" ", 2) for line in output.splitlines() if line.startswith(f"{key} ")]
+        for _, place, *returned in lines:
+            with contextlib.suppress(ValueError, RecursionError):  # what JSON cannot have is no right value
+                values |= {first + int(place): json.loads(text) for text in returned}
+        if not lines:  # not even the first began
+            break
+        first += int(lines[-1][1]) + 1
+    return values
+
+
+def _asked(test: CallTest | StatementTest) -> dict[str, Any]:
     if isinstance(test, CallTest):
-        asked |= {"function": test.function, "arguments": test.arguments}
-    else:
-        asked |= {"statements": test.statements}
-    output = _output([str(_CHILD), str(program)], json.dumps(asked), folder=program.parent, within_s=within_s)
-    # The program may end its process with 0 before the test: only what bears the key is an answer.
-    answered, _, returned = (output or "").rpartition("\n")[0].rpartition("\n")[2].partition(" ")
-    if answered != key:
-        return False
-    if not isinstance(test, CallTest):
-        return True
-    value = json.loads(returned)
-    return any(_is_same(value, accepted) for accepted in test.accepted)
+        return {"function": test.function, "arguments": test.arguments}
+    return {"statements": test.statements}
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -132,8 +150,11 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _output(arguments: list[str], given: str, *, folder: Path, within_s: float) -> str | None:
-    """What Python writes to stdout; None where it fails or takes longer."""
+def _output(arguments: list[str], given: str, *, folder: Path, until_s: float) -> tuple[str, bool]:
+    """What Python writes to stdout, and whether it ends well in time."""
+    if (within_s := until_s - time.monotonic()) <= 0:
+        return "", False
+    is_late = False
     with tempfile.TemporaryFile(dir=folder) as output:
         child = subprocess.Popen(
             [sys.executable, "-I", "-B", *arguments],
@@ -148,13 +169,13 @@ def _output(arguments: list[str], given: str, *, folder: Path, within_s: float) 
         try:
             child.communicate(given.encode(errors="replace"), timeout=within_s)
         except subprocess.TimeoutExpired:
-            return None
+            is_late = True
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         output.seek(0)
-        return output.read().decode(errors="replace") if child.returncode == 0 else None
+        return output.read().decode(errors="replace"), child.returncode == 0 and not is_late
 
 
 def _limit() -> None:

@@ -1,9 +1,10 @@
-"""Runs a program and one test of it, alone in its process: `python -I -B code_child.py PROGRAM`, the test as JSON on
-stdin. It imports nothing of ours.
+"""Runs a program and tests of it, one after the other: `python -I -B code_child.py PROGRAM`.
 
-The test is `{"key": ..., "function": ..., "arguments": [...]}` or `{"key": ..., "statements": ...}`. The answer is a
-line of the key and of what the function returned, as JSON. It goes to what was stdout: what the program prints goes
-nowhere, and a program that ends the process has given no answer.
+It imports nothing of ours. On stdin it takes JSON, `{"key": ..., "tests": [...]}`.
+
+A test is `{"function": ..., "arguments": [...]}` or `{"statements": ...}`. When one begins, a line says the key and the
+test's place; when it ends well, another one these and what the function returned, as JSON. They go to what was stdout:
+what the program prints goes nowhere, and a program that ends the process has given no answer.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from math import ceil, comb, floor, gcd, inf, isqrt, lcm, log, log2, pi, prod, s
 
 
 def main() -> None:
-    test = json.loads(sys.stdin.buffer.read())
-    answer = os.fdopen(os.dup(1), "w")
+    asked = json.loads(sys.stdin.buffer.read())
+    answers = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
@@ -42,14 +43,22 @@ def main() -> None:
     sys.modules["solution"] = solution
     exec(_IMPORTED, vars(solution))
     exec(compile(source, "main.py", "exec"), vars(solution))
-    returned = None
-    if function := test.get("function"):
-        returned = _callable(solution, function)(*test["arguments"])
-    else:
-        exec(compile(test["statements"], "test.py", "exec"), vars(solution))
-    answer.write(f"{test['key']} {json.dumps(returned, default=_plain)}\n")
-    answer.flush()
-    os._exit(0)  # what the program left for its end is no part of the test
+    for place, test in enumerate(asked["tests"]):
+        print(asked["key"], place, file=answers, flush=True)
+        try:
+            returned = json.dumps(_result(solution, test), default=_plain)
+        except BaseException:  # the program's: the test has failed, and the others are their own
+            continue
+        print(asked["key"], place, returned, file=answers, flush=True)
+    os._exit(0)  # what the program left for its end is no part of the tests
+
+
+def _result(solution: types.ModuleType, test: dict[str, Any]) -> Any:
+    """What the function returns, None of statements. Raises what the program or an assert raises."""
+    if "function" in test:
+        return _callable(solution, test["function"])(*test["arguments"])
+    exec(compile(test["statements"], "test.py", "exec"), vars(solution))
+    return None
 
 
 def _callable(solution: types.ModuleType, name: str) -> Any:

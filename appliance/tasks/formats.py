@@ -101,7 +101,9 @@ def no_such_file(path: str) -> Fault | None:
         return None  # a bracket is part of many a name
     if len(names) == 1:
         return "a pattern, and one file is read", f"name it: {names[0]}"
-    return f"a pattern, which {len(names)} files match, and one file is read", _joined([Path(name) for name in names])
+    return f"a pattern, which {len(names)} files match, and one file is read", _joined(
+        [Path(name) for name in names], pattern=path
+    )
 
 
 def _folder(folder: Path) -> Fault:
@@ -115,19 +117,20 @@ def _folder(folder: Path) -> Fault:
     return f"a folder ({counted or 'empty'}), and one file is read", _joined(files)
 
 
-def _joined(files: list[Path]) -> str:
-    """How one file is made of several."""
+def _joined(files: list[Path], *, pattern: str = "") -> str:
+    """How one file is made of several. pattern: that they match, else all that are in their folders."""
     suffixes = {path.suffix.lower() for path in files}
-    if suffixes == {".parquet"}:
-        listed = f"'{files[0].parent}'" if len({path.parent for path in files}) == 1 else "[their names]"
+    folders = sorted({str(path.parent) for path in files})
+    if suffixes == {".parquet"} and len(folders) == 1:
+        names = pattern or f"{folders[0]}/*.parquet"
         joining = (
-            "import pyarrow.dataset as d, pyarrow.parquet as p; "
-            f"p.write_table(d.dataset({listed}, format='parquet').to_table(), 'all.parquet')"
+            "import glob, pyarrow.dataset as d, pyarrow.parquet as p; "
+            f"p.write_table(d.dataset(sorted(glob.glob('{names}')), format='parquet').to_table(), 'all.parquet')"
         )
         return f'name one, or join them: python -c "{joining}"'
     if suffixes and suffixes <= {".jsonl", ".json", ".ndjson"}:
-        folders = sorted({str(path.parent / f"*{path.suffix}") for path in files})
-        return f"name one, or join them: cat {' '.join(folders[:3])} > all.jsonl"
+        names = pattern or " ".join(sorted({f"{path.parent}/*{path.suffix}" for path in files}))
+        return f"name one, or join them: cat {names} > all.jsonl"
     return "name one file: JSON lines or parquet"
 
 

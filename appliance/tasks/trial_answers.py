@@ -111,7 +111,8 @@ def _with_another_digit(answer: str) -> str:
     """The last digit changed; of a decimal of many digits the first; the last letter where there are no digits. Empty
     where there are neither."""
     digits = [place for place, character in enumerate(answer) if character in "0123456789"]
-    if digits:
+    raised = [place for place in digits if re.search(r"[\^_]\{?\d*$", answer[:place])]  # of a unit, such as cm^2
+    if digits := [place for place in digits if place not in raised] or raised:
         is_long = "." in answer and len(digits) > _MOST_DIGITS
         place = digits[0] if is_long else digits[-1]
         return f"{answer[:place]}{(int(answer[place]) + 1) % 10}{answer[place + 1 :]}"

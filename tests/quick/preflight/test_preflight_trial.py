@@ -32,6 +32,8 @@ from appliance.tasks.trial_answers import in_marks, is_bare, near_misses, other_
         ("\\frac{1}{2}", ("\\frac{1}{3}",)),
         ("x^2+1", ("x^2+2",)),
         ("5 apples", ("6 apples",)),
+        ("25\\text{ cm}^2", ("26\\text{ cm}^2",)),
+        ("x^{12}", ("x^{13}",)),
         ("50\\%", ("51\\%",)),
         ("A", ("B",)),
         ("(B)", ("(A)",)),

@@ -169,6 +169,9 @@ def test_a_method_of_a_solution_is_called_with_typing_imported() -> None:
         ("[3]", 3, 0.0),
         ("{1, 2}", [1, 2], 0.0),
         ("10 ** 400", 10**400, 1.0),
+        ("10 ** 9999", 1, 0.0),
+        ("eval('[' * 80 + ']' * 80)", [], 0.0),
+        ("functools.reduce(lambda value, _: [value], range(20000), 1)", [], 0.0),
     ],
 )
 def test_what_a_function_returns_is_compared_as_json(returned: str, wanted: object, value: float) -> None:
@@ -214,6 +217,35 @@ def test_tests_that_cannot_be_run_are_refused_by_their_field(truth: object, mess
     with pytest.raises(ValueError) as raised:
         read_tests(truth if isinstance(truth, str) else json.dumps(truth))
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.slow
+def test_a_call_that_ends_the_process_or_raises_is_one_that_failed() -> None:
+    truth = {"fn_name": "f", "inputs": [[number] for number in range(8)], "outputs": [*range(8)]}
+    ends = "import os, sys\ndef f(a):\n    if a == 2: os._exit(0)\n    if a == 3: raise ValueError\n"
+    assert (
+        graded(f"{ends}    if a == 5: sys.exit(0)\n    if a == 7: os.kill(os.getpid(), 9)\n    return a", truth) == 0.5
+    )
+    assert graded("import os\ndef f(a): return os._exit(0)", truth) == 0.0
+
+
+@pytest.mark.slow
+def test_many_calls_are_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    start = code_file.subprocess.Popen
+    monkeypatch.setattr(
+        code_file.subprocess, "Popen", lambda *args, **given: started.append(args) or start(*args, **given)
+    )
+    truth = {"fn_name": "f", "inputs": [[number] for number in range(200)], "outputs": [*range(200)]}
+    assert graded("def f(a):\n    print(a)\n    return a", truth) == 1.0
+    assert len(started) == 1
+
+
+@pytest.mark.slow
+def test_a_call_that_never_ends_costs_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_file, "CODE_S", 2.0)
+    truth = {"fn_name": "f", "inputs": [[number] for number in range(4)], "outputs": [*range(4)]}
+    assert graded("def f(a):\n    while a == 2: pass\n    return a", truth) == 0.5
 
 
 @pytest.mark.slow
