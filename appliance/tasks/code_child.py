@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import types
-from typing import Any
+from typing import IO, Any
 
 _RECURSION_LIMIT = 50_000  # that of judges is higher than Python's
 # What a judge of such problems has imported: `class Solution` has `List[int]` in its first line, and no import.
@@ -44,13 +44,18 @@ def main() -> None:
     exec(_IMPORTED, vars(solution))
     exec(compile(source, "main.py", "exec"), vars(solution))
     for place, test in enumerate(asked["tests"]):
-        print(asked["key"], place, file=answers, flush=True)
+        _say(f"{asked['key']} {place}", to=answers)
         try:
             returned = json.dumps(_result(solution, test), default=_plain)
         except BaseException:  # the program's: the test has failed, and the others are their own
             continue
-        print(asked["key"], place, returned, file=answers, flush=True)
+        _say(f"{asked['key']} {place} {returned}", to=answers)
     os._exit(0)  # what the program left for its end is no part of the tests
+
+
+def _say(line: str, *, to: IO[str]) -> None:
+    to.write(f"{line}\n")
+    to.flush()
 
 
 def _result(solution: types.ModuleType, test: dict[str, Any]) -> Any:

@@ -10,11 +10,11 @@ from pathlib import Path
 MAX_LINES = 600
 WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefile", "Dockerfile", ".ci/run")
 
-# A broad `except` is a boundary: the command line, a user's reward function, the outermost line of a child, the page
-# that the launcher writes beside its work, and the end of the backends of `logging.backends`.
+# A broad `except` is a boundary: the command line, a user's reward function, a model's program, the outermost line of a
+# child, the page that the launcher writes beside its work, and the end of the backends of `logging.backends`.
 BOUNDARIES = {
     *("cli", "record.events", "report.page"),
-    *("tasks.grading", "tasks.sample", "tasks.tools"),
+    *("tasks.code_child", "tasks.grading", "tasks.sample", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
