@@ -126,17 +126,20 @@ def without_thoughts(text: str) -> str:
 
 _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
 _ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
-_LINE = re.compile(r"####[ \t]*([^\n]*\S)")
+_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*\w[^\n]*)")
 _NUMBERED = re.compile(r"(?!\W*-\W*-)[-+.$\\({\[\u2212\u2013\uff0d€£¥*`' \t]*(?:\\[a-z]+[\s{]*)?[-$]*\d")
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
 def last_line(text: str) -> Mark | None:
-    """What follows the last `####` that is followed by a number, else the last one, on its line."""
+    """What follows the last `####` that is followed by a number, on its line; else what the last line of all marks so:
+    others are headings."""
     lines = list(_LINE.finditer(text))
     if not lines:
         return None
     line = next((found for found in reversed(lines) if _NUMBERED.match(found[1])), lines[-1])
+    if line is lines[-1] and not _NUMBERED.match(line[1]) and text[line.end() :].strip(" \n*.</answer>"):
+        return None
     inner = line[1].rpartition("####")[2] if "####" in line[1] else line[1]
     return Mark(line.start(), line.end(), number_of_line(inner.strip()))
 
