@@ -48,14 +48,17 @@ _LETTER = rf"[*(\[{{\s\"']{{0,6}}(?:{_CAPITAL}|{_SMALL})"
 _LIKELY = r"(?i:clearly|definitely|certainly|probably|obviously|surely|simply)"
 _IS = r"(?:is|are|was|be|must\s+be|should\s+be|would\s+be|will\s+be|seems\s+to\s+be|has\s+to\s+be)"
 _CHOSEN = (
-    re.compile(rf"(?i:\b(?:no|wait|actually|rather|sorry|correction))[,:.]?\s*(?i:it['’]s\s+|option\s+)?{_LETTER}(?=[)\].!\"',]|\s*$)"),
     re.compile(
-        rf"(?:(?i:\b(?:answer|choice|option|ans))(?i:\s+{_IS})?[*_ \t]*[:\-]?[*_]*|<answer>|####)"
+        rf"(?i:\b(?:no|wait|actually|rather|sorry|correction))[,:.]?\s*(?i:it['’]s\s+|option\s+)?{_LETTER}(?=[)\].!\"',]|\s*$)"
+    ),
+    re.compile(
+        rf"(?:(?i:\b(?:answer|choice|option|ans))(?i:\s+{_IS})?[*_ \t\"']*[:\-]?[*_]*|<answer>|####|"
+        r"答案(?:是|为|：|:)|而是)"
         rf"(?:[ \t\n]*(?i:option|choice|answer|{_LIKELY}))?[ \t\n]*{_LETTER}"
     ),
     re.compile(
         rf"(?i:\b(?:choose|choosing|chose|pick|picking|select|selecting|going\s+with|go\s+with|hence|therefore|thus|so|"
-        rf"(?:it|that|this)(?:['’]s|\s+{_IS})))[,:]?(?:\s+(?i:option|choice|answer))?\s*{_LETTER}(?=[\s*)\].!\"']*(?:$|\n|[.,!]))"
+        rf"(?:it|that|this)(?:['’]s|\s+{_IS})))[,:]?(?:\s+(?i:option|choice|answer))?\s*{_LETTER}(?=[\s*)\].!\"']*(?:$|\n|[.,!—–]))"
     ),
     re.compile(
         rf"{_LETTER}[\s*)\].\"']*(?i:\s+(?:is|was)\s+(?:right|correct|true|(?:the\s+|our\s+|my\s+)?(?:right|correct|best|final)?\s*"
@@ -136,7 +139,9 @@ def _marked_letter(marked: str) -> str | None:
     plain = _LEADING.sub("", normal_form(marked).strip()).strip()
     if re.match(_SPEAKER, plain):
         return None
-    found = _ONE_LETTER.fullmatch(plain) or re.match(r"\(?(?P<letter>[A-J])\)?(?![A-Za-z'’])", plain)
+    found = _ONE_LETTER.fullmatch(plain) or re.match(
+        r"\(?(?P<letter>[A-J])\)?(?=\s*$|\s*[).:,;&/]|\s+[A-Za-z(])", plain
+    )
     if found:
         place = found.end("letter")
         return "" if _ANOTHER.match(plain, place) or _DENIED_BEHIND.match(plain, place) else found["letter"].upper()

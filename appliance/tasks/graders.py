@@ -9,7 +9,9 @@ from fractions import Fraction
 from appliance.tasks.answers import (
     all_boxes,
     given_alternatives,
+    last_sentence,
     marked_answer,
+    stated_answer,
     truth_alternatives,
     unmarked_answers,
     without_thoughts,
@@ -21,6 +23,8 @@ from appliance.tasks.maths.nodes import Based, Items, Named, Node, Option, Quant
 from appliance.tasks.maths.notation import EUR, GBP, JPY, USD, normal_form
 from appliance.tasks.maths.reading import read_answer
 from appliance.tasks.task import Response
+
+_TAIL = 1000  # characters of a text in which an unmarked answer is searched
 
 
 def math(response: Response) -> float:
@@ -40,12 +44,12 @@ def _answers(text: str, *, truth: str) -> bool:
         return True
     if any(is_same(answer, truth=wanted) for answer in unmarked_answers(text)):
         return True
-    numbers = _numbers_of_prose(text)
+    numbers = [] if stated_answer(text[-_TAIL:]) else _numbers_of_prose(last_sentence(text))
     return len(numbers) == 1 and _is_number_of(numbers[0], truth=wanted)
 
 
 _RESTRICTED = re.compile(
-    r"(?i)\b(?:or|and|no|not|if|unless|except|wrong|incorrect|less|more|fewer|than|least|most|over|under|times)\b|n't"
+    r"(?i)\b(?:or|and|no|not|but|if|unless|except|wrong|incorrect|less|more|fewer|than|least|most|over|under|times)\b|n't"
 )
 
 
@@ -57,7 +61,12 @@ def is_right(answer: str, *, truth: str) -> bool:
 def _is_only_number(answer: str, *, truth: str) -> bool:
     """Whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
     plain = normal_form(answer[:_TAIL])
-    if len(answer) > LONGEST_ANSWER or _RESTRICTED.search(plain) or not isinstance(read_answer(plain), Words):
+    if (
+        len(answer) > LONGEST_ANSWER
+        or "\\" in plain
+        or _RESTRICTED.search(plain)
+        or not isinstance(read_answer(plain), Words)
+    ):
         return False
     numbers = _scanned(plain)
     is_sentence = re.search(r"[A-Za-z]{2,}", plain[: numbers[0][0]] if numbers else "") is not None
@@ -76,7 +85,6 @@ def _is_number_of(value: Quantity | Based, *, truth: str) -> bool:
 
 # number
 
-_TAIL = 1000  # characters of a text in which its last number is searched
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d+)(?:\.\d+)?|\.\d+"
 _POWER = r"\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)"
 _NUMBER = re.compile(
@@ -85,14 +93,15 @@ _NUMBER = re.compile(
     (?P<value>
       (?:(?:{_DIGITS})\s*)?\\frac\s*(?:\{{\s*-?(?:{_DIGITS})\s*\}}|\d)\s*(?:\{{\s*(?:{_DIGITS})\s*\}}|\d+)
       | \\sqrt\s*(?:\{{\s*(?:{_DIGITS})\s*\}}|{_DIGITS})
-      | (?:{_DIGITS})(?:\s*\*\s*10{_POWER}|[eE][+-]?\d+(?!\w)|\s*/\s*(?:{_DIGITS})(?!\s*/)|{_POWER}|\s*_\s*\{{?\s*\w+\s*\}}?)?
+      | (?:{_DIGITS})
+        (?:\s*\*\s*10{_POWER}|[eE][+-]?\d+(?!\w)|\s*/\s*(?:{_DIGITS})(?!\s*/)|{_POWER}|\s*_\s*\{{?\s*\w+\s*\}}?)?
     )(?P<percent>\s*%)?(?P<multiple>\s*(?:hundred|thousand|million|billion|trillion|dozen)\b|[kKMB](?![A-Za-z0-9]))?""",
     re.VERBOSE,
 )
 _JOINED = re.compile(r"\s*(?:or|and|to|–|—|-|\+|\*|:|/|;|,\s+(?:or|and)|±)\s*")
 _COMMA = re.compile(r"\s*,\s*")
 _NEGATED = re.compile(
-    r"(?i)(?:\bnot|n't|\bnever|\b(?:more|less|fewer|greater|larger|smaller|higher|lower|other|rather)\s+than|\bat\s+(?:least|most)|"
+    r"(?i)(?:\bnot|\bcannot|n't|\bnever|\b(?:more|less|fewer|greater|larger|smaller|higher|lower|other|rather)\s+than|\bat\s+(?:least|most)|"
     r"\babove|\bbelow|\bover|\bunder|\bup\s+to|\balmost|\bnearly)\s*(?:be\s+|equal\s+to\s+|equal\s+)?$|[≠<>≤≥]\s*$"
 )
 _FOOTNOTE = re.compile(r"\s*\[\d{1,2}\](?=\W*$)")
@@ -133,8 +142,29 @@ def _exact(expression: Expression) -> Fraction | None:
         return None
 
 
+_BEGINS_WITH_NUMBER = re.compile(
+    r"(?i)(?:about|approximately|exactly|equal\s+to|only|just|negative|minus|now|:|\W)*(?:USD|EUR)?[-$\s\\(]*(?:frac|sqrt|dfrac|tfrac|\$|[\d.½-¾])"
+)
+
+
+def _stated_numbers(plain: str) -> list[Quantity | Based]:
+    """The first number that a statement begins with, and those that are joined to it; of an equation its side that is
+    computed."""
+    for side in reversed(plain.split("=")):
+        scanned = _scanned(side)
+        last = 0
+        while last + 1 < len(scanned) and _JOINED.fullmatch(side[scanned[last][1] : scanned[last + 1][0]]):
+            last += 1
+        if scanned and (last == 0 or "=" not in plain):
+            return [value for _, _, value in scanned[: last + 1]]
+    return []
+
+
 def _numbers_of_prose(text: str) -> list[Quantity | Based]:
     """The last number of a text, with those that are joined to it: `3 or 4`, `5-3`. Empty where it is denied."""
+    stated = stated_answer(text[-_TAIL:])
+    if stated and _BEGINS_WITH_NUMBER.match(stated):
+        return _stated_numbers(normal_form(stated))
     plain = _FOOTNOTE.sub("", normal_form(text[-_TAIL:]))
     scanned = _scanned(plain)
     if not scanned:
@@ -191,13 +221,13 @@ def read_numbers(truth: str) -> None:
 
 
 def is_single_number(truth: str) -> bool:
-    """Whether the truth, or each of its alternatives, is one number and nothing else but its unit: `number` compares all
-    numbers of any other with as many of the response, whatever else either says."""
+    """Whether the truth, or each of its alternatives, is one number and nothing else but its unit: `number` compares
+    all numbers of any other with as many of the response, whatever else either says."""
     for alternative in truth_alternatives(truth):
         marked = marked_answer(alternative)
         node = read_answer(normal_form(marked or alternative)[:LONGEST_ANSWER])
-        values = _values(node) if not isinstance(node, Items) else None
-        if values is None or len(values) != 1:
+        numbers = _values(node) if not isinstance(node, Items) else None
+        if numbers is None or len(numbers) != 1:
             return False
     return True
 

@@ -19,8 +19,8 @@ from plans import own_plan
 
 from appliance.errors import RecipeError
 from appliance.tasks import own
-from appliance.tasks.grading import weighed
 from appliance.tasks.answers import marked_answer
+from appliance.tasks.grading import weighed
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response

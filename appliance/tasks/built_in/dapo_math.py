@@ -26,8 +26,8 @@ HINT = "each row has `problem` and `answer`, both text, or verl's `prompt` and `
 
 
 def final_answer(response: str) -> str | None:
-    """What follows the last `Answer:` on its line, else what the last box holds, with those that are of the same answer,
-    else None."""
+    """What follows the last `Answer:` on its line, else what the last box holds, with those that are of the same
+    answer, else None."""
     answer, response = None, without_thoughts(response)
     for _ in range(DEEPEST_MARK):
         mark = answer_line(response) or last_box(response)

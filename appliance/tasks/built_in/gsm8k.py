@@ -1,6 +1,7 @@
 """GSM8K: grade-school word problems. Rows have `question` and `answer`; the number after the last `####` is the truth.
 
-The prompt asks for the answer after `####`; the reward reads what is behind the last `####` of the response and nothing else.
+The prompt asks for the answer after `####`; the reward reads what is behind the last `####` of the response and nothing
+else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether an answer is the truth, as a careful person reads both. The grades of `math`, `number`, `dapo-math`, `gsm8k`.
 
-Both are brought into one normal form (`notation.py`) and read into the same few kinds: a quantity, words, a sequence with
-its brackets, a union, a matrix, a relation. What is letters is words, compared as text; an expression is compared by its
-value (`expressions.py`). **What is not read with certainty is not the same**: a wrong answer never earns here, and a right
-one in a form that nobody foresaw may not.
+Both are brought into one normal form (`notation.py`) and read (`reading.py`) into the same few kinds (`nodes.py`): a
+quantity, words, items in their brackets, a union, a matrix, a relation. What is letters is words, compared as text; an
+expression is compared by its value (`values.py`). **What is not read with certainty is not the same**: a wrong answer
+is not to earn, and so a right one in a form that nobody foresaw does not.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def _is_same_word(one: str, other: str) -> bool:
     if one == other:
         return True
     if one.isalpha() and (unit := units.unit_of_word(one)) is not None and unit == units.unit_of_word(other):
+        return True
+    if len(one) > 3 and len(other) > 3 and units.singular(one.lower()) == units.singular(other.lower()):
         return True
     if one.lower() != other.lower() or len(one) < 2:
         return False
@@ -256,6 +258,8 @@ def _is_same_quantity(given: Quantity, wanted: Quantity) -> bool:
         for quantity in (given, wanted)
     ]
     one, other = given.expression, wanted.expression
+    if percents[0] != percents[1] and (plain[0].unit or plain[1].unit):
+        return False
     if not units.is_same_unit(plain[0].unit, plain[1].unit):
         factor = units.conversion(plain[0].unit, plain[1].unit)
         return factor is not None and _is_same_value(Operation("product", (one, Number(factor))), other)

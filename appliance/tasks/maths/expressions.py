@@ -1,14 +1,9 @@
-"""Mathematics in one value: read from the normal form, evaluated and compared. Nothing here runs longer than moments.
+"""Expressions of one value, read from the normal form.
 
-    sum      [+-] product ((+ | -) product)*
-    product  power ((* | / | nothing) power)*        two numbers side by side are no product
-    power    atom (! | °)* [^ power]
-    atom     number, letter with its index, ( sum ), { sum }, |sum|, floor and ceiling, \\frac, \\binom, \\sqrt[n]{}, f(sum)
-
-Two expressions are the same when their values are. Without letters: exact for rationals, to 1e-6 of the larger where one
-is written with a decimal point, else to 40 digits. With letters: at several points, to the same bounds; two expressions
-that differ agree at none of them but by a chance of 1e-40. Powers and factorials beyond some thousand digits are not
-computed: such an expression is the same as none.
+sum      [+-] product ((+ | -) product)*
+product  power ((* | / | nothing) power)*        two numbers side by side are no product
+power    atom (! | °)* [^ power]
+atom     number, letter with its index, ( sum ), { sum }, |sum|, floor, ceiling, \\frac, \\binom, \\sqrt[n]{}, f(sum)
 """
 
 from __future__ import annotations
@@ -40,6 +35,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\(?:frac|binom|sqrt))|(?P<word>[A-Za-z]+|[α-ωΑ-Ω∞])"
     r"|(?P<mark>\\?[{}]|[-+*/^!_()\[\]|=°']|[⌊⌋⌈⌉]))"
 )
+_DERIVATIVE = re.compile(r"\\frac\s*\{\s*[d∂][^{}]*\}\s*\{\s*[d∂]\s*[A-Za-z]|\bd[a-z]/d[a-z]\b")
 _CLOSING = {"(": ")", "{": "}", "[": "]", "⌊": "⌋", "⌈": "⌉"}
 
 
@@ -78,6 +74,8 @@ class _Token:
 
 def read_expression(text: str) -> Expression:
     """The expression that the whole text is. Raises UnreadableError."""
+    if _DERIVATIVE.search(text):
+        raise UnreadableError("a derivative")
     parser = _Parser(tuple(_tokens(text)))
     expression = parser.sum()
     if parser.place < len(parser.tokens):
@@ -313,9 +311,9 @@ def _mixed_number(whole: Number, fraction: Expression) -> Expression:
     """`1\\frac{1}{2}` is 3/2: a fraction behind a number is added where it is a proper one of whole numbers."""
     if isinstance(fraction, Operation) and fraction.name == "quotient" and whole.value.denominator == 1:
         over, under = fraction.operands
-        if isinstance(over, Number) and isinstance(under, Number) and not (over.is_decimal or under.is_decimal):
-            if 0 < over.value < under.value:
-                return Number(whole.value + over.value / under.value)
+        are_whole = isinstance(over, Number) and isinstance(under, Number) and not (over.is_decimal or under.is_decimal)
+        if are_whole and 0 < over.value < under.value:
+            return Number(whole.value + over.value / under.value)
     return Operation("product", (whole, fraction))
 
 

@@ -32,11 +32,13 @@ class Based:
 
 @dataclass(frozen=True)
 class Items:
-    """Several answers in brackets, or in none. opening, closing: empty of a list without."""
+    """Several answers in brackets, or in none."""
 
     opening: str
+    """The bracket before them; empty of a list without."""
     items: tuple[Node, ...]
     closing: str
+    """The bracket behind them; empty of a list without."""
     joined_by: str = ","
     """`,`, `and` or `or`."""
 

@@ -1,8 +1,9 @@
 """One normal form for answers, of a truth and of a response alike: plain text in Unicode, whatever marked it up.
 
 LaTeX's spaces, fonts, boxes and delimiters go, Markdown's and HTML's too. Its symbols become the characters that they
-draw: `\\pi` is π, `\\times` is *, `\\leq` is ≤. Thousands are joined, a mixed number is one fraction, `1e-05` is 0.00001.
-What is left of LaTeX has arguments or rows: `\\frac`, `\\binom`, `\\sqrt`, `\\begin`. Money and units stay, for `units.py`.
+draw: `\\pi` is π, `\\times` is *, `\\leq` is ≤. Thousands are joined, a mixed number is one fraction, `1e-05` is
+0.00001. What is left of LaTeX has arguments or rows: `\\frac`, `\\binom`, `\\sqrt`, `\\begin`. Money and units stay:
+`units.py` reads them.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ _FONT_OF_GROUP = re.compile(rf"\\(?:{'|'.join(_FONTS)})\*?\s*(?=\{{)")
 _UNIT = re.compile(
     rf"(?<=[\d)}}\]])((?:\s|\\[,;:! ]|~)*)\\(?:{'|'.join(_UNIT_FONTS)})\s*\{{\s*([A-Za-zµμ]{{1,3}})\s*\}}"
 )
-_REPEATING = re.compile(r"(?<![\w.])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\s*\{\s*(\d{1,15})\s*\}")
+_REPEATING = re.compile(r"(?<![\w.])(\d{0,15})\.(\d{0,15})\\(?:overline|bar|dot)\s*\{\s*(\d{1,15})\s*\}")
 _SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
 _NO_UNITS = {"and", "or", "if", "is", "for", "to", "in", "mod", "as", "not", "e", "i", "d"}
 _COMMAND = re.compile(r"\\([A-Za-z]+)\*?(\s?)")
@@ -116,6 +117,7 @@ _WORD_MINUS = re.compile(r"(?i)(?<![\d)}] )(?<![\d)}])\b(?:negative|minus)\s+(?=
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad\u2061\u2062\u2063", ""),
+        **dict.fromkeys("✅✓✔☑🎉👍", ""),
         **dict.fromkeys("×⋅·∙•✕✖∗⨯", "*"),
         **dict.fromkeys("÷∕⁄", "/"),
         **dict.fromkeys("‐‑﹣", "-"),
@@ -156,6 +158,7 @@ def _without_markup(text: str) -> str:
     text = re.sub(r"(?i)<sub>([^<]*)</sub>", r"_{\1}", text)
     text = re.sub(r"~~[^~]*~~", " ", text)  # struck out
     text = _OUTER_DELIMITERS.sub(" ", _HTML.sub(" ", text))
+    text = re.sub(r"(?<=[\w)])\*\*(?=[\d(-])", "^", text)  # Python's power; Markdown's marks have a blank before them
     text = text.replace("**", "").replace("`", "")
     text = re.sub(r"\\\$|US\$(?=\s*[\d.])", f" {USD} ", text)
     if text.count("$") % 2:  # the rest are pairs around mathematics, but for one that stands before a number
@@ -190,6 +193,9 @@ def _vulgar_fraction(found: re.Match[str]) -> str:
 def _without_latex(text: str) -> str:
     if "\\" not in text and "^" not in text and "~" not in text:
         return text
+    if "\\begin" not in text:  # elsewhere two backslashes are one that was escaped, or the end of a line
+        text = re.sub(r"\\\\(?=[A-Za-z{}])", r"\\", text)
+        text = re.sub(r"\\\\\s*(?=\S)", ", ", text)
     text = text.replace("\\!", "").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
     text = re.sub(r"(?<!\\)\\[,:]", "\u2009", text)
     text = re.sub(r"(?<!\\)\\[; ]|(?<=\S)~(?=\S)", " ", text)
@@ -205,7 +211,9 @@ def _without_latex(text: str) -> str:
             break
     text = _FONT_OF_GROUP.sub("", text)  # around braces that mean something, as in \\mathbf{10^{3}}
     text = re.sub(r"\\(boxed|fbox)\b\s*", " ", text)
-    text = re.sub(r"\^\s*\{?\s*\\(?:circ|degrees?)\s*\}?|\^\s*\{?\s*°\s*\}?", DEGREE, text)
+    text = re.sub(
+        r"\^\s*\{?\s*\\(?:circ|degrees?)\s*\}?|\^\s*\{?\s*°\s*\}?|(?<=\d)\s?\^\s*\{?\s*o\s*\}?(?![a-z])", DEGREE, text
+    )
     return _COMMAND.sub(_symbol, text)
 
 
@@ -243,7 +251,7 @@ def _symbol(found: re.Match[str]) -> str:
 
 def _with_one_notation_of_numbers(text: str) -> str:
     text = text.replace("\N{EURO SIGN}", f" {EUR} ").replace("£", f" {GBP} ").replace("¥", f" {JPY} ")
-    text = re.sub(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", " * ", text)
+    text = re.sub(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)|(?<=\d)\s+[xX]\s+(?=\d)", " * ", text)
     text = re.sub(r"(?<![\w.])-\s+(?=[\d.])", lambda found: _spaced_minus(text, found), text)
     return joined_numbers(plain_numbers(re.sub(r"(?<=\d),\s*(?=\u2009)", ",", text))).replace("\u2009", " ")
 

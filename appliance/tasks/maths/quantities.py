@@ -13,7 +13,7 @@ from appliance.tasks.maths.notation import EUR, GBP, JPY, USD
 
 _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASED = re.compile(
-    r"\(?\s*(-?[0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*(?:base\s*)?(\w+)\s*\}?|,?\s*\(?(?:in\s+)?base[\s-]+\{?(\w+)\}?\)?)"
+    r"\(?\s*(-?[0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*\(?(?:base\s*)?(\w+)\)?\s*\}?|,?\s*\(?(?:in\s+)?base[\s-]+\{?(\w+)\}?\)?)"
 )
 
 
@@ -46,6 +46,7 @@ _VALUE_OF_WORD |= {
     for tens, one, between in itertools.product(_TENS, _NUMBER_WORDS[1:10], "- ")
 }
 _CURRENCY_FIRST = re.compile(rf"(-?)\s*({USD}|{EUR}|{GBP}|{JPY})\s*(-?.*)")
+_HYPHENATED = re.compile(r"\d{3,}-\d{3,}|\d+(?:-\d+){2,}|\d+(?:/\d+){2,}")
 _UNIT_BEHIND = re.compile(r"(.*?[\d)}!π%°⟧])(\s*)([A-Za-zμΩ°%¢⟦][A-Za-zμΩ°%¢⟦⟧/^{}\d\s.*-]*)")
 
 
@@ -56,7 +57,11 @@ def read_quantity(text: str) -> Quantity | None:
     if money := _CURRENCY_FIRST.fullmatch(text):
         unit, text = (money[2],), money[1] + money[3]
     if not re.search(r"[\d\\α-ωΑ-Ω∞+*/^|]", text) and len(re.sub(r"[^A-Za-z]", "", text)) != 1 and text != "pi":
-        return None  # letters alone are words
+        is_of_function = any(re.search(rf"\b{name}\b", text) for name in expressions.FUNCTIONS) and " " in text
+        if not is_of_function:
+            return None  # letters alone are words
+    if _HYPHENATED.fullmatch(text):
+        return None  # a date or the like
     for value, behind in _readings(text):
         try:
             expression = read_expression(value)

@@ -32,6 +32,8 @@ def trimmed(text: str) -> str:
         text = text.strip(' \t"#').removeprefix("*").strip()
         text = re.sub(r"(?<!\.)[.,;:]+$|(?<!\*)\*+$", "", text).strip() if not text.endswith("...") else text
         text = _LEADING.sub("", text, count=1)
+        if len(text) > 2 and text[0] == text[-1] == "'":
+            text = text[1:-1]
         if text.startswith("{") and _matching(text) == len(text) - 1:
             text = text[1:-1]
     return text
@@ -71,6 +73,9 @@ _BEGIN = re.compile(r"\\begin\s*\{([a-z]*)matrix\}|\\begin\s*\{(array)\}\s*(?:\{
 _END = re.compile(r"\\end\s*\{(?:[a-z]*matrix|array)\}")
 
 
+_OUTWARD = re.compile(r"(\])([^\[\]()]*[,;][^\[\]()]*)([\[\]])|(\[)([^\[\]()]*[,;][^\[\]()]*)(\[)")  # ]2, 5[ is (2, 5)
+
+
 def _without_thousands(text: str) -> str:
     """1,000 as 1000, but in brackets, where (1,200) may be two numbers."""
     joined, depth, end = [], 0, 0
@@ -88,6 +93,9 @@ def read_answer(text: str, *, depth: int = 0) -> Node:
     text = _without_thousands(trimmed(text))
     if depth > _DEEPEST:
         return _words(text)
+    if interval := _OUTWARD.fullmatch(text):
+        opening, inner, closing = filter(None, interval.groups())
+        text = f"{'(' if opening == ']' else '['}{inner}{')' if closing == '[' else ']'}"
     if (matrix := _read_matrix(text, depth=depth)) is not None:
         return matrix
     parts, separators = _split(text, _LIST)
@@ -138,6 +146,7 @@ def _read_item(text: str, *, depth: int) -> Node:
 
 
 _RELATION = re.compile(r"[=<>≤≥≠∈]+")
+_MOST_WORDS = 6  # of a name
 _TURNED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
 _NAME = re.compile(r"[A-Za-zα-ωΑ-Ω∠△][\w\s^_{}'α-ωΑ-Ω∠△|-]*(?:\([A-Za-zα-ω0-9, ∩∪|]*\))?")
 
@@ -180,7 +189,10 @@ def _read_equation(sides: list[str], *, depth: int) -> Node | None:
         return Named(_plain_name(first), read_answer(last, depth=depth))
     try:
         if not expressions.symbols(left := read_expression(first)):
-            return read_answer(last, depth=depth) if _is_roughly(first, last) else None
+            if not _is_roughly(first, last):
+                return None
+            is_total_first = expressions.is_plain_number(left) and expressions.is_unfinished(read_expression(last))
+            return read_answer(first if is_total_first else last, depth=depth)
     except UnreadableError:
         return None
     if difference is None:
@@ -215,7 +227,9 @@ def _is_bracketed(text: str) -> bool:
 
 def _is_name(text: str) -> bool:
     """Whether it is what a value is given to: letters, with an index or an argument: `x_1`, `f(x)`, `Area`."""
-    return _NAME.fullmatch(text) is not None and not re.search(r"\^|\d[A-Za-z]", text) and text not in ("e", "i", "π")
+    if _NAME.fullmatch(text) is None or len(text.split()) > _MOST_WORDS:
+        return False
+    return not re.search(r"\^|\d[A-Za-z]|\b(?:not|no|never|cannot)\b|n't\b", text) and text not in ("e", "i", "π")
 
 
 def _plain_name(text: str) -> str:
@@ -308,10 +322,11 @@ def _read_both_signs(text: str, *, depth: int) -> Node | None:
 
 _ARTICLES = {"the", "a", "an"}
 _TEXT_PART = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[^\s\w]|_")
-_QUIET = set("\"'`.,!?⟦⟧{}")
+_QUIET = set('"`.,!?⟦⟧{}')
 
 
 def _words(text: str) -> Words:
+    text = re.sub(r"(?<=[A-Za-z])'(?=[A-Za-z])", "", text)
     text = re.sub(r"(?<=[A-Za-z]{2})-(?=[A-Za-z]{2})", "", re.sub(r"(?<=\d)\s+to\s+(?=\d)", ":", text))
     parts = [part for part in _TEXT_PART.findall(text) if part not in _QUIET]
     if len(parts) > 1 and parts[0].lower() in _ARTICLES:

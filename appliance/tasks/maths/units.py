@@ -1,7 +1,7 @@
 """Units of answers: which words behind a number, or signs before it, mean the same.
 
-A unit that only one of two answers has is no difference: 5 cm answers 5. Two that differ are one: 5 cm is not 5 m. Words
-that are no unit of measure, such as `red apples`, may be fewer on one side.
+A unit that only one of two answers has makes no difference: 5 cm answers 5. Two that differ do: 5 cm is not 5 m, but
+500 cm is. Words that are no unit of measure, such as `red apples`, may be fewer on one side.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ def read_unit(text: str) -> tuple[str, ...] | None:
         elif word.lower() in ("per", "/"):
             parts.append("/")
         elif word.lower() not in _NO_WORDS or (word == text.strip()):
-            parts.append(unit_of_word(word) or _singular(word.lower()))
+            parts.append(unit_of_word(word) or singular(word.lower()))
             if power:
                 parts.append(power)
                 power = ""
     return tuple(parts)
 
 
-def _singular(word: str) -> str:
+def singular(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 

@@ -1,9 +1,9 @@
 """Values of expressions: exact where they are rational, else to 60 digits; and whether two are the same.
 
-Two expressions are the same when their values are. Without letters: exact for rationals, to 1e-6 of the larger where one
-is written with a decimal point, else to 40 digits. With letters: at several points, to the same bounds; two expressions
-that differ agree there but by a chance of 1e-40. Powers and factorials beyond some thousand digits are not computed: such
-an expression is the same as none. So nothing here takes longer than moments, and any thread may call it.
+Two expressions are the same when their values are. Without letters: exact for rationals, to 1e-6 of the larger where
+one is written with a decimal point, else to 40 digits. With letters: at several points, to the same bounds; that two
+which differ agree there has a chance of about 1e-40. Powers and factorials beyond some thousand digits are not
+computed: such an expression is the same as none. So nothing here takes longer than moments, and any thread may call it.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ def is_within(first: Any, second: Any, *, bound: float) -> bool:
 
 
 def is_multiple(one: Expression, other: Expression, *, of_same_sign: bool = False) -> bool:
-    """Whether one is a constant times the other, not zero times; of_same_sign: a positive one. Raises UnreadableError."""
+    """Whether one is a constant times the other, not zero times. of_same_sign: a positive one. Raises
+    UnreadableError."""
     if symbols(one) != symbols(other) or not symbols(one):
         return False
     bound = float(DECIMALS) if has_decimal(one) or has_decimal(other) else _NOISE

@@ -1,4 +1,4 @@
-"""Grades that a careful person would give: lines that were reported wrong, lines of our own by kind, and generated ones.
+"""Grades that a careful person would give: lines reported wrong, lines of our own by kind, and generated ones.
 
 A line is (what, reward, truth, response, grade). `reported.tsv` has 30 that were graded wrongly before; `own.tsv` has
 right and wrong answers of each kind of notation, mark and trap.
@@ -101,7 +101,9 @@ def test_equal_numbers_earn_in_every_notation_and_others_in_none() -> None:
     draw = random.Random(41)
     earned: Counter[tuple[str, float]] = Counter()
     for _ in range(GENERATED):
-        value = Fraction(draw.choice([1, -1]) * draw.randint(1, 10 ** draw.randint(1, 7)), draw.choice([1, 1, 2, 3, 8, 7, 125]))
+        value = Fraction(
+            draw.choice([1, -1]) * draw.randint(1, 10 ** draw.randint(1, 7)), draw.choice([1, 1, 2, 3, 8, 7, 125])
+        )
         near = draw.choice([-value, value + 1, value * 10, value / 1000, value + Fraction(1, 9), 1 / value])
         truth = draw.choice(sorted(text for name, text in notations_of(value).items() if name not in ("money", "unit")))
         for wanted, answer in ((1.0, value), (0.0, near)):
@@ -130,7 +132,23 @@ def test_a_normal_form_is_its_own(seed: int) -> None:
             assert normal_form(plain) == plain
 
 
-ENDLESS = ("9", "(", "\\boxed{", "Answer: 5 or ", "$5$ ", "{", "\\frac", "x=", "or 3 ", "1 000 ", "#### 5\n", "(A) ", "½", "√", "^")
+ENDLESS = (
+    "9",
+    "(",
+    "\\boxed{",
+    "Answer: 5 or ",
+    "$5$ ",
+    "{",
+    "\\frac",
+    "x=",
+    "or 3 ",
+    "1 000 ",
+    "#### 5\n",
+    "(A) ",
+    "½",
+    "√",
+    "^",
+)
 
 
 @pytest.mark.parametrize("piece", ENDLESS)
@@ -145,7 +163,15 @@ def test_degenerate_text_is_read_in_linear_time(piece: str, reward: str) -> None
 
 @pytest.mark.parametrize(
     "bomb",
-    ["9^{9^{9^9}}", "10^{10^{10}}", "((9!)!)!", "\\binom{10^9}{10^8}", "2^{-10^{12}}", "e^{e^{e^{e^9}}}", "(1+x)^{10^9}"],
+    [
+        "9^{9^{9^9}}",
+        "10^{10^{10}}",
+        "((9!)!)!",
+        "\\binom{10^9}{10^8}",
+        "2^{-10^{12}}",
+        "e^{e^{e^{e^9}}}",
+        "(1+x)^{10^9}",
+    ],
 )
 def test_what_cannot_be_computed_costs_nothing_in_any_thread(bomb: str) -> None:
     grades: list[bool] = []
