@@ -1,9 +1,16 @@
-"""What a truth or a response answers, in text: the alternatives of a truth."""
+"""What a truth or a response answers, in text: the alternatives of a truth, what the marks of an answer mark, and what
+an unmarked text ends with. Time is linear in the text: degenerate text nests or repeats thousands of marks."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
+
+from appliance.tasks.maths.notation import normal_form
+
+DEEPEST_MARK = 8
+_TAIL = 1000  # characters that are searched where an answer is not marked
 
 
 def truth_alternatives(truth: str) -> tuple[str, ...]:
@@ -23,10 +30,265 @@ def truth_alternatives(truth: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(member for member in members if member.strip())) or (truth,)
 
 
-_SINGLE = re.compile(r"[$€£]?[-+−]?[$€£]?(?:\d[\d,_ ]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*(?:\\?%|°|[^\W\d]+\.?)?")
+def given_alternatives(truth: str) -> tuple[str, ...]:
+    """The alternatives of a truth that is there. Raises ValueError where the row has none."""
+    if not truth.strip():
+        raise ValueError("the row has no truth to compare with: task.truth names its field")
+    return truth_alternatives(truth)
 
 
-def is_single_number(truth: str) -> bool:
-    """Whether a truth, or each of its alternatives, is one number, with a unit at most; what follows `####` counts."""
-    answers = (text.rpartition("####")[2].strip() for text in truth_alternatives(truth))
-    return all(_SINGLE.fullmatch(answer) for answer in answers)
+@dataclass(frozen=True)
+class Mark:
+    """An answer that is marked as one."""
+
+    start: int
+    end: int
+    """The mark's characters in the text, the mark itself included."""
+    inner: str
+    """What it marks."""
+
+
+_BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*+\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[\w.,]*\w|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})")
+
+
+def boxes(text: str) -> list[Mark]:
+    """What `\\boxed{}`, `\\fbox{}` and `\\framebox{}` hold, and `\\boxed 5`; of boxes in a box the outer one."""
+    marks: list[Mark] = []
+    opened: list[tuple[int, int]] = []  # where each brace that is open, or its box, begins, and where its inside does
+    box_starts: list[int] = []
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "}":
+            if opened:
+                start, inside = opened.pop()
+                if inside > start + 1:  # the brace of a box
+                    while marks and marks[-1].start > start:
+                        marks.pop()
+                    marks.append(Mark(start, brace.end(), text[inside : brace.start()].strip()))
+        elif brace[0].endswith("{") and brace[0] != "\\{":
+            opened.append((brace.start(), brace.end()))
+            box_starts.append(brace.start())
+    marks += [Mark(found.start(), found.end(), found[1]) for found in _BARE_BOX.finditer(text)]
+    return sorted(marks, key=lambda mark: mark.start)
+
+
+_JOINS = re.compile(
+    r"(?i)\b(?:and|or|also|other|another|second|third|either|alternatively|maybe|perhaps|possibly)\b|[,;&]"
+)
+_MOVES_ON = re.compile(
+    r"(?i)\b(?:no|not|wait|actually|so|then|thus|therefore|hence|correct\w*|instead|rather|becomes?|gives?|get|final\w*|"
+    r"answer|mistake|step|now|next|finally|plus|minus|times|divided|total|simplif\w*)\b|=>|\\implies|\\Rightarrow|[⇒→]"
+)
+_FARTHEST = 80  # characters between two boxes that are one answer
+
+
+def _are_one_answer(between: str) -> bool:
+    """Whether two boxes with this text between them are two parts of one answer: `and`, `or`, a comma, nothing."""
+    plain = re.sub(r"\$|\\[()\[\],;! ]|\*", " ", between).strip(" .\n")
+    if len(plain) > _FARTHEST or _MOVES_ON.search(plain):
+        return False
+    return not plain or _JOINS.search(plain) is not None
+
+
+def all_boxes(text: str) -> str | None:
+    """What all boxes of a text hold, as one list; None where it has fewer than two that differ."""
+    inners = list(dict.fromkeys(box.inner for box in boxes(text)))
+    return " \\text{ and } ".join(inners[-12:]) if len(inners) > 1 else None
+
+
+_OR_BEFORE = re.compile(r"([^\s$]*\d[^\s$]*)\s*\$?\s*(?:,\s*)?\bor\s+(?:maybe\s+|perhaps\s+)?\$?\s*\Z")
+_OR_BEHIND = re.compile(r"\s*\$?\s*(?:,\s*)?or\s+(?:maybe\s+|perhaps\s+)?\$?\s*(-?\\?\$?\d[^\s$]*)")
+
+
+def last_box(text: str) -> Mark | None:
+    """The last box, with those before it that are of the same answer, and with what it is one of: `3 or \\boxed{4}`."""
+    marks = boxes(text)
+    if not marks:
+        return None
+    first = len(marks) - 1
+    while first and len(marks) - first < 12 and _are_one_answer(text[marks[first - 1].end : marks[first].start]):
+        first -= 1
+    parts = list(dict.fromkeys(mark.inner for mark in marks[first:]))
+    start, end = marks[first].start, marks[-1].end
+    if before := _OR_BEFORE.search(text[max(0, start - 60) : start]):
+        parts.insert(0, before[1])
+    if behind := _OR_BEHIND.match(text[end : end + 60]):
+        parts.append(behind[1].rstrip(".,"))
+    return Mark(marks[-1].start, end, " \\text{ or } ".join(parts))
+
+
+def without_thoughts(text: str) -> str:
+    """What follows the last `</think>`, where anything does."""
+    place = text.rfind("</think>")
+    behind = text[place + len("</think>") :] if place >= 0 else ""
+    return behind if behind.strip() else text
+
+
+_TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
+_ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
+_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*\w[^\n]*)")
+_NUMBERED = re.compile(r"(?!\W*-\W*-)[-+.$\\({\[\u2212\u2013\uff0d€£¥*`' \t]*(?:\\[a-z]+[\s{]*)?[-$]*\d")
+_CLOSING = re.compile(r"(?i)(?=</answer>)")
+
+
+def last_line(text: str) -> Mark | None:
+    """What follows the last `####` that is followed by a number, on its line; else what the last line of all marks so:
+    others are headings."""
+    lines = list(_LINE.finditer(text))
+    if not lines:
+        return None
+    line = next((found for found in reversed(lines) if _NUMBERED.match(found[1])), lines[-1])
+    if line is lines[-1] and not _NUMBERED.match(line[1]) and text[line.end() :].strip(" \n*.</answer>"):
+        return None
+    inner = line[1].rpartition("####")[2] if "####" in line[1] else line[1]
+    return Mark(line.start(), line.end(), number_of_line(inner.strip()))
+
+
+def answer_line(text: str) -> Mark | None:
+    """What follows the last `Answer:` on its line, or on the next one where that line ends there."""
+    lines = list(_ANSWER.finditer(text))
+    if not lines:
+        return None
+    found = lines[-1]
+    said = re.split(r"(?i)\banswer[*_ \t]*[:\uff1a]", found[1])[-1]
+    return Mark(found.start(), found.end(), without_aside(_first_sentence(_bare(said))))
+
+
+def _bare(text: str) -> str:
+    text = text.strip().strip("*").strip()
+    return text.lstrip("} ") if text.startswith("}") else text  # the end of \\text{Answer: }
+
+
+_PROSE = re.compile(r"((?:USD )?-?(?:USD )?\d[\d,]*(?:\.\d+)?%?)(?![\d.]*\w)(.*)")
+_ASIDE = re.compile(
+    r"(?<=[\w%.}$)])\s*(?:\((?:not|since|because|as|see|out\s+of|from|i\.e\.|or\s+about|approx\w*|rounded)\b[^()]*\)|"
+    r",\s+(?:not|which|that|so|as|because|since|rounded)\b.*)\s*\.?$"
+)
+_BRACKETED = re.compile(r"(?<=[\w%.])\s*\([^()]*\)\s*\.?$")
+_MORE_MATHS = re.compile(
+    r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)|\b(?:or|and|not|no|to)\b"
+)  # no unit: $5/hour
+_FEW_WORDS = 4
+
+
+def number_of_line(line: str) -> str:
+    """The number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
+    if len(line) < _TAIL and re.match(r"\W*\d", line):
+        line = _BRACKETED.sub("", without_aside(line))
+    found = _PROSE.fullmatch(normal_form(line)) if len(line) < _TAIL else None
+    if found is None or _MORE_MATHS.search(found[2]):
+        return line
+    return found[1] if "." in found[2][:-1] or len(found[2].split()) > _FEW_WORDS else line
+
+
+def marked_answer(text: str) -> str | None:
+    """What the last mark of an answer marks: `#### x`, `\\boxed{x}`, `Answer: x` or `<answer>x</answer>`.
+
+    Boxes that are one answer, as in `\\boxed{2} and \\boxed{3}`, are a list of them. Of `####` the last one with a
+    number, as in GSM8K. A mark within a mark, such as a box in the tags, is read too, eight deep at most.
+    """
+    answer = None
+    for _ in range(DEEPEST_MARK):
+        inner = _outermost_answer(text)
+        if inner is None or (answer is not None and _is_part(inner, whole=text)):
+            break
+        answer = text = inner
+    return answer
+
+
+def _is_part(inner: str, *, whole: str) -> bool:
+    """Whether a mark within a mark holds only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
+    rest = re.sub(r"\\[A-Za-z]*(?:box|text)[A-Za-z]*|####", "", whole).replace(inner, "", 1)
+    return (
+        whole.count("\\boxed") + whole.count("\\fbox") > 0
+        and re.search(r"[\d+*/^=<>]|\\frac|\\sqrt|-\s*\\", rest) is not None
+    )
+
+
+def _joined_tags(text: str, marks: list[Mark]) -> list[Mark]:
+    """The last of the tags, with the one before it where `or` joins them."""
+    if len(marks) > 1 and re.fullmatch(r"\s*(?:or|and|,)\s*", text[marks[-2].end : marks[-1].start]):
+        return [Mark(marks[-1].start, marks[-1].end, f"{marks[-2].inner} or {marks[-1].inner}")]
+    return marks[-1:]
+
+
+def _outermost_answer(text: str) -> str | None:
+    text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
+    end = max((found.start() for found in _CLOSING.finditer(text)), default=0) + len("</answer>")
+    marks = _joined_tags(text, [Mark(found.start(), found.end(), found[1]) for found in _TAGS.finditer(text, 0, end)])
+    # Each tag behind `end` would read to the end of the text.
+    marks += [mark for mark in (answer_line(text), last_line(text), last_box(text)) if mark is not None]
+    if not marks:
+        return None
+    last = max(marks, key=lambda mark: mark.start)
+    around = [mark for mark in marks if mark.start < last.start and last.end <= mark.end]
+    return _bare(min(around, key=lambda mark: mark.start).inner if around else last.inner)
+
+
+_STATES = re.compile(
+    r"(?i)(?:\b(?P<strong>answer|result)|\b(?:solution|total|sum|value|roots?|solutions))\b[^.\n:=]{0,60}?"
+    r"(?:\bis\b|\bare\b|\bequals\b|:|=)(?!\s*$)\s*(?P<said>[^\n]+)|答案(?:是|为|:)?\s*(?P<chinese>[^\n]+)"
+)
+_SUBJECT = re.compile(r"(?i)\b(?:answer|result|solution|total|sum|value|roots?|solutions)\b|答案")
+_CORRECTED = re.compile(r"(?i)\b(?:no|wait|actually|sorry|mistake|correction|instead|rather)\b")
+_DENIES = re.compile(r"(?i)\b(?:not|never|cannot)\b|n't\b")
+_SEGMENT = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\d ][^$]*\s\$)([^$\n]+?)(?<!\\)\$(?!\d)", re.DOTALL
+)
+_SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])(?<!\betc)\.\s+(?=[A-Z(\"'])|[!?](?:\s|$)|\n")
+
+
+def stated_answer(text: str) -> str | None:
+    """What the last `the answer is` of a text says, or its last sentence says of a total or the like; without what
+    explains it. None where nothing says so, or a correction follows."""
+    last = len(text) - len(_last_sentence(text)) - 3
+    for subject in reversed(list(_SUBJECT.finditer(text))):
+        found = _STATES.match(text, subject.start())
+        if found is None or not (found["strong"] or found["chinese"] or subject.start() >= last):
+            continue
+        said = found["said"] or found["chinese"]
+        sentence = _first_sentence(said)
+        if _CORRECTED.search(said[len(sentence) :] + text[found.end() :]):
+            return None
+        return without_aside(sentence)
+    return None
+
+
+def last_sentence(text: str) -> str:
+    """Of the end of a text; empty where it denies something."""
+    sentence = _last_sentence(text[-_TAIL:].rstrip())
+    return "" if _DENIES.search(sentence) else sentence
+
+
+def unmarked_answers(text: str) -> list[str]:
+    """What the end of an unmarked text may answer, the first that is there: what it states as the answer, else its last
+    mathematics in dollar signs with what is joined to it, else what follows the last =, `is` or `are`, else nothing."""
+    tail = text[-_TAIL:].rstrip()
+    if (stated := stated_answer(tail)) is not None:
+        return [stated]
+    if not last_sentence(tail):
+        return []
+    segments = [found for found in _SEGMENT.finditer(tail)]
+    if segments and not re.search(r"\d", tail[segments[-1].end() :]):
+        last = len(segments) - 1
+        while last and re.fullmatch(
+            r"\s*(?:,|and|or|, and|, or)\s*", tail[segments[last - 1].end() : segments[last].start()]
+        ):
+            last -= 1
+        return [tail[segments[last].start() : segments[-1].end()]]
+    sentence = _last_sentence(tail)
+    return [part for part in re.split(r"=|≈|\bis\b|\bare\b|\bequals\b|:", sentence)[-1:] if part.strip()]
+
+
+def without_aside(text: str) -> str:
+    """The text without what explains it: `8, not 7`, `5 (since 2 + 3 = 5)`."""
+    return _ASIDE.sub("", text) if len(text) < _TAIL else text
+
+
+def _first_sentence(text: str) -> str:
+    return _SENTENCE_END.split(text, maxsplit=1)[0].strip().rstrip(".!")
+
+
+def _last_sentence(text: str) -> str:
+    parts = [part for part in _SENTENCE_END.split(text) if part.strip()]
+    return parts[-1].strip().rstrip(".!") if parts else ""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.tasks.task import NO_TRUTH
+from appliance.tasks.answers import given_alternatives
 
 _FUNCTION = re.compile(r"(?i)(?:fn|func|function|method|entry)(?:[_-]?(?:name|point))?")
 _KINDS = ("testtype", "test_type", "type")
@@ -66,9 +66,8 @@ class _Shared:
 
 
 def read_tests(truth: str) -> list[CodeTest]:
-    """Raises ValueError for what are none, with the field that is wrong."""
-    if not truth.strip():
-        raise ValueError(NO_TRUTH)
+    """Raises ValueError for what are none, with the field that is wrong, and where the row has no truth."""
+    given_alternatives(truth)
     try:
         value = json.loads(truth)
         value = json.loads(value) if isinstance(value, str) else value  # JSON within JSON

@@ -12,21 +12,19 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 
 from appliance.record.code import user_folder
 from appliance.record.plan import OwnPlan, RewardPlan
-from appliance.tasks.answers import truth_alternatives
-from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same, joined_numbers
-from appliance.tasks.built_in.gsm8k import FINAL, plain_numbers
+from appliance.tasks import choices, graders
+from appliance.tasks.answers import given_alternatives, truth_alternatives
 from appliance.tasks.code import CODE_S, code
 from appliance.tasks.code_tests import read_tests
-from appliance.tasks.task import NO_TRUTH, Response, Reward
+from appliance.tasks.maths.equality import prepare
+from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
 
 JUDGE_S = 25.0  # for its answer, less than a response has by default
-_TAIL = 1000  # characters that are searched where an answer is not marked
 JUDGE_PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{truth}\n\nAnswer to grade:\n{response}\n\n"
     "How right is the answer to grade? Reply with one number from 0 to 1, such as 0.25, and nothing else."
@@ -102,129 +100,20 @@ def readers(rewards: Iterable[RewardPlan]) -> Iterator[tuple[RewardPlan, Callabl
 
 def _given(truth: str) -> str:
     """Raises ValueError where the row has none."""
-    if not truth.strip():
-        raise ValueError(NO_TRUTH)
+    given_alternatives(truth)
     return truth
 
 
 def exact(response: Response) -> float:
-    """1.0 when the response is the truth, or one of several, white space around either ignored."""
-    return float(response.written.strip() in [text.strip() for text in truth_alternatives(_given(response.truth))])
-
-
-_NUMBER = re.compile(r"(?<![\w.])-?\$?(?:(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
-
-
-def _numbers(text: str) -> list[Decimal]:
-    found = _NUMBER.findall(joined_numbers(plain_numbers(text)))
-    return [_decimal(each.replace(",", "").replace("$", "")) for each in found]
-
-
-def _decimal(text: str) -> Decimal:
-    """Of an exponent beyond 18 digits NaN, which equals nothing."""
-    try:
-        return Decimal(text)
-    except InvalidOperation:
-        return Decimal("NaN")
-
-
-def number(response: Response) -> float:
-    """1.0 when the last number of the response is the last one of the truth, dollar signs and what groups thousands
-    ignored."""
-    wanted = _numbers(_given(response.truth))
-    if not wanted:
-        raise ValueError(f"the truth `{response.truth[:60]}` has no number")
-    return float(_numbers(response.text)[-1:] == wanted[-1:])
-
-
-_TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
-_ANSWER = re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)")
-_LINE = re.compile(r"####[ \t]*([^\n]*\S)")
-_MORE_MATHS = re.compile(r"[\d^*=+\\]|(?<![A-Za-z]{2})/(?!\s*[A-Za-z]{3,}\W*$)")  # no unit: miles/hour, $5/hour
-_CLOSING = re.compile(r"(?i)(?=</answer>)")
-
-
-def marked_answer(text: str) -> str | None:
-    """What the last mark of an answer says: `#### x`, `\\boxed{x}`, `Answer: x` or `<answer>x</answer>`.
-
-    Of `####` the last one with a number, as in GSM8K, without the unit behind it; without a number the last one.
-    A mark within a mark, such as a box in the tags, is read too, eight deep at most: degenerate text nests thousands.
-    """
-    said = None
-    for _ in range(8):
-        if (inner := _outermost_answer(text)) is None:
-            break
-        said = text = inner
-    return said
-
-
-def _outermost_answer(text: str) -> str | None:
-    text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
-    end = max((each.start() for each in _CLOSING.finditer(text)), default=0) + len("</answer>")
-    marks = (*_TAGS.finditer(text, 0, end), *_ANSWER.finditer(text))  # each tag behind `end` would read to the text's
-    found = [(each.start(), each[1]) for each in marks]
-    if (start := text.rfind("\\boxed{")) >= 0 and (inner := braced(text[start + len("\\boxed{") :])) is not None:
-        found.append((start, inner))
-    numbers, lines = list(FINAL.finditer(text)), list(_LINE.finditer(text))
-    if numbers:
-        rest = text[numbers[-1].end() :].partition("\n")[0]
-        line = numbers[-1][1] + rest if _MORE_MATHS.search(rest) else numbers[-1][1].replace(",", "").replace("$", "")
-        found.append((numbers[-1].start(), line))
-    elif lines:
-        found.append((lines[-1].start(), lines[-1][1]))
-    if not found:
-        return None
-    return max(found)[1].strip().strip("*").strip()
-
-
-def math(response: Response) -> float:
-    """1.0 when the answer is the truth, as text or by math-verify. The answer is what `marked_answer` says, else the
-    whole response, else what math-verify finds at its end. Of a truth that is a solution it is read the same way."""
-    from math_verify import parse, verify
-
-    truth, text = plain_numbers(_given(response.truth)), plain_numbers(response.text)
-    wanted = marked_answer(truth) or truth.strip()
-    answer = marked_answer(text)
-    if answer is not None:
-        return float(_same_number(answer, wanted) or is_same(answer, truth=wanted))
-    if text.strip() == wanted:
-        return 1.0
-    found = parse(joined_numbers(text[-_TAIL:]), parsing_timeout=PARSING_S)
-    gold = parse(f"\\boxed{{{joined_numbers(wanted)}}}", parsing_timeout=PARSING_S)
-    return float(bool(found and gold) and verify(gold, found, timeout_seconds=PARSING_S))
-
-
-def _same_number(one: str, other: str) -> bool:
-    values = [_numbers(each) for each in (one, other) if _NUMBER.fullmatch(each)]
-    return len(values) == 2 and values[0] == values[1]
-
-
-_SPEAKER = r"I(?:['\u2019][a-z]|[ \t]+(?!(?:is|was|because|since|as|and|or|for|with|which)\b)[a-z])"
-_LETTER = rf"[*(\[{{\s]*(?!{_SPEAKER})([A-J])(?![A-Za-z])"
-_CHOSEN = re.compile(
-    rf"(?:(?i:answer|choice|option)(?i:\s+is)?[ \t]*:?|\\boxed{{(?:\\text{{)?|<answer>)[ \t\n]*{_LETTER}"
-)
-_ALONE = re.compile(r"(?m)^[*(\[\s]*([A-J])[*)\].:\s]*$")
-_BRACKETED = re.compile(r"\(([A-J])\)")
-
-
-def choice(response: Response) -> float:
-    """1.0 when the letter that is chosen last, A to J, is the truth: after `answer is`, `Answer:`, in a box or the
-    answer tags; else alone on a line; else in brackets. The I of who speaks, as in `the answer I get`, is none."""
-    wanted = _given(response.truth).strip().strip("().").upper()
-    if not re.fullmatch("[A-J]", wanted):
-        raise ValueError(f"the truth `{response.truth[:60]}` is not a letter from A to J")
-    for pattern in (_CHOSEN, _ALONE, _BRACKETED):
-        if found := pattern.findall(response.text):
-            return float(found[-1] == wanted)
-    return 0.0
+    """1.0 when what the model wrote is the truth or one of its alternatives, white space around either ignored."""
+    return float(response.written.strip() in {truth.strip() for truth in given_alternatives(response.truth)})
 
 
 def regex(response: Response, *, pattern: str = "") -> float:
-    """1.0 when the pattern is found in the response; without one in the recipe the truth is it, or each of several. One
-    that takes for ever ends at task.reward_timeout_s, and costs its sample."""
-    patterns = (pattern,) if pattern else truth_alternatives(_given(response.truth))
-    return float(any(re.search(each, response.text) for each in patterns))
+    """1.0 when the pattern is found in the response; without one in the recipe the truth is it, or one of its
+    alternatives. One that takes for ever ends at task.reward_timeout_s, and costs its sample."""
+    patterns = (pattern,) if pattern else given_alternatives(response.truth)
+    return float(any(re.search(alternative, response.text) for alternative in patterns))
 
 
 _UNTAGGED = "(?:(?!</?(?:think|answer)>).)*+"
@@ -293,10 +182,10 @@ def _judge_key() -> str:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn(math, reads=_given, prepare=import_verifier),
-    "number": BuiltIn(number, reads=_given),
+    "math": BuiltIn(graders.math, reads=_given, prepare=prepare),
+    "number": BuiltIn(graders.number, reads=_given, prepare=prepare),
     "exact": BuiltIn(exact, reads=_given),
-    "choice": BuiltIn(choice, reads=_given),
+    "choice": BuiltIn(choices.choice, reads=_given),
     "regex": BuiltIn(regex, options=("pattern",), reads=_given),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),

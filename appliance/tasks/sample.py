@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from appliance.record.plan import OwnPlan, RewardPlan, TaskPlan
-from appliance.tasks.answers import is_single_number
+from appliance.tasks.graders import is_single_number
 from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rewards import BUILT_IN
@@ -97,8 +97,8 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
 
 
 def _no_numbers(plan: TaskPlan, *, task: Task) -> str:
-    """What is odd about truths for the reward `number`, which compares the last number of each; empty where nothing is,
-    or another reward judges."""
+    """What is odd about truths for the reward `number`, which compares their numbers alone; empty where nothing is, or
+    another reward judges."""
     assert plan.own is not None, "a task of the user's own"
     names = [each.name for each in plan.own.rewards if not each.file and each.function == "number"]
     if not names:
@@ -112,7 +112,8 @@ def _no_numbers(plan: TaskPlan, *, task: Task) -> str:
         return ""
     shown = problems[places[0] - 1].truth[:_SHOWN]
     share = f"{len(places)} of {len(problems)} rows"
-    return f"in {share} the truth is no single number, and `{names[0]}` reads one: row {places[0]}: `{shown}`"
+    compares = f"`{names[0]}` compares its numbers and nothing else"
+    return f"in {share} the truth is no single number, and {compares}: row {places[0]}: `{shown}`"
 
 
 def _with_messages(value: Callable[[Response], object], *, task: Task) -> Callable[[Response], object]:

@@ -15,8 +15,6 @@ from appliance.record.liveness import Heartbeat
 from appliance.record.plan import TaskPlan, ValSetPlan
 from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
 
-NO_TRUTH = "the row has no truth to compare with: task.truth names its field"
-
 
 class Score(Protocol):
     def __call__(self, *, response: str, truth: str) -> float:

@@ -17,8 +17,8 @@ from appliance.recipe.load import load_recipe
 from appliance.recipe.text import full_path, parse
 from appliance.record.events import first_failure, parse_event, parse_metrics
 from appliance.record.session import read_record
+from appliance.tasks.answers import marked_answer
 from appliance.tasks.built_in import dapo_math, gsm8k
-from appliance.tasks.rewards import marked_answer
 from appliance.terms.shapes import read_shape
 from flashrl_compat import unpickle
 from flashrl_compat.variables import read_variables

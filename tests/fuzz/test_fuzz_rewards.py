@@ -19,8 +19,9 @@ from plans import own_plan
 
 from appliance.errors import RecipeError
 from appliance.tasks import own
+from appliance.tasks.answers import marked_answer
 from appliance.tasks.grading import weighed
-from appliance.tasks.rewards import BUILT_IN, marked_answer
+from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response
 from appliance.tasks.user_code import load_function

@@ -1,43 +1,38 @@
 """GSM8K: grade-school word problems. Rows have `question` and `answer`; the number after the last `####` is the truth.
 
-The prompt asks for the answer after `####`; the reward reads the last `#### <number>` of the response and nothing else.
+The prompt asks for the answer after `####`; the reward reads what is behind the last `####` of the response and nothing
+else.
 """
 
 from __future__ import annotations
 
-import re
 from decimal import Decimal
 
+from appliance.tasks.answers import last_line, truth_alternatives, without_thoughts
+from appliance.tasks.maths.equality import is_same, single_value
 from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
-FINAL = re.compile(r"####[ \t]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
-_RANGES_END = r"(?<![^\s(\[{>=:*#$])(?<!\d\s)"  # a dash behind anything else is one, as in `3–5` and `3 –5`
-_MINUS = re.compile(rf"\u2212|{_RANGES_END}[\u2013\uff0d](?=\.?\d)")
-_EXPONENT = re.compile(r"(?<![\w.,])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?!\.?\w)")
-
-
-def plain_numbers(text: str) -> str:
-    """The text with an ASCII minus, and `1e-05` as `0.00001`: exponents of up to three digits.
-
-    A minus is U+2212, and an en dash or a full-width one directly before a digit where no range can end.
-    """
-    return _EXPONENT.sub(lambda found: f"{Decimal(found[0]):f}", _MINUS.sub("-", text))
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last `####` that has one; commas and a dollar sign are dropped. None when there is none."""
-    found = FINAL.findall(plain_numbers(text))
-    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+    """The number after the last `####` that has one, its unit and currency dropped. None when there is none, or what is
+    there is no single number."""
+    line = last_line(text)
+    value = single_value(line.inner) if line is not None else None
+    return None if value is None else Decimal(value.numerator) / value.denominator
 
 
 def score(*, response: str, truth: str) -> float:
-    """1.0 when the number after the last `####` of the response equals the truth, else 0.0."""
-    number = final_number(response)
-    return float(number is not None and number == Decimal(truth))
+    """1.0 when the number after the last `####` of the response equals the truth, or one of its alternatives, else
+    0.0."""
+    line = last_line(without_thoughts(response))
+    if line is None or single_value(line.inner) is None:
+        return 0.0
+    return float(any(is_same(line.inner, truth=alternative) for alternative in truth_alternatives(truth)))
 
 
 def parse_row(row: Row) -> Problem | str:

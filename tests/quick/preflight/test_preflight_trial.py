@@ -180,8 +180,8 @@ def test_rewards_that_watch_only_or_do_not_judge_are_no_reason(tmp_path: Path) -
 def test_a_truth_that_is_no_single_number_is_told_under_number(tmp_path: Path) -> None:
     rows = ["12", "$1,234.50", "-3", "50%", "7 apples", "so 1 and 2\n#### 5", "1e-5", "3 and 4", "2/3", 9]
     verdict = judged(tmp_path, reward_plan("number"), truths=rows)
-    what = "in 2 of 10 rows the truth is no single number, and `number` reads one: row 8: `3 and 4`"
-    assert verdict.doubt == what
+    what = "in 1 of 10 rows the truth is no single number, and `number` compares its numbers and nothing else: "
+    assert verdict.doubt == f"{what}row 8: `3 and 4`"
     assert judged(tmp_path, reward_plan("math"), truths=rows).doubt == ""
 
 

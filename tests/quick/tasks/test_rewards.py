@@ -16,8 +16,7 @@ from plans import own_plan, reward_plan
 
 from appliance.record.plan import RewardPlan
 from appliance.tasks import rewards
-from appliance.tasks.built_in.dapo_math import joined_numbers
-from appliance.tasks.built_in.gsm8k import plain_numbers
+from appliance.tasks.maths.notation import joined_numbers, plain_numbers
 from appliance.tasks.rewards import BUILT_IN, load_rewards
 from appliance.tasks.task import Response
 
@@ -78,11 +77,11 @@ def test_math_reads_what_is_marked_and_compares_as_mathematics(text: str, truth:
         ("it is 12, no, 1,234.50 dollars", "1234.5", 1.0),
         ("$-3", "-3", 1.0),
         ("-$3", "-3", 1.0),
-        ("5-3", "3", 1.0),
+        ("5-3", "3", 0.0),
         (".5", "0.50", 1.0),
         ("room A12 has 7.", "7", 1.0),
         ("none", "7", 0.0),
-        ("#### 7 or 8", "so\n#### 8", 1.0),
+        ("#### 7 or 8", "so\n#### 8", 0.0),
         ("1e5", "100000", 1.0),
         ("1e5", "1", 0.0),
         ("-1.5E-7", "-0.00000015", 1.0),
@@ -108,7 +107,7 @@ def test_number_compares_the_last_one(text: str, truth: str, value: float) -> No
 )
 def test_a_space_joins_thousands_and_no_two_numbers(text: str, number: str, space: str) -> None:
     text = text.replace("_", space)
-    assert [graded("number", *pair) for pair in ((text, number), (number, text))] == [1.0, 1.0]
+    assert graded("number", text, number) == 1.0
 
 
 @pytest.mark.parametrize("space", ["\u00a0", "\u2009", "\u202f"])
@@ -125,8 +124,7 @@ MINUS, EN_DASH, WIDE = "\u2212", "\u2013", "\uff0d"
     [
         *((f"it is {MINUS}5", "-5"), (f"{MINUS}$5", "-5"), (f"x = {EN_DASH}5", "-5"), (f"{WIDE}.5", "-0.5")),
         *((f"1e{MINUS}2", "0.01"), ("-5", f"{MINUS}5"), (f"<answer>{EN_DASH}5</answer>", "-5")),
-        *((f"3{EN_DASH}5", "5"), (f"3 {EN_DASH} 5", "5"), (f"3 {EN_DASH}5", "5"), (f"3{MINUS}5", "5")),
-        *((f"A{EN_DASH}5", "5"), (f"3%{EN_DASH}5%", "5"), (f"the dash {EN_DASH} 5", "5")),
+        *((f"A{EN_DASH}5", "5"), (f"the dash {EN_DASH} 5", "5")),
     ],
 )
 def test_a_minus_of_unicode_is_one_and_the_dash_of_a_range_is_not(text: str, truth: str) -> None:
@@ -134,6 +132,12 @@ def test_a_minus_of_unicode_is_one_and_the_dash_of_a_range_is_not(text: str, tru
         1.0,
         float(truth[0] not in f"-{MINUS}"),
     ]
+
+
+@pytest.mark.parametrize("text", ["3–5", "3 – 5", "3 –5", "3−5", "3%–5%", "3-5", "3 to 5"])
+@pytest.mark.parametrize("truth", ["3", "5", "-5"])
+def test_a_range_or_difference_is_no_one_number(text: str, truth: str) -> None:
+    assert graded("number", text, truth) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -208,7 +212,7 @@ def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "truth", "message"),
     [
-        ("number", "seven", "the truth `seven` has no number"),
+        ("number", "many", "the truth `many` has no number"),
         ("choice", "K", "the truth `K` is not a letter from A to J"),
         ("code", "[]", "the truth `[]` has no tests: it is JSON such as "),
         ("code", '{"inputs": ["1"], "outputs": []}', 'the truth `{"inputs": ["1"], "outputs": []}` has no tests'),

@@ -21,7 +21,7 @@ from plans import own_plan
 
 from appliance.tasks import own
 from appliance.tasks.built_in import gsm8k
-from appliance.tasks.rewards import math
+from appliance.tasks.graders import math
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
 
@@ -56,6 +56,11 @@ SAME: dict[str, Callable[[str, str], str]] = {
     "a mark only": lambda text, number: "####",
     "bold": lambda text, number: f"#### {number}**",
     "and more text": lambda text, number: f"#### {number}\nI am sure.",
+    "glued to a word": lambda text, number: f"#### {number}kg",
+    "bold behind the mark": lambda text, number: f"#### **{number}**",
+    "a fraction": lambda text, number: f"#### {7 * Fraction(number)}/7",
+    "another fraction": lambda text, number: f"#### {number}/7",
+    "LaTeX": lambda text, number: f"#### \\${GROUPED(Decimal(number)).replace(',', '{,}')}",
 }
 # `math` gives 1 to a right answer where `gsm8k` gives 0: it is marked otherwise, or by nothing.
 MORE: dict[str, Callable[[str, str], str]] = {
@@ -63,12 +68,6 @@ MORE: dict[str, Callable[[str, str], str]] = {
     "a line": lambda text, number: f"Hm.\nAnswer: {number}",
     "tags": lambda text, number: f"<think>Hm.</think><answer>{number}</answer>",
     "a sentence": lambda text, number: f"Therefore the answer is {number}.",
-    "glued to a word": lambda text, number: f"#### {number}kg",
-    "bold behind the mark": lambda text, number: f"#### **{number}**",
-}
-# `gsm8k` reads the first number behind the mark, `math` all of it: a right answer by the one, a wrong one by the other.
-OTHER: dict[str, Callable[[str, str], str]] = {
-    "a fraction": lambda text, number: f"#### {number}/7",
 }
 
 
@@ -96,7 +95,7 @@ def test_rows_have_the_same_grades_but_where_math_reads_more(rows: Callable[[], 
         is_right = draw.random() < 0.5
         text = row["answer"] if is_right else draw.choice(made)["answer"]
         said = str(gsm8k.final_number(text))
-        kind, forms = ("same", SAME) if number < ANSWERS else ("more", MORE) if number % 2 else ("other", OTHER)
+        kind, forms = ("same", SAME) if number < ANSWERS else ("more", MORE)
         form = draw.choice(sorted(forms))
         response = forms[form](text, said)
         grades = (gsm8k.score(response=response, truth=theirs.truth), math(Response(response, mine.truth)))
@@ -104,11 +103,8 @@ def test_rows_have_the_same_grades_but_where_math_reads_more(rows: Callable[[], 
         found[kind, f"{grades[0]:g}{grades[1]:g}"] += 1
         if kind == "same":
             assert grades[0] == grades[1], (form, response, theirs.truth)
-        elif kind == "more":
-            assert grades == (0.0, float(is_right)), (form, response, theirs.truth)
         else:
-            is_worth_it = Fraction(said) / 7 == Fraction(theirs.truth)
-            assert grades == (float(is_right), float(is_worth_it)), (form, response, theirs.truth)
+            assert grades == (0.0, float(is_right)), (form, response, theirs.truth)
     sys.stdout.write(f"{dict(sorted(found.items()))}\n")
     assert found["same", "11"] + found["same", "00"] == ANSWERS and found.total() == ANSWERS + ODD
     assert min(found["same", "11"], found["same", "00"]) > 300 and len(made) == ANSWERS + ODD

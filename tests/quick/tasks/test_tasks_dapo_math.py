@@ -166,7 +166,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("Answer: 1\nAnswer: 2", "2"),
         ("**Answer:** 7", "7"),
         ("it is \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{1} and \\boxed{2}", "2"),
+        ("\\boxed{1} and \\boxed{2}", "1 \\text{ or } 2"),
         ("\\boxed{3", None),
         ("34", None),
         ("", None),
@@ -176,7 +176,6 @@ def test_final_answer(response: str, answer: str | None) -> None:
     assert final_answer(response) == answer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "truth", "reward"),
     [
@@ -224,13 +223,11 @@ def test_score_compares_mathematics(response: str, truth: str, reward: float) ->
     assert score(response=response, truth=truth) == reward
 
 
-@pytest.mark.slow
-def test_a_wild_answer_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dapo_math, "PARSING_S", 1)
-    monkeypatch.setattr(dapo_math, "COMPARING_S", 1)
-    started = time.monotonic()
-    assert score(response="Answer: 10^{1000000000}", truth="12") == 0.0
-    assert time.monotonic() - started < 60
+@pytest.mark.parametrize("answer", ["10^{1000000000}", "9^{9^{9^9}}", "((((9!)!)!)!)!", "(" * 290, "1+" * 140 + "1"])
+def test_a_wild_answer_takes_no_time(answer: str) -> None:
+    started_s = time.process_time()
+    assert score(response=f"Answer: {answer}", truth="12") == 0.0
+    assert time.process_time() - started_s < 2
 
 
 @pytest.mark.parametrize("answer", ["2 1/2", "2 1/2.", r"\boxed{2 1/2}."])

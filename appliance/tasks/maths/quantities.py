@@ -1,0 +1,110 @@
+"""Quantities: numbers in digits, in words or in a base, with money before them or a unit behind."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from fractions import Fraction
+
+from appliance.tasks.maths import expressions, units, values
+from appliance.tasks.maths.expressions import Number, Operation, UnreadableError, read_expression
+from appliance.tasks.maths.nodes import Based, Quantity
+from appliance.tasks.maths.notation import EUR, GBP, JPY, USD
+
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASED = re.compile(
+    r"\(?\s*(-?[0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*\(?(?:base\s*)?(\w+)\)?\s*\}?|,?\s*\(?(?:in\s+)?base[\s-]+\{?(\w+)\}?\)?)"
+)
+
+
+def read_based(text: str) -> Based | None:
+    found = _BASED.fullmatch(text)
+    if found is None:
+        return None
+    digits, name = found[1].upper(), (found[2] or found[3]).lower()
+    base = int(name) if re.fullmatch(r"\d{1,2}", name) else {"sixteen": 16}.get(name, 0)
+    if name in _BASES:
+        base = _BASES.index(name) + 2
+    if not (digits.lstrip("-")[0].isdigit() or (found[1].isupper() and base > 10)) or not 2 <= base <= 36:
+        return None
+    try:
+        int(digits, base)
+    except ValueError:
+        return None
+    return Based(re.sub(r"^(-?)0+(?=.)", r"\1", digits), base)
+
+
+_NUMBER_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_VALUE_OF_WORD = {word: value for value, word in enumerate(_NUMBER_WORDS)}
+_VALUE_OF_WORD |= {word: 10 * value for value, word in enumerate(_TENS, start=2)}
+_VALUE_OF_WORD |= {
+    f"{tens}{between}{one}": _VALUE_OF_WORD[tens] + _VALUE_OF_WORD[one]
+    for tens, one, between in itertools.product(_TENS, _NUMBER_WORDS[1:10], "- ")
+}
+_CURRENCY_FIRST = re.compile(rf"(-?)\s*({USD}|{EUR}|{GBP}|{JPY})\s*(-?.*)")
+_HYPHENATED = re.compile(r"\d{3,}-\d{3,}|\d+(?:-\d+){2,}|\d+(?:/\d+){2,}")
+_UNIT_BEHIND = re.compile(r"(.*?[\d)}!π%°⟧])(\s*)([A-Za-zμΩ°%¢⟦][A-Za-zμΩ°%¢⟦⟧/^{}\d\s.*-]*)")
+
+
+def read_quantity(text: str) -> Quantity | None:
+    if (value := _value_of_words(text)) is not None:
+        return Quantity(Number(value))
+    unit: tuple[str, ...] = ()
+    if money := _CURRENCY_FIRST.fullmatch(text):
+        unit, text = (money[2],), money[1] + money[3]
+    if not re.search(r"[\d\\α-ωΑ-Ω∞+*/^|]", text) and len(re.sub(r"[^A-Za-z]", "", text)) != 1 and text != "pi":
+        is_of_function = any(re.search(rf"\b{name}\b", text) for name in expressions.FUNCTIONS) and " " in text
+        if not is_of_function:
+            return None  # letters alone are words
+    if _HYPHENATED.fullmatch(text):
+        return None  # a date or the like
+    for value, behind in _readings(text):
+        try:
+            expression = read_expression(value)
+        except UnreadableError:
+            continue
+        factor = units.multiple_of(behind)
+        if factor > 1:
+            expression = Operation("product", (expression, Number(Fraction(factor))))
+            expression = Number(exact) if (exact := values.exact(expression)) is not None else expression
+        return Quantity(expression, unit + behind)
+    return None
+
+
+_FRACTION_WORDS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
+_FRACTION_IN_WORDS = re.compile(rf"(?:(a|an|\w+)[\s-]+)?({'|'.join(_FRACTION_WORDS)}|halve)s?")
+
+
+def _value_of_words(text: str) -> Fraction | None:
+    """`minus twelve`, `three quarters`; None of other words."""
+    words = text.lower()
+    sign = -1 if re.match(r"(?:minus|negative)\s", words) else 1
+    words = re.sub(r"^(?:minus|negative)\s+", "", words)
+    if (value := _VALUE_OF_WORD.get(words)) is not None:
+        return Fraction(sign * value)
+    if found := _FRACTION_IN_WORDS.fullmatch(words):
+        over = 1 if found[1] in (None, "a", "an") else _VALUE_OF_WORD.get(found[1])
+        if over is not None and (found[1] or found[2] == "half"):
+            return Fraction(sign * over, _FRACTION_WORDS.get(found[2], 2))
+    return None
+
+
+def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """(value, unit) as which a text may be read, the likeliest first."""
+    readings: list[tuple[str, tuple[str, ...]]] = []
+    found = _UNIT_BEHIND.fullmatch(text)
+    if found and not any(re.search(rf"\b{name}\b", found[1]) for name in expressions.FUNCTIONS):
+        value, gap, behind = found[1], found[2], found[3].replace("⟦", " ").replace("⟧", " ").strip(" .")
+        is_marked = "⟦" in found[3] or behind[:1] in "°%¢"
+        words = re.findall(r"[A-Za-zμΩ¢]+", behind)
+        is_known = bool(words) and units.unit_of_word(words[0]) is not None
+        parts = units.read_unit(behind)
+        if parts is not None and (
+            is_marked or (gap and not units.is_algebra(behind)) or (is_known and (gap or len(words[0]) > 1))
+        ):
+            readings.append((value, parts))
+    return [*readings, (text.replace("⟦", " ").replace("⟧", " "), ())]

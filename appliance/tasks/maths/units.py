@@ -1,0 +1,199 @@
+"""Units of answers: which words behind a number, or signs before it, mean the same.
+
+A unit that only one of two answers has makes no difference: 5 cm answers 5. Two that differ do: 5 cm is not 5 m, but
+500 cm is. Words that are no unit of measure, such as `red apples`, may be fewer on one side.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from appliance.tasks.maths.notation import EUR, GBP, JPY, USD
+
+PERCENT = "%"
+_CURRENCIES = {USD, EUR, GBP, JPY}
+_SPELLINGS = {
+    "mm": "mm millimeter millimeters millimetre millimetres",
+    "cm": "cm cms centimeter centimeters centimetre centimetres",
+    "dm": "dm decimeter decimeters decimetre decimetres",
+    "m": "m meter meters metre metres",
+    "km": "km kms kilometer kilometers kilometre kilometres",
+    "inch": "in inch inches",
+    "ft": "ft foot feet",
+    "yd": "yd yds yard yards",
+    "mi": "mi mile miles",
+    "mg": "mg milligram milligrams",
+    "g": "g gram grams",
+    "kg": "kg kgs kilogram kilograms kilo kilos",
+    "lb": "lb lbs pound pounds",
+    "oz": "oz ounce ounces",
+    "t": "ton tons tonne tonnes",
+    "ms": "ms millisecond milliseconds",
+    "s": "s sec secs second seconds",
+    "min": "min mins minute minutes",
+    "h": "h hr hrs hour hours",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "year years yr yrs",
+    "ml": "ml mL milliliter milliliters millilitre millilitres",
+    "l": "l L liter liters litre litres",
+    "gal": "gal gallon gallons",
+    "quart": "quart quarts",
+    "pint": "pint pints",
+    "rad": "rad rads radian radians",
+    "N": "N newton newtons",
+    "J": "J joule joules",
+    "kJ": "kJ kilojoule kilojoules",
+    "W": "W watt watts",
+    "kW": "kW kilowatt kilowatts",
+    "V": "V volt volts",
+    "A": "A amp amps ampere amperes",
+    "Hz": "Hz hertz",
+    "Pa": "Pa pascal pascals",
+    "K": "K kelvin kelvins",
+    "mol": "mol mols mole moles",
+    "Ω": "Ω ohm ohms",
+    "°": "° deg degs degree degrees",
+    "C": "C celsius",
+    "F": "F fahrenheit",
+    "am": "am AM",
+    "pm": "pm PM",
+    "dozen": "dozen dozens",
+    "thousand": "thousand thousands",
+    "million": "million millions",
+    "billion": "billion billions",
+    "trillion": "trillion trillions",
+    "hundred": "hundred hundreds",
+    "%": "% percent pct",
+    "cent": "cent cents ¢",
+    USD: f"{USD} dollar dollars buck bucks usd",
+    EUR: f"{EUR} euro euros eur",
+    GBP: f"{GBP} gbp sterling",
+    JPY: f"{JPY} yen jpy",
+}
+_UNIT_OF = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_SPEEDS = {"mph": "mi", "kph": "km", "kmh": "km", "kmph": "km"}
+_MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_IN_BASE_UNITS = {  # (what is measured, how many of the smallest unit here)
+    **{
+        "mm": ("length", 1),
+        "cm": ("length", 10),
+        "dm": ("length", 100),
+        "m": ("length", 1000),
+        "km": ("length", 10**6),
+    },
+    **{"inch": ("feet", 1), "ft": ("feet", 12), "yd": ("feet", 36), "mi": ("feet", 63_360)},
+    **{"mg": ("mass", 1), "g": ("mass", 1000), "kg": ("mass", 10**6)},
+    **{"oz": ("weight", 1), "lb": ("weight", 16), "ml": ("volume", 1), "l": ("volume", 1000)},
+    **{"ms": ("time", 1), "s": ("time", 1000), "min": ("time", 60_000), "h": ("time", 3_600_000)},
+    **{"day": ("time", 86_400_000), "week": ("time", 604_800_000), "cent": ("dollars", 1), USD: ("dollars", 100)},
+}
+_NO_WORDS = {
+    "of",
+    "the",
+    "a",
+    "an",
+    "in",
+    "total",
+    "each",
+    "all",
+    "left",
+    "altogether",
+    "remaining",
+    "or",
+    "unit",
+    "units",
+}
+_POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
+_PART = re.compile(r"[A-Za-zμΩ¢]++|[°%]|\^\s*+\{?+\s*+-?+\d\s*+\}?+|/")
+_WHOLE = re.compile(rf"(?:\s*+(?:{_PART.pattern})[.*·-]?+)++\s*+")
+_LETTERS_OF_ALGEBRA = set("abcxyz")
+
+
+def unit_of_word(word: str) -> str | None:
+    """The unit that a word or abbreviation names; None where it names none."""
+    if word in _SPEEDS:
+        return word
+    return _UNIT_OF.get(word) or (_UNIT_OF.get(word.lower()) if len(word) > 2 else None)
+
+
+def multiple_of(parts: tuple[str, ...]) -> int:
+    """What a number is multiplied by: `2 dozen` is 24."""
+    factor = 1
+    for part in parts:
+        factor *= _MULTIPLES.get(part, 1)
+    return factor
+
+
+def conversion(one: tuple[str, ...], other: tuple[str, ...]) -> Fraction | None:
+    """How many of the other unit one of the first is: 60 of hours and minutes. None where they measure two things."""
+    if len(one) != 1 or len(other) != 1 or one[0] not in _IN_BASE_UNITS or other[0] not in _IN_BASE_UNITS:
+        return None
+    (kind, size), (other_kind, other_size) = _IN_BASE_UNITS[one[0]], _IN_BASE_UNITS[other[0]]
+    return Fraction(size, other_size) if kind == other_kind else None
+
+
+def read_unit(text: str) -> tuple[str, ...] | None:
+    """The parts of a unit such as `cm^2`, `miles per hour` or `red apples`; None where the text is none."""
+    if not _WHOLE.fullmatch(text):
+        return None
+    parts: list[str] = []
+    power = ""
+    for part in _PART.findall(text):
+        word = part.replace(" ", "").replace("{", "").replace("}", "")
+        if word in ("squared", "cubed"):
+            parts.append(_POWERS[word])
+        elif word.lower() in _POWERS:
+            power = _POWERS[word.lower()]
+        elif word in _SPEEDS:
+            parts += [_SPEEDS[word], "/", "h"]
+        elif word.lower() in ("per", "/"):
+            parts.append("/")
+        elif word.lower() not in _NO_WORDS or (word == text.strip()):
+            parts.append(unit_of_word(word) or singular(word.lower()))
+            if power:
+                parts.append(power)
+                power = ""
+    return tuple(parts)
+
+
+def singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def is_algebra(text: str) -> bool:
+    """Whether letters behind a number, apart from it, are factors rather than a unit: `2 xy`, but no `2 men`."""
+    words = re.findall(r"[A-Za-z]+", text)
+    return not any(unit_of_word(word) for word in words) and all(
+        len(word) < 3 or (len(word) == 3 and set(word) <= _LETTERS_OF_ALGEBRA) for word in words
+    )
+
+
+def is_same_unit(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether a careful person takes them for the same; an empty one is none and differs from nothing."""
+    one, other = (tuple(part for part in unit if part not in _MULTIPLES) for unit in (one, other))
+    if not one or not other or one == other:
+        return True
+    currencies = set(one) & _CURRENCIES
+    if currencies:
+        return currencies == set(other) & _CURRENCIES
+    if {"lb", GBP} in ({*one, *other}, {*one} | {*other}):
+        return True
+    measures = [tuple(part for part in unit if part in _SPELLINGS or part[0] in "^/") for unit in (one, other)]
+    words = [{part for part in unit if part not in _SPELLINGS and part[0] not in "^/"} for unit in (one, other)]
+    return measures[0] == measures[1] and (words[0] <= words[1] or words[1] <= words[0])
+
+
+def are_different_measures(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether both have units of measure or money, and not the same ones."""
+    measures = [
+        tuple(
+            part
+            for part in unit
+            if (part in _SPELLINGS or part[0] in "^/") and part not in _MULTIPLES and part != PERCENT
+        )
+        for unit in (one, other)
+    ]
+    return bool(measures[0] and measures[1]) and not is_same_unit(measures[0], measures[1])
