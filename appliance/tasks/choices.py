@@ -72,7 +72,8 @@ _FIRST = re.compile(  # all of a text of one line: a letter, or an option: `B) 1
 )
 _DENIED = re.compile(
     r"(?i)(?:\bnot|n't|n’t|\bneither|\bnor|\bexcept|\bwrong|\bincorrect|\beliminate\w*|\bexclude\w*|\brules?\s+out|"
-    r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bsay|\bsaid|\bthink|\bclaim\w*|\bthan)"
+    r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bclaim\w*|\bthan|不是|"
+    r"\b(?:many|some|people|one|you|others)\s+(?:(?:would|might|may)\s+)?(?:say|think|claim))"
     r"\s*(?:\b(?:is|be|by|the|that|answer|correct|right|choice|option|with|have|been|it)\b|[:*(\s])*$"
 )
 _DENIED_BEHIND = re.compile(
