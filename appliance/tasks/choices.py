@@ -22,12 +22,6 @@ def choice(response: Response) -> float:
     return float(_chosen_letter(without_thoughts(response.text)) in wanted)
 
 
-def read_letters(truth: str) -> None:
-    """Raises ValueError where an alternative of the truth is no letter from A to J, or the row has no truth."""
-    for alternative in given_alternatives(truth):
-        read_letter(alternative)
-
-
 _TRUTH = re.compile(r"(?i)[*\s]*(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-J])\s*\)|([A-J])[.):]?)[\s.*]*")
 _TRUTH_AND_TEXT = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])[.):])\s+\S.*", re.DOTALL)
 
@@ -107,11 +101,7 @@ def _place(found: re.Match[str]) -> int:
 
 
 def _letter(found: re.Match[str]) -> str:
-    return plain_letter(found).upper()
-
-
-def plain_letter(found: re.Match[str]) -> str:
-    return found["capital"] or found["small"]
+    return (found["capital"] or found["small"]).upper()
 
 
 def _is_denied(plain: str, found: re.Match[str]) -> bool:

@@ -220,12 +220,6 @@ def _truth_numbers(truth: str) -> list[Quantity | Based]:
     raise ValueError(f"the truth `{truth[:60]}` has no number")
 
 
-def read_numbers(truth: str) -> None:
-    """Raises ValueError where an alternative of the truth has no number, or the row has no truth."""
-    for alternative in given_alternatives(truth):
-        _truth_numbers(alternative)
-
-
 def is_single_number(truth: str) -> bool:
     """Whether the truth, or each of its alternatives, is one number and nothing else but its unit: `number` compares
     all numbers of any other with as many of the response, whatever else either says."""
