@@ -22,12 +22,6 @@ def choice(response: Response) -> float:
     return float(_chosen_letter(without_thoughts(response.text)) in wanted)
 
 
-def read_letters(truth: str) -> None:
-    """Raises ValueError where an alternative of the truth is no letter from A to J, or the row has no truth."""
-    for alternative in given_alternatives(truth):
-        read_letter(alternative)
-
-
 _TRUTH = re.compile(r"(?i)[*\s]*(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-J])\s*\)|([A-J])[.):]?)[\s.*]*")
 _TRUTH_AND_TEXT = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])[.):])\s+\S.*", re.DOTALL)
 
@@ -72,7 +66,8 @@ _FIRST = re.compile(  # all of a text of one line: a letter, or an option: `B) 1
 )
 _DENIED = re.compile(
     r"(?i)(?:\bnot|n't|n’t|\bneither|\bnor|\bexcept|\bwrong|\bincorrect|\beliminate\w*|\bexclude\w*|\brules?\s+out|"
-    r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bsay|\bsaid|\bthink|\bclaim\w*|\bthan)"
+    r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bclaim\w*|\bthan|不是|"
+    r"\b(?:many|some|people|one|you|others)\s+(?:(?:would|might|may)\s+)?(?:say|think|claim))"
     r"\s*(?:\b(?:is|be|by|the|that|answer|correct|right|choice|option|with|have|been|it)\b|[:*(\s])*$"
 )
 _DENIED_BEHIND = re.compile(
@@ -106,11 +101,7 @@ def _place(found: re.Match[str]) -> int:
 
 
 def _letter(found: re.Match[str]) -> str:
-    return plain_letter(found).upper()
-
-
-def plain_letter(found: re.Match[str]) -> str:
-    return found["capital"] or found["small"]
+    return (found["capital"] or found["small"]).upper()
 
 
 def _is_denied(plain: str, found: re.Match[str]) -> bool:

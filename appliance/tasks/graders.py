@@ -18,7 +18,7 @@ from appliance.tasks.answers import (
 )
 from appliance.tasks.maths import expressions, units, values
 from appliance.tasks.maths.equality import LONGEST_ANSWER, is_same, is_same_node
-from appliance.tasks.maths.expressions import Expression, Number, Operation, UnreadableError
+from appliance.tasks.maths.expressions import Expression, Number, Operation, Symbol, UnreadableError
 from appliance.tasks.maths.nodes import Based, Items, Named, Node, Option, Quantity, Words
 from appliance.tasks.maths.notation import EUR, GBP, JPY, USD, normal_form
 from appliance.tasks.maths.reading import read_answer
@@ -100,6 +100,7 @@ _NUMBER = re.compile(
 )
 _JOINED = re.compile(r"\s*(?:or|and|to|–|—|-|\+|\*|:|/|;|,\s+(?:or|and)|±)\s*")
 _COMMA = re.compile(r"\s*,\s*")
+_FACTOR = re.compile(r"[a-fijn-rt-zA-Z](?![A-Za-z°])")  # a letter that is no unit, close to a number
 _NEGATED = re.compile(
     r"(?i)(?:\bnot|\bcannot|n't|\bnever|\b(?:more|less|fewer|greater|larger|smaller|higher|lower|other|rather)\s+than|\bat\s+(?:least|most)|"
     r"\babove|\bbelow|\bover|\bunder|\bup\s+to|\balmost|\bnearly)\s*(?:be\s+|equal\s+to\s+|equal\s+)?$|[≠<>≤≥]\s*$"
@@ -129,6 +130,8 @@ def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
                 if (rational := _exact(value)) is not None
                 else value
             )
+            if letter := _FACTOR.match(text, found.end()):
+                value = Operation("product", (value, Symbol(letter[0])))  # 5x is no 5
             scanned.append((start, found.end(), Quantity(value, (units.PERCENT,) if found["percent"] else ())))
         elif isinstance(node, Based):
             scanned.append((start, found.end(), node))
@@ -175,6 +178,9 @@ def _numbers_of_prose(text: str) -> list[Quantity | Based]:
     first = len(scanned) - 1
     while first and _JOINED.fullmatch(plain[scanned[first - 1][1] : scanned[first][0]]):
         first -= 1
+    is_bracketed = plain[scanned[-1][1] :].lstrip()[:1] in (")", "]", "\\", "}")
+    while first and is_bracketed and _COMMA.fullmatch(plain[scanned[first - 1][1] : scanned[first][0]]):
+        first -= 1
     if _NEGATED.search(plain[: scanned[first][0]]):
         return []
     return [value for _, _, value in scanned[first:]]
@@ -214,12 +220,6 @@ def _truth_numbers(truth: str) -> list[Quantity | Based]:
     raise ValueError(f"the truth `{truth[:60]}` has no number")
 
 
-def read_numbers(truth: str) -> None:
-    """Raises ValueError where an alternative of the truth has no number, or the row has no truth."""
-    for alternative in given_alternatives(truth):
-        _truth_numbers(alternative)
-
-
 def is_single_number(truth: str) -> bool:
     """Whether the truth, or each of its alternatives, is one number and nothing else but its unit: `number` compares
     all numbers of any other with as many of the response, whatever else either says."""
@@ -242,8 +242,8 @@ def number(response: Response) -> float:
 def _has_numbers(text: str, *, wanted: Sequence[Quantity | Based]) -> bool:
     text = without_thoughts(text)
     marked = marked_answer(text)
-    if marked is not None and (given := _marked_numbers(marked)):
-        pass
+    if marked is not None:
+        given = _marked_numbers(marked)
     elif len(wanted) == 1:
         given = _numbers_of_prose(text)
     else:

@@ -1,8 +1,8 @@
 """Rewards: how a response is graded, in processes of their own, and what one that could not be graded costs.
 
-A reward function that hangs, dies or raises costs its one response, not the run. math-verify needs processes anyway: it
-stops itself by `signal.alarm`, which works on a main thread only, and the big numbers of a wild answer keep the
-processor inside one instruction that no signal interrupts. pebble's pool ends such a process and starts another one.
+A reward function that hangs, dies or raises costs its one response, not the run: pebble's pool ends such a process and
+starts another one. No thread can be ended so: a big number keeps the processor inside one instruction that no signal
+interrupts.
 
 A reward function that raises, hangs, dies or returns no finite number says nothing about the response. In training
 such a sample gets the mean reward of the others of its prompt, so the mean of the group stays what it is, and 0 in
@@ -45,7 +45,7 @@ from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
 from appliance.tasks.library import rewards_of
 from appliance.tasks.task import Response, Reward
 
-TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
+TIMEOUT_S = 30.0  # of one response, from when a process takes it
 LOADS_WITHIN_S = 60.0  # a process its rewards, before its first response
 MOST_WORKERS = 8
 IDLE_DEATH = "a reward process died while it waited for a response"

@@ -26,7 +26,7 @@ from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response
 from appliance.tasks.user_code import load_function
 
-NAMES = ("number", "exact", "choice", "format", "length", "regex")  # `math` is one of the pool's: it needs alarms
+NAMES = ("math", "number", "exact", "choice", "format", "length", "regex")
 PARTS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "#### ", "Answer: ", "(C)", "-$1,234.5", "12")
 PIECES = (*PARTS, ".5", "9" * 5000, "####" * 500, "\\boxed{" * 500, "<think>" * 500, "1," * 2000, " " * 2000, "\n")
 responses = st.lists(st.one_of(st.sampled_from(PIECES), wild_text), max_size=5).map("".join)

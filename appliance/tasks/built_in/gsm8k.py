@@ -6,7 +6,7 @@ else.
 
 from __future__ import annotations
 
-from decimal import Decimal
+from decimal import Context, Decimal
 
 from appliance.tasks.answers import last_line, truth_alternatives, without_thoughts
 from appliance.tasks.maths.equality import is_same, single_value
@@ -18,12 +18,15 @@ INSTRUCTION = ' Let\'s think step by step and output the final answer after "###
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
 
 
+_EXACTLY = Context(prec=400)  # as many digits as a number is read with
+
+
 def final_number(text: str) -> Decimal | None:
     """The number after the last `####` that has one, its unit and currency dropped. None when there is none, or what is
     there is no single number."""
     line = last_line(text)
     value = single_value(line.inner) if line is not None else None
-    return None if value is None else Decimal(value.numerator) / value.denominator
+    return None if value is None else _EXACTLY.divide(Decimal(value.numerator), Decimal(value.denominator))
 
 
 def score(*, response: str, truth: str) -> float:

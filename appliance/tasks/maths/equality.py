@@ -25,8 +25,10 @@ LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
 
 def is_same(answer: str, *, truth: str) -> bool:
     """Whether a careful person takes the answer for the truth. Never takes long, runs nothing, works in any thread."""
-    if not 0 < len(answer) <= LONGEST_ANSWER or not 0 < len(truth) <= LONGEST_ANSWER:
+    if not answer or not truth:
         return False
+    if max(len(answer), len(truth)) > LONGEST_ANSWER:
+        return answer.strip() == truth.strip()
     given, wanted = normal_form(answer), normal_form(truth)
     if not given or not wanted:
         return False

@@ -421,8 +421,7 @@ def mathematics() -> tuple[Reward, ...]:
     return TASKS["dapo-math"].rewards()
 
 
-def test_math_verify_grades_in_a_worker() -> None:
-    """Its time limits work there: the event loop of a run is no main thread."""
+def test_mathematics_is_compared_in_a_worker() -> None:
     pool = RewardPool(load=mathematics, workers=1)
     try:
         answers = ("Answer: \\frac{1}{2}", "Answer: \\frac{1}{3}")

@@ -78,6 +78,8 @@ def test_final_number_is_the_last_after_four_hashes(text: str, number: Decimal |
         ("#### --72", "72", 0.0),
         ("the answer is 72", "72", 0.0),
         ("#### 72 no, #### 73", "72", 0.0),
+        ("<think>\n#### 72\n</think>\nI do not know.", "72", 0.0),
+        ("#### 72\n</think>\n#### 73", "73", 1.0),
     ],
 )
 def test_score_compares_numbers_not_text(response: str, truth: str, reward: float) -> None:
