@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from appliance.engine.first_load import held_first_load
+from appliance.engine.first_load import checked_first_load
 from appliance.patch import Patch
 from flashrl_compat.patches import apply_here
 
@@ -30,13 +30,13 @@ FIRST_LOAD = Patch(
 
 def patch_first_load() -> None:
     """Raises PatchError."""
-    apply_here(FIRST_LOAD, _held)
+    apply_here(FIRST_LOAD, _checked)
 
 
-def _held(original: Callable[..., None]) -> Callable[..., None]:
+def _checked(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_weights(self: Any, model: Module, model_config: Any) -> None:
-        with held_first_load(model, model_config=model_config):
+        with checked_first_load(model, model_config=model_config):
             original(self, model, model_config)
 
     return load_weights

@@ -44,7 +44,7 @@ _HINT = "the checkpoint is not the model of its config.json: copy or download it
 
 
 @contextmanager
-def held_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
+def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
     """Within it one call of the model's `load_weights` is its first load. Raises WeightsError for a checkpoint that is
     not the model's. A draft model is left alone, which has layers of another one's, and so is a later update, which
     proves itself. model_config: vLLM's."""
@@ -56,7 +56,7 @@ def held_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
 
     def load_weights(weights: Iterable[tuple[str, Tensor]]) -> Any:
         with first.counting():
-            loaded = load(first.held(weights))
+            loaded = load(first.checked(weights))
         first.require_whole(loaded)
         return loaded
 
@@ -76,7 +76,7 @@ class WholeLoader(DefaultModelLoader):
         super().__init__(dataclasses.replace(load_config, load_format="hf"))
 
     def load_weights(self, model: Module, model_config: Any) -> None:
-        with held_first_load(model, model_config=model_config):
+        with checked_first_load(model, model_config=model_config):
             super().load_weights(model, model_config)
 
 
@@ -89,8 +89,9 @@ class FirstLoad:
         self._layers = dict(model.named_modules())
         self._is_known = not why_unknown([model_config.architecture])
         tied = bool(self._config.tie_word_embeddings)
-        found = slots(model, tied_head=tied) if self._is_known else {}
-        self._slots = {name: held for name, places in found.items() if (held := tuple(filter(self._is_there, places)))}
+        places_of = slots(model, tied_head=tied) if self._is_known else {}
+        there = {name: tuple(filter(self._is_there, places)) for name, places in places_of.items()}
+        self._slots = {name: places for name, places in there.items() if places}
         self._experts = {layer.layer_name: layer for layer in model.modules() if isinstance(layer, RoutedExperts)}
         self._counted: Counter[str] = Counter()
         self._online = {name for name, layer in self._layers.items() if get_layerwise_info(layer).can_load()}
@@ -101,7 +102,7 @@ class FirstLoad:
         layer = self._layers.get(place.layer)
         return place.parameter == "weight" if layer is None else getattr(layer, place.parameter, None) is not None
 
-    def held(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
+    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
         """The same tensors. Raises WeightsError for one that is none of the model's."""
         for name, tensor in weights:
             if name in self._came:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import statistics
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,8 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MOST_NAMED = 3
-_MOST_COMPARED = 8  # tensors of a kind
+_MOST_COMPARED, _SAMPLED_ROWS = 64, 256  # tensors of a kind, and rows of each
+_MARGIN = 0.5  # octaves
 _FAR = 1024.0
 _ROWS = 4096  # of a tensor at a time
 _AGAIN = "copy or download the model again, or correct its config.json"
@@ -157,11 +157,10 @@ class _Checkpoint:
 
     def __init__(self, model: PreTrainedModel, *, headers: Mapping[str, TensorHeader]) -> None:
         self._model, self._headers = model, headers
-        held = model.state_dict()
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))
         self._wanted = saved_shapes(model)
         self._names = {name: self._as_saved(name) for name in headers}
-        integers = {name for name, tensor in held.items() if not tensor.is_floating_point()}
+        integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
         self._usable = {
             name for name, header in headers.items() if header.type in _FLOATS or self._names[name] in integers
         }
@@ -174,8 +173,8 @@ class _Checkpoint:
         return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in known), name)
 
     def judge(self) -> Loading:
-        found = self._other_class() or self._other_tensors() or self._other_head() or self._other_bits()
-        problem, remedy = found or ("", "")
+        checks = (self._other_class, self._other_tensors, self._other_head, self._other_bits)
+        problem, remedy = next(filter(None, (check() for check in checks)), ("", ""))
         return Loading(problem, remedy, doubt="" if problem else self._mixed_types())
 
     def _other_class(self) -> tuple[str, str] | None:
@@ -199,7 +198,7 @@ class _Checkpoint:
         unexpected = self._unexpected(report, missing=missing)
         if report.is_clean and not (missing and unexpected):  # a gap in the numbers of experts: they are only counted
             return self._other_names()
-        return self._told(report, missing=missing, unexpected=unexpected)
+        return self._describe(report, missing=missing, unexpected=unexpected)
 
     def _other_names(self) -> tuple[str, str] | None:
         others = sorted(name for name, saved in self._names.items() if name != saved)
@@ -219,7 +218,7 @@ class _Checkpoint:
         }
         try:
             with _quiet():
-                _, found = type(self._model).from_pretrained(
+                _, loading_info = type(self._model).from_pretrained(
                     None,
                     config=self._model.config,
                     state_dict=state,
@@ -229,8 +228,8 @@ class _Checkpoint:
                 )
         except RuntimeError as error:
             return _Report(failure=first_line(error))
-        mismatched = frozenset(str(name) for name, *_ in found["mismatched_keys"])
-        return _Report(frozenset(found["missing_keys"]), frozenset(found["unexpected_keys"]), mismatched)
+        mismatched = frozenset(str(name) for name, *_ in loading_info["mismatched_keys"])
+        return _Report(frozenset(loading_info["missing_keys"]), frozenset(loading_info["unexpected_keys"]), mismatched)
 
     def _unexpected(self, report: _Report, *, missing: Sequence[str]) -> list[str]:
         """Also what is numbered like the model's own and lies between or behind them: of experts transformers counts
@@ -249,7 +248,7 @@ class _Checkpoint:
 
         return sorted(filter(is_unexpected, others))
 
-    def _told(self, report: _Report, *, missing: list[str], unexpected: list[str]) -> tuple[str, str]:
+    def _describe(self, report: _Report, *, missing: list[str], unexpected: list[str]) -> tuple[str, str]:
         pairs = {name: saved for name, saved in self._names.items() if saved in self._wanted}
         no_floats = sorted(name for name in pairs if name not in self._usable)
         missing = [name for name in missing if name not in {pairs[each] for each in no_floats}]
@@ -273,11 +272,11 @@ class _Checkpoint:
         if not facts:  # by the names of the model, where no other is known
             more = sorted(report.missing | report.mismatched | report.unexpected)
             facts = [_counted(more, "not as the model has it")] if more else [report.failure]
-        facts = [*facts, *self._other_count(missing, unexpected)]
+        facts = [*facts, *self._other_count()]
         problem = f"the weights are not those of the model in config.json: {'; '.join(facts)}"
         return problem, self._remedy(missing, unexpected=unexpected, no_floats=no_floats)
 
-    def _other_count(self, missing: Sequence[str], unexpected: Sequence[str]) -> Iterator[str]:
+    def _other_count(self) -> Iterator[str]:
         """Where only the number of layers differs, as the reason."""
         there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
         wanted = {int(found[1]) for name in self._wanted if (found := _LAYER.search(name))}
@@ -309,18 +308,17 @@ class _Checkpoint:
 
     def _are_equal(self, *names: str) -> bool:
         one, other = (self._headers[name] for name in names)
-        if (one.type, one.shape) != (other.type, other.shape):
+        if one.shape != other.shape:
             return False
         with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
             parts = first.get_slice(names[0]), second.get_slice(names[1])
             starts = range(0, one.shape[0], _ROWS)
-            return all(
-                torch.equal(parts[0][start : start + _ROWS], parts[1][start : start + _ROWS]) for start in starts
-            )
+            rows = (slice(start, start + _ROWS) for start in starts)
+            return all(torch.equal(parts[0][each].float(), parts[1][each].float()) for each in rows)
 
     def _other_bits(self) -> tuple[str, str] | None:
-        """Where a tensor's type is a name that does not fit its bits: read as the other type of 16 bits its values are
-        nearer to those of tensors of its kind."""
+        """Where a tensor's type is a name that does not fit its bits: its values are as large as those of tensors of
+        its kind only when they are read as the other type of 16 bits."""
         rare, usual = self._types_of_16_bits()
         wrong = [name for name in rare if self._fits_other_type(name, usual=usual)] if usual else []
         if not wrong:
@@ -329,20 +327,23 @@ class _Checkpoint:
         return _counted([f"{name} is {self._headers[name].type}" for name in wrong], fact), _AGAIN
 
     def _fits_other_type(self, name: str, *, usual: Sequence[str]) -> bool:
-        kind, sizes = _NUMBER.sub(".#", name), len(self._headers[name].shape)
+        kind, dimensions = _NUMBER.sub(".#", name), len(self._headers[name].shape)
         alike = [other for other in usual if _NUMBER.sub(".#", other) == kind]
-        alike = alike or [other for other in usual if len(self._headers[other].shape) == sizes]
+        alike = alike or [other for other in usual if len(self._headers[other].shape) == dimensions]
         if not alike:
             return False
-        usual_size = statistics.median(_octaves(self._first_values(other)) for other in alike[:_MOST_COMPARED])
-        values = self._first_values(name)
-        other_type = _FLOATS[self._headers[alike[0]].type]
-        return abs(_octaves(values.view(other_type)) - usual_size) < abs(_octaves(values) - usual_size)
+        sizes = [_octaves(self._first_values(other)) for other in alike[:_MOST_COMPARED]]
+        values, other_type = self._first_values(name), _FLOATS[self._headers[alike[0]].type]
+
+        def is_usual(read: Tensor) -> bool:
+            return min(sizes) - _MARGIN <= _octaves(read) <= max(sizes) + _MARGIN
+
+        return is_usual(values.view(other_type)) and not is_usual(values)
 
     def _first_values(self, name: str) -> Tensor:
         header = self._headers[name]
         with safe_open(header.file, framework="pt") as opened:
-            return opened.get_slice(name)[: min(header.shape[0], _ROWS)] if header.shape else opened.get_tensor(name)
+            return opened.get_slice(name)[:_SAMPLED_ROWS] if header.shape else opened.get_tensor(name)
 
     def _types_of_16_bits(self) -> tuple[list[str], list[str]]:
         """Names of the rarer of F16 and BF16, and of the other; the first is empty where only one is there."""

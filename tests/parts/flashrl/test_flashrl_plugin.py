@@ -23,6 +23,7 @@ from flashrl_compat.variables import LOGGER, VARIABLES, Variables, start_logging
 
 PATCHES = {
     "flashrl-engine-arguments",
+    "flashrl-first-load",
     "flashrl-core-follows-updates",
     "flashrl-core-settles-updates",
     "flashrl-core-refuses-requests",
@@ -52,6 +53,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A vLLM process in which nothing but the engine's own plugin was called and no variable is set."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -61,6 +63,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", DefaultModelLoader.load_weights)
     for name in ("collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)

@@ -212,6 +212,25 @@ def test_a_type_that_does_not_fit_the_bits_is_found_and_a_rounded_one_is_not(
     assert fine.problem == "" and fine.doubt.startswith("1 is of another type of 16 bits than the rest (")
 
 
+def test_values_of_other_sizes_are_no_other_bits(whole: dict[str, Path], tmp_path: Path) -> None:
+    """Biases differ by layer: a small one in BF16 among large ones in FP16 is what it says."""
+
+    def change(now: Tensors) -> Tensors:
+        biases = [name for name in now if name.endswith("q_proj.bias")]
+        sizes = {name: 0.01 if place == 0 else 6.0 for place, name in enumerate(biases)}
+        half = {name: each.half() for name, each in now.items()}
+        half |= {name: torch.full_like(now[name], size).half() for name, size in sizes.items()}
+        return half | {biases[0]: torch.full_like(now[biases[0]], 0.01)}
+
+    loading = ask_transformers(changed(whole["qwen2"], tmp_path / "new", change))
+    assert loading.problem == "" and "is of another type of 16 bits than the rest" in loading.doubt
+
+
+def test_a_tied_head_in_another_type_is_the_embedding_all_the_same(whole: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(whole["qwen2"], tmp_path / "new", lambda now: now | {HEAD: now[EMBEDDING].float()})
+    assert ask_transformers(folder) == Loading()
+
+
 def test_a_file_that_is_damaged_inside_is_named(whole: dict[str, Path], tmp_path: Path) -> None:
     """A header whose shapes do not fit its bytes, which is as long as it says."""
     shutil.copytree(whole["llama"], tmp_path / "new")
