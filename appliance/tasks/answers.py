@@ -215,7 +215,9 @@ def _joined_tags(text: str, marks: list[Mark]) -> list[Mark]:
 def _outermost_answer(text: str) -> str | None:
     text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
     end = max((found.start() for found in _CLOSING.finditer(text)), default=0) + len("</answer>")
-    marks = _joined_tags(text, [Mark(found.start(), found.end(), found[1].strip()) for found in _TAGS.finditer(text, 0, end)])
+    marks = _joined_tags(
+        text, [Mark(found.start(), found.end(), found[1].strip()) for found in _TAGS.finditer(text, 0, end)]
+    )
     # Each tag behind `end` would read to the end of the text.
     marks += [mark for mark in (answer_line(text), last_line(text), last_box(text)) if mark is not None]
     if not marks:
@@ -231,7 +233,7 @@ _STATES = re.compile(
 )
 _SUBJECT = re.compile(r"(?i)\b(?:answer|result|solution|total|sum|value|roots?|solutions)\b|答案")
 _CORRECTED = re.compile(r"(?i)\b(?:no|wait|actually|sorry|mistake|correction|instead|rather)\b")
-_DENIES = re.compile(r"(?i)\b(?:not|never|cannot)\b|n't\b")
+_DENIES = re.compile(r"(?i)\b(?:not|never|cannot|wrong|incorrect)\b|n't\b")
 _SEGMENT = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\d ][^$]*\s\$)([^$\n]+?)(?<!\\)\$(?!\d)", re.DOTALL
 )

@@ -68,10 +68,10 @@ _DENIED = re.compile(
     r"(?i)(?:\bnot|n't|n’t|\bneither|\bnor|\bexcept|\bwrong|\bincorrect|\beliminate\w*|\bexclude\w*|\brules?\s+out|"
     r"\brather\s+than|\binstead\s+of|\bcannot|\bnever|\bif|\bsuppose|\bassum\w+|\bclaim\w*|\bthan|不是|"
     r"\b(?:many|some|people|one|you|others)\s+(?:(?:would|might|may)\s+)?(?:say|think|claim))"
-    r"\s*(?:\b(?:is|be|by|the|that|answer|correct|right|choice|option|with|have|been|it)\b|[:*(\s])*$"
+    r"\s*(?:\b(?:is|be|by|the|that|answer|correct|right|choice|option|with|have|been|it|choose|pick|select)\b|[:*(\s])*$"
 )
 _DENIED_BEHIND = re.compile(
-    r"(?i)[\s*)\].\"']*(?:,?\s*(?:which|that)\s+)?\b(?:(?:is|was|are|would\s+be|must\s+be|can)\s*(?:n't|n’t|not|never|wrong|incorrect|"
+    r"(?i)[\s*)]*:\s*(?:no|wrong|false|incorrect)\b|[\s*)\].\"']*(?:,?\s*(?:which|that)\s+)?\b(?:(?:is|was|are|would\s+be|must\s+be|can)\s*(?:n't|n’t|not|never|wrong|incorrect|"
     r"false|eliminated|ruled|impossible|out|a\s+trap|too)|cannot|can't)|[\s*)\]\"']*\?"
 )
 _ANOTHER = re.compile(

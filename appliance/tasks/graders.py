@@ -105,6 +105,7 @@ _NEGATED = re.compile(
     r"(?i)(?:\bnot|\bcannot|n't|\bnever|\b(?:more|less|fewer|greater|larger|smaller|higher|lower|other|rather)\s+than|\bat\s+(?:least|most)|"
     r"\babove|\bbelow|\bover|\bunder|\bup\s+to|\balmost|\bnearly)\s*(?:be\s+|equal\s+to\s+|equal\s+)?$|[≠<>≤≥]\s*$"
 )
+_NEGATED_BEHIND = re.compile(r"(?i)[\s)*]*(?:is|was|would\s+be)\s+(?:wrong|incorrect|not|false|too)\b")
 _FOOTNOTE = re.compile(r"\s*\[\d{1,2}\](?=\W*$)")
 _SHORT_MULTIPLES = {"k": "thousand", "K": "thousand", "M": "million", "B": "billion"}
 
@@ -181,7 +182,7 @@ def _numbers_of_prose(text: str) -> list[Quantity | Based]:
     is_bracketed = plain[scanned[-1][1] :].lstrip()[:1] in (")", "]", "\\", "}")
     while first and is_bracketed and _COMMA.fullmatch(plain[scanned[first - 1][1] : scanned[first][0]]):
         first -= 1
-    if _NEGATED.search(plain[: scanned[first][0]]):
+    if _NEGATED.search(plain[: scanned[first][0]]) or _NEGATED_BEHIND.match(plain, scanned[-1][1]):
         return []
     return [value for _, _, value in scanned[first:]]
 

@@ -102,9 +102,12 @@ _NO_WORDS = {
     "left",
     "altogether",
     "remaining",
-    "or",
     "unit",
     "units",
+}
+_NO_UNITS = {  # what says more about a number than in what it is measured
+    *("is", "are", "was", "not", "no", "or", "and", "but", "wrong", "incorrect", "if", "unless", "except", "than"),
+    *("minus", "plus", "times", "least", "most", "false", "cannot", "never"),
 }
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
 _PART = re.compile(r"[A-Za-zμΩ¢]++|[°%]|\^\s*+\{?+\s*+-?+\d\s*+\}?+|/")
@@ -138,6 +141,8 @@ def conversion(one: tuple[str, ...], other: tuple[str, ...]) -> Fraction | None:
 def read_unit(text: str) -> tuple[str, ...] | None:
     """The parts of a unit such as `cm^2`, `miles per hour` or `red apples`; None where the text is none."""
     if not _WHOLE.fullmatch(text):
+        return None
+    if not _NO_UNITS.isdisjoint(text.lower().split()):
         return None
     parts: list[str] = []
     power = ""

@@ -35,7 +35,7 @@ def grade_of(reward: str, *, truth: str, response: str) -> float:
     return TASKS[reward].score(response=response, truth=truth)
 
 
-@pytest.mark.parametrize(("name", "right", "wrong"), [("reported", 18, 12), ("own", 239, 346)])
+@pytest.mark.parametrize(("name", "right", "wrong"), [("reported", 18, 12), ("own", 260, 449)])
 def test_lines_are_graded_as_a_careful_person_grades_them(name: str, right: int, wrong: int) -> None:
     with (FOLDER / f"{name}.tsv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
