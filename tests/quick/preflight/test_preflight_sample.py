@@ -15,6 +15,8 @@ from appliance.preflight.inputs import RewardProblem, reward_problem
 from appliance.record.plan import RunPlan, TaskPlan
 from appliance.tasks.sample import SAMPLES, Verdict, judge_sample
 
+WRONG = "what }\nno mark reads"  # a line of an answer ends it, and a brace ends a box
+
 
 def of(kind: str, file: Path | None = None) -> TaskPlan:
     return make_plan(Path("/runs/a-1")).task.replace(kind=kind, train_file=str(file or ""))
@@ -50,18 +52,14 @@ def test_an_answer_of_several_lines_is_right_in_a_box(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_can_never_be_right_is_told(tmp_path: Path) -> None:
-    """The reward reads answers of up to 300 characters."""
-    file = rows(tmp_path / "d.jsonl", *math_rows("34", "x" * 301))
-    assert judge_sample(of("dapo-math", file)) == Verdict(2, 1, f"the right answer `{'x' * 60}` has 0, not 1")
+    file = rows(tmp_path / "d.jsonl", *math_rows("34", WRONG))
+    assert judge_sample(of("dapo-math", file)) == Verdict(2, 1, f"the right answer `{WRONG[:60]}` has 0, not 1")
 
 
 def planned(tmp_path: Path, kind: str, file: Path | None, **changes: object) -> RunPlan:
     plan = make_plan(tmp_path / "runs" / "a-1")
     task = plan.task.replace(kind=kind, train_file=str(file or ""), **changes)
     return plan.replace(task=task)
-
-
-WRONG = "x" * 301
 
 
 @pytest.mark.slow
@@ -72,7 +70,7 @@ WRONG = "x" * 301
 def test_a_plan_is_graded_in_a_child(tmp_path: Path, answers: tuple[str, ...], share: str, is_rare: bool) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows(*answers))
     found = reward_problem(planned(tmp_path, "dapo-math", file))
-    message = f"{share} sampled rewards are wrong: the right answer `{'x' * 60}` has 0, not 1"
+    message = f"{share} sampled rewards are wrong: the right answer `{WRONG[:60]}` has 0, not 1"
     assert found == (RewardProblem(message, is_rare=is_rare) if share else None)
 
 
