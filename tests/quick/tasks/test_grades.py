@@ -1,7 +1,8 @@
 """Grades that a careful person would give: lines reported wrong, lines of our own by kind, and generated ones.
 
 A line is (what, reward, truth, response, grade). `reported.tsv` has 30 that were graded wrongly before; `own.tsv` has
-right and wrong answers of each kind of notation, mark and trap.
+right and wrong answers of each kind of notation, mark and trap. `independent.tsv` and `traps.tsv` were graded by people
+who had not seen the grader, the second of them to break one; 457 lines of the first came when the grader was done.
 """
 
 from __future__ import annotations
@@ -35,20 +36,40 @@ def grade_of(reward: str, *, truth: str, response: str) -> float:
     return TASKS[reward].score(response=response, truth=truth)
 
 
-@pytest.mark.parametrize(("name", "right", "wrong"), [("reported", 18, 12), ("own", 260, 449)])
-def test_lines_are_graded_as_a_careful_person_grades_them(name: str, right: int, wrong: int) -> None:
+def read_lines(name: str) -> list[dict[str, str]]:
     with (FOLDER / f"{name}.tsv").open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    counts: Counter[str] = Counter(line["grade"] for line in lines)
-    mistaken = [
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def graded_otherwise(lines: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [
         line
         for line in lines
         if grade_of(line["reward"], truth=line["truth"], response=line["response"]) != float(line["grade"])
     ]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), [("reported", 18, 12), ("own", 260, 449)])
+def test_lines_are_graded_as_a_careful_person_grades_them(name: str, right: int, wrong: int) -> None:
+    lines = read_lines(name)
+    counts: Counter[str] = Counter(line["grade"] for line in lines)
+    mistaken = graded_otherwise(lines)
     kinds = len({line["what"] for line in lines})
     sys.stdout.write(f"{name}: {len(lines)} lines of {kinds} kinds, {dict(counts)}, {len(mistaken)} graded otherwise\n")
     assert mistaken == []
     assert (counts["1"], counts["0"]) == (right, wrong)
+
+
+@pytest.mark.parametrize(("name", "size", "most_refused"), [("independent", 1123, 2), ("traps", 887, 29)])
+def test_no_wrong_line_of_other_people_earns_and_few_right_ones_do_not(name: str, size: int, most_refused: int) -> None:
+    """What is not read with certainty is refused, so a right answer may be: `2{,}5` is 2.5 to some, 25 to others."""
+    lines = read_lines(name)
+    mistaken = graded_otherwise(lines)
+    refused = [line for line in mistaken if line["grade"] == "1"]
+    sys.stdout.write(f"{name}: {len(lines)} lines, {len(mistaken) - len(refused)} wrong earn, {len(refused)} refused\n")
+    assert len(lines) == size
+    assert [line for line in mistaken if line["grade"] == "0"] == []
+    assert len(refused) <= most_refused
 
 
 MARKS: dict[str, Callable[[str], str]] = {
