@@ -73,7 +73,7 @@ class Tracked:
         if self._ends is not None:
             raise self._ends
 
-    engines = SimpleNamespace(stop_watching=lambda: None)
+    engines, governor = SimpleNamespace(stop_watching=lambda: None), SimpleNamespace()
     init = export_model = lambda self: None
 
 
@@ -89,6 +89,7 @@ def test_a_run_ends_as_it_did_whatever_its_backends_do(
     monkeypatch.setattr(fit, "transfer_queue", queue)
     monkeypatch.setattr(fit, "pool_for", lambda plan: pool)
     monkeypatch.setattr(fit, "_rollouts", lambda *_, **__: None)
+    monkeypatch.setattr(fit, "_vocabulary", lambda *_, **__: None)
     monkeypatch.setattr(fit, "Trainer", lambda **_: Tracked(tmp_path, ends=ends))
     stopping = Stopping(tmp_path)
     try:

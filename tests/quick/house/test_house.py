@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_LINES = 600
 WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefile", "Dockerfile", ".ci/run")
 
 # A broad `except` is a boundary: the command line, a user's reward function, a model's program, the outermost line of a
@@ -58,11 +57,6 @@ def strings(tree: ast.AST) -> set[str]:
 def catches_everything(handler: ast.ExceptHandler) -> bool:
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught)
-
-
-def test_no_file_is_long(root: Path) -> None:
-    lengths = {str(path.relative_to(root)): len(path.read_text().splitlines()) for path in hand_written(root)}
-    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_only_the_console_prints(modules: dict[str, ast.Module]) -> None:
