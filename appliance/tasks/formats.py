@@ -193,7 +193,7 @@ def _encoded(path: Path, encoding: str) -> Fault:
 def _filled(remedy: str, path: Path, *, member: str = "") -> str:
     """A command with the file's name and that of a new one, both as a shell reads them. member: follows the file's
     name."""
-    stem = re.sub(r"(?<=.)(\.[A-Za-z]\w{0,7})+$", "", path.name)
+    stem = re.sub(r"(?<=.)(\.[A-Za-z]\w{0,7})+$", "", path.absolute().name)
     new_files = {
         "{lines}": ("-lines", ".jsonl"),
         "{rows}": ("-rows", ".parquet"),

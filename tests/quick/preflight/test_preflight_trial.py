@@ -195,15 +195,16 @@ COUNTDOWN = """
 import json
 def f(response, truth):
     wanted = json.loads(truth)
-    return 1.0 if str(wanted["target"]) == response and wanted["numbers"] else 0.1 if response else 0.0
+    return 1.0 if str(wanted["target"]) == response and wanted["numbers"] else PARTIAL if response else 0.0
 """
 
 
+@pytest.mark.parametrize("partial", ["0.1", "0.0"])
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_truth_that_is_an_object_is_no_answer(tmp_path: Path, as_text: bool) -> None:
+def test_a_truth_that_is_an_object_is_no_answer(tmp_path: Path, as_text: bool, partial: str) -> None:
     truths: list[object] = [{"target": number, "numbers": [1, number]} for number in (98, 7, 12)]
     truths = [json.dumps(truth) for truth in truths] if as_text else truths
-    assert judged(tmp_path, truths=truths, program=COUNTDOWN) == Verdict(3)
+    assert judged(tmp_path, truths=truths, program=COUNTDOWN.replace("PARTIAL", partial)) == Verdict(3)
 
 
 def test_a_list_of_numbers_is_for_the_function_to_read(tmp_path: Path) -> None:
