@@ -33,6 +33,8 @@ from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
+_REMEDY = "mend the function, or task.truth, or take a reward that reads such answers"
+_REMEDY_OF_WRONG = f"{_REMEDY}; leave it where your function wants another form"
 _REMEDY_OF_EASY = "mend the reward; leave it where such an answer is meant to earn as much"
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading may take longer than in a run
 
@@ -43,7 +45,7 @@ class RewardProblem:
     is_rare: bool = False
     """Of half of the sample at most, so rows that can never be right rather than data of another task; or a reward of
     the user's that says little, which is theirs to judge."""
-    remedy: str = "mend the function, or task.truth, or take a reward that reads such answers"
+    remedy: str = _REMEDY
 
 
 @dataclass(frozen=True)
@@ -381,8 +383,8 @@ def _own_problem(verdict: Verdict) -> RewardProblem | None:
     facts += [verdict.doubt] if verdict.doubt else []
     if not facts:
         return None
-    only_easy = {"remedy": _REMEDY_OF_EASY} if verdict.easy and len(facts) == 1 else {}
-    return RewardProblem("; ".join(facts), is_rare=True, **only_easy)
+    remedy = _REMEDY_OF_EASY if verdict.easy and len(facts) == 1 else _REMEDY_OF_WRONG if verdict.wrong else _REMEDY
+    return RewardProblem("; ".join(facts), is_rare=True, remedy=remedy)
 
 
 def read_stack(plan: RunPlan) -> StackFacts:

@@ -15,7 +15,7 @@ from typing import Any
 
 from appliance.record.plan import OwnPlan
 from appliance.tasks.rewards import answer_reader, load_rewards, unread
-from appliance.tasks.rows import Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
+from appliance.tasks.rows import Fault, Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, Task
 from appliance.tasks.trial_answers import in_marks
 from appliance.tasks.truth import answer_text, as_text, form_of, is_nothing
@@ -54,8 +54,8 @@ def task(plan: OwnPlan) -> Task:
     )
 
 
-def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
-    """The problem of a row, or what is wrong with it, with the field's name."""
+def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str | Fault:
+    """The problem of a row, or what is wrong with it, with the field's name and perhaps a hint."""
     said = _templated(row, template=plan.template) if plan.template else _said(row, field=plan.prompt)
     if isinstance(said, str):
         return said
@@ -78,7 +78,7 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
         try:
             truth, form = answer_text(value), "an answer"  # a list of answers may stand beside one
         except ValueError as error:
-            return f"the field `{path}` {error}, and the reward `{reader}` reads it"
+            return f"the field `{path}` {error}, and the reward `{reader}` reads it", _how_to_answer(value, path=path)
     if why := unread(truth, rewards=plan.rewards):
         return f"the field `{path}`{why}"
     return Problem(prompt, truth, tuple(before), json.dumps(row), form)
@@ -173,8 +173,33 @@ def _missing(row: Row, path: str, *, of: str = "") -> str:
 
 
 def _truth_form(value: object) -> str:
-    """132 and "132" are the same truth."""
-    return "text or a number" if (form := form_of(value)) in ("text", "a number") else form
+    """132 and "132" are the same truth, and a list may stand beside one answer."""
+    form = form_of(value)
+    return "text, a number or a list" if form in ("text", "a number", "a list") else form
+
+
+def _how_to_answer(value: object, *, path: str) -> str:
+    """What makes an answer of a truth that is none. path: its field."""
+    otherwise = "judge it with functions of your own alone"
+    if isinstance(value, bool):
+        return f'write it as text, such as "{value}", or {otherwise}'
+    if isinstance(value, dict) and (inner := _answer_in(value)):
+        return f"name an inner field, such as `{path}.{inner}`, or {otherwise}"
+    if isinstance(value, list):
+        return f"a list has right answers, each of them text or a number: correct it, or {otherwise}"
+    return f"name a field that has the answer, or {otherwise}"
+
+
+def _answer_in(value: dict[str, Any]) -> str:
+    """The path of the first answer in an object, before those in the objects in it; empty where there is none."""
+    inner = {name: member for name, member in value.items() if "." not in name}
+    for name, member in inner.items():
+        if form_of(member) in ("text", "a number") and not is_nothing(member):
+            return name
+    for name, member in inner.items():
+        if isinstance(member, dict) and (path := _answer_in(member)):
+            return f"{name}.{path}"
+    return ""
 
 
 def _hint(plan: OwnPlan) -> str:

@@ -69,8 +69,7 @@ def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     built_in.prepare()
     more = {"given": given} if built_in.grade is judge else {}
     value = functools.partial(built_in.grade, **options, **more)
-    may_read_truth = built_in.may_read_truth and (reward.function != "regex" or "pattern" in options)
-    return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth, remedy=built_in.remedy)
+    return Reward(reward.name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
 
 
 def unread(truth: str, *, rewards: Iterable[RewardPlan]) -> str:
@@ -186,7 +185,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "number": BuiltIn(graders.number, reads=_given, prepare=prepare),
     "exact": BuiltIn(exact, reads=_given),
     "choice": BuiltIn(choices.choice, reads=_given),
-    "regex": BuiltIn(regex, options=("pattern",), reads=_given),
+    "regex": BuiltIn(regex, options=("pattern",), reads=_given, may_read_truth=False),  # a pattern is no answer
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
     "code": BuiltIn(code, reads=read_tests, reads_json=True, may_read_truth=False, most_s=CODE_S),

@@ -34,7 +34,8 @@ MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the r
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
-Faults = list[tuple[str, str]]  # (message, hint)
+Fault = tuple[str, str]  # (message, hint)
+Faults = list[Fault]
 
 
 Message = tuple[str, str]  # (role, content)
@@ -62,8 +63,8 @@ class Problem:
 class Source:
     """What the rows of a task's data are."""
 
-    parse: Callable[[Row], Problem | str]
-    """The problem of a row, or what is wrong with it."""
+    parse: Callable[[Row], Problem | str | Fault]
+    """The problem of a row, or what is wrong with it, with a hint where the source's does not help."""
     hint: str
     """What a row looks like: for who gave another one."""
     knows_verl: bool = False
@@ -147,15 +148,16 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
     form = ""
     for place, row in rows:
         seen += 1
-        made = row if isinstance(row, str) else _problem(row, source=source)
+        made: Problem | str | Fault = row if isinstance(row, str) else _problem(row, source=source)
         if isinstance(made, Problem):
             form = form or made.form
             if made.form != form:
                 made = f"its truth is {made.form}, and in the rows before {form}"
-        if isinstance(made, str):
+        if not isinstance(made, Problem):
             bad += 1
+            message, hint = made if isinstance(made, tuple) else (made, source.hint)
             if bad <= MAX_PROBLEMS:
-                faults.append((f"{name}:{place}: {made}", source.hint))
+                faults.append((f"{name}:{place}: {message}", hint))
         elif problems.setdefault(made.messages, made).truth != made.truth:
             conflicting += 1
     if not seen:
@@ -216,13 +218,13 @@ def _json_row(line: bytes) -> Row | str:
     return row if isinstance(row, dict) else "not a JSON object"
 
 
-def _problem(row: Row, *, source: Source) -> Problem | str:
+def _problem(row: Row, *, source: Source) -> Problem | str | Fault:
     is_verls = not source.knows_verl and "prompt" in row and "reward_model" in row
     try:
         made = _of_verl(row) if is_verls else source.parse(row)
     except RecursionError:
         return "nested too deeply"
-    if isinstance(made, str):
+    if not isinstance(made, Problem):
         return made
     if not _is_whole(made):
         return "half a character, such as `\\ud800`, which no tokenizer can read"

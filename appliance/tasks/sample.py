@@ -1,8 +1,8 @@
 """A few problems through their rewards before a run: `python -m appliance.tasks.sample`, a TaskPlan as JSON on stdin.
 
 A built-in task must give the right answer, in the form that it asks for, 1, an empty response 0, and a wrong answer
-less than 1. Of a task of the user's own a right answer must earn more than an empty response, wherever there is a
-truth, and more than a wrong one where a reward reads the truth. Rewards of ours must read it in each usual mark.
+less than 1. Of a task of the user's own a right answer must earn more than an empty response and more than a wrong
+one, where the rewards compare with a truth that is an answer. Rewards of ours must read it in each usual mark.
 
 A process of its own: math-verify stops itself by signals, sympy is a second to load, and the user's code runs, which
 may print, end the process or never end. It says what is being done, and at the end a Verdict.
@@ -26,12 +26,14 @@ from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, Reward, Task
-from appliance.tasks.trial_answers import first_right, in_marks, is_bare, wrong_answers
+from appliance.tasks.trial_answers import first_right, in_marks, is_bare, near_misses, wrong_answers
 from appliance.tasks.user_code import UserCodeError, load_module, voice
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
 _READ_FOR_NUMBERS = 1000  # rows, whose truths are to be single numbers
+_READ_FOR_OTHERS = 200  # rows, for a right answer that is wrong for a sampled one
 _READ_IN_EVERY_MARK = ("math", "number", "choice")
+_OF_ITS_OWN = ("code", "judge")  # what is right they know without the truth as an answer
 _OF_NO_TRUTH = {"response", "messages", "prompts", "completions", "completion_ids", "data_source", "solution_str"}
 _SHOWN = 60  # characters of a truth
 
@@ -65,10 +67,7 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     """Of the first problems of the file, of the hub's that a run has made, or of the task's own. Runs the user's
     rewards."""
     task, count = task_of(plan), SAMPLES if plan.own is None else SAMPLES_OF_OWN
-    if is_from_hub(plan):
-        problems = _prepared(plan, task=task, count=count)
-    else:
-        problems = task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
+    problems = _first_problems(plan, task=task, count=count)
     if plan.own is None:
         rewards = task.rewards()
         truths = [problem.truth for problem in problems]
@@ -86,7 +85,8 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
         return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
     if plan.tools:
         rewards = [replace(each, value=_with_messages(each.value, task=task)) for each in rewards]
-    verdict = _judge_own(problems, plan=plan.own, task=task, rewards=rewards, tell=tell)
+    others = [other.truth for other in _first_problems(plan, task=task, count=_READ_FOR_OTHERS)]
+    verdict = _judge_own(problems, plan=plan.own, task=task, rewards=rewards, truths=others, tell=tell)
     takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
     if verdict.failure or verdict.wrong:
         return verdict
@@ -103,10 +103,7 @@ def _no_numbers(plan: TaskPlan, *, task: Task) -> str:
     names = [each.name for each in plan.own.rewards if not each.file and each.function == "number"]
     if not names:
         return ""
-    if is_from_hub(plan):
-        problems = _prepared(plan, task=task, count=_READ_FOR_NUMBERS)
-    else:
-        problems = task.first_problems(_READ_FOR_NUMBERS, file=plan.train_file, difficulty=0, seed=plan.seed)
+    problems = _first_problems(plan, task=task, count=_READ_FOR_NUMBERS)
     places = [place for place, problem in enumerate(problems, start=1) if not is_single_number(problem.truth)]
     if not places:
         return ""
@@ -135,8 +132,11 @@ def _takes_truth(reward: RewardPlan) -> bool:
     return "truth" in takes and takes["truth"].default is inspect.Parameter.empty
 
 
-def _prepared(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
-    """The first ones that a run has made of the hub's rows; none where there are none yet, or of a built-in task."""
+def _first_problems(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
+    """Those of the file or of the task; of the hub's rows those that a run has made, so none before it has, and none
+    of a built-in task."""
+    if not is_from_hub(plan):
+        return task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
     if plan.own is None or not os.path.isfile(plan.train_parquet):
         return []
     assert task.source is not None, "a task of the user's own reads its problems"
@@ -146,8 +146,15 @@ def _prepared(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
 
 
 def _judge_own(
-    problems: Sequence[Problem], *, plan: OwnPlan, task: Task, rewards: Sequence[Reward], tell: Tell
+    problems: Sequence[Problem],
+    *,
+    plan: OwnPlan,
+    task: Task,
+    rewards: Sequence[Reward],
+    truths: Sequence[str],
+    tell: Tell,
 ) -> Verdict:
+    """truths: of these and other rows."""
     wrong, unread, easy = [], [], []
     judges = [reward for reward in rewards if reward.may_read_truth]
     ours = [
@@ -155,35 +162,39 @@ def _judge_own(
         for reward, planned in zip(rewards, plan.rewards, strict=True)
         if not planned.file and planned.function in _READ_IN_EVERY_MARK
     ]
-    read_by = [planned for planned in plan.rewards if planned.weight and _reads_truth(planned)]
+    weighty = [planned for planned in plan.rewards if planned.weight]
+    comparing = [planned for planned in weighty if _reads_truth(planned)]
+    # What tests and a judge give to a right answer, which the other rewards may only trim, is not tried here.
+    is_tried = bool(comparing) and not any(not planned.file and planned.function in _OF_ITS_OWN for planned in weighty)
     # A function of the user's may mean to take the nearest wrong answer, such as one within a tolerance.
-    is_strict = not any(planned.file for planned in read_by)
+    is_strict = not any(planned.file for planned in comparing)
     for number, problem in enumerate(problems, start=1):
         for what, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
             graded = _graded_by_each(text, what, problem, rewards=rewards, tell=tell)
             if isinstance(graded, Verdict):
                 return graded
-        if not problem.truth or not judges:
+        if not problem.truth.strip():
             continue
-        marked = functools.partial(tell, f"the rewards on the truth of row {number}, marked as an answer")
-        ask = functools.partial(_earned, problem=problem, rewards=judges)
-        nothing, shown = ask(""), problem.truth[:_SHOWN]
-        place, right = first_right(task.answers(problem.truth), ask=ask, above=nothing, before_marked=marked)
-        if right <= nothing:
-            wrong.append(f"row {number}: the truth `{shown}` earns {right:g}, an empty response {nothing:g}")
-            continue
+        if is_tried and _is_answer(problem.truth, is_strict=is_strict):
+            marked = functools.partial(tell, f"the rewards on the truth of row {number}, marked as an answer")
+            ask = functools.partial(_earned, problem=problem, rewards=judges)
+            forms, nothing = list(task.answers(problem.truth)), ask("")
+            place, right = first_right(forms, ask=ask, above=nothing, before_marked=marked)
+            if right <= nothing:
+                if nothing > -math.inf:  # else no reward applies to this row
+                    tried = f"the truth `{problem.truth[:_SHOWN]}`, bare and in {len(forms) - 1} marks,"
+                    earns = "nothing" if right == -math.inf else f"{right:g} at most"
+                    wrong.append(f"row {number}: {tried} earns {earns}, an empty response {nothing:g}")
+                continue
+            tell(f"the rewards on wrong answers to row {number}")
+            nearest = () if is_strict else near_misses(problem.truth)[:1]
+            answers = [answer for answer in wrong_answers(problem.truth, truths) if answer not in nearest]
+            earners = (answer for answer in answers if ask(list(task.answers(answer))[place]) >= right)
+            if answer := next(earners, ""):
+                shown_answer, shown_truth = _where_they_differ(answer, problem.truth)
+                easy.append(f"row {number}: `{shown_answer}` earns as much as the truth `{shown_truth}`")
         if text := _unread_mark(problem, rewards=ours):
             unread.append(f"row {number}: `{text}` earns 0")
-        if read_by:
-            tell(f"the rewards on wrong answers to row {number}")
-            answers = wrong_answers(problem.truth, [other.truth for other in problems if other is not problem])
-            in_mark = {answer: list(task.answers(answer))[place] for answer in answers}
-            earners = [answer for answer, text in in_mark.items() if ask(text) >= right]
-            if not is_strict and len(earners) < len(answers):
-                earners = [answer for answer in earners if answer != answers[0]]
-            easy += [
-                f"row {number}: `{answer[:_SHOWN]}` earns as much as the truth `{shown}`" for answer in earners[:1]
-            ]
     return Verdict(
         len(problems),
         len(wrong),
@@ -193,6 +204,32 @@ def _judge_own(
         easy=len(easy),
         first_easy=next(iter(easy), ""),
     )
+
+
+def _is_answer(truth: str, *, is_strict: bool) -> bool:
+    """Whether a response may be the truth itself. An object, such as Countdown's, is what an answer is checked with,
+    and so may be a list: a function of the user's knows. is_strict: no such function compares."""
+    if not truth.strip():
+        return False
+    try:
+        value = json.loads(truth)
+    except (ValueError, RecursionError):
+        return True
+    if isinstance(value, list):
+        return all(isinstance(member, str) or (is_strict and not isinstance(member, list | dict)) for member in value)
+    return not isinstance(value, dict)
+
+
+def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """Both, cut to what is shown: where that is not all, from a little before the first character that differs."""
+    one, other = " ".join(one.split()), " ".join(other.split())
+    if max(len(one), len(other)) <= _SHOWN:
+        return one, other
+    pairs = enumerate(zip(one, other, strict=False))
+    first = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    start = max(0, first - _SHOWN // 3)
+    before = "..." if start else ""
+    return f"{before}{one[start : start + _SHOWN]}", f"{before}{other[start : start + _SHOWN]}"
 
 
 def _unread_mark(problem: Problem, *, rewards: Sequence[Reward]) -> str:
@@ -205,21 +242,22 @@ def _unread_mark(problem: Problem, *, rewards: Sequence[Reward]) -> str:
 
 
 def _reads_truth(reward: RewardPlan) -> bool:
-    """Whether it may depend on the truth, by what it takes."""
+    """Whether it may compare a response with the truth, by what it takes."""
     if not reward.file:
         built_in = BUILT_IN[reward.function]
-        return built_in.reads is not None and built_in.may_read_truth and "pattern" not in reward.options
+        return built_in.reads is not None and built_in.may_read_truth
     takes = inspect.signature(getattr(load_module(reward.file), reward.function)).parameters.values()
     names = {each.name for each in takes if each.kind is not each.VAR_KEYWORD}
     return any(each.kind is each.VAR_KEYWORD for each in takes) or bool(names - _OF_NO_TRUTH)
 
 
 def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
-    """Nothing where a reward raises: the form is not the one that it wants."""
+    """Less than any number where a reward raises or none applies: the form is not the one that it wants."""
     try:
-        return _graded(text, problem, rewards=rewards).accuracy
+        graded = _graded(text, problem, rewards=rewards)
     except (Exception, SystemExit):  # the boundary of the user's code
         return -math.inf
+    return graded.accuracy if graded.fault is None else -math.inf
 
 
 def _graded_by_each(
@@ -252,7 +290,8 @@ def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward], truths: S
     place, _ = first_right(task.answers(problem.truth), ask=ask, above=0.0)
     for answer in wrong_answers(problem.truth, truths):
         if ask(list(task.answers(answer))[place]) == 1.0:
-            return f"`{answer[:_SHOWN]}` has 1, where `{problem.truth[:_SHOWN]}` is right"
+            shown_answer, shown_truth = _where_they_differ(answer, problem.truth)
+            return f"`{shown_answer}` has 1, where `{shown_truth}` is right"
     return ""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 
-from appliance.tasks.answers import truth_alternatives
+from appliance.tasks.answers import marked_answer, truth_alternatives
 
 _MARKS = (
     "#### {}",
@@ -21,6 +21,7 @@ _MARKS = (
 )
 _LONGEST = 60  # characters of a truth that is an answer, and no solution that ends with one
 _NUMBER = re.compile(r"(-?)(\d+)(\.\d+)?")
+_WORDS = re.compile(r"[^\W\d]+(?:[ '-][^\W\d]+)*")
 _MOST_DIGITS = 5  # of a decimal that is told from one whose last digit differs: rewards compare to 1e-6
 _LETTERS = "ABCDE"
 
@@ -67,9 +68,12 @@ def is_bare(truth: str) -> bool:
 
 
 def near_misses(truth: str) -> tuple[str, ...]:
-    """Wrong answers that look like a right one: another last digit, a digit more, the other sign, another letter."""
+    """Wrong answers that look like a right one: another last digit, a digit more, the other sign, another letter. Of a
+    solution they are the solution with another answer in its mark; without a mark nobody knows what its answer is."""
     alternatives = truth_alternatives(truth)
     answer = alternatives[0]
+    if not is_bare(truth):
+        return tuple(text for text in _with_other_answers(answer) if text not in alternatives)
     if re.fullmatch(r"\(?[A-J]\)?\.?", answer.strip()):
         letter, right = answer.strip("(). "), "".join(alternatives)
         made = [answer.replace(letter, other) for other in _LETTERS if other not in right][:1]
@@ -81,6 +85,15 @@ def near_misses(truth: str) -> tuple[str, ...]:
     else:
         made = [_with_another_digit(answer)]
     return tuple(text for text in made if text and text not in alternatives)
+
+
+def _with_other_answers(solution: str) -> Iterator[str]:
+    marked = marked_answer(solution) or ""
+    before, _, behind = solution.rpartition(marked) if is_bare(marked) and marked else ("", "", "")
+    for miss in near_misses(marked) if before else ():
+        changed = f"{before}{miss}{behind}"
+        if marked_answer(changed) == miss:  # the mark holds it, and not what follows the mark
+            yield changed
 
 
 def other_truth(truth: str, truths: Iterable[str]) -> str:
@@ -99,12 +112,15 @@ def _plain(text: str) -> str:
 
 
 def _differ(one: str, truth: str) -> bool:
-    """Of two numbers, that they are not the same one; of anything else nothing is known, as of 1/2 and 0.5."""
-    numbers = [_NUMBER.fullmatch(text.strip()) for text in (one, *truth_alternatives(truth))]
-    letters = [re.fullmatch(r"[^\W\d]+", text.strip()) for text in (one, *truth_alternatives(truth))]
-    if all(letters):
+    """Of two numbers, that no tolerance can make them the same; words differ; of anything else nothing is known, as of
+    1/2 and 0.5."""
+    texts = [text.strip() for text in (one, *truth_alternatives(truth))]
+    if all(map(_WORDS.fullmatch, texts)):
         return True
-    return all(numbers) and all(Decimal(one.strip()) != Decimal(text.strip()) for text in truth_alternatives(truth))
+    if not all(map(_NUMBER.fullmatch, texts)):
+        return False
+    number, *rights = map(Decimal, texts)
+    return all(abs(number - right) > max(Decimal(1), abs(number) / 4, abs(right) / 4) for right in rights)
 
 
 def _with_another_digit(answer: str) -> str:

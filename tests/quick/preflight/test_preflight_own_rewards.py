@@ -69,6 +69,10 @@ REMEDIES = {
     "no end after": "mend what takes so long, or raise task.reward_timeout_s",
     "its process ended": "mend the file: a reward leaves its process alone",
 }
+OF_WRONG = (
+    "mend the function, or task.truth, or take a reward that reads such answers; "
+    "leave it where your function wants another form"
+)
 LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list of one"
 
 
@@ -176,9 +180,9 @@ def test_with_tools_a_reward_is_asked_with_a_conversation(tmp_path: Path) -> Non
 
 def test_a_truth_that_earns_nothing_is_a_warning(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(response, truth): return response == truth.upper() + '.'")
-    what = "row 1: the truth `2` earns 0, an empty response 0"
+    what = "row 1: the truth `2`, bare and in 8 marks, earns 0 at most, an empty response 0"
     message = f"in 3 of 3 sampled rows the right answer earns no more than an empty response: {what}"
-    assert found == RewardProblem(message, is_rare=True)
+    assert found == RewardProblem(message, is_rare=True, remedy=OF_WRONG)
 
 
 def test_a_reward_that_wants_the_answer_marked_is_asked_with_its_marks(tmp_path: Path) -> None:
@@ -190,9 +194,9 @@ RAISES = "def f(response, truth): return {} if not response or response.isdigit(
 
 @pytest.mark.parametrize("marked", ["int(response)", "__import__('sys').exit(2)"])
 def test_a_reward_that_raises_on_a_marked_answer_has_no_right_one_in_it(tmp_path: Path, marked: str) -> None:
-    what = "row 1: the truth `2` earns 0, an empty response 0"
+    what = "row 1: the truth `2`, bare and in 8 marks, earns 0 at most, an empty response 0"
     message = f"in 3 of 3 sampled rows the right answer earns no more than an empty response: {what}"
-    assert of_program(tmp_path, RAISES.format(0, marked)) == RewardProblem(message, is_rare=True)
+    assert of_program(tmp_path, RAISES.format(0, marked)) == RewardProblem(message, is_rare=True, remedy=OF_WRONG)
 
 
 def test_a_marked_answer_that_ends_the_process_is_to_blame_itself(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ from appliance.files import digest_of
 from appliance.preflight.inputs import RewardProblem, _own_problem
 from appliance.record.plan import CodeFile, RewardPlan
 from appliance.tasks import sample
+from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.sample import Verdict, judge_sample
 from appliance.tasks.task import Reward, Task
 from appliance.tasks.trial_answers import in_marks, is_bare, near_misses, other_truth
+
+WORKING = "Each costs $0.50, so 3 of them cost 3*.5=$<<3*.5=1.50>>1.50, and 10.75-1.50-2=7.25 are left."
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,12 @@ from appliance.tasks.trial_answers import in_marks, is_bare, near_misses, other_
         ("北京", ("北亭",)),
         ("?!", ()),
         ('["12", "13"]', ("112", "-12")),
-        ("It is 2+3.\n#### 5", ("It is 2+3.\n#### 6",)),
+        ("It is 2+3.\n#### 5", ("It is 2+3.\n#### 6", "It is 2+3.\n#### 15", "It is 2+3.\n#### -5")),
+        (f"{WORKING}\n#### 7.25", (f"{WORKING}\n#### 7.26", f"{WORKING}\n#### 17.25", f"{WORKING}\n#### -7.25")),
+        ("So \\boxed{x^2+1}. Done in 2 steps", ("So \\boxed{x^2+2}. Done in 2 steps",)),
+        ("#### 5\nthat is 5", ()),  # what is changed is not in the mark
+        ("Two and three\nmake 5", ()),
+        ("He had 5 apples, bought 3 more, and ate 2 of them, so 6 are left.", ()),
     ],
 )
 def test_a_near_miss_is_surely_wrong(truth: str, wrong: tuple[str, ...]) -> None:
@@ -61,6 +69,9 @@ def test_a_near_miss_is_surely_wrong(truth: str, wrong: tuple[str, ...]) -> None
         ("A", ["A", "C"], "C"),
         ('["3", "4"]', ['["4", "5"]', "7"], "7"),
         ("5", ["It is 2+3.\n#### 6"], ""),
+        ("1", ["2", "3"], "3"),  # a tolerance of 1 is common
+        ("100", ["104", "92", "80", "51"], "51"),
+        ("Marie Curie", ["Curie", "Niels Bohr"], "Niels Bohr"),
     ],
 )
 def test_a_truth_of_another_row_is_surely_wrong(truth: str, others: list[str], other: str) -> None:
@@ -99,6 +110,16 @@ GOOD = {
     "choice": ["A", "(B)", "C."],
     "exact": ["12", "Paris", "so\n#### 5"],
 }
+SOLUTIONS = [
+    f"{WORKING}\n#### 7.25",
+    "It is 0.5*20=<<0.5*20=10>>10 dollars a day.\nSo 10*7=<<10*7=70>>70 a week.\n#### 70",
+    "We have $1.25+1.25=2.50$ for 2, thus\n$$\\boxed{\\frac{5}{2}}$$",
+]
+
+
+@pytest.mark.parametrize("name", ["math", "number"])
+def test_solutions_whose_working_has_decimals_accuse_nobody(tmp_path: Path, name: str) -> None:
+    assert judged(tmp_path, reward_plan(name), truths=SOLUTIONS) == Verdict(3)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -130,6 +151,11 @@ PROGRAMS = {  # of the user's: (program, cannot earn, always earns)
     "a stranger to the truth": ("def f(response): return bool(response)", 0, 0),
     "of another case": ("def f(response, truth): return response == truth + '!'", 3, 0),
     "TRL": ("def f(completions, answer, **_): return [float(bool(completions[0]))]", 0, 3),
+    "none for others, and nothing for the right one": (
+        "def f(response, truth): return 0.0 if response == truth else -1.0 if not response else None",
+        0,
+        0,
+    ),
     "verl": ("def f(data_source, solution_str, ground_truth, extra_info): return bool(solution_str)", 0, 3),
 }
 
@@ -141,10 +167,101 @@ def test_functions_that_cannot_or_always_earn_are_told_and_no_others(tmp_path: P
     assert (verdict.wrong, verdict.easy) == (cannot, always)
 
 
+WORDS = {  # (program, truths, always earns)
+    "as many letters": ("def f(response, truth): return len(response) == len(truth)", ["Oslo", "Rome", "Bern"], 3),
+    "the same beginning": ("def f(response, truth): return response[:3] == truth[:3]", ["Oslo", "Rome", "Bern"], 0),
+    "fuzzy": (
+        "import difflib\ndef f(response, truth): return difflib.SequenceMatcher(None, response, truth).ratio() >= 0.8",
+        ["San Marino", "Costa Rica", "Sri Lanka"],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_nearest_miss_alone_accuses_no_function(tmp_path: Path, name: str) -> None:
+    program, truths, always = WORDS[name]
+    verdict = judged(tmp_path, truths=truths, program=program)
+    assert (verdict.wrong, verdict.easy) == (0, always), verdict
+
+
+def test_the_right_answer_of_a_later_row_is_a_wrong_one_too(tmp_path: Path) -> None:
+    truths = ["Paris"] * 60 + ["Rome"]
+    verdict = judged(tmp_path, truths=truths, program="def f(response, truth): return bool(response)")
+    assert (verdict.easy, verdict.first_easy) == (3, "row 1: `Rome` earns as much as the truth `Paris`")
+
+
+COUNTDOWN = """
+import json
+def f(response, truth):
+    wanted = json.loads(truth)
+    return 1.0 if str(wanted["target"]) == response and wanted["numbers"] else PARTIAL if response else 0.0
+"""
+
+
+@pytest.mark.parametrize("partial", ["0.1", "0.0"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_truth_that_is_an_object_is_no_answer(tmp_path: Path, as_text: bool, partial: str) -> None:
+    truths: list[object] = [{"target": number, "numbers": [1, number]} for number in (98, 7, 12)]
+    truths = [json.dumps(truth) for truth in truths] if as_text else truths
+    assert judged(tmp_path, truths=truths, program=COUNTDOWN.replace("PARTIAL", partial)) == Verdict(3)
+
+
+def test_a_list_of_numbers_is_for_the_function_to_read(tmp_path: Path) -> None:
+    program = "import json\ndef f(response, truth): return response in map(str, json.loads(truth))"
+    assert judged(tmp_path, truths=[[12, 13], [5, 6], [7, 8]], program=program) == Verdict(3)
+
+
+TESTS = ['[{"input": "1", "output": "1"}]', '[{"input": "2", "output": "2"}]']
+STYLE = "def f(response, truth, *, row): return -0.1 if len(response) > 20 else 0.0"
+
+
+def test_beside_code_and_a_judge_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = judged(tmp_path / "a", truths=TESTS, program=STYLE)
+    assert alone.wrong == 0  # JSON of lists of objects is no answer
+    assert judged(tmp_path / "b", reward_plan("code"), truths=TESTS, program=STYLE) == Verdict(2)
+    scored = dataclasses.replace(BUILT_IN["judge"], grade=lambda _, **__: 0.5)
+    monkeypatch.setitem(BUILT_IN, "judge", scored)
+    judges = reward_plan("judge", url="http://127.0.0.1:9/v1", model="m")
+    truths = ["Oslo", "Rome"]
+    assert judged(tmp_path / "c", truths=truths, program=STYLE).wrong == 2
+    assert judged(tmp_path / "d", judges, truths=truths, program=STYLE) == Verdict(2)
+    assert judged(tmp_path / "e", judges.replace(weight=0.0), truths=truths, program=STYLE).wrong == 2
+
+
+def test_a_pattern_and_what_reads_no_truth_are_not_asked_for_it(tmp_path: Path) -> None:
+    truths = ["Oslo", "Rome"]
+    pattern = reward_plan("regex", pattern="^<think>")
+    assert judged(tmp_path / "a", pattern, truths=truths) == Verdict(2)
+    assert judged(tmp_path / "b", reward_plan("regex"), truths=["[A-Z]slo", "[A-Z]ome"]) == Verdict(2)
+    assert judged(tmp_path / "c", truths=truths, program="def f(response): return '!' in response") == Verdict(2)
+
+
+def test_a_reward_that_applies_to_no_right_answer(tmp_path: Path) -> None:
+    programs = {"None": 0, "0.0 if not response else None": 2}
+    for number, (value, cannot) in enumerate(programs.items()):
+        program = f"def f(response, truth): return {value}"
+        verdict = judged(tmp_path / str(number), reward_plan("length", target=9), truths=["12", "5"], program=program)
+        assert verdict.wrong == cannot
+        earns = "row 1: the truth `12`, bare and in 8 marks, earns nothing, an empty response 0"
+        assert verdict.first == (earns if cannot else "")
+
+
+def test_of_long_texts_the_part_that_differs_is_shown(tmp_path: Path) -> None:
+    program = "def f(response, truth): return response[:50] == truth[:50]"
+    verdict = judged(tmp_path, truths=[f"{WORKING}\n#### 7.25", f"{WORKING}\n#### 12"], program=program)
+    assert verdict.first_easy == (
+        "row 1: `...7.25 are left. #### 17.25` earns as much as the truth `...7.25 are left. #### 7.25`"
+    )
+
+
 def test_a_function_that_compares_with_a_list_as_text_is_told(tmp_path: Path) -> None:
     truths = [["12", "twelve"], ["5", "five"]]
     verdict = judged(tmp_path, truths=truths, program=PROGRAMS["equal"][0])
-    assert verdict.first == 'row 1: the truth `["12", "twelve"]` earns 0, an empty response 0'
+    assert (
+        verdict.first
+        == 'row 1: the truth `["12", "twelve"]`, bare and in 8 marks, earns 0 at most, an empty response 0'
+    )
     of_json = "import json\ndef f(response, truth): return response in json.loads(truth)"
     assert judged(tmp_path / "b", truths=truths, program=of_json) == Verdict(2)
 

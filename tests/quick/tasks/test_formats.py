@@ -8,9 +8,10 @@ import gzip
 import io
 import json
 import lzma
+import os
 import pickle
+import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -87,22 +88,22 @@ FORMATS: dict[str, tuple[bytes, str, str]] = {
     "commas.jsonl": (
         LINES.replace("}\n", "},\n").encode(),
         "JSON objects with commas behind them, not JSON lines",
-        "sed 's/,$//'",
+        "sed 's/,[[:space:]]*$//'",
     ),
     "python.jsonl": ("".join(f"{row}\n" for row in ROWS).encode(), "dicts as Python prints them, not JSON", "ast"),
     "rows.csv": (table(","), "CSV, not JSON lines", "csv.DictReader"),
     "europe.csv": (table(";"), "CSV, not JSON lines", "delimiter=';'"),
     "rows.tsv": (table("\t"), "TSV, not JSON lines", "delimiter='\\t'"),
     "table.txt": (table("\t"), "TSV, not JSON lines", "delimiter='\\t'"),
-    "rows.jsonl.gz": (gzip.compress(LINES.encode()), "gzip", "unpack it: gunzip "),
-    "rows.jsonl": (gzip.compress(LINES.encode()), "gzip", "unpack it: gunzip "),
-    "rows.bz2": (bz2.compress(LINES.encode()), "bzip2", "unpack it: bunzip2 "),
-    "rows.xz": (lzma.compress(LINES.encode()), "xz", "unpack it: unxz "),
-    "rows.zst": (b"\x28\xb5\x2f\xfd rows", "Zstandard", "unpack it: unzstd "),
+    "rows.jsonl.gz": (gzip.compress(LINES.encode()), "gzip", "unpack it: gunzip -c < "),
+    "rows.jsonl": (gzip.compress(LINES.encode()), "gzip", "unpack it: gunzip -c < "),
+    "rows.bz2": (bz2.compress(LINES.encode()), "bzip2", "unpack it: bunzip2 -c < "),
+    "rows.xz": (lzma.compress(LINES.encode()), "xz", "unpack it: unxz -c < "),
+    "rows.zst": (b"\x28\xb5\x2f\xfd rows", "Zstandard", "unpack it: unzstd -c < "),
     "rows.zip": (archived(["rows.jsonl"]), "a zip archive", "unpack it and give the file in it: unzip "),
     "rows.xlsx": (archived(["xl/workbook.xml"]), "an Excel workbook", "pandas.read_excel"),
     "book.jsonl": (archived(["xl/workbook.xml"]), "an Excel workbook", "pandas.read_excel"),
-    "rows.tar": (tarred(), "a tar archive", "unpack it and give the file in it: tar -xf "),
+    "rows.tar": (tarred(), "a tar archive", "unpack it and give the file in it: tar -xkf "),
     "rows.arrow": (arrow(lambda rows, file: feather.write_feather(rows, file)), "an Arrow file", "f.read_table"),
     "rows.feather": (b"FEA1 rows", "a feather file", "f.read_table"),
     "data-00000.arrow": (arrow(write_stream), "an Arrow stream", "Dataset.from_file"),
@@ -135,19 +136,56 @@ def test_one_line_names_the_format_and_what_to_do(tmp_path: Path, name: str) -> 
     assert remedy in hint
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"lines.parquet"}))
+def test_a_command_makes_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whatever the data is called, and whatever else lies in the folder in which it is run."""
+    monkeypatch.chdir(tmp_path)
+    targets: list[str] = []
+    for source in (name, name.rpartition(".")[0] + ".jsonl", name.rpartition(".")[0] + ".parquet"):
+        Path(source).write_bytes(FORMATS[name][0])
+        for _ in range(3):
+            ((_, remedy),) = read(Path(source)).faults
+            target = re.search(r"(?:> | )(\S+-(?:lines|rows|unpacked|utf8)(?:-\d)?\S*)(?:, with .*)?$", remedy)
+            assert (target is None) == (not re.search(r"python -c|>|iconv|jq|sed|-c ", remedy)), remedy
+            if target is not None:
+                assert not Path(target[1]).exists(), remedy
+                targets.append(target[1])
+                Path(target[1]).touch()
+    assert len(targets) == len(set(targets))
+
+
+PROGRAMS = {  # by name of the data: the form it is in, though the name says otherwise
+    **{name: name for name in ("rows.json", "bom.json", "data.json", "python.jsonl", "rows.csv", "europe.csv")},
+    **{name: name for name in ("rows.tsv", "commas.jsonl", "rows.jsonl.gz", "rows.bz2", "rows.xz", "utf16le.jsonl")},
+    **{name: name for name in ("rows.arrow", "rows.jsonl", "utf16.jsonl", "latin.jsonl")},
+    **{
+        "array.jsonl": "rows.json",
+        "tabs.jsonl": "rows.tsv",
+        "arrow.parquet": "rows.arrow",
+        "my 'rows'$.csv": "rows.csv",
+    },
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows.json", "data.json", "python.jsonl", "rows.csv", "europe.csv", "rows.tsv"])
-def test_the_command_that_is_named_makes_the_rows(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(FORMATS[name][0])
-    ((_, remedy),) = read(tmp_path / name).faults
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_command_that_is_named_makes_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    content = FORMATS[PROGRAMS[name]][0]
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    ((_, remedy),) = read(Path(name)).faults
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "python").symlink_to(sys.executable)
 
-    command = remedy.rpartition(" > ")[0] + f" > {shlex.quote(str(tmp_path / 'made.jsonl'))}"
-    subprocess.run(command, shell=True, check=True, env={"PATH": f"{folder}:/usr/bin:/bin"})
-    found = read(tmp_path / "made.jsonl")
-    assert ([problem.prompt for problem in found.problems], found.faults) == ([row["question"] for row in ROWS], [])
+    command = remedy.removeprefix("unpack it: ").removesuffix(", with the encoding that it has")
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path), "LC_ALL": "C"}
+    subprocess.run(command, shell=True, check=True, env=environment)
+    assert (tmp_path / name).read_bytes() == content
+    (made,) = {path.name for path in tmp_path.iterdir()} - {name, "bin"}
+    found = read(tmp_path / made)
+    prompts = [row["question"].replace("+", "é" if name == "latin.jsonl" else "+") for row in ROWS]
+    assert ([problem.prompt for problem in found.problems], found.faults) == (prompts, [])
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.pq", "0000", "rows.jsonl"])
@@ -177,26 +215,34 @@ def test_one_bad_character_is_named_by_its_line(tmp_path: Path) -> None:
     assert [message for message, _ in read(tmp_path / "rows.jsonl").faults] == ["rows.jsonl:4: not UTF-8 text"]
 
 
-def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
+def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my data"
     folder.mkdir()
+    monkeypatch.chdir(folder)
     for number in range(3):
         pq.write_table(pa.Table.from_pylist(ROWS[number::3]), folder / f"train-{number}-of-3.parquet")
     ((message, hint),) = read(folder).faults
-    assert message == "data: it is a folder (3 .parquet), and one file is read"
-    assert f"glob.glob('{folder}/*.parquet')" in hint and hint.startswith("name one, or join them: python -c")
-    exec(shlex.split(hint)[-1].replace("all.parquet", str(tmp_path / "all.parquet")))
-    assert len(read(tmp_path / "all.parquet").problems) == len(ROWS)
-    shutil.rmtree(folder)
-    folder.mkdir()
+    assert message == "my data: it is a folder (3 .parquet), and one file is read"
+    assert hint.startswith("name one, or join them: python -c")
+    *_, program, target, _pattern = shlex.split(hint)
+    monkeypatch.setattr(sys, "argv", ["-c", target, *map(str, folder.iterdir())])
+    exec(program)
+    assert len(read(folder / "all.parquet").problems) == len(ROWS)
+    for path in folder.iterdir():
+        path.unlink()
     for number in range(3):
-        (folder / f"{number}.jsonl").write_text(LINES)
+        (folder / f"{number}.jsonl").write_text(LINES.strip())
     ((message, hint),) = read(folder).faults
-    assert message == "data: it is a folder (3 .jsonl), and one file is read"
-    assert hint == f"name one, or join them: cat {folder}/*.jsonl > all.jsonl"
+    assert message == "my data: it is a folder (3 .jsonl), and one file is read"
+    quoted = str(folder).replace(" ", "\\ ")
+    assert hint == f"name one, or join them: awk 1 {quoted}/*.jsonl > all.jsonl"
+    subprocess.run(hint.partition(": ")[2], shell=True, check=True)
+    assert read(folder / "all.jsonl").rows == 3 * len(ROWS)
+    ((_, hint),) = read(folder).faults
+    assert hint == f"name one, or join them: awk 1 {quoted}/*.jsonl > all-2.jsonl"  # all.jsonl is one of them now
     (folder / "README.md").write_text("rows")
     assert read(folder).faults == [
-        ("data: it is a folder (3 .jsonl, 1 .md), and one file is read", "name one file: JSON lines or parquet")
+        ("my data: it is a folder (4 .jsonl, 1 .md), and one file is read", "name one file: JSON lines or parquet")
     ]
 
 
@@ -205,7 +251,9 @@ def test_a_data_set_that_was_saved_is_named(tmp_path: Path) -> None:
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(write_stream))
     ((message, hint),) = read(tmp_path).faults
     assert message == f"{tmp_path.name}: it is a folder in which `datasets` saved a data set, and one file is read"
-    assert f"load_from_disk('{tmp_path}').to_parquet" in hint
+    assert hint.endswith(
+        f'load_from_disk(sys.argv[1]).to_parquet(sys.argv[2])" {tmp_path} {tmp_path.name}-rows.parquet'
+    )
 
 
 def test_a_pattern_is_named_with_the_files_that_it_matches(tmp_path: Path) -> None:
@@ -213,7 +261,9 @@ def test_a_pattern_is_named_with_the_files_that_it_matches(tmp_path: Path) -> No
         (tmp_path / name).write_text(LINES)
     ((message, hint),) = read(tmp_path / "*.jsonl").faults
     assert message == "*.jsonl: no such file: it is a pattern, which 2 files match, and one file is read"
-    assert hint == f"name one, or join them: cat {tmp_path}/*.jsonl > all.jsonl"
+    assert hint == f"name one, or join them: awk 1 {tmp_path}/*.jsonl > all.jsonl"
+    ((_, hint),) = read(tmp_path / "**" / "*.jsonl").faults
+    assert hint == "name one file: JSON lines or parquet"  # a shell may read ** as one star
     one = [("*.txt: no such file: it is a pattern, and one file is read", f"name it: {tmp_path}/c.txt")]
     assert read(tmp_path / "*.txt").faults == one
     ((message, _),) = read(tmp_path / "*.csv").faults

@@ -339,9 +339,33 @@ def test_a_missing_field_in_row_812(file: Path) -> None:
 
 
 def test_truths_of_two_kinds_are_refused(file: Path) -> None:
-    rows = ({"prompt": "1?", "a": "1"}, {"prompt": "2?", "a": ["2"]})
+    rows = ({"prompt": "1?", "a": "1"}, {"prompt": "2?", "a": {"b": "2"}})
     message = fault_of(file, *rows, truth="a", rewards=(OF_A_FILE,))
-    assert message == "own.jsonl:2: its truth is a list, and in the rows before text or a number"
+    assert message == "own.jsonl:2: its truth is an object, and in the rows before text, a number or a list"
+
+
+@pytest.mark.parametrize("rewards", [(OF_A_FILE,), (OF_A_FILE, reward_plan("exact"))])
+def test_one_answer_and_several_may_be_in_a_file(file: Path, rewards: tuple[RewardPlan, ...]) -> None:
+    rows = ({"prompt": "1?", "a": ["2", "two"]}, {"prompt": "2?", "a": "3"}, {"prompt": "3?", "a": 4})
+    problems = read(file, *rows, truth="a", rewards=rewards).problems
+    assert [problem.truth for problem in problems] == ['["2", "two"]', "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "hint"),
+    [
+        ("a", True, 'write it as text, such as "True", or '),
+        ("a", {"target": 98, "numbers": [1]}, "name an inner field, such as `a.target`, or "),
+        ("a", {"x": None, "y": {"z": "98"}}, "name an inner field, such as `a.y.z`, or "),
+        ("", {"target": 98}, "name an inner field, such as `reward_model.ground_truth.target`, or "),
+        ("a", {"numbers": [1]}, "name a field that has the answer, or "),
+        ("a", ["1", None], "a list has right answers, each of them text or a number: correct it, or "),
+    ],
+)
+def test_the_hint_is_against_the_fault_of_the_truth(file: Path, path: str, value: object, hint: str) -> None:
+    row = {"prompt": "1?", "a": value} if path else {"prompt": "1?", "reward_model": {"ground_truth": value}}
+    ((_, found),) = read(file, row, truth=path).faults
+    assert found == f"{hint}judge it with functions of your own alone"
 
 
 def test_ten_megabytes_in_one_row_are_refused_with_their_field(file: Path) -> None:
