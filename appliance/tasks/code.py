@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from appliance.tasks.answers import without_thoughts
 from appliance.tasks.code_tests import CallTest, StatementTest, StdinTest, read_tests
 from appliance.tasks.task import Response
 from appliance.terms.environment import THREADS_VARIABLE
@@ -64,10 +65,9 @@ def program_of(text: str) -> str:
     """The last block that is labelled as Python's, else the last without a label: that of an output may follow a
     program. Without blocks it is all that answers, and of blocks in other languages only there is none.
 
-    What is thought, up to `</think>`, is no answer where one follows.
+    What is thought is no answer, whether the thought ends or not.
     """
-    _, thought, after = text.rpartition("</think>")
-    text = after if thought and after.strip() else text
+    text = without_thoughts(text)
     blocks = [
         _Block(match["before"] or "", match["label"] or match["python"] or "", match["inner"])
         for match in _FENCED.finditer(text)

@@ -185,7 +185,33 @@ def test_what_a_function_returns_is_compared_as_json(returned: str, wanted: obje
             [{"input": "1", "output": "2", "testtype": "functional"}],
             "its tests are calls of a function, and no `fn_name` beside them says of which one",
         ),
-        ({"inputs": [[1, 2]], "outputs": [3]}, 'the truth `{"inputs": [[1, 2]], "outputs": [3]}` has no tests'),
+        (
+            {"inputs": [[1, 2]], "outputs": [3]},
+            "`inputs` is `[1, 2]`, no text, and no `fn_name` says that it is of a call",
+        ),
+        ([{"input": "1", "output": 2}], "`output` is `2`, no text, and no `fn_name` says that it is of a call"),
+        (
+            {"inputs": ["1", "2"], "outputs": ["3"]},
+            "`inputs` has 2 and `outputs` 1: each test has one of both",
+        ),
+        ({"inputs": "1", "outputs": ["3"]}, '`inputs` is `"1"`, and with several tests it is a list, one of each'),
+        ([{"input": "1", "output": "1"}, {"input": "1"}], "test 2 of 2 has none of the forms, others have"),
+        (
+            "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2)])\ndef test_a(a, b):\n    assert f(a) == b",
+            "the test function `test_a` has a decorator: make one of each case, `def test_a_1():`",
+        ),
+        (
+            "def test_a(tmp_path):\n    assert f(1) == 2",
+            "the test function `test_a` has parameters: make one of each case, `def test_a_1():`",
+        ),
+        (
+            "async def test_a():\n    assert f(1) == 2",
+            "the test function `test_a` is no plain one: make one of each case, `def test_a_1():`",
+        ),
+        (
+            "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(1), 2)",
+            "its tests are methods of the class `TestF`: make each a function `test_...()`",
+        ),
         ({"fn_name": 5, "inputs": [[1]], "outputs": [3]}, "`fn_name` is `5`, which names no function"),
         (
             {"fn_name": "f", "inputs": [{"a": 1}], "outputs": [3]},
@@ -217,6 +243,11 @@ def test_tests_that_cannot_be_run_are_refused_by_their_field(truth: object, mess
     with pytest.raises(ValueError) as raised:
         read_tests(truth if isinstance(truth, str) else json.dumps(truth))
     assert str(raised.value).startswith(message)
+
+
+def test_a_type_that_is_of_something_else_and_a_helper_that_is_called_test_refuse_nothing() -> None:
+    assert len(read_tests(json.dumps([{"input": "1", "output": "1", "type": "train"}]))) == 1
+    assert len(read_tests("def test_one(a):\n    assert f(a)\n\ndef test_all(x=1):\n    test_one(1)\n    test_one(2)")) == 1
 
 
 @pytest.mark.slow
