@@ -1,7 +1,8 @@
 """The reward `code`: the share of tests that the program of a response passes. **No sandbox**: the program runs as you.
 
 It runs in a process of its own, for each test of stdin and stdout in another one, with limits on time, memory,
-processes and file sizes. No process in which it runs knows what is right. The network, your files and your other processes are within its reach.
+processes and file sizes. No process in which it runs knows what is right. The network, your files and your other
+processes are within its reach.
 """
 
 from __future__ import annotations

@@ -319,9 +319,11 @@ def _result(program: _Program, test: dict[str, Any]) -> Any:
 
 def _names_of_program(tree: ast.Module, *, imported: set[str]) -> set[str]:
     """The names that statements take from the program: none that Python has or a judge has imported, for a program
-    could define an `abs` that is always 0. Where the statements use no others the program defines one of these."""
+    could define an `abs` that is always 0. Where the statements use no others, and do not import the program, the
+    program defines one of these."""
     used: set[str] = set()
     bound: set[str] = set()
+    imports_program = False
     for node in ast.walk(tree):
         match node:
             case ast.Name():
@@ -332,10 +334,14 @@ def _names_of_program(tree: ast.Module, *, imported: set[str]) -> set[str]:
                 bound.add(node.name)
             case ast.alias():
                 bound.add(node.asname or node.name.partition(".")[0])
+                imports_program |= node.name == _SOLUTION
+            case ast.ImportFrom():
+                imports_program |= node.module == _SOLUTION
             case ast.ExceptHandler(name=str(name)):
                 bound.add(name)
     free, of_python = used - bound, {*dir(builtins)}
-    return free - imported - of_python or free & imported - of_python or free & of_python
+    others = free - imported - of_python
+    return others if others or imports_program else free & imported - of_python or free & of_python
 
 
 if __name__ == "__main__":

@@ -280,10 +280,10 @@ def _refuse_tests_of_libraries(node: ast.stmt) -> None:
         inner = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
         if any(name.startswith("test") for name in inner):
             raise ValueError(f"its tests are methods of the class `{node.name}`: make each a function `test_...()`")
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-        if _needs_more(node):
-            what = "has a decorator" if node.decorator_list else "has parameters" if node.args.args else "is no plain one"
-            raise ValueError(f"the test function `{node.name}` {what}: make one of each case, `def {node.name}_1():`")
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if is_function and node.name.startswith("test") and _needs_more(node):
+        what = "has a decorator" if node.decorator_list else "has parameters" if node.args.args else "is no plain one"
+        raise ValueError(f"the test function `{node.name}` {what}: make one of each case, `def {node.name}_1():`")
 
 
 def _called(node: ast.stmt) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -209,7 +210,7 @@ def test_what_a_function_returns_is_compared_as_json(returned: str, wanted: obje
             "the test function `test_a` is no plain one: make one of each case, `def test_a_1():`",
         ),
         (
-            "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(1), 2)",
+            "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self):\n        assert f(1)",
             "its tests are methods of the class `TestF`: make each a function `test_...()`",
         ),
         ({"fn_name": 5, "inputs": [[1]], "outputs": [3]}, "`fn_name` is `5`, which names no function"),
@@ -247,7 +248,10 @@ def test_tests_that_cannot_be_run_are_refused_by_their_field(truth: object, mess
 
 def test_a_type_that_is_of_something_else_and_a_helper_that_is_called_test_refuse_nothing() -> None:
     assert len(read_tests(json.dumps([{"input": "1", "output": "1", "type": "train"}]))) == 1
-    assert len(read_tests("def test_one(a):\n    assert f(a)\n\ndef test_all(x=1):\n    test_one(1)\n    test_one(2)")) == 1
+    assert (
+        len(read_tests("def test_one(a):\n    assert f(a)\n\ndef test_all(x=1):\n    test_one(1)\n    test_one(2)"))
+        == 1
+    )
 
 
 @pytest.mark.slow
@@ -334,7 +338,7 @@ CHEATS = {
         "import os\n"
         "for fd in range(3, 64):\n"
         "    for place in range(4):\n"
-        "        try: os.write(fd, b'{\"place\": %d, \"value\": null}\\n' % place)\n"
+        '        try: os.write(fd, b\'{"place": %d, "value": null}\\n\' % place)\n'
         "        except OSError: pass"
     ),
     "functions that tests use": (
@@ -456,6 +460,21 @@ def sort(numbers): numbers.sort()
 def test_tests_may_use_objects_of_the_program_change_arguments_and_expect_errors() -> None:
     assert graded(STACK, OF_CLASSES) == 1.0
     assert graded(STACK.replace("self.items.pop()", "0").replace('"empty"', '"none"'), OF_CLASSES) == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ["from solution import add", "import solution\nadd = solution.add"])
+def test_tests_that_import_the_program_use_what_python_has(imports: str) -> None:
+    assert graded(RIGHT, f"{imports}\ndef test_add():\n    assert len([add(1, 2)]) == ceil(0.5)") == 1.0
+    assert graded(f"ceil = len = lambda _: 0\n{RIGHT}", f"{imports}\ndef test_add():\n    assert len([1]) == 0") == 0.0
+
+
+@pytest.mark.slow
+def test_the_memory_of_what_tests_and_grades_is_closed_to_other_processes() -> None:
+    """But to those of root."""
+    is_dumpable = "CDLL(None).prctl(3, 0, 0, 0, 0)"
+    assert graded(RIGHT, [f"from ctypes import CDLL\nassert add({is_dumpable}, 0) == 0"]) == 1.0
+    assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
 
 
 @pytest.mark.slow

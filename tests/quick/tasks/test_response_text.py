@@ -110,7 +110,9 @@ def test_what_stands_before_a_given_answer_is_the_turns(begin: str, opening: str
 @pytest.mark.parametrize("given", ["<think>\n\n</think>\n\n", "<think>\n", ""])
 def test_a_thought_is_begun_whatever_a_given_answer_has_before_it(given: str) -> None:
     """Qwen3 puts an empty thought before an answer that has none, and other templates the opened tag alone."""
-    template = OF_TURNS.replace("'BEGIN'", f"'<AI>{given}'".replace("\n", "\\n")).replace("BEGIN OPENING", "<AI><think>\n")
+    template = OF_TURNS.replace("'BEGIN'", f"'<AI>{given}'".replace("\n", "\\n")).replace(
+        "BEGIN OPENING", "<AI><think>\n"
+    )
     assert begun_by_prompt(WordTokenizer(template)) == "<think>\n"
 
 
