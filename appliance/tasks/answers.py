@@ -117,11 +117,30 @@ def last_box(text: str) -> Mark | None:
     return Mark(marks[-1].start, end, " \\text{ or } ".join(parts))
 
 
+_SPECIAL_TOKEN = re.compile(r"<[|\uff5c][A-Za-z][\w\u2581 -]{2,60}[|\uff5c]>")
+_BOX_TOKENS = re.compile(r"(?s)<\|begin_of_box\|>((?:(?!<\|begin_of_box\|>).)*?)<\|end_of_box\|>")
+_FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<\n]*<\|message\|>")
+
+
 def without_thoughts(text: str) -> str:
-    """What follows the last `</think>`, where anything does."""
-    place = text.rfind("</think>")
-    behind = text[place + len("</think>") :] if place >= 0 else ""
-    return behind if behind.strip() else text
+    """What follows the last `</think>`, without a thought that does not end; of channels, as gpt-oss has them, the last
+    final one. A thought is no answer, also where nothing follows."""
+    if "<|channel|>" in text:
+        finals = list(_FINAL_CHANNEL.finditer(text))
+        text = text[finals[-1].end() :] if finals else ""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def answer_text(text: str) -> str:
+    """The part of a response that answers, as graders read it: without thoughts and without special tokens such as
+    `<|im_end|>`. Those of GLM that mark an answer, `<|begin_of_box|>4<|end_of_box|>`, are a box."""
+    boxed = _BOX_TOKENS.sub(lambda match: f"\\boxed{{{match[1].strip()}}}", without_thoughts(text))
+    return without_special_tokens(boxed)
+
+
+def without_special_tokens(text: str) -> str:
+    """A space for each special token, so that none joins what stands around it."""
+    return _SPECIAL_TOKEN.sub(" ", text)
 
 
 _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")

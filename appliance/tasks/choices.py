@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from appliance.tasks.answers import given_alternatives, marked_answer, without_thoughts
+from appliance.tasks.answers import answer_text, given_alternatives, marked_answer
 from appliance.tasks.maths.equality import LONGEST_ANSWER
 from appliance.tasks.maths.notation import normal_form
 from appliance.tasks.task import Response
@@ -19,7 +19,7 @@ def choice(response: Response) -> float:
     The I of who speaks, as in `the answer I get`, is none. Two letters, as in `A or B`, are no choice, one that is
     denied or only supposed is none, and neither is a list of the options."""
     wanted = {read_letter(truth) for truth in given_alternatives(response.truth)}
-    return float(_chosen_letter(without_thoughts(response.text)) in wanted)
+    return float(_chosen_letter(answer_text(response.text)) in wanted)
 
 
 _TRUTH = re.compile(r"(?i)[*\s]*(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-J])\s*\)|([A-J])[.):]?)[\s.*]*")

@@ -1,7 +1,8 @@
 """The reward `code`: the share of tests that the program of a response passes. **No sandbox**: the program runs as you.
 
 It runs in a process of its own, for each test of stdin and stdout in another one, with limits on time, memory,
-processes and file sizes. The network, your files and your other processes are within its reach.
+processes and file sizes. No process in which it runs knows what is right. The network, your files and your other
+processes are within its reach.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import math
 import os
 import re
 import resource
-import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from appliance.tasks.answers import without_thoughts
 from appliance.tasks.code_tests import CallTest, StatementTest, StdinTest, read_tests
 from appliance.tasks.task import Response
 from appliance.terms.environment import THREADS_VARIABLE
@@ -32,6 +35,7 @@ _CHILD = Path(__file__).with_name("code_child.py")
 _OUTPUT_BYTES = 16 << 20
 _PROGRAM_BYTES = 2 << 30  # of memory
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _NEAR = 1e-6  # how far numbers that a function returns may be apart, of the larger
 # Within a line ``` may be a quotation's: there it opens a block only where Python or nothing else stands behind it.
 _FENCED = re.compile(
@@ -62,10 +66,9 @@ def program_of(text: str) -> str:
     """The last block that is labelled as Python's, else the last without a label: that of an output may follow a
     program. Without blocks it is all that answers, and of blocks in other languages only there is none.
 
-    What is thought, up to `</think>`, is no answer where one follows.
+    What is thought is no answer, whether the thought ends or not.
     """
-    _, thought, after = text.rpartition("</think>")
-    text = after if thought and after.strip() else text
+    text = without_thoughts(text)
     blocks = [
         _Block(match["before"] or "", match["label"] or match["python"] or "", match["inner"])
         for match in _FENCED.finditer(text)
@@ -108,26 +111,40 @@ def _is_right(test: CallTest | StatementTest, value: Any) -> bool:
 
 
 def _results(program: Path, tests: list[CallTest | StatementTest], until_s: float) -> dict[int, Any]:
-    """What tests give, by their place; nothing of one that fails. One process runs them all, and where the program ends
-    it another one those that are left.
+    """What tests give, by their place; nothing of one that fails. One process runs the program and another one the
+    tests (`code_child.py`). Where the program ends its own, two new ones run the tests that are left.
 
-    The program may end its process as if all were well: only what bears the key is an answer.
+    Raises ValueError for a test that no program can pass.
     """
     values: dict[int, Any] = {}
     first = 0
     while first < len(tests) and time.monotonic() < until_s:
-        key = secrets.token_hex(16)
-        asked = {"key": key, "tests": [_asked(test) for test in tests[first:]]}
-        child = [str(_CHILD), str(program)]
-        output, _ = _output(child, json.dumps(asked), folder=program.parent, until_s=until_s)
-        lines = [line.split(" ", 2) for line in output.splitlines() if line.startswith(f"{key} ")]
-        for _, place, *returned in lines:
+        asked = json.dumps([_asked(test) for test in tests[first:]])
+        lines: list[dict[str, Any]] = []
+        for line in _said_by_tests(program, asked, until_s=until_s).splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # what JSON cannot have is no right value
-                values |= {first + int(place): json.loads(text) for text in returned}
+                lines.append(json.loads(line))
+        for line in lines:
+            if "fault" in line:
+                raise ValueError(f"{line['fault']}, and the program takes plain values only")
+        values |= {first + line["place"]: line["value"] for line in lines if "value" in line}
         if not lines:  # not even the first began
             break
-        first += int(lines[-1][1]) + 1
+        first += lines[-1]["place"] + 1
     return values
+
+
+def _said_by_tests(program: Path, asked: str, *, until_s: float) -> str:
+    for_program, for_tests = socket.socketpair()
+    with for_program, for_tests, tempfile.TemporaryFile(dir=program.parent) as nothing:
+        arguments = [str(_CHILD), "program", str(program), str(for_program.fileno())]
+        with _process(arguments, folder=program.parent, output=nothing, descriptors=[for_program.fileno()]):
+            for_program.close()  # the tests see that the program's process has ended when nobody has this end
+            arguments = [str(_CHILD), "tests", str(for_tests.fileno())]
+            output, _ = _output(
+                arguments, asked, folder=program.parent, until_s=until_s, descriptors=[for_tests.fileno()]
+            )
+            return output
 
 
 def _asked(test: CallTest | StatementTest) -> dict[str, Any]:
@@ -150,32 +167,52 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _output(arguments: list[str], given: str, *, folder: Path, until_s: float) -> tuple[str, bool]:
+def _output(
+    arguments: list[str], given: str, *, folder: Path, until_s: float, descriptors: Sequence[int] = ()
+) -> tuple[str, bool]:
     """What Python writes to stdout, and whether it ends well in time."""
     if (within_s := until_s - time.monotonic()) <= 0:
         return "", False
     is_late = False
     with tempfile.TemporaryFile(dir=folder) as output:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-B", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), THREADS_VARIABLE: "1", "LANG": "C.UTF-8"},
-            start_new_session=True,
-            preexec_fn=_limit,
-        )
-        try:
-            child.communicate(given.encode(errors="replace"), timeout=within_s)
-        except subprocess.TimeoutExpired:
-            is_late = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        with _process(arguments, folder=folder, output=output, descriptors=descriptors) as child:
+            try:
+                child.communicate(given.encode(errors="replace"), timeout=within_s)
+            except subprocess.TimeoutExpired:
+                is_late = True
         output.seek(0)
         return output.read().decode(errors="replace"), child.returncode == 0 and not is_late
+
+
+@contextlib.contextmanager
+def _process(
+    arguments: list[str], *, folder: Path, output: IO[bytes], descriptors: Sequence[int]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Python within limits. At the end it is ended, with all that it left.
+
+    descriptors: of this process, which it has too.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # this process knows what is right: none may read its memory
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-B", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), THREADS_VARIABLE: "1", "LANG": "C.UTF-8"},
+        start_new_session=True,
+        pass_fds=descriptors,
+        preexec_fn=_limit,
+    )
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        if child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
 
 
 def _limit() -> None:

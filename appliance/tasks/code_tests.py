@@ -92,7 +92,9 @@ def _tests(value: Any, *, shared: _Shared) -> list[CodeTest]:
         if not all(isinstance(member, dict) for member in value):
             return []
         parts = [_tests(member, shared=shared) for member in value]
-        return [test for part in parts for test in part] if all(parts) else []
+        if any(parts) and not all(parts):
+            raise ValueError(f"test {parts.index([]) + 1} of {len(parts)} has none of the forms, others have")
+        return [test for part in parts for test in part]
     return _of_object(value, shared=shared) if isinstance(value, dict) else []
 
 
@@ -139,7 +141,7 @@ def _function(value: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Mapping[str, Any]) -> str:
-    """`stdin`, `call`, or empty where nothing is said."""
+    """`stdin`, `call`, or empty where nothing is said. Raises ValueError for another kind of tests."""
     for name in _KINDS:
         if (kind := value.get(name)) is None or kind == "":
             continue
@@ -147,6 +149,8 @@ def _kind(value: Mapping[str, Any]) -> str:
             return "stdin"
         if kind in _CALL:
             return "call"
+        if name == "type":
+            continue  # such as `train`: other things have a type, too
         raise ValueError(f"`{name}` is `{str(kind)[:40]}`, neither one of {_listed(_STDIN)} nor of {_listed(_CALL)}")
     return ""
 
@@ -158,8 +162,11 @@ def _listed(names: tuple[str, ...]) -> str:
 def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str]) -> list[CodeTest]:
     """Of lists as long as each other, or of one test."""
     is_one = names[0] == "input" and not (isinstance(given, list) and isinstance(wanted, list) and _is_stdin(shared))
-    if not is_one and not (isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted)):
-        return []
+    for name, value in zip(names, (given, wanted), strict=True):
+        if not is_one and not isinstance(value, list):
+            raise ValueError(f"`{name}` is {_shown(value)}, and with several tests it is a list, one of each")
+    if not is_one and len(given) != len(wanted):
+        raise ValueError(f"`{names[0]}` has {len(given)} and `{names[1]}` {len(wanted)}: each test has one of both")
     pairs = [(given, wanted)] if is_one else list(zip(given, wanted, strict=True))
     if shared.kind == "call" and not shared.function:
         raise ValueError("its tests are calls of a function, and no `fn_name` beside them says of which one")
@@ -167,9 +174,14 @@ def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str
         return _calls(pairs, function=shared.function.rpartition(".")[2], names=names)
     if shared.kind == "stdin":
         pairs = [(_joined(one), _joined(other)) for one, other in pairs]
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
-        return []
+    for name, text in ((name, text) for pair in pairs for name, text in zip(names, pair, strict=True)):
+        if not isinstance(text, str):
+            raise ValueError(f"`{name}` is {_shown(text)}, no text, and no `fn_name` says that it is of a call")
     return [StdinTest(one, other) for one, other in pairs]
+
+
+def _shown(value: Any) -> str:
+    return f"`{json.dumps(value)[:40]}`"
 
 
 def _is_stdin(shared: _Shared) -> bool:
@@ -217,13 +229,18 @@ def _json_of(value: Any, *, name: str) -> Any:
 
 
 def _of_source(source: str, *, shared: _Shared) -> list[CodeTest]:
-    """Each statement that asserts, with what stands before it; each test function; `check` of what is called."""
+    """Each statement that asserts, with what stands before it; each test function; `check` of what is called. Raises
+    ValueError for tests that only a library such as pytest or unittest could run."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     called = {_called(node) for node in body}
+    used = {name.id for node in body for name in ast.walk(node) if isinstance(name, ast.Name)}
+    for node in body:
+        if not (isinstance(node, ast.FunctionDef) and node.name in used):  # a helper of other tests
+            _refuse_tests_of_libraries(node)
     before, tests = [shared.setup] if shared.setup else [], list[CodeTest]()
     for node in body:
         if _is_main(node):
@@ -240,8 +257,33 @@ def _of_source(source: str, *, shared: _Shared) -> list[CodeTest]:
         if not shared.function:
             raise ValueError("it has `check(candidate)`, and no `entry_point` beside `test` names what is checked")
         tests.append(StatementTest(f"{whole}\ncheck({shared.function})"))
-    functions = sorted(name for name in defined - called if name.startswith("test"))
+    helpers = {
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef) and node.name in used and node.name not in called and _needs_more(node)
+    }
+    functions = sorted(name for name in defined - called - helpers if name.startswith("test"))
     return tests + [StatementTest(f"{whole}\n{name}()") for name in functions]
+
+
+def _needs_more(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is not one that is called as `f()`."""
+    takes = node.args
+    needed = len(takes.posonlyargs) + len(takes.args) - len(takes.defaults) + takes.kw_defaults.count(None)
+    return bool(needed or node.decorator_list or isinstance(node, ast.AsyncFunctionDef))
+
+
+def _refuse_tests_of_libraries(node: ast.stmt) -> None:
+    """Raises ValueError for a test function that needs arguments, a decorator or an event loop, and for one in a
+    class: called without them it fails, whatever the program is."""
+    if isinstance(node, ast.ClassDef):
+        inner = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+        if any(name.startswith("test") for name in inner):
+            raise ValueError(f"its tests are methods of the class `{node.name}`: make each a function `test_...()`")
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if is_function and node.name.startswith("test") and _needs_more(node):
+        what = "has a decorator" if node.decorator_list else "has parameters" if node.args.args else "is no plain one"
+        raise ValueError(f"the test function `{node.name}` {what}: make one of each case, `def {node.name}_1():`")
 
 
 def _called(node: ast.stmt) -> str:

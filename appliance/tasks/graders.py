@@ -8,13 +8,13 @@ from fractions import Fraction
 
 from appliance.tasks.answers import (
     all_boxes,
+    answer_text,
     given_alternatives,
     last_sentence,
     marked_answer,
     stated_answer,
     truth_alternatives,
     unmarked_answers,
-    without_thoughts,
 )
 from appliance.tasks.maths import expressions, units, values
 from appliance.tasks.maths.equality import LONGEST_ANSWER, is_same, is_same_node
@@ -30,7 +30,7 @@ _TAIL = 1000  # characters of a text in which an unmarked answer is searched
 def math(response: Response) -> float:
     """1.0 when the answer is the truth, or one of its alternatives. The answer is what `marked_answer` says, else the
     whole response, else what it ends with. Of a truth that is a solution it is read the same way."""
-    text = without_thoughts(response.text)
+    text = answer_text(response.text)
     return float(any(_answers(text, truth=truth) for truth in given_alternatives(response.truth)))
 
 
@@ -38,6 +38,8 @@ def _answers(text: str, *, truth: str) -> bool:
     wanted = all_boxes(truth) or marked_answer(truth) or truth.strip()
     answer = marked_answer(text)
     if answer is not None:
+        if wanted.rstrip("$ ").endswith("!") and re.search(rf"(?i)\banswer\W*{re.escape(answer)}!\W*\Z", text):
+            answer += "!"  # of a truth such as 5! it is a factorial, of any other the end of a sentence
         together = all_boxes(text)
         return is_right(answer, truth=wanted) or (together is not None and is_same(together, truth=wanted))
     if is_same(text.strip(), truth=wanted):
@@ -241,7 +243,7 @@ def number(response: Response) -> float:
 
 
 def _has_numbers(text: str, *, wanted: Sequence[Quantity | Based]) -> bool:
-    text = without_thoughts(text)
+    text = answer_text(text)
     marked = marked_answer(text)
     if marked is not None:
         given = _marked_numbers(marked)

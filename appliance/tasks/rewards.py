@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from appliance.record.code import user_folder
 from appliance.record.plan import OwnPlan, RewardPlan
 from appliance.tasks import choices, graders
-from appliance.tasks.answers import given_alternatives, truth_alternatives
+from appliance.tasks.answers import given_alternatives, truth_alternatives, without_special_tokens
 from appliance.tasks.code import CODE_S, code
 from appliance.tasks.code_tests import read_tests
 from appliance.tasks.maths.equality import prepare
@@ -105,7 +105,9 @@ def _given(truth: str) -> str:
 
 def exact(response: Response) -> float:
     """1.0 when what the model wrote is the truth or one of its alternatives, white space around either ignored."""
-    return float(response.written.strip() in {truth.strip() for truth in given_alternatives(response.truth)})
+    accepted = {truth.strip() for truth in given_alternatives(response.truth)}
+    written = response.written.strip()
+    return float(written in accepted or without_special_tokens(written).strip() in accepted)
 
 
 def regex(response: Response, *, pattern: str = "") -> float:

@@ -6,7 +6,7 @@ none the last `\\boxed{...}`. Text that differs is compared as `equality.py` doe
 
 from __future__ import annotations
 
-from appliance.tasks.answers import DEEPEST_MARK, answer_line, last_box, truth_alternatives, without_thoughts
+from appliance.tasks.answers import DEEPEST_MARK, answer_line, answer_text, last_box, truth_alternatives
 from appliance.tasks.graders import is_right
 from appliance.tasks.maths.equality import prepare
 from appliance.tasks.rows import Problem, Row, Source, text_fields
@@ -28,7 +28,7 @@ HINT = "each row has `problem` and `answer`, both text, or verl's `prompt` and `
 def final_answer(response: str) -> str | None:
     """What follows the last `Answer:` on its line, else what the last box holds, with those that are of the same
     answer, else None."""
-    answer, response = None, without_thoughts(response)
+    answer, response = None, answer_text(response)
     for _ in range(DEEPEST_MARK):
         mark = answer_line(response) or last_box(response)
         if mark is None:

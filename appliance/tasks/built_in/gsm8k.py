@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from decimal import Context, Decimal
 
-from appliance.tasks.answers import last_line, truth_alternatives, without_thoughts
+from appliance.tasks.answers import answer_text, last_line, truth_alternatives
 from appliance.tasks.maths.equality import is_same, single_value
 from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
@@ -32,7 +32,7 @@ def final_number(text: str) -> Decimal | None:
 def score(*, response: str, truth: str) -> float:
     """1.0 when the number after the last `####` of the response equals the truth, or one of its alternatives, else
     0.0."""
-    line = last_line(without_thoughts(response))
+    line = last_line(answer_text(response))
     if line is None or single_value(line.inner) is None:
         return 0.0
     return float(any(is_same(line.inner, truth=alternative) for alternative in truth_alternatives(truth)))

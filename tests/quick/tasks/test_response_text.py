@@ -12,8 +12,10 @@ import pytest
 from plans import own_plan, reward_plan
 
 from appliance.record.plan import CodeFile
+from appliance.tasks.code import program_of
+from appliance.tasks.library import TASKS
 from appliance.tasks.response_text import ResponseReader, begun_by_prompt
-from appliance.tasks.rewards import load_rewards
+from appliance.tasks.rewards import BUILT_IN, load_rewards
 from appliance.tasks.task import Response
 
 WORDS = ["<pad>", "<|im_end|>", "<|end|>", "<|im_start|>", "<think>", "</think>", "<answer>", "</answer>", "<|box|>"]
@@ -64,7 +66,9 @@ def _refuse(why: str) -> None:
         ("7 <|end|> <pad> <pad>", False, "7"),
         ("7 <|box|>", True, "7"),  # a token at which the engine was to stop
         ("7 <|box|>", False, "7 <|box|>"),
-        ("7 <|im_end|> 8", False, "7 <|im_end|> 8"),
+        ("7 <|im_end|> 8", False, "7"),  # another turn, which nobody asked for
+        ("7 <|im_end|> <|box|> <|end|>", True, "7"),
+        ("<pad> 7 <pad> 8 <pad>", False, "<pad> 7 <pad> 8"),
         ("<|end|>", True, ""),
         ("", False, ""),
     ],
@@ -87,6 +91,29 @@ ALWAYS = (
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n", "<answer>", "<seed:think>"])
 def test_the_prompt_may_have_begun_the_answer(template: str, opening: str) -> None:
     assert begun_by_prompt(WordTokenizer(template.replace(" OPENING", opening))) == opening
+
+
+OF_TURNS = (
+    "{% for m in messages %}{{ '<User>' if m['role'] == 'user' else 'BEGIN' }}{{m['content']}}{% endfor %}"
+    "{% if add_generation_prompt %}BEGIN OPENING{% endif %}"
+)
+
+
+@pytest.mark.parametrize("begin", ["<AI>", "<reserved_107>", "<Assistant>", "<response>", "<response>\n<x>a</x>"])
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<answer>"])
+def test_what_stands_before_a_given_answer_is_the_turns(begin: str, opening: str) -> None:
+    template = OF_TURNS.replace("BEGIN", begin).replace(" OPENING", opening)
+    expected = opening if "<x>" not in begin else f"<x>a</x>{opening}"
+    assert begun_by_prompt(WordTokenizer(template)) == expected
+
+
+@pytest.mark.parametrize("given", ["<think>\n\n</think>\n\n", "<think>\n", ""])
+def test_a_thought_is_begun_whatever_a_given_answer_has_before_it(given: str) -> None:
+    """Qwen3 puts an empty thought before an answer that has none, and other templates the opened tag alone."""
+    template = OF_TURNS.replace("'BEGIN'", f"'<AI>{given}'".replace("\n", "\\n")).replace(
+        "BEGIN OPENING", "<AI><think>\n"
+    )
+    assert begun_by_prompt(WordTokenizer(template)) == "<think>\n"
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].content.no.no }}", "hello", ""])
@@ -120,3 +147,69 @@ def test_length_and_exact_are_of_what_the_model_wrote() -> None:
     assert [reward.value(response) for reward in load_rewards(plan, given=lambda row: (row["prompt"], "7"))] == [
         1.0
     ] * 2
+
+
+GPT_OSS = "<|channel|>analysis<|message|>It is 5, no, 3.<|end|><|start|>assistant<|channel|>final<|message|>4"
+
+
+@pytest.mark.parametrize("reward", ["math", "number", "exact"])
+@pytest.mark.parametrize("text", ["4<|im_end|>\n", "<|start_of_answer|>4", "4<\uff5cend\u2581of\u2581sentence\uff5c>"])
+def test_special_tokens_do_not_answer(reward: str, text: str) -> None:
+    assert BUILT_IN[reward].grade(Response(text, "4")) == 1.0
+    assert BUILT_IN[reward].grade(Response(text, "5")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "truth", "text"),
+    [
+        *((reward, "4", GPT_OSS) for reward in ("math", "number")),
+        *((reward, "4", "It is 5 + 9: <|begin_of_box|>4<|end_of_box|>") for reward in ("math", "number")),
+        ("choice", "B", "<|begin_of_box|>B<|end_of_box|>"),
+        ("choice", "B", "B<|im_end|>"),
+        ("gsm8k", "4", "#### <|begin_of_box|>4<|end_of_box|><|eot_id|>"),
+        ("dapo-math", "4", "Answer: 4<|eot_id|>"),
+    ],
+)
+def test_every_grader_of_answers_reads_what_special_tokens_stand_around(reward: str, truth: str, text: str) -> None:
+    assert _grade(reward, text, truth=truth) == 1.0
+    assert _grade(reward, text, truth="A" if truth == "B" else "3") == 0.0
+
+
+def _grade(reward: str, text: str, *, truth: str) -> object:
+    if reward in TASKS:
+        return TASKS[reward].score(response=text, truth=truth)
+    return BUILT_IN[reward].grade(Response(text, truth))
+
+
+def test_a_special_token_joins_no_digits() -> None:
+    assert _grade("number", "1<|box|>2", truth="12") == _grade("math", "1<|box|>2", truth="12") == 0.0
+    assert _grade("math", "$0 < |x|$, so \\boxed{0<|x|<4}", truth="0<|x|<4") == 1.0
+
+
+THOUGHTS = [
+    "<think>\n#### ANSWER",
+    "<think>\nAnswer: ANSWER</think>",
+    "<think>1</think>\n<think>\\boxed{ANSWER}",
+    "<|channel|>analysis<|message|>Answer: ANSWER",
+]
+
+
+@pytest.mark.parametrize("reward", ["math", "number", "choice", "gsm8k", "dapo-math"])
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_a_thought_is_no_answer(reward: str, thought: str) -> None:
+    truth = "B" if reward == "choice" else "4"
+    mark = "#### ANSWER" if reward == "gsm8k" else "Answer: ANSWER"
+    assert _grade(reward, thought.replace("ANSWER", truth), truth=truth) == 0.0
+    answered = f"<think>\nAnswer: 9</think>\n{mark} <think> Answer: 9".replace("ANSWER", truth)
+    assert _grade(reward, answered, truth=truth) == 1.0
+
+
+def test_an_exclamation_mark_is_a_factorial_where_the_truth_is_one() -> None:
+    assert _grade("math", "Answer: 5!", truth="5!") == _grade("math", "Answer: $5!$.", truth="$5!$") == 1.0
+    assert _grade("math", "Answer: 5!", truth="5") == 1.0
+    assert _grade("math", "5! is 120. Answer: 5", truth="5!") == _grade("math", "Answer: 4!", truth="5!") == 0.0
+
+
+def test_a_program_in_a_thought_is_none() -> None:
+    assert program_of("<think>\n```python\nprint(1)\n```").strip() == ""
+    assert program_of("<think>\n```python\nprint(1)\n```</think>").strip() == ""

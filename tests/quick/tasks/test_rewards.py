@@ -215,11 +215,11 @@ def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
         ("number", "many", "the truth `many` has no number"),
         ("choice", "K", "the truth `K` is not a letter from A to J"),
         ("code", "[]", "the truth `[]` has no tests: it is JSON such as "),
-        ("code", '{"inputs": ["1"], "outputs": []}', 'the truth `{"inputs": ["1"], "outputs": []}` has no tests'),
-        ("code", '[{"input": 1, "output": 2}]', 'the truth `[{"input": 1, "output": 2}]` has no tests'),
-        ("code", '{"inputs": "12", "outputs": "34"}', 'the truth `{"inputs": "12", "outputs": "34"}` has no tests'),
-        ("code", '{"inputs": ["1"], "outputs": "3"}', 'the truth `{"inputs": ["1"], "outputs": "3"}` has no tests'),
-        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', 'the truth `{"inputs": {"1": 2}, "outputs": ["3"]}` has no'),
+        ("code", '{"inputs": ["1"], "outputs": []}', "`inputs` has 1 and `outputs` 0: each test has one of both"),
+        ("code", '[{"input": 1, "output": 2}]', "`input` is `1`, no text, and no `fn_name` says that it is of a call"),
+        ("code", '{"inputs": "12", "outputs": "34"}', '`inputs` is `"12"`, and with several tests it is a list'),
+        ("code", '{"inputs": ["1"], "outputs": "3"}', '`outputs` is `"3"`, and with several tests it is a list'),
+        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', '`inputs` is `{"1": 2}`, and with several tests it is'),
     ],
 )
 def test_a_truth_of_another_kind_is_named(name: str, truth: str, message: str) -> None:

@@ -233,8 +233,8 @@ def test_a_truth_may_be_blank_where_no_built_in_reward_reads_it(file: Path) -> N
 def test_tests_of_code_that_are_no_lists_are_refused_by_their_row(file: Path) -> None:
     rows = [{"prompt": f"{each}?", "a": {"inputs": each, "outputs": each}} for each in (["1"], "1")]
     message = fault_of(file, *rows, truth="a", rewards=(reward_plan("code"),))
-    why = 'the truth `{"inputs": "1", "outputs": "1"}` has no tests: it is JSON such as '
-    assert message.startswith(f"own.jsonl:2: the field `a`: {why}")
+    why = '`inputs` is `"1"`, and with several tests it is a list, one of each'
+    assert message == f"own.jsonl:2: the field `a`: {why}"
 
 
 @pytest.mark.parametrize(
