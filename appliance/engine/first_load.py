@@ -35,6 +35,7 @@ from appliance.engine.update import is_derived, loadable_elements, predicts_more
 from appliance.engine.ways_in import ways_into
 from appliance.errors import WeightsError
 from appliance.quant.codec import all_finite
+from appliance.record.events import report_failures
 from appliance.terms.families import packed_parts, why_unknown
 from appliance.terms.settings import LOAD_FORMAT
 
@@ -46,8 +47,11 @@ _HINT = "the checkpoint is not the model of its config.json: copy or download it
 @contextmanager
 def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
     """Within it one call of the model's `load_weights` is its first load. Raises WeightsError for a checkpoint that is
-    not the model's. A draft model is left alone, which has layers of another one's, and so is a later update, which
-    proves itself. model_config: vLLM's."""
+    not the model's, which becomes an event here: whoever started the engine gets no error of its processes. A draft
+    model is left alone, which has layers of another one's, and so is a later update, which proves itself.
+
+    model_config: vLLM's.
+    """
     if model_config is not get_current_vllm_config().model_config or ways_into(model):
         yield
         return
@@ -62,7 +66,8 @@ def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
 
     model.__dict__["load_weights"] = load_weights
     try:
-        yield
+        with report_failures():
+            yield
     finally:
         del model.__dict__["load_weights"]
 
