@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from appliance.quant.headers import missing_shards
+
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # no pickles
 REMOTE_CODE = "*.py"
 _MAIN = "main"
@@ -66,9 +68,9 @@ def commit_in_cache(name: str, *, revision: str) -> str:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the cache has the whole of `main`."""
+    """Whether the cache has the whole of `main`, with every file that its index names."""
     folder = cached_snapshot(name)
-    return folder is not None and not missing_parts(folder)
+    return folder is not None and not missing_parts(folder) and not missing_shards(folder)
 
 
 def missing_parts(folder: Path) -> tuple[str, ...]:

@@ -44,6 +44,16 @@ def read_index(folder: Path) -> Mapping[str, str]:
     return index
 
 
+def missing_shards(folder: Path) -> tuple[str, ...]:
+    """The files that the index names and that are not there: of a download that broke off. Empty where the index
+    cannot be read, which is damage."""
+    try:
+        index = read_index(folder)
+    except (OSError, ValueError):
+        return ()
+    return tuple(name for name in sorted(set(index.values())) if not os.path.isfile(folder / name))
+
+
 def damage(folder: Path) -> tuple[str, ...]:
     """What is wrong with the files of weights, whatever the model: files that the index names and that are not there,
     files that are cut short or something else, and what transformers and vLLM would not read alike."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os.path
 import re
 import weakref
 from collections import defaultdict
@@ -110,7 +111,10 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
 
     folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
     trusts = bool(settings.get("trust_remote_code"))
-    is_here = bool(weight_files(folder))
+    files = weight_files(folder)
+    # Of a snapshot of the hub the index may be here and its files not yet: a download broke off, or another rank's is
+    # under way, and from_pretrained goes on with it.
+    is_here = bool(files) and (os.path.isdir(name_or_path) or all(map(os.path.isfile, files)))
     if is_here:
         _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
     with _quiet():

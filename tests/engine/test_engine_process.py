@@ -110,14 +110,13 @@ def test_what_the_first_load_refuses_in_another_process_is_the_users_error(
         env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", EVENTS_VARIABLE: str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
     )
     events = [event for event in read_events(tmp_path) if event.kind == "failure"]
     assert {(event.error, event.what) for event in events} == {
         ("WeightsError", f"first load: {name} has a value that is not finite")
     }
-    assert child.returncode == 4 and "See root cause above" in child.stderr
-    assert not may_restart(tmp_path, code=child.returncode)
+    assert child.returncode == 4 and not may_restart(tmp_path, code=child.returncode)
 
 
 def test_an_error_of_ours_is_said_by_the_process_it_was_raised_in(
