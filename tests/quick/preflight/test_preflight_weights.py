@@ -169,6 +169,28 @@ def test_it_is_ended_with_what_waits_for_it(child: Path, tmp_path: Path) -> None
     assert time.monotonic() - started < 10
 
 
+def test_what_a_models_code_left_behind_is_ended_with_the_child(child: Path, tmp_path: Path) -> None:
+    left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=open(sys.argv[1] + '/left', 'w'))"
+    said(child, f"{left}; print({ANSWER!r})")
+    with WeightsChild() as one:
+        one.start(tmp_path / "model", trust_remote_code=True)
+        assert one.hear().problem
+        left_pid = int((tmp_path / "model" / "left").read_text())
+        assert not has_ended(left_pid)
+    until_s = time.monotonic() + 10
+    while not has_ended(left_pid):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Also one that nobody has waited for yet: its parent is gone."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
 def test_what_it_said_is_an_error_or_a_warning() -> None:
     model = make_plan(Path("/runs/a")).model.replace(source="/models/a")
     assert [*judge_weights(model, WeightsFacts())] == []
