@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from appliance.quant.headers import missing_shards
+from appliance.quant.headers import MISTRALS, missing_shards
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # no pickles
 REMOTE_CODE = "*.py"
@@ -23,7 +23,6 @@ _MAIN = "main"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
-_MISTRALS = "consolidated"  # all weights once more, in a format of its own that only vLLM reads
 _CHAT_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/default.jinja")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ANSWERS_WITHIN_S = 5
@@ -113,7 +112,7 @@ def weight_bytes(folder: Path) -> int:
 def weight_files(folder: Path) -> list[Path]:
     """Sorted; none where this user may not look."""
     found = folder.glob(_WEIGHTS) if os.path.isdir(folder) else ()  # Path.glob raises where this user may not look
-    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(_MISTRALS))
+    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(MISTRALS))
 
 
 # Asking the hub
@@ -261,7 +260,7 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
         name,
         revision=revision or None,
         allow_patterns=patterns,
-        ignore_patterns=f"{_MISTRALS}*",
+        ignore_patterns=f"{MISTRALS}*",
     )
     try:
         with beating(beat):

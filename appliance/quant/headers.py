@@ -1,7 +1,9 @@
 """Which of a folder's files hold its weights, and what is wrong with the files themselves. Imports no torch.
 
-transformers reads `model.safetensors`, else the files that the index names; vLLM reads the files that the index names,
-else all there are. A folder in which they would read different files is refused.
+transformers reads `model.safetensors`, else the files that the index names. An engine of ours reads the files that the
+index names, else all there are, as vLLM's own loader does. A folder in which they would read different files is refused.
+Neither reads Mistral's `consolidated*.safetensors`, which have all weights once more in a format that only vLLM knows:
+without an index vLLM's own loader would take them for transformers' files, and engine/first_load.py leaves them out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from appliance.quant.files import tensor_end, tensor_names
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_MISTRALS = "consolidated"  # all weights once more, in a format of its own that only vLLM reads
+MISTRALS = "consolidated"  # what its files' names begin with
 _MOST_NAMED = 3
 _NO_FILE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # what reading something else raises
 
@@ -83,7 +85,7 @@ def _cut_short(file: Path) -> str:
 
 def _other_files(folder: Path, *, index: Mapping[str, str]) -> list[str]:
     """Where transformers and vLLM would read different files."""
-    there = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith(_MISTRALS)}
+    there = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith(MISTRALS)}
     problems: list[str] = []
     if index and WHOLE in there and set(index.values()) != {WHOLE}:
         problems.append(f"{INDEX} does not name {WHOLE}: transformers reads the one, vLLM the others")
