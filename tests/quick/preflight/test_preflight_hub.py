@@ -84,7 +84,9 @@ def test_a_snapshot_without_a_file_of_its_index_is_half_a_one(cached: Path) -> N
     """It is downloaded, not taken for a model that is damaged."""
     shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     (cached / "model.safetensors").rename(cached / shards[0])
-    (cached / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    (cached / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
+    )
     assert not hub.is_cached(NAME)
     (cached / shards[1]).write_text("{}")
     assert hub.is_cached(NAME)
