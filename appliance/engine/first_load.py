@@ -83,7 +83,9 @@ class WholeLoader(DefaultModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="hf"))
 
-    def _prepare_weights(self, model_name_or_path: str, *arguments: Any, **settings: Any) -> tuple[str, list[str], bool]:
+    def _prepare_weights(
+        self, model_name_or_path: str, *arguments: Any, **settings: Any
+    ) -> tuple[str, list[str], bool]:
         folder, files, are_safetensors = super()._prepare_weights(model_name_or_path, *arguments, **settings)
         others = [file for file in files if not os.path.basename(file).startswith(MISTRALS)]
         if not others:

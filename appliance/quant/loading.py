@@ -177,18 +177,18 @@ class _Checkpoint:
         return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in self._known), name)
 
     def judge(self) -> Loading:
-        checks = (self._other_class, self._other_tensors, self._other_head, self._other_bits)
+        checks = (self._class_problem, self._tensors_problem, self._head_problem, self._bits_problem)
         problem, remedy = next(filter(None, (check() for check in checks)), ("", ""))
         return Loading(problem, remedy, doubt="" if problem else self._mixed_types())
 
-    def _other_class(self) -> tuple[str, str] | None:
+    def _class_problem(self) -> tuple[str, str] | None:
         named, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
         if not named or built in named or self._model.is_remote_code():
             return None
         problem = f"config.json names {named[0]}, which vLLM builds, and by its model_type transformers builds {built}"
         return problem, "correct `architectures` or `model_type` in config.json"
 
-    def _other_tensors(self) -> tuple[str, str] | None:
+    def _tensors_problem(self) -> tuple[str, str] | None:
         by_name = defaultdict(list)
         for name, saved in self._names.items():
             by_name[saved].append(name)
@@ -201,10 +201,10 @@ class _Checkpoint:
         missing = sorted(self._wanted.keys() - sources)
         unexpected = self._unexpected(report, missing=missing)
         if report.is_clean and not (missing and unexpected):  # a gap in the numbers of experts: they are only counted
-            return self._other_names()
+            return self._names_problem()
         return self._describe(report, missing=missing, unexpected=unexpected)
 
-    def _other_names(self) -> tuple[str, str] | None:
+    def _names_problem(self) -> tuple[str, str] | None:
         others = sorted(name for name, saved in self._names.items() if name != saved)
         if not others:
             return None
@@ -276,11 +276,11 @@ class _Checkpoint:
         if not facts:  # by the names of the model, where no other is known
             more = sorted(report.missing | report.mismatched | report.unexpected)
             facts = [_counted(more, "not as the model has it")] if more else [report.failure]
-        facts = [*facts, *self._other_count()]
+        facts = [*facts, *self._layer_count_problem()]
         problem = f"the weights are not those of the model in config.json: {'; '.join(facts)}"
         return problem, self._remedy(missing, unexpected=unexpected, no_floats=no_floats)
 
-    def _other_count(self) -> Iterator[str]:
+    def _layer_count_problem(self) -> Iterator[str]:
         """Where only the number of layers differs, as the reason."""
         there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
         wanted = {int(found[1]) for name in self._wanted if (found := _LAYER.search(name))}
@@ -298,7 +298,7 @@ class _Checkpoint:
             return f"add the file with {heads[0]}; or {tie}"
         return _AGAIN
 
-    def _other_head(self) -> tuple[str, str] | None:
+    def _head_problem(self) -> tuple[str, str] | None:
         """Of a model that ties its head: vLLM never reads it, transformers does where it differs."""
         name_of = {self._names[name]: name for name in self._usable}
         for head, source in self._tied.items():
@@ -320,7 +320,7 @@ class _Checkpoint:
             rows = (slice(start, start + _ROWS) for start in starts)
             return all(torch.equal(parts[0][each].float(), parts[1][each].float()) for each in rows)
 
-    def _other_bits(self) -> tuple[str, str] | None:
+    def _bits_problem(self) -> tuple[str, str] | None:
         """Where a tensor's type is a name that does not fit its bits: its values are as large as those of tensors of
         its kind only when they are read as the other type of 16 bits."""
         rare, usual = self._types_of_16_bits()

@@ -95,7 +95,9 @@ def add_consolidated(folder: Path, *, leave_out: str = "") -> Path:
         for usual, own in _MISTRALS_NAMES:
             name = name.replace(usual, own)
         renamed[name] = tensor
-    save_file({name: tensor for name, tensor in renamed.items() if name != leave_out}, folder / "consolidated.safetensors")
+    save_file(
+        {name: tensor for name, tensor in renamed.items() if name != leave_out}, folder / "consolidated.safetensors"
+    )
     return folder
 
 

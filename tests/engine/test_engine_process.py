@@ -110,7 +110,7 @@ def test_what_the_first_load_refuses_in_another_process_is_the_users_error(
         env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", EVENTS_VARIABLE: str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     events = [event for event in read_events(tmp_path) if event.kind == "failure"]
     assert {(event.error, event.what) for event in events} == {
