@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from appliance.quant.headers import MISTRALS, missing_shards
+
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # no pickles
 REMOTE_CODE = "*.py"
 _MAIN = "main"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
-_MISTRALS = "consolidated"  # all weights once more, in a format of its own that only vLLM reads
 _CHAT_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/default.jinja")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ANSWERS_WITHIN_S = 5
@@ -66,9 +67,9 @@ def commit_in_cache(name: str, *, revision: str) -> str:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the cache has the whole of `main`."""
+    """Whether the cache has the whole of `main`, with every file that its index names."""
     folder = cached_snapshot(name)
-    return folder is not None and not missing_parts(folder)
+    return folder is not None and not missing_parts(folder) and not missing_shards(folder)
 
 
 def missing_parts(folder: Path) -> tuple[str, ...]:
@@ -111,7 +112,7 @@ def weight_bytes(folder: Path) -> int:
 def weight_files(folder: Path) -> list[Path]:
     """Sorted; none where this user may not look."""
     found = folder.glob(_WEIGHTS) if os.path.isdir(folder) else ()  # Path.glob raises where this user may not look
-    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(_MISTRALS))
+    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(MISTRALS))
 
 
 # Asking the hub
@@ -259,7 +260,7 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
         name,
         revision=revision or None,
         allow_patterns=patterns,
-        ignore_patterns=f"{_MISTRALS}*",
+        ignore_patterns=f"{MISTRALS}*",
     )
     try:
         with beating(beat):

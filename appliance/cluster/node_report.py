@@ -102,7 +102,7 @@ def _model_seen(model: str) -> tuple[str, str]:
     if not seen:
         return "", "no such folder, or without config.json"
     parts = hub.missing_parts(folder)
-    return seen, "; ".join(([f"it has no {' and no '.join(parts)}"] if parts else []) + list(damage(folder)))
+    return seen, "; ".join(([f"it has no {' and no '.join(parts)}"] if parts else []) + list(damage(folder).problems))
 
 
 def _read(file: Path) -> str:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.config import get_current_vllm_config
@@ -35,6 +37,8 @@ from appliance.engine.update import is_derived, loadable_elements, predicts_more
 from appliance.engine.ways_in import ways_into
 from appliance.errors import WeightsError
 from appliance.quant.codec import all_finite
+from appliance.quant.headers import MISTRALS
+from appliance.record.events import report_failures
 from appliance.terms.families import packed_parts, why_unknown
 from appliance.terms.settings import LOAD_FORMAT
 
@@ -46,8 +50,11 @@ _HINT = "the checkpoint is not the model of its config.json: copy or download it
 @contextmanager
 def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
     """Within it one call of the model's `load_weights` is its first load. Raises WeightsError for a checkpoint that is
-    not the model's. A draft model is left alone, which has layers of another one's, and so is a later update, which
-    proves itself. model_config: vLLM's."""
+    not the model's, which becomes an event here: whoever started the engine gets no error of its processes. A draft
+    model is left alone, which has layers of another one's, and so is a later update, which proves itself.
+
+    model_config: vLLM's.
+    """
     if model_config is not get_current_vllm_config().model_config or ways_into(model):
         yield
         return
@@ -62,7 +69,8 @@ def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
 
     model.__dict__["load_weights"] = load_weights
     try:
-        yield
+        with report_failures():
+            yield
     finally:
         del model.__dict__["load_weights"]
 
@@ -70,10 +78,22 @@ def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
 @register_model_loader(LOAD_FORMAT)
 class WholeLoader(DefaultModelLoader):
     """vLLM's own for checkpoints on disk, with a held first load: what a plan's engines are started with. It reads
-    transformers' files and no others."""
+    transformers' files and no others: Mistral's `consolidated*.safetensors` beside them has all weights once more."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="hf"))
+
+    def _prepare_weights(
+        self, model_name_or_path: str, *arguments: Any, **settings: Any
+    ) -> tuple[str, list[str], bool]:
+        folder, files, are_safetensors = super()._prepare_weights(model_name_or_path, *arguments, **settings)
+        others = [file for file in files if not os.path.basename(file).startswith(MISTRALS)]
+        if not others:
+            raise WeightsError(
+                f"first load: {folder} has weights in Mistral's own format alone",
+                hint="save the model with transformers: a plan's engines read its files",
+            )
+        return folder, others, are_safetensors
 
     def load_weights(self, model: Module, model_config: Any) -> None:
         with checked_first_load(model, model_config=model_config):
@@ -105,12 +125,26 @@ class FirstLoad:
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
         """The same tensors. Raises WeightsError for one that is none of the model's."""
         for name, tensor in weights:
-            if name in self._came:
+            usual_name = self._rename(name, tensor)
+            if usual_name in self._came:
                 raise WeightsError(f"first load: {name} is in two of the checkpoint's files", hint=_HINT)
-            self._came.add(name)
+            self._came.add(usual_name)
             if self._is_known:
-                self._require_place(name, tensor)
+                self._require_place(usual_name, tensor)
             yield name, tensor
+
+    def _rename(self, name: str, tensor: Tensor) -> str:
+        """The name that transformers gives this tensor. vLLM's class of Mistral's models also loads Mistral's own
+        files, and renames what they have. Raises WeightsError for queries or keys that are of no head of the model: the
+        class also sorts their rows, which here is done to a tensor without memory."""
+        rename = getattr(self._model, "maybe_remap_mistral", None)
+        if rename is None:
+            return name
+        try:
+            return str(rename(name, torch.empty(tensor.shape, device="meta"))[0])
+        except RuntimeError as error:
+            fact = f"{name} has the shape {list(tensor.shape)}, which the model's heads have not"
+            raise WeightsError(f"first load: {fact}", hint=_HINT) from error
 
     def _require_place(self, name: str, tensor: Tensor) -> None:
         """Of a model of a known family."""

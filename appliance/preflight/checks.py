@@ -144,8 +144,8 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
             )
             yield error("model-incomplete", "model.path", message, remedy)
         elif inputs.model_damage:
-            message = f"{model.path}: {'; '.join(inputs.model_damage)}"
-            yield error("model-damaged", "model.path", message, "copy or download the model again")
+            message = f"{model.path}: {'; '.join(inputs.model_damage.problems)}"
+            yield error("model-damaged", "model.path", message, inputs.model_damage.remedy)
     yield from judge_weights(model, inputs.weights)
     if not inputs.has_chat_template and not inputs.model_missing:
         message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
@@ -193,6 +193,12 @@ def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     elif inputs.revision_problem:
         remedy = "give its commit, or the name of a branch or tag that the hub has"
         yield error("model-revision", "model.revision", inputs.revision_problem, remedy)
+    elif inputs.model_damage:
+        message = f"`{model.source}` in the hub's cache: {'; '.join(inputs.model_damage.problems)}"
+        remedy = f"in a copy of its folder, given as model.path: {inputs.model_damage.remedy}"
+        yield error(
+            "model-damaged", "model.path", message, f"delete it from the cache, if its download was bad; or {remedy}"
+        )
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
 from appliance.preflight.weights import WeightsChild, WeightsFacts, folder_of_weights
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_shapes
-from appliance.quant.headers import damage
+from appliance.quant.headers import Damage, damage, missing_shards
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
@@ -85,7 +85,7 @@ class InputFacts:
     """As the function of this name."""
     uaq_problem: str = ""
     """As the function of this name."""
-    model_damage: tuple[str, ...] = ()
+    model_damage: Damage = field(default_factory=Damage)
     """What is wrong with the model's files of weights."""
     weights: WeightsFacts = field(default_factory=WeightsFacts)
     """Whether they hold the model of config.json."""
@@ -149,7 +149,8 @@ def _read(
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
-    model_damage = damage(folder) if may_look else ()
+    weights_folder = folder if may_look else (_snapshot(plan.model) if cached else None)
+    model_damage = damage(weights_folder) if weights_folder else Damage()
     shape = model_shape(plan)
     is_refused = bool(model_damage or access.unreadable or (shape and shape.quantised))
     if child and ask_hub and (may_look or cached) and not is_refused and (weights := folder_of_weights(plan.model)):
@@ -201,11 +202,19 @@ def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
 
 
 def _is_cached(model: ModelPlan) -> bool:
-    """Of a model with a revision: this very commit."""
+    """Whether the hub's cache has all of a model's files. One that is there and damaged counts: it is refused, for the
+    hub is not asked for it again."""
     if not model.revision:
         return hub.is_cached(model.hub_name)
-    folder = Path(model.path)
-    return model.is_pinned and not hub.missing_parts(folder) and not damage(folder)
+    folder = _snapshot(model)
+    return folder is not None and not hub.missing_parts(folder) and not missing_shards(folder)
+
+
+def _snapshot(model: ModelPlan) -> Path | None:
+    """The folder in the hub's cache; of a model with a revision that of this very commit."""
+    if model.revision:
+        return Path(model.path) if model.is_pinned else None
+    return hub.cached_snapshot(model.hub_name)
 
 
 def _has_chat_template(model: ModelPlan) -> bool:

@@ -8,6 +8,7 @@ there changes: `compare` and `verify` look at one model several times.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -54,8 +55,10 @@ class WeightsChild:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            # Also where the child has ended: code of the model's own may have left processes in its group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._output.close()
         self._printed.close()

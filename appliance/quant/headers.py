@@ -1,7 +1,9 @@
 """Which of a folder's files hold its weights, and what is wrong with the files themselves. Imports no torch.
 
-transformers reads `model.safetensors`, else the files that the index names; vLLM reads the files that the index names,
-else all there are. A folder in which they would read different files is refused.
+transformers reads `model.safetensors`, else the files that the index names. An engine of ours reads the files that the
+index names, else all there are, as vLLM's own loader does. Where they would read different files a folder is refused.
+Neither reads Mistral's `consolidated*.safetensors`, which have all weights once more in a format that only vLLM knows:
+without an index vLLM's own loader would take them for transformers' files, and engine/first_load.py leaves them out.
 """
 
 from __future__ import annotations
@@ -9,15 +11,29 @@ from __future__ import annotations
 import json
 import os.path
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.quant.files import tensor_end, tensor_names
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-_MISTRALS = "consolidated"  # all weights once more, in a format of its own that only vLLM reads
+MISTRALS = "consolidated"  # what its files' names begin with
 _MOST_NAMED = 3
+_COPY_AGAIN = "copy or download the model again"
+_SAVE_AGAIN = "load the model with transformers and save it again"
 _NO_FILE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # what reading something else raises
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a model's files of weights; nothing where there is no problem."""
+
+    problems: tuple[str, ...] = ()
+    remedy: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.problems)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -44,21 +60,33 @@ def read_index(folder: Path) -> Mapping[str, str]:
     return index
 
 
-def damage(folder: Path) -> tuple[str, ...]:
+def missing_shards(folder: Path) -> tuple[str, ...]:
+    """The files that the index names and that are not there: of a download that broke off. Empty where the index
+    cannot be read, which is damage."""
+    try:
+        index = read_index(folder)
+    except (OSError, ValueError):
+        return ()
+    return tuple(name for name in sorted(set(index.values())) if not os.path.isfile(folder / name))
+
+
+def damage(folder: Path) -> Damage:
     """What is wrong with the files of weights, whatever the model: files that the index names and that are not there,
     files that are cut short or something else, and what transformers and vLLM would not read alike."""
     try:
         index = read_index(folder)
     except PermissionError:
-        return ()  # preflight/access.py says so
+        return Damage()  # preflight/access.py says so
     except (OSError, ValueError):
-        return (f"{INDEX} cannot be read",)
-    names = sorted(set(index.values()))
-    problems = [f"{name} is missing, {INDEX} names it" for name in names if not os.path.isfile(folder / name)]
-    problems += [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _cut_short(file))]
-    problems = problems or _other_files(folder, index=index) or _other_tensors(folder, index=index)
+        return Damage((f"{INDEX} cannot be read",), _COPY_AGAIN)
+    broken = [f"{name} is missing, {INDEX} names it" for name in missing_shards(folder)]
+    broken += [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _cut_short(file))]
+    problems = [(problem, _COPY_AGAIN) for problem in broken]
+    problems = problems or _differing_files(folder, index=index) or _differing_tensors(folder, index=index)
     more = len(problems) - _MOST_NAMED
-    return (*problems[:_MOST_NAMED], f"and {more} more") if more > 0 else tuple(problems)
+    shown = [problem for problem, _ in problems[:_MOST_NAMED]]
+    remedies = dict.fromkeys(remedy for _, remedy in problems[:_MOST_NAMED])
+    return Damage((*shown, f"and {more} more") if more > 0 else tuple(shown), "; ".join(remedies))
 
 
 def _cut_short(file: Path) -> str:
@@ -71,32 +99,39 @@ def _cut_short(file: Path) -> str:
     return "" if has >= wanted else f"{file.name} has {has:,} of {wanted:,} bytes"
 
 
-def _other_files(folder: Path, *, index: Mapping[str, str]) -> list[str]:
-    """Where transformers and vLLM would read different files."""
-    there = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith(_MISTRALS)}
-    problems: list[str] = []
+def _differing_files(folder: Path, *, index: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Where transformers and vLLM would read different files: (problem, remedy)."""
+    there = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith(MISTRALS)}
+    problems: list[tuple[str, str]] = []
     if index and WHOLE in there and set(index.values()) != {WHOLE}:
-        problems.append(f"{INDEX} does not name {WHOLE}: transformers reads the one, vLLM the others")
+        problem = f"{INDEX} does not name {WHOLE}: transformers reads the one, vLLM the others"
+        problems.append((problem, f"take {WHOLE} out of the folder, or {INDEX} and the files that it names"))
     elif there and not index and WHOLE not in there:
-        problems.append(f"there is no {WHOLE}, and no {INDEX} that names {sorted(there)[0]}")
+        first = min(there)
+        remedy = f"rename it to {WHOLE}" if len(there) == 1 else f"copy or download {INDEX}, too"
+        problems.append((f"there is no {WHOLE}, and no {INDEX} that names {first}", remedy))
     elif not index and len(there) > 1:
         other = min(there - {WHOLE})
+        problem = f"{other} lies beside {WHOLE} and no {INDEX} names it: transformers leaves it out, vLLM reads it"
         problems.append(
-            f"{other} lies beside {WHOLE} and no {INDEX} names it: transformers leaves it out, vLLM reads it"
+            (problem, f"take {other} out of the folder; or copy or download {INDEX}, if it is of the model")
         )
     if os.path.isfile(folder / ADAPTER):
-        problems.append(f"{ADAPTER}: an adapter that transformers would load with the model, and vLLM would not")
+        problem = f"{ADAPTER}: an adapter that transformers would load with the model, and vLLM would not"
+        problems.append(
+            (problem, f"merge the adapter into the model and save that, or take {ADAPTER} out of the folder")
+        )
     return problems
 
 
-def _other_tensors(folder: Path, *, index: Mapping[str, str]) -> list[str]:
-    """What the index and its files do not say alike, and tensors that two files have."""
+def _differing_tensors(folder: Path, *, index: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What the index and its files do not say alike, and tensors that two files have: (problem, remedy)."""
     file_of: dict[str, str] = {}
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []
     for name in sorted(set(index.values())):
         for tensor in tensor_names(folder / name):
             if tensor in file_of:
-                problems.append(f"{tensor} is in {file_of[tensor]} and in {name}")
+                problems.append((f"{tensor} is in {file_of[tensor]} and in {name}", _SAVE_AGAIN))
             file_of[tensor] = name
     lost = sorted(set(index) - set(file_of))
-    return problems + [f"{index[tensor]} has no {tensor}, {INDEX} says it has" for tensor in lost]
+    return problems + [(f"{index[tensor]} has no {tensor}, {INDEX} says it has", _COPY_AGAIN) for tensor in lost]

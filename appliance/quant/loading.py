@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os.path
 import re
 import weakref
 from collections import defaultdict
@@ -110,7 +111,10 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
 
     folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
     trusts = bool(settings.get("trust_remote_code"))
-    is_here = bool(weight_files(folder))
+    files = weight_files(folder)
+    # Of a snapshot of the hub the index may be here and its files not yet: a download broke off, or another rank's is
+    # under way, and from_pretrained goes on with it.
+    is_here = bool(files) and (os.path.isdir(name_or_path) or all(map(os.path.isfile, files)))
     if is_here:
         _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
     with _quiet():
@@ -159,6 +163,7 @@ class _Checkpoint:
         self._model, self._headers = model, headers
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))
         self._wanted = saved_shapes(model)
+        self._known = self._wanted.keys() | self._tied.keys()
         self._names = {name: self._as_saved(name) for name in headers}
         integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
         self._usable = {
@@ -168,23 +173,22 @@ class _Checkpoint:
     def _as_saved(self, name: str) -> str:
         """The name in this model's own checkpoints: transformers takes the base model's as well, without the prefix,
         and one prefix too many."""
-        known = self._wanted.keys() | self._tied.keys()
         prefix = f"{self._model.base_model_prefix}."
-        return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in known), name)
+        return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in self._known), name)
 
     def judge(self) -> Loading:
-        checks = (self._other_class, self._other_tensors, self._other_head, self._other_bits)
+        checks = (self._class_problem, self._tensors_problem, self._head_problem, self._bits_problem)
         problem, remedy = next(filter(None, (check() for check in checks)), ("", ""))
         return Loading(problem, remedy, doubt="" if problem else self._mixed_types())
 
-    def _other_class(self) -> tuple[str, str] | None:
+    def _class_problem(self) -> tuple[str, str] | None:
         named, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
         if not named or built in named or self._model.is_remote_code():
             return None
         problem = f"config.json names {named[0]}, which vLLM builds, and by its model_type transformers builds {built}"
         return problem, "correct `architectures` or `model_type` in config.json"
 
-    def _other_tensors(self) -> tuple[str, str] | None:
+    def _tensors_problem(self) -> tuple[str, str] | None:
         by_name = defaultdict(list)
         for name, saved in self._names.items():
             by_name[saved].append(name)
@@ -197,10 +201,10 @@ class _Checkpoint:
         missing = sorted(self._wanted.keys() - sources)
         unexpected = self._unexpected(report, missing=missing)
         if report.is_clean and not (missing and unexpected):  # a gap in the numbers of experts: they are only counted
-            return self._other_names()
+            return self._names_problem()
         return self._describe(report, missing=missing, unexpected=unexpected)
 
-    def _other_names(self) -> tuple[str, str] | None:
+    def _names_problem(self) -> tuple[str, str] | None:
         others = sorted(name for name, saved in self._names.items() if name != saved)
         if not others:
             return None
@@ -234,24 +238,24 @@ class _Checkpoint:
     def _unexpected(self, report: _Report, *, missing: Sequence[str]) -> list[str]:
         """Also what is numbered like the model's own and lies between or behind them: of experts transformers counts
         how many there are."""
-        others = [name for name, saved in self._names.items() if saved not in self._wanted and saved not in self._tied]
+        others = [name for name, saved in self._names.items() if saved not in self._known]
         lost = set(missing)
         counted = self._wanted if report.failure or report.mismatched else missing
         numbered = {_NUMBER.sub(".#", name) for name in counted}
-        layers = tuple(f"{name.rpartition('.')[0]}." for name in report.unexpected)  # of which it would have made one
+        layers = {name.rpartition(".")[0] for name in report.unexpected}  # of which it would have made one
 
         def is_unexpected(name: str) -> bool:
             is_numbered = _NUMBER.sub(".#", name) in numbered
-            return (
-                name in report.unexpected or is_numbered or name.startswith(layers) or not lost.isdisjoint(_tails(name))
-            )
+            is_below = not layers.isdisjoint(_heads(name))
+            return name in report.unexpected or is_numbered or is_below or not lost.isdisjoint(_tails(name))
 
         return sorted(filter(is_unexpected, others))
 
     def _describe(self, report: _Report, *, missing: list[str], unexpected: list[str]) -> tuple[str, str]:
         pairs = {name: saved for name, saved in self._names.items() if saved in self._wanted}
         no_floats = sorted(name for name in pairs if name not in self._usable)
-        missing = [name for name in missing if name not in {pairs[each] for each in no_floats}]
+        of_no_floats = {pairs[name] for name in no_floats}
+        missing = [name for name in missing if name not in of_no_floats]
         mismatched = sorted(
             name
             for name, saved in pairs.items()
@@ -272,11 +276,11 @@ class _Checkpoint:
         if not facts:  # by the names of the model, where no other is known
             more = sorted(report.missing | report.mismatched | report.unexpected)
             facts = [_counted(more, "not as the model has it")] if more else [report.failure]
-        facts = [*facts, *self._other_count()]
+        facts = [*facts, *self._layer_count_problem()]
         problem = f"the weights are not those of the model in config.json: {'; '.join(facts)}"
         return problem, self._remedy(missing, unexpected=unexpected, no_floats=no_floats)
 
-    def _other_count(self) -> Iterator[str]:
+    def _layer_count_problem(self) -> Iterator[str]:
         """Where only the number of layers differs, as the reason."""
         there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
         wanted = {int(found[1]) for name in self._wanted if (found := _LAYER.search(name))}
@@ -294,7 +298,7 @@ class _Checkpoint:
             return f"add the file with {heads[0]}; or {tie}"
         return _AGAIN
 
-    def _other_head(self) -> tuple[str, str] | None:
+    def _head_problem(self) -> tuple[str, str] | None:
         """Of a model that ties its head: vLLM never reads it, transformers does where it differs."""
         name_of = {self._names[name]: name for name in self._usable}
         for head, source in self._tied.items():
@@ -316,34 +320,17 @@ class _Checkpoint:
             rows = (slice(start, start + _ROWS) for start in starts)
             return all(torch.equal(parts[0][each].float(), parts[1][each].float()) for each in rows)
 
-    def _other_bits(self) -> tuple[str, str] | None:
+    def _bits_problem(self) -> tuple[str, str] | None:
         """Where a tensor's type is a name that does not fit its bits: its values are as large as those of tensors of
         its kind only when they are read as the other type of 16 bits."""
         rare, usual = self._types_of_16_bits()
-        wrong = [name for name in rare if self._fits_other_type(name, usual=usual)] if usual else []
+        with _Values(self._headers) as values:
+            known = _UsualSizes(usual, headers=self._headers, values=values)
+            wrong = [name for name in rare if known.fit_only_as_other_type(name)]
         if not wrong:
             return None
         fact = f"by their types other numbers than by the type of {len(usual)} more"
         return _counted([f"{name} is {self._headers[name].type}" for name in wrong], fact), _AGAIN
-
-    def _fits_other_type(self, name: str, *, usual: Sequence[str]) -> bool:
-        kind, dimensions = _NUMBER.sub(".#", name), len(self._headers[name].shape)
-        alike = [other for other in usual if _NUMBER.sub(".#", other) == kind]
-        alike = alike or [other for other in usual if len(self._headers[other].shape) == dimensions]
-        if not alike:
-            return False
-        sizes = [_octaves(self._first_values(other)) for other in alike[:_MOST_COMPARED]]
-        values, other_type = self._first_values(name), _FLOATS[self._headers[alike[0]].type]
-
-        def is_usual(read: Tensor) -> bool:
-            return min(sizes) - _MARGIN <= _octaves(read) <= max(sizes) + _MARGIN
-
-        return is_usual(values.view(other_type)) and not is_usual(values)
-
-    def _first_values(self, name: str) -> Tensor:
-        header = self._headers[name]
-        with safe_open(header.file, framework="pt") as opened:
-            return opened.get_slice(name)[:_SAMPLED_ROWS] if header.shape else opened.get_tensor(name)
 
     def _types_of_16_bits(self) -> tuple[list[str], list[str]]:
         """Names of the rarer of F16 and BF16, and of the other; the first is empty where only one is there."""
@@ -358,6 +345,58 @@ class _Checkpoint:
         return _counted(
             [f"{name} is {self._headers[name].type}" for name in rare], "of another type of 16 bits than the rest"
         )
+
+
+class _Values:
+    """The first values of a checkpoint's tensors. Each file is opened once: its header is as long as the checkpoint has
+    tensors."""
+
+    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+        self._headers = headers
+        self._files: dict[Path, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Values:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def first(self, name: str) -> Tensor:
+        header = self._headers[name]
+        if header.file not in self._files:
+            self._files[header.file] = self._stack.enter_context(safe_open(header.file, framework="pt"))
+        opened = self._files[header.file]
+        return opened.get_slice(name)[:_SAMPLED_ROWS] if header.shape else opened.get_tensor(name)
+
+
+class _UsualSizes:
+    """How large the values of the tensors are that have the usual type of 16 bits, by the kind of tensor."""
+
+    def __init__(self, usual: Sequence[str], *, headers: Mapping[str, TensorHeader], values: _Values) -> None:
+        self._headers, self._values = headers, values
+        self._alike: defaultdict[str | int, list[str]] = defaultdict(list)
+        for name in usual:
+            for kind in self._kinds(name):
+                self._alike[kind].append(name)
+        self._bounds: dict[str | int, tuple[float, float]] = {}
+
+    def _kinds(self, name: str) -> tuple[str, int]:
+        """The name without its numbers; and where no other tensor has that, as many dimensions."""
+        return _NUMBER.sub(".#", name), len(self._headers[name].shape)
+
+    def fit_only_as_other_type(self, name: str) -> bool:
+        """Whether a tensor of the rare type has values of this size when its bits are read as the usual type, and has
+        not as they are."""
+        kind = next((kind for kind in self._kinds(name) if kind in self._alike), None)
+        if kind is None:
+            return False
+        if kind not in self._bounds:
+            sizes = [_octaves(self._values.first(other)) for other in self._alike[kind][:_MOST_COMPARED]]
+            self._bounds[kind] = min(sizes) - _MARGIN, max(sizes) + _MARGIN
+        least, most = self._bounds[kind]
+        values, usual_type = self._values.first(name), _FLOATS[self._headers[self._alike[kind][0]].type]
+        return least <= _octaves(values.view(usual_type)) <= most and not least <= _octaves(values) <= most
 
 
 def saved_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -393,6 +432,12 @@ def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str:
 def _tails(name: str) -> Iterator[str]:
     while "." in name:
         name = name.partition(".")[2]
+        yield name
+
+
+def _heads(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
         yield name
 
 

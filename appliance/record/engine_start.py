@@ -30,9 +30,10 @@ class _StartFailures(logging.Handler):
         error, folder = (record.exc_info or (None, None))[1], events_folder()
         if folder is None or error is None or FAILED_TO_START not in record.getMessage():
             return
-        if isinstance(error, ApplianceError):  # it became an event where it was raised
-            return
-        if not is_elsewhere(error):
+        # An error of ours that `report_failures` saw is an event already; a second one does no harm: the first counts.
+        if isinstance(error, ApplianceError):
+            append_failure(folder, error)
+        elif not is_elsewhere(error):
             append_failure(folder, not_started(error))
 
 
@@ -46,7 +47,8 @@ def report_start_failures() -> None:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Around what makes an engine. Raises EngineNotStarted with the first error that one of its processes met."""
+    """Around what makes an engine. Raises the first error that one of its processes met: one of ours as it was there,
+    any other as EngineNotStarted."""
     began_s = time.time()
     try:
         yield
@@ -56,8 +58,8 @@ def starting() -> Iterator[None]:
         folder = events_folder()
         first = first_failure(folder, since_s=began_s) if folder is not None else None
         kind = error_class(first.error) if first is not None else None
-        if first is not None and kind is not None and issubclass(kind, EngineNotStarted):
-            raise kind(first.what, hint=first.hint) from error
+        if first is not None and kind is not None:
+            raise kind.retold(first.what, hint=first.hint) from error
         raise not_started(error) from error
 
 

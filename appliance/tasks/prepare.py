@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import EngineError, PreflightError, RecipeError, first_line
 from appliance.files import whole_folder
 from appliance.hub import download_model
+from appliance.quant.headers import damage
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
@@ -91,15 +92,18 @@ def _fetch_model(plan: RunPlan) -> None:
         raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error
     if folder != Path(model.path):
         raise EngineError(f"{model.identity} came to {folder}, not to {model.path}: two settings of the hub's cache?")
-    _hold_weights(folder, plan=plan)
+    _check_weights(folder, plan=plan)
     mark = _fetched(plan)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.identity}", why="model.revision")
 
 
-def _hold_weights(folder: Path, *, plan: RunPlan) -> None:
-    """As preflight does, which could not before they were here. Raises PreflightError."""
+def _check_weights(folder: Path, *, plan: RunPlan) -> None:
+    """Look at them as preflight does, which could not before they were here. Raises PreflightError."""
+    if bad := damage(folder):
+        message = f"model.path: {plan.model.identity}: {'; '.join(bad.problems)}"
+        raise PreflightError(message, hint=f"in a copy of its folder, given as model.path: {bad.remedy}")
     from appliance.quant.loading import ask_transformers  # loads torch
 
     loading = ask_transformers(folder, trust_remote_code=plan.model.trust_remote_code)

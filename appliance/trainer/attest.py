@@ -120,7 +120,6 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
     detail: dict[str, Any] = {
         "trained": trained,
         "loaded": loaded,
-        "random": 0,
         "parameters": str(next(module.parameters()).dtype),
         "compute": str(compute),
         "class": type(module).__name__,

@@ -9,7 +9,7 @@ from pathlib import Path
 from broken_checkpoints import Count, Tensors, broken_checkpoints, write_broken
 from engines import forget_engines
 from families import FAMILIES, make_family
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import Module
 
 from appliance.errors import WeightsError
@@ -73,6 +73,32 @@ def count_faults(count: Count, *, whole: dict[str, Path], folder: Path, **argume
                 told = error.message
             count.add(broken, told=told)
     return count
+
+
+_MISTRALS_NAMES = (
+    ("model.layers", "layers"),
+    ("model.norm", "norm"),
+    ("model.embed_tokens", "tok_embeddings"),
+    ("lm_head", "output"),
+    *(("self_attn.q_proj", "attention.wq"), ("self_attn.k_proj", "attention.wk")),
+    *(("self_attn.v_proj", "attention.wv"), ("self_attn.o_proj", "attention.wo")),
+    *(("mlp.gate_proj", "feed_forward.w1"), ("mlp.down_proj", "feed_forward.w2"), ("mlp.up_proj", "feed_forward.w3")),
+    *(("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm")),
+)
+
+
+def add_consolidated(folder: Path, *, leave_out: str = "") -> Path:
+    """Beside transformers' files those in Mistral's own format, as Mistral-7B-Instruct-v0.3 has them. leave_out: a
+    tensor that they lack, by its name there."""
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for usual, own in _MISTRALS_NAMES:
+            name = name.replace(usual, own)
+        renamed[name] = tensor
+    save_file(
+        {name: tensor for name, tensor in renamed.items() if name != leave_out}, folder / "consolidated.safetensors"
+    )
+    return folder
 
 
 def changed(folder: Path, target: Path, change: Callable[[Tensors], Tensors]) -> Path:

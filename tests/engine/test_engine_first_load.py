@@ -12,7 +12,7 @@ import torch
 from broken_checkpoints import Count, Tensors
 from engines import start_engine
 from families import FAMILIES
-from first_loads import CASES, SCHEMES, changed, count_faults, load, make_all, one_rank, planned
+from first_loads import CASES, SCHEMES, add_consolidated, changed, count_faults, load, make_all, one_rank, planned
 
 from appliance.errors import WeightsError
 from appliance.terms.settings import LOAD_FORMAT
@@ -101,6 +101,17 @@ def test_old_buffers_and_a_tied_head_are_taken(
         return now | head | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
 
     load(changed(whole[family], tmp_path / "new", change), **planned(scheme))
+
+
+def test_mistrals_own_files_beside_transformers_are_left_out(whole: dict[str, Path], tmp_path: Path) -> None:
+    """Of a folder without an index vLLM's own loader reads both."""
+    folder = add_consolidated(changed(whole["mistral"], tmp_path / "new", dict))
+    with torch.no_grad():
+        wanted = dict(load(whole["mistral"], **planned("bf16")).named_parameters())
+        assert all(torch.equal(wanted[name], got) for name, got in load(folder, **planned("bf16")).named_parameters())
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"new has weights in Mistral's own format alone$"):
+        load(folder, **planned("bf16"))
 
 
 @pytest.mark.slow

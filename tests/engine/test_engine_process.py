@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from first_loads import changed
 from test_engine_int8 import KERNEL, write_plan
+from torch import Tensor
 
-from appliance.terms.environment import PLAN_VARIABLE
+from appliance.record.events import may_restart, read_events
+from appliance.terms.environment import EVENTS_VARIABLE, PLAN_VARIABLE
 
 pytestmark = pytest.mark.engine
 
@@ -63,6 +66,57 @@ def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], 
     assert said["detail"]["kernels"] == {KERNEL: 12, "UnquantizedEmbeddingMethod": 2}
     tokens = next(line for line in child.stdout.splitlines() if line.startswith("tokens "))
     assert len(json.loads(tokens.removeprefix("tokens "))) == 16
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+from vllm import LLM
+from appliance.record.engine_start import starting
+from appliance.record.events import exit_code_of
+from appliance.terms.settings import LOAD_FORMAT
+
+def work():
+    with starting():
+        LLM(
+            sys.argv[1],
+            skip_tokenizer_init=True,
+            load_format=LOAD_FORMAT,
+            enforce_eager=True,
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+        )
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(work, run_dir=Path(sys.argv[2])))
+"""
+
+
+def test_what_the_first_load_refuses_in_another_process_is_the_users_error(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """vLLM itself only says that there is a root cause above, and another attempt would be made of it."""
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def with_nan(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        weight = tensors[name].clone()
+        weight[3, 3] = float("nan")
+        return tensors | {name: weight}
+
+    script = tmp_path / "start.py"
+    script.write_text(REFUSED)
+    child = subprocess.run(
+        [sys.executable, str(script), str(changed(checkpoints[0], tmp_path / "new", with_nan)), str(tmp_path)],
+        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", EVENTS_VARIABLE: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    events = [event for event in read_events(tmp_path) if event.kind == "failure"]
+    assert {(event.error, event.what) for event in events} == {
+        ("WeightsError", f"first load: {name} has a value that is not finite")
+    }
+    assert child.returncode == 4 and not may_restart(tmp_path, code=child.returncode)
 
 
 def test_an_error_of_ours_is_said_by_the_process_it_was_raised_in(

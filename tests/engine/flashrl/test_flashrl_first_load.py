@@ -9,7 +9,7 @@ import pytest
 from broken_checkpoints import Count, Tensors
 from engines import start_engine
 from families import FAMILIES
-from first_loads import CASES, changed, count_faults, load, make_all, one_rank
+from first_loads import CASES, add_consolidated, changed, count_faults, load, make_all, one_rank
 
 from appliance.errors import WeightsError
 
@@ -53,6 +53,18 @@ def test_it_is_held_by_any_format(
     load(whole["qwen2"], load_format=load_format)
     with pytest.raises(WeightsError, match=r"^first load: 1 layers did not .*: model\.layers\.0\.mlp\.gate_up_proj \("):
         load(broken, load_format=load_format)
+
+
+def test_mistrals_own_files_are_held_by_the_names_that_the_class_gives_them(
+    whole: dict[str, Path], tmp_path: Path, flashrl: pytest.MonkeyPatch
+) -> None:
+    """vLLM's `auto` prefers them to transformers' files."""
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    folder = changed(whole["mistral"], tmp_path / "new", dict)
+    load(add_consolidated(folder), load_format="auto")
+    add_consolidated(folder, leave_out="layers.1.feed_forward.w3.weight")
+    with pytest.raises(WeightsError, match=r"gate_up_proj \(.* elements, no model\.layers\.1\.mlp\.up_proj\.weight\)$"):
+        load(folder, load_format="auto")
 
 
 def test_a_model_of_another_family_is_held_by_what_its_layers_get(

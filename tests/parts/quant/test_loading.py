@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from broken_checkpoints import EMBEDDING, HEAD, Count, Tensors, broken_checkpoints, write_broken
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from appliance.quant.loading import Loading, ask_transformers
+from appliance.quant import loading
+from appliance.quant.loading import Loading, TensorHeader, ask_transformers, saved_shapes
 
 TIED = {"qwen2": True, "qwen3": True}  # the other families as their classes have it, untied
 CASES = 391
@@ -212,6 +215,42 @@ def test_a_type_that_does_not_fit_the_bits_is_found_and_a_rounded_one_is_not(
     assert fine.problem == "" and fine.doubt.startswith("1 is of another type of 16 bits than the rest (")
 
 
+def test_each_file_is_opened_once_for_the_bits_of_many_tensors(
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An opened file's header is as long as the checkpoint has tensors: once for each pair of tensors is hours."""
+
+    def change(now: Tensors) -> Tensors:
+        return {name: tensor.half() if place % 2 else tensor for place, (name, tensor) in enumerate(now.items())}
+
+    folder = changed(whole["qwen3-moe"], tmp_path / "new", change)
+    opened: list[Path] = []
+
+    def count_opened(file: Path, **settings: str) -> object:
+        opened.append(file)
+        return safe_open(file, **settings)
+
+    monkeypatch.setattr(loading, "safe_open", count_opened)
+    assert "are of another type of 16 bits than the rest" in ask_transformers(folder).doubt
+    assert opened == [folder / "model.safetensors"] * 2  # for its header, and for its values
+
+
+@pytest.mark.parametrize("type_of_all", ["BF16", "F8_E4M3"])
+def test_headers_of_many_experts_take_seconds(type_of_all: str) -> None:
+    """9,000 tensors: what looks at all of them for each took 8 s of a core, and minutes of a large mixture's."""
+    sizes = {"hidden_size": 8, "head_dim": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 8}
+    experts = {"num_experts": 1000, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "num_hidden_layers": 3}
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    shapes = saved_shapes(model)
+    assert len(shapes) > 9000
+    headers = {name: TensorHeader(type_of_all, shape, Path("a")) for name, shape in shapes.items()}
+    started_s = time.process_time()
+    found = loading._Checkpoint(model, headers=headers).judge()
+    assert time.process_time() - started_s < 5
+    assert found.problem.startswith("" if type_of_all == "BF16" else "the weights are not those of the model")
+
+
 def test_values_of_other_sizes_are_no_other_bits(whole: dict[str, Path], tmp_path: Path) -> None:
     """Biases differ by layer: a small one in BF16 among large ones in FP16 is what it says."""
 
@@ -222,8 +261,8 @@ def test_values_of_other_sizes_are_no_other_bits(whole: dict[str, Path], tmp_pat
         half |= {name: torch.full_like(now[name], size).half() for name, size in sizes.items()}
         return half | {biases[0]: torch.full_like(now[biases[0]], 0.01)}
 
-    loading = ask_transformers(changed(whole["qwen2"], tmp_path / "new", change))
-    assert loading.problem == "" and "is of another type of 16 bits than the rest" in loading.doubt
+    found = ask_transformers(changed(whole["qwen2"], tmp_path / "new", change))
+    assert found.problem == "" and "is of another type of 16 bits than the rest" in found.doubt
 
 
 def test_a_tied_head_in_another_type_is_the_embedding_all_the_same(whole: dict[str, Path], tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from broken_checkpoints import Count, broken_checkpoints
+from hub_variables import set_hub
 from plans import make_plan
 from tiny_models import FAMILIES, tiny
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import appliance.trainer.worker  # noqa: F401  a run's processes import it by its name in the environment
 from appliance.errors import AttestationError, WeightsError
@@ -70,6 +71,30 @@ def test_a_rank_without_memory_for_the_model_looks_as_well(whole: dict[str, Path
         broken = next(broken_checkpoints(whole["llama"], folder=tmp_path / "new"))
         with pytest.raises(WeightsError, match=r"1 is missing \(model\.embed_tokens\.weight\)"):
             load_as_verl(broken.folder)
+
+
+def test_a_download_that_broke_off_goes_on_and_is_held_when_it_is_whole(
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache has the index and one of its files; another rank or an earlier attempt left it so."""
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path))
+    snapshot = tmp_path / "models--owner--model" / "snapshots" / ("1" * 40)
+    tiny("llama").save_pretrained(snapshot, max_shard_size="100KB")
+    (tmp_path / "models--owner--model" / "refs").mkdir()
+    (tmp_path / "models--owner--model" / "refs" / "main").write_text("1" * 40)
+    late = sorted(snapshot.glob("*.safetensors"))[1:]
+    contents = {file: file.read_bytes() for file in late}
+    for file in late:
+        file.unlink()
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def download_first(name: str, **settings: object) -> object:
+        for file, content in contents.items():
+            file.write_bytes(content)
+        return from_pretrained(name, **settings)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", download_first)
+    assert late and tensors_loaded(loading.load_whole(AutoModelForCausalLM, "owner/model")) > 0
 
 
 def test_what_is_random_after_all_is_refused(whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,32 +25,32 @@ def write_weights(file: Path, *, missing_bytes: int = 0) -> None:
 
 def test_whole_weights(tmp_path: Path) -> None:
     write_weights(tmp_path / "model.safetensors")
-    assert damage(tmp_path) == ()
+    assert damage(tmp_path).problems == ()
 
 
 def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     write_weights(tmp_path / "model.safetensors", missing_bytes=1)
     size = 8 + len(HEADER) + 8
-    assert damage(tmp_path) == (f"model.safetensors has {size - 1} of {size} bytes",)
+    assert damage(tmp_path).problems == (f"model.safetensors has {size - 1} of {size} bytes",)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x01", b"<!doctype html>", b"version https://git-lfs.github.com/spec/v1"])
 def test_a_file_that_is_something_else(tmp_path: Path, content: bytes) -> None:
     """An unfinished download, a page that says no, the pointer of a file that Git did not fetch."""
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert damage(tmp_path) == ("model.safetensors is not a safetensors file",)
+    assert damage(tmp_path).problems == ("model.safetensors is not a safetensors file",)
 
 
 def test_shards_that_are_missing(tmp_path: Path) -> None:
     names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict(zip("abcde", names, strict=True))}))
     write_weights(tmp_path / names[0])
-    assert damage(tmp_path) == (
+    assert damage(tmp_path).problems == (
         *(f"{name} is missing, {INDEX} names it" for name in names[1:4]),
         "and 1 more",
     )
     (tmp_path / INDEX).write_text("[]")
-    assert damage(tmp_path) == (f"{INDEX} cannot be read",)
+    assert damage(tmp_path).problems == (f"{INDEX} cannot be read",)
 
 
 @contextlib.contextmanager

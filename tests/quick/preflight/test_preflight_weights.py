@@ -39,7 +39,7 @@ def test_one_file_and_shards_are_taken(tmp_path: Path) -> None:
     write(tmp_path / "shards" / "y.safetensors", "b")
     write(tmp_path / "shards" / "left-over.safetensors", "z")  # read by none of the loaders
     index(tmp_path / "shards", a="x.safetensors", b="y.safetensors")
-    assert (damage(tmp_path / "one"), damage(tmp_path / "shards")) == ((), ())
+    assert (damage(tmp_path / "one").problems, damage(tmp_path / "shards").problems) == ((), ())
     assert [file.name for file in weight_files(tmp_path / "one")] == [WHOLE]
     assert [file.name for file in weight_files(tmp_path / "shards")] == ["x.safetensors", "y.safetensors"]
 
@@ -47,46 +47,66 @@ def test_one_file_and_shards_are_taken(tmp_path: Path) -> None:
 def test_an_index_that_names_what_no_file_has(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", "a")
     index(tmp_path, a="x.safetensors", b="x.safetensors")
-    assert damage(tmp_path) == (f"x.safetensors has no b, {INDEX} says it has",)
+    assert damage(tmp_path).problems == (f"x.safetensors has no b, {INDEX} says it has",)
     write(tmp_path / "y.safetensors", "b")  # in another file than it says: both loaders read all of them
     index(tmp_path, a="x.safetensors", b="x.safetensors", c="y.safetensors")
     write(tmp_path / "y.safetensors", "b", "c")
-    assert damage(tmp_path) == ()
+    assert damage(tmp_path).problems == ()
 
 
 def test_a_tensor_that_two_files_have(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", "a", "b")
     write(tmp_path / "y.safetensors", "b")
     index(tmp_path, a="x.safetensors", b="y.safetensors")
-    assert damage(tmp_path) == ("b is in x.safetensors and in y.safetensors",)
+    assert damage(tmp_path).problems == ("b is in x.safetensors and in y.safetensors",)
 
 
 def test_files_of_which_transformers_and_vllm_would_read_different_ones(tmp_path: Path) -> None:
     write(tmp_path / WHOLE, "a")
     write(tmp_path / "more.safetensors", "b")
-    assert damage(tmp_path) == (
+    assert damage(tmp_path).problems == (
         f"more.safetensors lies beside {WHOLE} and no {INDEX} names it: transformers leaves it out, vLLM reads it",
     )
     index(tmp_path, b="more.safetensors")
-    assert damage(tmp_path) == (f"{INDEX} does not name {WHOLE}: transformers reads the one, vLLM the others",)
+    assert damage(tmp_path).problems == (f"{INDEX} does not name {WHOLE}: transformers reads the one, vLLM the others",)
     (tmp_path / INDEX).unlink()
     (tmp_path / WHOLE).unlink()
-    assert damage(tmp_path) == (f"there is no {WHOLE}, and no {INDEX} that names more.safetensors",)
+    assert damage(tmp_path).problems == (f"there is no {WHOLE}, and no {INDEX} that names more.safetensors",)
 
 
 def test_an_adapter_beside_the_model(tmp_path: Path) -> None:
     write(tmp_path / WHOLE, "a")
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert damage(tmp_path) == (
+    assert damage(tmp_path).problems == (
         "adapter_config.json: an adapter that transformers would load with the model, and vLLM would not",
     )
+
+
+def test_each_damage_brings_what_changes_something(tmp_path: Path) -> None:
+    write(tmp_path / "odd.safetensors", "a")
+    assert damage(tmp_path).remedy == f"rename it to {WHOLE}"
+    write(tmp_path / WHOLE, "a")
+    assert damage(tmp_path).remedy == (
+        f"take odd.safetensors out of the folder; or copy or download {INDEX}, if it is of the model"
+    )
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert damage(tmp_path).remedy.endswith(
+        "merge the adapter into the model and save that, or take adapter_config.json out of the folder"
+    )
+    (tmp_path / "adapter_config.json").unlink()
+    index(tmp_path, a="odd.safetensors")
+    assert damage(tmp_path).remedy == f"take {WHOLE} out of the folder, or {INDEX} and the files that it names"
+    (tmp_path / WHOLE).unlink()
+    assert not damage(tmp_path) and damage(tmp_path).remedy == ""
+    (tmp_path / "odd.safetensors").unlink()
+    assert damage(tmp_path).remedy == "copy or download the model again"
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}", "no JSON", "[" * 2000])
 def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
     write(tmp_path / WHOLE, "a")
     (tmp_path / INDEX).write_text(text)
-    assert damage(tmp_path) == (f"{INDEX} cannot be read",)
+    assert damage(tmp_path).problems == (f"{INDEX} cannot be read",)
 
 
 @pytest.fixture
@@ -167,6 +187,28 @@ def test_it_is_ended_with_what_waits_for_it(child: Path, tmp_path: Path) -> None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert time.monotonic() - started < 10
+
+
+def test_what_a_models_code_left_behind_is_ended_with_the_child(child: Path, tmp_path: Path) -> None:
+    left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=open(sys.argv[1] + '/left', 'w'))"
+    said(child, f"{left}; print({ANSWER!r})")
+    with WeightsChild() as one:
+        one.start(tmp_path / "model", trust_remote_code=True)
+        assert one.hear().problem
+        left_pid = int((tmp_path / "model" / "left").read_text())
+        assert not has_ended(left_pid)
+    until_s = time.monotonic() + 10
+    while not has_ended(left_pid):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Also one that nobody has waited for yet: its parent is gone."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
 
 
 def test_what_it_said_is_an_error_or_a_warning() -> None:

@@ -15,10 +15,12 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, StackFacts, read_inputs
 from appliance.preflight.report import examine
+from appliance.quant.headers import Damage
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import Switching
 from appliance.terms.shapes import KNOWN
 
+BAD = Damage(("a is cut short", "b is missing"), "copy it again")
 HUB_MODEL = ("model.builtin=null", "model.path=owner/name")
 
 
@@ -27,8 +29,13 @@ HUB_MODEL = ("model.builtin=null", "model.path=owner/name")
     [
         (
             ("model.builtin=null", "model.path=/m"),
-            {"model_folder_exists": True, "model_missing": (), "model_damage": ("a is cut short", "b is missing")},
+            {"model_folder_exists": True, "model_missing": (), "model_damage": BAD},
             "error: model.path: /m: a is cut short; b is missing",
+        ),
+        (
+            HUB_MODEL,
+            {"model_is_cached": True, "model_damage": BAD},
+            "error: model.path: `owner/name` in the hub's cache: a is cut short; b is missing",
         ),
         (HUB_MODEL, {"model_problem": "`owner/name`: no"}, "error: model.path: `owner/name`: no"),
         ((), {"reward_problem": RewardProblem("7 of 8 are wrong")}, "error: task.kind: 7 of 8 are wrong"),

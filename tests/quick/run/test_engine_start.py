@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
-from appliance.errors import EngineNotStarted, PatchError, is_restartable
+from appliance.errors import EngineNotStarted, PatchError, WeightsError, is_restartable
 from appliance.launch.outcome import Child, failed
 from appliance.launch.side_job import run_child
 from appliance.record.engine_start import LOGGERS, not_started, report_start_failures, starting
@@ -59,6 +59,17 @@ def test_what_fails_after_the_start_is_no_failure_to_start(folder: Path) -> None
 def test_an_error_of_ours_stays_what_it_is(folder: Path) -> None:
     with pytest.raises(PatchError, match="another source"), starting():
         raise PatchError("another source")
+
+
+def test_an_error_of_ours_in_an_engines_process_is_the_users_and_stays_what_it_is(folder: Path) -> None:
+    """Of whatever raised it: nobody there need have reported it."""
+    why = WeightsError("first load: a.weight has a value that is not finite", hint="copy it again")
+    with pytest.raises(WeightsError) as raised, starting():
+        log(WORKERS, why, message="WorkerProc failed to start.")
+        log(CORE, Exception(OF_A_WORKER), message="EngineCore failed to start.")
+        raise RuntimeError(ELSEWHERE)
+    assert (raised.value.message, raised.value.hint) == (why.message, why.hint)
+    assert not is_restartable(raised.value.exit_code, error=type(raised.value).__name__)
 
 
 def test_an_earlier_childs_failure_is_not_this_ones(folder: Path) -> None:

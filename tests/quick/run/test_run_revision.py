@@ -34,7 +34,7 @@ from appliance.recipe.schema import Recipe
 from appliance.record.liveness import HEARTBEAT_FILE, Heartbeat
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.session import RunRecord, RunStatus, versions, write_record
-from appliance.tasks.prepare import is_prepared
+from appliance.tasks.prepare import _check_weights, is_prepared
 from appliance.terms.environment import LOG_DIR_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("no_sample")
@@ -136,6 +136,30 @@ def test_preflight_looks_at_the_commit_that_is_meant(tmp_path: Path, cache: Path
     assert errors(planned(tmp_path, "model.revision=v1")) == {
         "model-unreachable": f"`{NAME}` at `v1` is not a folder and not in the hub's cache, and HF_HUB_OFFLINE is set"
     }
+
+
+@pytest.mark.parametrize(("sets", "commit"), [((), NEW), (("model.revision=v1",), OLD)])
+def test_a_snapshot_that_transformers_and_vllm_would_read_differently_is_refused(
+    tmp_path: Path, cache: Path, sets: tuple[str, ...], commit: str
+) -> None:
+    """One without a file of its index is downloaded; of these files a download would change nothing."""
+    snapshot, plan = cache / "snapshots" / commit, planned(tmp_path, *sets)
+    (snapshot / "more.safetensors").write_bytes((snapshot / "model.safetensors").read_bytes())
+    problem = "more.safetensors lies beside model.safetensors and no model.safetensors.index.json names it"
+    assert errors(plan) == {
+        "model-damaged": f"`{NAME}` in the hub's cache: {problem}: transformers leaves it out, vLLM reads it"
+    }
+    index = {"weight_map": {"a": "model.safetensors", "b": "not-here-yet.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(errors(plan)) == {"model-unreachable"}
+
+
+def test_what_was_fetched_is_looked_at_as_preflight_does(tmp_path: Path, cache: Path) -> None:
+    folder = cache / "snapshots" / OLD
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(PreflightError, match=r"^model\.path: owner/model@(a1)+: adapter_config\.json: ") as raised:
+        _check_weights(folder, plan=planned(tmp_path, "model.revision=v1"))
+    assert "merge the adapter into the model" in raised.value.hint
 
 
 def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
