@@ -215,7 +215,9 @@ class TaskPlan(Frozen):
     own: OwnPlan | None
     """Of the kind `own`."""
     date: str = ""
-    """The day that the chat template is given as today, YYYY-MM-DD; empty where it does not ask."""
+    """The day that the chat template is given as today if it asks, YYYY-MM-DD. Empty where it was known not to ask when
+    the run was planned, and in runs of before there was this field. A model of the hub that was not here yet may ask:
+    its run has a date, and keeps it, which is part of what its problems are told apart by."""
 
     @property
     def tools(self) -> str:
