@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
-from appliance.preflight.inputs import read_template
+from appliance.preflight.template import TemplateChild
 from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
 from appliance.tasks.prepare import prompt_ids
 from appliance.tasks.rows import Problem
-from appliance.tasks.templates import conversation, examine, text_problem
+from appliance.tasks.templates import TemplateFacts, conversation, examine, text_problem
 from appliance.tasks.tiny_model import byte_tokenizer, save_tokenizer
 from appliance.terms.clock import clock_of
 
@@ -119,7 +120,7 @@ def test_templates_that_lose_a_text_are_refused(record_property: pytest.RecordPr
 @pytest.mark.parametrize("name", GOOD)
 def test_what_templates_are_made_for_is_taken(name: str) -> None:
     found = examine(tokenizer_with(GOOD[name]), conversations=[USER, SYSTEM, TURNS], date="2026-11-28")
-    assert (found.problem, found.unsaid, found.words) == ("", "", 259)
+    assert (found.problem, found.begin_of_answer, found.tokens) == ("", "", 259)
 
 
 def test_thinking_of_an_earlier_answer_may_go_and_its_text_may_not() -> None:
@@ -143,7 +144,7 @@ def test_each_row_is_looked_at_where_it_is_counted() -> None:
 def test_a_prompt_without_a_generation_prompt_is_told() -> None:
     without = chat("{{ m.content }}").removesuffix(ANSWER)
     found = examine(tokenizer_with(without), conversations=[USER], date="")
-    assert (found.problem, found.unsaid) == ("", "<|im_start|>assistant")
+    assert (found.problem, found.begin_of_answer) == ("", "<|im_start|>assistant")
     assert found.no_generation_prompt == (
         "the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so the "
         "model has to write `<|im_start|>assistant` itself before it answers"
@@ -167,6 +168,12 @@ def model_folder(folder: Path, template: str) -> Path:
     return folder
 
 
+def heard(recipe: Recipe, *, run_dir: Path) -> TemplateFacts:
+    with TemplateChild() as child:
+        child.start(build_plan(recipe, run_dir=run_dir, host=HOST))
+        return child.hear()
+
+
 def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", chat("{{ m.content }}", each="m in messages if m.role != 'system'"))
     rows = [
@@ -182,9 +189,9 @@ def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) 
             *("task.prompt=prompt", "task.truth=answer", "task.rewards=[{name: number}]"),
         ),
     )
-    facts = read_template(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    facts = heard(recipe, run_dir=tmp_path / "run")
     why = "the model's chat template does not take messages of system, user: it leaves out the system message"
-    assert (facts.problem, facts.remedy, facts.words) == (why, SYSTEM_HINT, 259)
+    assert (facts.problem, facts.remedy, facts.tokens) == (why, SYSTEM_HINT, 259)
 
 
 @pytest.mark.parametrize("content", ["{}", "<!doctype html>", '{"model": 3, "added_tokens": []}'])
@@ -192,7 +199,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path)
     model = model_folder(tmp_path / "model", GOOD["plain"])
     (model / "tokenizer.json").write_text(content)
     recipe = load_recipe("arithmetic-tiny-int8", sets=("model.builtin=null", f"model.path={model}"))
-    facts = read_template(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    facts = heard(recipe, run_dir=tmp_path / "run")
     assert facts.problem.startswith(f"{model}: its tokenizer cannot be loaded: ")
     assert facts.remedy == "copy or download the tokenizer's files again"
 

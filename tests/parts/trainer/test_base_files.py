@@ -80,7 +80,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_every_file_that_a_model_is_read_by_is_the_bases(tmp_path: Path, record_property: pytest.RecordProperty) -> None:
+def test_every_file_that_a_model_is_read_by_is_the_bases(
+    tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
     base = base_model(tmp_path / "base")
     saved = saved_by_transformers(base, tmp_path / "saved")
     bases = {name: content for name, content in files_of(base).items() if name not in NOT_TAKEN}

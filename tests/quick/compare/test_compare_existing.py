@@ -127,9 +127,7 @@ def test_a_comparison_keeps_its_day(
     commit, today = "1" * 40, ["2026-11-28"]
     monkeypatch.chdir(tmp_path)
     set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
-    monkeypatch.setattr(
-        arms, "examine", lambda *_, **__: (None, replace(HOST, today=today[0]), [])
-    )
+    monkeypatch.setattr(arms, "examine", lambda *_, **__: (None, replace(HOST, today=today[0]), []))
     Path("r.yaml").write_text(
         "extends: arithmetic-tiny-int8\nmodel: {builtin: null, path: owner/m}\ntask: {long_prompts: drop}\n"
     )

@@ -105,15 +105,15 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
 )
 def test_a_tokenizer_that_is_not_the_models(words: int, message: str) -> None:
     shape = ModelShape(vocab=151936, architectures=("Qwen2ForCausalLM",))
-    found = findings(model_shape=shape, template=TemplateFacts(words=words))
+    found = findings(model_shape=shape, template=TemplateFacts(tokens=words))
     assert [text for text, _ in found] == ([f"warning: model.path: {message}"] if message else [])
 
 
 def test_what_a_template_does_to_messages_is_found() -> None:
     lost = TemplateFacts("the model's chat template does not take messages of user: it leaves out x", "mend it")
     assert findings(template=lost) == [(f"error: model.path: {lost.problem}", "mend it")]
-    unsaid = TemplateFacts(unsaid="<|im_start|>assistant\n")
-    assert findings(template=unsaid) == [
+    no_prompt = TemplateFacts(begin_of_answer="<|im_start|>assistant\n")
+    assert findings(template=no_prompt) == [
         (
             "warning: model.path: the chat template has no generation prompt: with add_generation_prompt and without "
             "it makes the same, so the model has to write `<|im_start|>assistant\\n` itself before it answers",
