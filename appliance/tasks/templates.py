@@ -28,6 +28,8 @@ END_OF_THINKING = "</think>"
 # What a chat template, which is a program, may raise beside jinja's own.
 OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
 OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
+TEKKEN = "tekken.json"  # Mistral's own format of a tokenizer
+_MISTRALS = "MistralCommonBackend"  # transformers' class for it, taken where the file is there
 _ROWS = 100  # of a file, whose conversations are tried
 _LONG = 20_000  # characters of a message that is tried: longer than a template would cut
 _BEGIN = 40  # characters of a text, by which one that was cut is known
@@ -64,6 +66,20 @@ class TemplateFacts:
             f"the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so "
             f"the model has to write `{begin}` itself before it answers"
         )
+
+
+def missing_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """(why the tokenizer has no chat template, remedy), None where it has one."""
+    if tokenizer.chat_template:
+        return None
+    if type(tokenizer).__name__ == _MISTRALS:
+        problem = (
+            f"{TEKKEN}: transformers reads it by mistral-common, which puts prompts together in code of its own and "
+            "takes no chat template: what the model gets cannot be checked"
+        )
+        return problem, f"use a copy of the folder without {TEKKEN}, which has tokenizer.json and a chat template"
+    problem = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
+    return problem, "take an instruct model, or add a chat_template.jinja to the model's folder"
 
 
 def text_problem(messages: Sequence[Message], rendering: str) -> str:
@@ -207,8 +223,8 @@ def _facts(plan: RunPlan) -> TemplateFacts:
     except Exception as error:  # the boundary of the tokenizer's files, of whatever form
         reason = f"its tokenizer cannot be loaded: {type(error).__name__}: {first_line(error)}"
         return TemplateFacts(f"{plan.model.source}: {reason}", "copy or download the tokenizer's files again")
-    if not tokenizer.chat_template:
-        return TemplateFacts(tokens=len(tokenizer))  # has its own finding
+    if missing := missing_template(tokenizer):
+        return TemplateFacts(*missing, tokens=len(tokenizer))
     return examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
 
 

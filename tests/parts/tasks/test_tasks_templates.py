@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import time
 from pathlib import Path
 
+import mistral_common
 import pytest
 from plans import HOST
 from transformers import PreTrainedTokenizerFast
@@ -202,6 +204,22 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path)
     facts = heard(recipe, run_dir=tmp_path / "run")
     assert facts.problem.startswith(f"{model}: its tokenizer cannot be loaded: ")
     assert facts.remedy == "copy or download the tokenizer's files again"
+
+
+def test_mistrals_own_tokenizer_is_refused_before_the_start(tmp_path: Path) -> None:
+    """The file lies beside tokenizer.json and a chat template, and transformers takes it all the same."""
+    model = model_folder(tmp_path / "model", GOOD["plain"])
+    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (model / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(Path(mistral_common.__file__).parent / "data" / "tekken_240718.json", model / "tekken.json")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=("model.builtin=null", f"model.path={model}"))
+    facts = heard(recipe, run_dir=tmp_path / "run")
+    assert facts.problem == (
+        "tekken.json: transformers reads it by mistral-common, which puts prompts together in code of its own and "
+        "takes no chat template: what the model gets cannot be checked"
+    )
+    (model / "tekken.json").unlink()  # as the remedy says
+    assert heard(recipe, run_dir=tmp_path / "run").problem == ""
 
 
 def test_tried_messages_are_told_apart() -> None:
