@@ -20,7 +20,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
-from appliance.terms.families import NEVER_PARTIAL, why_unknown
+from appliance.terms.families import NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
 from appliance.terms.ropes import rope_conflict, unknown_rope
 from appliance.terms.shapes import ModelShape
 
@@ -215,10 +215,14 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if why := rope_conflict(shape.ropes, longest=longest) or unknown_rope(shape.ropes):
         yield error("rope", "model.path", f"{plan.model.path}: {why}", _ROPE_REMEDY)
     if shape.partial_window and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
-        starts = "vLLM does not start with them" if NEVER_PARTIAL in shape.architectures else "vLLM gives all the same"
+        outcome = "vLLM and the trainer may treat them differently"
+        for architecture in shape.architectures:
+            outcome = UNLIKE_WINDOWS.get(architecture, outcome)
+        if NEVER_PARTIAL in shape.architectures:
+            outcome = "vLLM does not start with them"
         message = f"{plan.model.path}: a part of its layers has a sliding window, of {shape.partial_window} tokens"
         remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
-        yield error("window", "model.path", f"{message}: {starts}", remedy)
+        yield error("window", "model.path", f"{message}: {outcome}", remedy)
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

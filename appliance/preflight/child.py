@@ -29,7 +29,8 @@ class EarlyChild:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EarlyChild:
-        self._given, self._output, self._printed = (tempfile.TemporaryFile() for _ in range(3))
+        self._given, self._output = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._printed = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -156,13 +156,8 @@ def _read(
     model_damage = damage(folder) if may_look else ()
     shape = model_shape(plan)
     is_refused = bool(model_damage or access.unreadable or (shape and shape.quantised))
-    if (
-        weights_child
-        and ask_hub
-        and (may_look or cached)
-        and not is_refused
-        and (weights := folder_of_weights(plan.model))
-    ):
+    is_asked = ask_hub and (may_look or cached) and not is_refused
+    if weights_child and is_asked and (weights := folder_of_weights(plan.model)):
         weights_child.start(weights, trust_remote_code=plan.model.trust_remote_code)
     has_template = not (may_look or cached) or _has_chat_template(plan.model)
     may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)

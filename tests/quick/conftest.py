@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.tasks.templates import TemplateFacts
-
 
 @pytest.fixture(autouse=True)
 def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -31,6 +31,7 @@ LONGROPE = {"type": "su", "original_max_position_embeddings": 10}
 LAYERS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
 NO_ROPE = "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) "
 NO_ROPE += 'with a copy whose config.json has "rope_type": "default", or another model'
+WINDOW_OF_8 = "/m: a part of its layers has a sliding window, of 8 tokens"
 NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
 
 
@@ -74,7 +75,17 @@ NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and n
         (
             "Qwen3ForCausalLM",
             {**LAYERS, "sliding_window": 8},
-            ["/m: a part of its layers has a sliding window, of 8 tokens: vLLM gives all the same"],
+            [f"{WINDOW_OF_8}: the trainer goes by layer_types, vLLM treats all layers alike"],
+        ),
+        (
+            "LlamaForCausalLM",
+            {**LAYERS, "sliding_window": 8},
+            [f"{WINDOW_OF_8}: vLLM goes by layer_types, the trainer gives no layer a window"],
+        ),
+        (
+            "MistralForCausalLM",
+            {**LAYERS, "sliding_window": 8},
+            [f"{WINDOW_OF_8}: vLLM goes by layer_types, the trainer gives every layer the window"],
         ),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, []),
         ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}, []),

@@ -198,7 +198,7 @@ def test_a_template_that_is_tried_too_long_is_a_warning(
         one.start(make_plan(tmp_path / "a"))
         facts = one.hear()
     assert facts == TemplateFacts(unproven="the model's chat template, tried: no end after 0.2 s")
-    assert "note: still trying the model's chat template, for at most 0.2 s\n" == capsys.readouterr().err
+    assert capsys.readouterr().err == "note: still trying the model's chat template, for at most 0.2 s\n"
     plan = make_plan(tmp_path / "a")
     plan = plan.replace(model=plan.model.replace(path=str(tmp_path), source=str(tmp_path)))
     late = [each for each in judge(plan, host=HOST, inputs=replace(INPUTS, template=facts)) if "template" in each.code]
