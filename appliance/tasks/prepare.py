@@ -91,15 +91,15 @@ def _fetch_model(plan: RunPlan) -> None:
         raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error
     if folder != Path(model.path):
         raise EngineError(f"{model.identity} came to {folder}, not to {model.path}: two settings of the hub's cache?")
-    _hold_weights(folder, plan=plan)
+    _check_weights(folder, plan=plan)
     mark = _fetched(plan)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.identity}", why="model.revision")
 
 
-def _hold_weights(folder: Path, *, plan: RunPlan) -> None:
-    """As preflight does, which could not before they were here. Raises PreflightError."""
+def _check_weights(folder: Path, *, plan: RunPlan) -> None:
+    """Check the files of weights as preflight does, which could not before they were here. Raises PreflightError."""
     from appliance.quant.loading import ask_transformers  # loads torch
 
     loading = ask_transformers(folder, trust_remote_code=plan.model.trust_remote_code)
