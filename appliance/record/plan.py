@@ -215,9 +215,7 @@ class TaskPlan(Frozen):
     own: OwnPlan | None
     """Of the kind `own`."""
     date: str = ""
-    """The day that the chat template is given as today if it asks, YYYY-MM-DD. Empty where it was known not to ask when
-    the run was planned, and in runs of before there was this field. A model of the hub that was not here yet may ask:
-    its run has a date, and keeps it, which is part of what its problems are told apart by."""
+    """YYYY-MM-DD, which a chat template that asks is given as today; empty where it was known at first not to ask."""
 
     @property
     def tools(self) -> str:

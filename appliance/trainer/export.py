@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 
 from appliance.errors import PreflightError, TrainingError
 from appliance.files import is_full, whole_folder
-from appliance.hub import MODEL_FILES, REMOTE_CODE
 from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, write_config
 from appliance.quant.uaq import MARK_FILE, fold_back
 from appliance.record.checkpoints import ADAPTER_FOLDER, PROFILE_FOLDER
@@ -45,8 +44,8 @@ everywhere; without that line it is another policy.
 
 # What a model is read by beside its weights: configuration, tokenizer, templates, code; and its licence. No card, which
 # would be none of what was trained. A folder may hold anything else: data, checkpoints and logs of what made it.
-_READ_BESIDE_WEIGHTS = tuple(pattern for pattern in (*MODEL_FILES, REMOTE_CODE) if pattern != "*.safetensors")
-_THE_BASES = (*_READ_BESIDE_WEIGHTS, "*.tiktoken", "*.model.v[0-9]*", "LICENSE*", "LICENCE*", "NOTICE*")
+_READ_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.model.v[0-9]*", "*.txt", "*.tiktoken", "*.py")
+_THE_BASES = (*_READ_BESIDE_WEIGHTS, "LICENSE*", "LICENCE*", "NOTICE*")
 _NOT_THE_BASES = (".*", "README*", "*.index.json", "trainer_state.json", "*_results.json", MARK_FILE)
 _TEMPLATES_FOLDER = "additional_chat_templates"
 
