@@ -9,6 +9,7 @@ id that was given away again is never hit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 _PROC = Path("/proc")
 _KILL_FOR_S = 5.0
 _TRACKERS_FOR_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # here: between fork and exec nothing is loaded
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
     """Of a child that runs one of our modules, or of our libraries'. -P: the current folder is the user's, and Python
     would look there first: a `random.py` of theirs would take the place of its own."""
     return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it is gone, however that ended: the `preexec_fn`
+    of a child that nobody else may look after."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def find_processes(mark: str, *, below: int | None = None) -> list[Process]:

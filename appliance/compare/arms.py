@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -56,6 +56,7 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     recipes = _recipes(comparison)
     folder = full_path(next(iter(recipes.values())).cluster.run_dir) / comparison.name
     cache_dir = folder.parent / CACHE_NAME
+    date = _date_begun(recipes, folder=folder)
     judged: dict[str, tuple[HostFacts, tuple[Finding, ...], dict[str, str]]] = {}
     planned = []
     # Once: what it says of `main` or a tag may change between two arms.
@@ -67,13 +68,33 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
             commit = ask_hub(name, of=recipe.model.revision or "")[0] if name else ""
             data_commit = ask_data(recipe.task.data) if recipe.task.data else ""
             commits = {"commit": commit, "data_commit": data_commit}
-            _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir, **commits)
+            _, host, findings = examine(
+                recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir, date=date, **commits
+            )
             judged[arm] = (host, tuple(findings), commits)
         host, found, commits = judged[arm]
-        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, **commits)
+        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, date=date, **commits)
         planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
     _refuse_other_problems(planned, comparison=comparison)
     return planned
+
+
+def _date_begun(recipes: Mapping[tuple[str, int], Recipe], *, folder: Path) -> str | None:
+    """The day that the prompts of the comparison were given when it began, None where none of its runs is there.
+
+    Which prompts are too long may depend on it, and rewards are compared problem by problem: so a run that starts days
+    later has the same day as those that are done.
+    """
+    for (arm, seed), recipe in recipes.items():
+        run_dir = folder / run_name(arm, seed=seed)
+        try:
+            recipe_begun = (run_dir / "recipe.yaml").read_text()
+            original = _original(run_dir)
+        except (OSError, ValueError, RecipeError):  # no run, or one that `look` takes for another
+            continue
+        if recipe_begun == _as_begun(recipe, original):
+            return original.date
+    return None
 
 
 def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
@@ -164,9 +185,9 @@ def look(run: PlannedRun) -> Existing:
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
     try:
-        original = _original(run)
+        original = _original(folder)
         is_of_this_recipe = (
-            recipe == _as_begun(run, original)
+            recipe == _as_begun(run.recipe, original)
             and (_other_commit(run, original) or has_problems_of(run.plan, run_dir=folder))
             and original.code == {each.copy_name: each.sha256 for each in code_of(run.plan)}
         )
@@ -181,16 +202,16 @@ def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
     """Rewards are compared, so all runs train one commit of a model on the hub. Raises PreflightError with the way on.
     runs: that are there already.  file: of the comparison."""
     for run in runs:
-        if began_with := _other_commit(run, _original(run)):
+        if began_with := _other_commit(run, _original(run.run_dir)):
             model = run.plan.model
             message = f"{run.label}: {model.hub_name}: {model.revision or 'main'} is {model.commit} on the hub now, "
             hint = f"to go on with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
             raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
 
 
-def _original(run: PlannedRun) -> OriginalPlan:
+def _original(run_dir: Path) -> OriginalPlan:
     """What the run that is there began with. Raises RecipeError when its plan cannot be read."""
-    original = original_plan(Target(run.run_dir, RunRecord()), alone=True)
+    original = original_plan(Target(run_dir, RunRecord()), alone=True)
     assert original is not None, "the record is one of a run that has begun"
     return original
 
@@ -204,12 +225,12 @@ def _other_commit(run: PlannedRun, original: OriginalPlan) -> str:
     return original.commit
 
 
-def _as_begun(run: PlannedRun, original: OriginalPlan) -> str:
+def _as_begun(recipe: Recipe, original: OriginalPlan) -> str:
     """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
-    model = run.recipe.model
+    model = recipe.model
     if model.revision and original.commit == model.revision:
         model = model.model_copy(update={"revision": original.revision or None})
-    return to_yaml(run.recipe.model_copy(update={"model": model}))
+    return to_yaml(recipe.model_copy(update={"model": model}))
 
 
 def has_result(record: RunRecord) -> bool:

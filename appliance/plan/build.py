@@ -79,7 +79,7 @@ class OriginalPlan:
     data_commit: str = ""
     """Its commit, empty where it was not known."""
     date: str = ""
-    """The day that its chat template was given, empty where it did not ask."""
+    """The `date` of its TaskPlan."""
     code: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
     are by now."""
@@ -95,13 +95,15 @@ def build_plan(
     original: OriginalPlan | None = None,
     commit: str = "",
     data_commit: str = "",
+    date: str | None = None,
 ) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
     resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
     commit: that the model's revision is on the hub, empty where nobody asked.  data_commit: of `task.data` likewise; a
-    run that is resumed keeps its own.
+    run that is resumed keeps its own.  date: the day that the chat template is given, as a comparison began with it;
+    None: that of the original, else today where the template asks, or may ask.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
@@ -120,7 +122,8 @@ def build_plan(
     if original and original.data == recipe.task.data:
         data_commit = original.data_commit
     code = original.code if original else {}
-    date = original.date if original else _date(model, today=host.today)
+    if date is None:
+        date = original.date if original else _date(model, today=host.today)
     if date and _asks_for_date(model):
         why = "the chat template asks for it: the day on which the run began, in all of its prompts"
         book.note("task.date", date, why)

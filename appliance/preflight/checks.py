@@ -10,6 +10,7 @@ from appliance.plan.host import HostFacts, Limits
 from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimated, moments, peak, shape_on_cpu
 from appliance.preflight import device
 from appliance.preflight.access import judge_access
+from appliance.preflight.child import REMEDY_OF_LATE
 from appliance.preflight.container import judge_container
 from appliance.preflight.disk import bytes_in_bf16, bytes_of_a_save_by_time, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
@@ -19,7 +20,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
-from appliance.terms.families import NEVER_PARTIAL, why_unknown
+from appliance.terms.families import NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
 from appliance.terms.ropes import rope_conflict, unknown_rope
 from appliance.terms.shapes import ModelShape
 
@@ -153,14 +154,16 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield error("chat-template", "model.path", message, remedy)
     if inputs.template.problem and not inputs.model_missing and not inputs.data_problems:
         yield error("chat-template", "model.path", inputs.template.problem, inputs.template.remedy)
-    if inputs.template.unsaid:
+    if inputs.template.unproven:
+        yield warning("template-unproven", "model.path", inputs.template.unproven, REMEDY_OF_LATE)
+    if inputs.template.begin_of_answer:
         remedy = "end the template with what begins an answer, under {% if add_generation_prompt %}"
         yield warning("generation-prompt", "model.path", inputs.template.no_generation_prompt, remedy)
 
 
 def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
     """Where tokenizer and model have other numbers of tokens than padding explains."""
-    rows, words = inputs.model_shape.vocab if inputs.model_shape else 0, inputs.template.words
+    rows, words = inputs.model_shape.vocab if inputs.model_shape else 0, inputs.template.tokens
     if not rows or not words:
         return
     if words > rows:
@@ -218,10 +221,14 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if why := rope_conflict(shape.ropes, longest=longest) or unknown_rope(shape.ropes):
         yield error("rope", "model.path", f"{plan.model.path}: {why}", _ROPE_REMEDY)
     if shape.partial_window and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
-        starts = "vLLM does not start with them" if NEVER_PARTIAL in shape.architectures else "vLLM gives all the same"
+        outcome = "vLLM and the trainer may treat them differently"
+        for architecture in shape.architectures:
+            outcome = UNLIKE_WINDOWS.get(architecture, outcome)
+        if NEVER_PARTIAL in shape.architectures:
+            outcome = "vLLM does not start with them"
         message = f"{plan.model.path}: a part of its layers has a sliding window, of {shape.partial_window} tokens"
         remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
-        yield error("window", "model.path", f"{message}: {starts}", remedy)
+        yield error("window", "model.path", f"{message}: {outcome}", remedy)
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import os.path
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from appliance import console, hub
@@ -17,6 +15,7 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
+from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, folder_of_weights
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_shapes
 from appliance.quant.headers import Damage, damage, missing_shards
@@ -26,7 +25,7 @@ from appliance.record.code import as_it_runs, code_of
 from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
-from appliance.tasks.templates import STARTS_WITHIN_S, TemplateFacts
+from appliance.tasks.templates import TemplateFacts
 from appliance.tasks.tools import asked_of, read_tools
 from appliance.tasks.user_code import ChildOutput, heard
 from appliance.terms.devices import StoredResult
@@ -124,17 +123,24 @@ def read_inputs(
     hold the model's files of weights against its config.json, which takes torch.
     host: for what `bench` kept; None: it is not looked up.
     """
-    with WeightsChild() as child:
-        facts = _read(plan, ask_hub=ask_hub, run_code=run_code, host=host, child=child if read_weights else None)
-        return replace(facts, weights=child.hear())
+    with WeightsChild() as weights, TemplateChild() as template:
+        children = (weights if read_weights else None, template)
+        facts = _read(plan, ask_hub=ask_hub, run_code=run_code, host=host, children=children)
+        return replace(facts, weights=weights.hear(), template=template.hear())
 
 
 def _read(
-    plan: RunPlan, *, ask_hub: bool, run_code: bool, host: HostFacts | None, child: WeightsChild | None
+    plan: RunPlan,
+    *,
+    ask_hub: bool,
+    run_code: bool,
+    host: HostFacts | None,
+    children: tuple[WeightsChild | None, TemplateChild],
 ) -> InputFacts:
-    """child: started as soon as there is something for it, and not waited for."""
+    """children: started as soon as there is something for them, and not waited for."""
     from appliance.tasks.prepare import has_data
 
+    weights_child, template_child = children
     made, folder, name = has_data(plan), Path(plan.model.path), plan.model.hub_name
     cached = bool(name) and _is_cached(plan.model)
     needs_model = bool(name) and not cached
@@ -153,14 +159,14 @@ def _read(
     model_damage = damage(weights_folder) if weights_folder else Damage()
     shape = model_shape(plan)
     is_refused = bool(model_damage or access.unreadable or (shape and shape.quantised))
-    if child and ask_hub and (may_look or cached) and not is_refused and (weights := folder_of_weights(plan.model)):
-        child.start(weights, trust_remote_code=plan.model.trust_remote_code)
+    is_asked = ask_hub and (may_look or cached) and not is_refused
+    if weights_child and is_asked and (weights := folder_of_weights(plan.model)):
+        weights_child.start(weights, trust_remote_code=plan.model.trust_remote_code)
     has_template = not (may_look or cached) or _has_chat_template(plan.model)
-    # The child takes seconds to load transformers, and runs beside the one that grades.
-    with ThreadPoolExecutor(1) as beside:
-        may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
-        template = beside.submit(read_template, plan) if may_load and (may_look or cached) else None
-        reward = reward_problem(plan) if asks_code and not data_problems else None
+    may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
+    if may_load and (may_look or cached):
+        template_child.start(plan)  # it takes seconds to load transformers, and runs beside the one that grades
+    reward = reward_problem(plan) if asks_code and not data_problems else None
     return InputFacts(
         model_folder_exists=is_barred or os.path.isdir(folder),
         model_missing=hub.missing_parts(folder) if may_look else (),
@@ -183,7 +189,6 @@ def _read(
         reward_problem=no_rewards or reward,
         tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
-        template=template.result() if template is not None else TemplateFacts(),
         stack=read_stack(plan),
         stored=_stored(plan, host=host) if host and not plan.trainer.one_flow else None,
         written=read_written(plan),
@@ -335,18 +340,6 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     found = heard("appliance.tasks.sample", given=task.model_dump_json(), within_s=within_s)
     return _problem(found, within_s=within_s, is_own=task.own is not None)
-
-
-def read_template(plan: RunPlan) -> TemplateFacts:
-    """What a child says of the model's tokenizer and chat template. Nothing on a host that has the launcher alone, and
-    starts a container: preflight is made in that again."""
-    if find_spec("transformers") is None:
-        return TemplateFacts()
-    said = heard("appliance.tasks.templates", given=plan.model_dump_json(), within_s=STARTS_WITHIN_S)
-    if "template" in said.words:
-        return TemplateFacts(**said.words["template"])
-    ended = f"no end after {STARTS_WITHIN_S:g} s" if said.is_late else f"its process ended with {said.code}"
-    return TemplateFacts(f"the model's chat template, tried: {ended}: {said.printed}", "look at the tokenizer's files")
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:

@@ -41,13 +41,14 @@ def examine(
     original: OriginalPlan | None = None,
     commit: str | None = None,
     data_commit: str | None = None,
+    date: str | None = None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub, run_code: as read_inputs; where no code runs, weights are not read either.
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
-    is asked where it may be.
+    is asked where it may be.  date: as build_plan.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
@@ -60,6 +61,7 @@ def examine(
         original=original,
         commit=_commit(recipe, original=original, ask_hub=ask_hub) if commit is None else commit,
         data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
+        date=date,
     )
     inputs = read_inputs(plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host)
     return plan, host, judge(plan, host=host, inputs=inputs)

@@ -8,27 +8,21 @@ there changes: `compare` and `verify` look at one model several times.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance import hub
+from appliance.preflight.child import REMEDY_OF_LATE, WITHIN_S, EarlyChild
 from appliance.preflight.finding import Finding, error, warning
 from appliance.processes import module_argv
 from appliance.record.plan import ModelPlan
 from appliance.tasks.user_code import voice
 
 _CHILD = "appliance.preflight.weights"
-_WITHIN_S = 300.0  # with no file in the cache, on a busy host
-_TAIL_BYTES = 4096
-_SHOWN = 200  # characters
+_HELD = "its weights could not be held against its config.json"
 
 _Key = tuple[str, bool, tuple[tuple[str, int, int], ...]]
 _KNOWN: dict[_Key, WeightsFacts] = {}
@@ -41,70 +35,42 @@ class WeightsFacts:
     problem: str = ""
     remedy: str = ""
     doubt: str = ""
+    unproven: str = ""
+    """Why it is not known whether the files hold the model."""
 
 
 class WeightsChild:
     """`start` it where there are files to look at, and `hear` it later; it is ended with the block in any case."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child = EarlyChild(doing="holding the model's weights against its config.json")
         self._key: _Key | None = None
 
     def __enter__(self) -> WeightsChild:
-        self._output, self._printed = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._child.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            # Also where the child has ended: code of the model's own may have left processes in its group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._output.close()
-        self._printed.close()
+    def __exit__(self, *of_an_error: object) -> None:
+        self._child.__exit__(*of_an_error)
 
     def start(self, folder: Path, *, trust_remote_code: bool) -> None:
         """trust_remote_code: whether code that comes with the model may run."""
         self._key = (str(folder), trust_remote_code, _stamp(folder))
         if self._key not in _KNOWN:
-            self._process = subprocess.Popen(
-                module_argv(_CHILD, str(folder), str(trust_remote_code)),
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._printed,
-                start_new_session=True,  # with code of the model's own it may leave processes
-            )
+            self._child.start(module_argv(_CHILD, str(folder), str(trust_remote_code)))
 
     def hear(self) -> WeightsFacts:
         if self._key is None:
             return WeightsFacts()
-        if self._process is not None:
-            facts = self._wait(self._process)
-            if facts is None:
-                return WeightsFacts(
-                    self._failure(self._process), "look at what it printed; the model's files are unproven"
-                )
-            _KNOWN[self._key] = facts
+        if self._child.is_started:
+            output = self._child.hear()
+            if "loading" not in output.words:
+                if output.is_late:
+                    return WeightsFacts(unproven=f"{_HELD} within {WITHIN_S:g} s")
+                problem = f"{_HELD}: exit code {output.code}: {output.printed}"
+                return WeightsFacts(problem, "look at what it printed; the model's files are unproven")
+            _KNOWN[self._key] = WeightsFacts(**output.words["loading"])
         return _KNOWN[self._key]
-
-    def _wait(self, process: subprocess.Popen[bytes]) -> WeightsFacts | None:
-        """None where it said nothing."""
-        try:
-            process.wait(_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            return None
-        self._output.seek(0)
-        for line in self._output.read().decode(errors="replace").splitlines():  # a library may have printed before
-            if line.startswith('{"loading": '):
-                return WeightsFacts(**json.loads(line)["loading"])
-        return None
-
-    def _failure(self, process: subprocess.Popen[bytes]) -> str:
-        if process.poll() is None:
-            return f"its weights could not be held against its config.json within {_WITHIN_S:g} s"
-        self._printed.seek(0)
-        last = (self._printed.read()[-_TAIL_BYTES:].decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        return f"its weights could not be held against its config.json: exit code {process.returncode}: {last[:_SHOWN]}"
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -127,6 +93,8 @@ def judge_weights(model: ModelPlan, facts: WeightsFacts) -> Iterator[Finding]:
     if facts.doubt:
         remedy = "save the model again in one type, unless you know why"
         yield warning("model-types", "model.path", f"{model.source}: {facts.doubt}", remedy)
+    if facts.unproven:
+        yield warning("model-unproven", "model.path", f"{model.source}: {facts.unproven}", REMEDY_OF_LATE)
 
 
 def main() -> int:

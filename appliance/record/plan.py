@@ -215,7 +215,7 @@ class TaskPlan(Frozen):
     own: OwnPlan | None
     """Of the kind `own`."""
     date: str = ""
-    """The day that the chat template is given as today, YYYY-MM-DD; empty where it does not ask."""
+    """YYYY-MM-DD, which a chat template that asks is given as today; empty where it was known at first not to ask."""
 
     @property
     def tools(self) -> str:

@@ -24,7 +24,7 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import PromptLimit
-from appliance.tasks.templates import OF_A_PROGRAM, refusal, text_problem
+from appliance.tasks.templates import OF_A_PROGRAM, missing_template, refusal, text_problem
 from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
 from appliance.terms.clock import clock_of
 
@@ -100,7 +100,7 @@ def _fetch_model(plan: RunPlan) -> None:
 
 
 def _check_weights(folder: Path, *, plan: RunPlan) -> None:
-    """Look at them as preflight does, which could not before they were here. Raises PreflightError."""
+    """Check the files of weights as preflight does, which could not before they were here. Raises PreflightError."""
     if bad := damage(folder):
         message = f"model.path: {plan.model.identity}: {'; '.join(bad.problems)}"
         raise PreflightError(message, hint=f"in a copy of its folder, given as model.path: {bad.remedy}")
@@ -188,9 +188,8 @@ def prompt_ids(
     not take the messages, or loses one of them. date: the day that the template is given, see clock_of."""
     import jinja2
 
-    if not tokenizer.chat_template:
-        message = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
-        raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
+    if missing := missing_template(tokenizer):
+        raise RecipeError([missing])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     render = functools.partial(
         tokenizer.apply_chat_template,

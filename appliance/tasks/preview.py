@@ -73,7 +73,7 @@ def _template_notes(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> lis
     facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
     if facts.problem:
         raise RecipeError([(facts.problem, facts.remedy)])
-    notes = [facts.no_generation_prompt] if facts.unsaid else []
+    notes = [facts.no_generation_prompt] if facts.begin_of_answer else []
     if clock_of(tokenizer, date=plan.task.date):
         notes.append(f"the chat template asks for the date: {plan.task.date}; a run gives it the day on which it began")
     if begun := " ".join(begun_by_prompt(tokenizer).split()):

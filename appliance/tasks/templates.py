@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 END_OF_THINKING = "</think>"
-STARTS_WITHIN_S = 60.0  # the child: it loads transformers
 # What a chat template, which is a program, may raise beside jinja's own.
 OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
 OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
+TEKKEN = "tekken.json"  # Mistral's own format of a tokenizer
+_MISTRALS = "MistralCommonBackend"  # transformers' class for it, taken where the file is there
 _ROWS = 100  # of a file, whose conversations are tried
 _LONG = 20_000  # characters of a message that is tried: longer than a template would cut
 _BEGIN = 40  # characters of a text, by which one that was cut is known
@@ -49,20 +50,36 @@ class TemplateFacts:
     """Why the template cannot be used, or empty."""
     remedy: str = ""
     """Against the problem."""
-    unsaid: str = ""
+    begin_of_answer: str = ""
     """What the model has to write before its answer, because the template has no generation prompt; or empty."""
-    words: int = 0
-    """Tokens that the tokenizer knows; 0 where it could not be loaded."""
+    tokens: int = 0
+    """Size of the tokenizer's vocabulary; 0 where it could not be loaded."""
+    unproven: str = ""
+    """Why it is not known whether the template can be used, or empty."""
 
     @property
     def no_generation_prompt(self) -> str:
-        """A sentence about `unsaid`."""
-        line = self.unsaid.replace("\n", "\\n")
+        """A sentence about `begin_of_answer`."""
+        line = self.begin_of_answer.replace("\n", "\\n")
         begin = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
         return (
             f"the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so "
             f"the model has to write `{begin}` itself before it answers"
         )
+
+
+def missing_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """(why the tokenizer has no chat template, remedy), None where it has one."""
+    if tokenizer.chat_template:
+        return None
+    if type(tokenizer).__name__ == _MISTRALS:
+        problem = (
+            f"{TEKKEN}: transformers reads it by mistral-common, which puts prompts together in code of its own and "
+            "takes no chat template: what the model gets cannot be checked"
+        )
+        return problem, f"use a copy of the folder without {TEKKEN}, which has tokenizer.json and a chat template"
+    problem = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
+    return problem, "take an instruct model, or add a chat_template.jinja to the model's folder"
 
 
 def text_problem(messages: Sequence[Message], rendering: str) -> str:
@@ -118,13 +135,13 @@ def examine(tokenizer: PreTrainedTokenizerBase, *, conversations: Sequence[Seque
     """What stands against a template. conversations: the roles of the messages of each that the task has."""
     import jinja2
 
-    clock, words = clock_of(tokenizer, date=date), len(tokenizer)
+    clock, tokens = clock_of(tokenizer, date=date), len(tokenizer)
 
     def render(messages: Sequence[Message], *, prompts: bool = True, in_parts: bool = False) -> str:
         made = [{"role": role, "content": _parts(text) if in_parts else text} for role, text in messages]
         return tokenizer.apply_chat_template(made, tokenize=False, add_generation_prompt=prompts, **clock)
 
-    unsaid = ""
+    begin_of_answer = ""
     for roles in conversations:
         messages = conversation(roles)
         raised: BaseException | None = None
@@ -140,9 +157,9 @@ def examine(tokenizer: PreTrainedTokenizerBase, *, conversations: Sequence[Seque
             if raised is None and _takes_parts(messages, render=render):
                 remedy = _HINT_PARTS
             problem = f"the model's chat template does not take messages of {', '.join(roles)}: {reason}"
-            return TemplateFacts(problem, remedy, words=words)
-        unsaid = unsaid or _unsaid(messages, render=render)
-    return TemplateFacts(unsaid=unsaid, words=words)
+            return TemplateFacts(problem, remedy, tokens=tokens)
+        begin_of_answer = begin_of_answer or _begin_of_answer(messages, render=render)
+    return TemplateFacts(begin_of_answer=begin_of_answer, tokens=tokens)
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -158,7 +175,7 @@ def _takes_parts(messages: Sequence[Message], *, render: Callable[..., str]) -> 
         return False
 
 
-def _unsaid(messages: Sequence[Message], *, render: Callable[..., str]) -> str:
+def _begin_of_answer(messages: Sequence[Message], *, render: Callable[..., str]) -> str:
     """What the template puts between a prompt and the answer to it, where it puts nothing at the end of a prompt that
     is to be answered. Nothing of a template that begins the answer right behind the prompt: Mistral's."""
     import jinja2
@@ -206,8 +223,8 @@ def _facts(plan: RunPlan) -> TemplateFacts:
     except Exception as error:  # the boundary of the tokenizer's files, of whatever form
         reason = f"its tokenizer cannot be loaded: {type(error).__name__}: {first_line(error)}"
         return TemplateFacts(f"{plan.model.source}: {reason}", "copy or download the tokenizer's files again")
-    if not tokenizer.chat_template:
-        return TemplateFacts(words=len(tokenizer))  # has its own finding
+    if missing := missing_template(tokenizer):
+        return TemplateFacts(*missing, tokens=len(tokenizer))
     return examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from appliance.processes import module_argv
+from appliance.processes import end_with_parent, module_argv
 from appliance.tasks.neighbours import PREFIX, folder_of_modules
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
@@ -207,7 +207,7 @@ def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
     """
     with (  # no pipes, which may outlive their child; of its text a byte may be none of UTF-8
         tempfile.TemporaryFile("w+", errors="replace") as said,
-        tempfile.TemporaryFile("w+", errors="replace") as printed,
+        tempfile.TemporaryFile() as printed,
     ):
         child = subprocess.Popen(
             module_argv(module),
@@ -216,6 +216,7 @@ def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
             stderr=printed,
             encoding="utf-8",
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         try:
             is_late = not _ends(child, given=given, said=said, within_s=within_s)
@@ -224,14 +225,24 @@ def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
                 os.killpg(child.pid, signal.SIGKILL)
             code = child.wait()
         said.seek(0)
-        words: dict[str, Any] = {}
-        for line in said.read().splitlines():  # before the first one a library may have printed
-            with contextlib.suppress(ValueError, TypeError):
-                words |= json.loads(line)
-        printed.seek(0, os.SEEK_END)
-        printed.seek(max(0, printed.tell() - _TAIL_BYTES))
-        last = (printed.read().strip().splitlines() or ["no message"])[-1]
-        return ChildOutput(words, code, is_late, last[:_SHOWN])
+        return ChildOutput(words_in(said.read()), code, is_late, last_line(printed))
+
+
+def words_in(text: str) -> dict[str, Any]:
+    """What a child said by `voice`, by word."""
+    words: dict[str, Any] = {}
+    for line in text.splitlines():  # before the first one a library may have printed
+        with contextlib.suppress(ValueError, TypeError):
+            words |= json.loads(line)
+    return words
+
+
+def last_line(printed: IO[bytes]) -> str:
+    """The last line of a file, in short."""
+    printed.seek(0, os.SEEK_END)
+    printed.seek(max(0, printed.tell() - _TAIL_BYTES))
+    lines = printed.read().decode(errors="replace").strip().splitlines()
+    return (lines or ["no message"])[-1][:_SHOWN]
 
 
 def _ends(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: float) -> bool:

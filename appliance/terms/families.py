@@ -129,6 +129,14 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
     )
 
 
+UNLIKE_WINDOWS = {
+    "Qwen3ForCausalLM": "the trainer goes by layer_types, vLLM treats all layers alike",
+    "LlamaForCausalLM": "vLLM goes by layer_types, the trainer gives no layer a window",
+    "MistralForCausalLM": "vLLM goes by layer_types, the trainer gives every layer the window",
+    "Qwen3MoeForCausalLM": "neither vLLM nor the trainer goes by layer_types",
+}
+"""What becomes of a model with a sliding window in a part of its layers, by its architecture: in vLLM, which generates,
+and in transformers, which trains."""
 NEVER_PARTIAL = "Qwen2ForCausalLM"  # vLLM's class of it asserts that all layers have a sliding window, or none
 _ROPES = (DEFAULT_ROPE, LLAMA3)
 

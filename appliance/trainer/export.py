@@ -42,8 +42,11 @@ everywhere; without that line it is another policy.
 """
 
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.index.json")
-_NOT_THE_BASES = (*_WEIGHTS, ".*", "README*", MARK_FILE)  # a card of the base would be none of what was trained
+# What a model is read by beside its weights: configuration, tokenizer, templates, code; and its licence. No card, which
+# would be none of what was trained. A folder may hold anything else: data, checkpoints and logs of what made it.
+_READ_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.model.v[0-9]*", "*.txt", "*.tiktoken", "*.py")
+_THE_BASES = (*_READ_BESIDE_WEIGHTS, "LICENSE*", "LICENCE*", "NOTICE*")
+_NOT_THE_BASES = (".*", "README*", "*.index.json", "trainer_state.json", "*_results.json", MARK_FILE)
 _TEMPLATES_FOLDER = "additional_chat_templates"
 
 
@@ -77,7 +80,11 @@ def put_base_files(folder: Path, *, base: Path) -> None:
 
 
 def _is_the_bases(name: str) -> bool:
-    return not any(fnmatch.fnmatch(name, pattern) for pattern in _NOT_THE_BASES)
+    """Whether a file of this name is one that a saved model has from its base."""
+    is_read, is_left = (
+        any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for patterns in (_THE_BASES, _NOT_THE_BASES)
+    )
+    return is_read and not is_left
 
 
 def main() -> int:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.tasks.templates import TemplateFacts
-
 
 @pytest.fixture(autouse=True)
 def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -25,5 +23,5 @@ def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     one that tries a chat template (2 s; tests/parts/tasks/test_tasks_templates.py) and the one that holds weights
     against config.json (seconds; tests/parts/preflight)."""
     monkeypatch.setattr("appliance.preflight.inputs.reward_problem", lambda _: None)
-    monkeypatch.setattr("appliance.preflight.inputs.read_template", lambda _: TemplateFacts())
+    monkeypatch.setattr("appliance.preflight.template.TemplateChild.start", lambda *_: None)
     monkeypatch.setattr("appliance.preflight.weights.WeightsChild.start", lambda *_, **__: None)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import time
 from pathlib import Path
 
+import mistral_common
 import pytest
 from plans import HOST
 from transformers import PreTrainedTokenizerFast
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
-from appliance.preflight.inputs import read_template
+from appliance.preflight.template import TemplateChild
 from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
 from appliance.tasks.prepare import prompt_ids
 from appliance.tasks.rows import Problem
-from appliance.tasks.templates import conversation, examine, text_problem
+from appliance.tasks.templates import TemplateFacts, conversation, examine, text_problem
 from appliance.tasks.tiny_model import byte_tokenizer, save_tokenizer
 from appliance.terms.clock import clock_of
 
@@ -119,7 +122,7 @@ def test_templates_that_lose_a_text_are_refused(record_property: pytest.RecordPr
 @pytest.mark.parametrize("name", GOOD)
 def test_what_templates_are_made_for_is_taken(name: str) -> None:
     found = examine(tokenizer_with(GOOD[name]), conversations=[USER, SYSTEM, TURNS], date="2026-11-28")
-    assert (found.problem, found.unsaid, found.words) == ("", "", 259)
+    assert (found.problem, found.begin_of_answer, found.tokens) == ("", "", 259)
 
 
 def test_thinking_of_an_earlier_answer_may_go_and_its_text_may_not() -> None:
@@ -143,7 +146,7 @@ def test_each_row_is_looked_at_where_it_is_counted() -> None:
 def test_a_prompt_without_a_generation_prompt_is_told() -> None:
     without = chat("{{ m.content }}").removesuffix(ANSWER)
     found = examine(tokenizer_with(without), conversations=[USER], date="")
-    assert (found.problem, found.unsaid) == ("", "<|im_start|>assistant")
+    assert (found.problem, found.begin_of_answer) == ("", "<|im_start|>assistant")
     assert found.no_generation_prompt == (
         "the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so the "
         "model has to write `<|im_start|>assistant` itself before it answers"
@@ -167,6 +170,12 @@ def model_folder(folder: Path, template: str) -> Path:
     return folder
 
 
+def heard(recipe: Recipe, *, run_dir: Path) -> TemplateFacts:
+    with TemplateChild() as child:
+        child.start(build_plan(recipe, run_dir=run_dir, host=HOST))
+        return child.hear()
+
+
 def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", chat("{{ m.content }}", each="m in messages if m.role != 'system'"))
     rows = [
@@ -182,9 +191,9 @@ def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) 
             *("task.prompt=prompt", "task.truth=answer", "task.rewards=[{name: number}]"),
         ),
     )
-    facts = read_template(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    facts = heard(recipe, run_dir=tmp_path / "run")
     why = "the model's chat template does not take messages of system, user: it leaves out the system message"
-    assert (facts.problem, facts.remedy, facts.words) == (why, SYSTEM_HINT, 259)
+    assert (facts.problem, facts.remedy, facts.tokens) == (why, SYSTEM_HINT, 259)
 
 
 @pytest.mark.parametrize("content", ["{}", "<!doctype html>", '{"model": 3, "added_tokens": []}'])
@@ -192,9 +201,25 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path)
     model = model_folder(tmp_path / "model", GOOD["plain"])
     (model / "tokenizer.json").write_text(content)
     recipe = load_recipe("arithmetic-tiny-int8", sets=("model.builtin=null", f"model.path={model}"))
-    facts = read_template(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    facts = heard(recipe, run_dir=tmp_path / "run")
     assert facts.problem.startswith(f"{model}: its tokenizer cannot be loaded: ")
     assert facts.remedy == "copy or download the tokenizer's files again"
+
+
+def test_mistrals_own_tokenizer_is_refused_before_the_start(tmp_path: Path) -> None:
+    """The file lies beside tokenizer.json and a chat template, and transformers takes it all the same."""
+    model = model_folder(tmp_path / "model", GOOD["plain"])
+    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (model / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(Path(mistral_common.__file__).parent / "data" / "tekken_240718.json", model / "tekken.json")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=("model.builtin=null", f"model.path={model}"))
+    facts = heard(recipe, run_dir=tmp_path / "run")
+    assert facts.problem == (
+        "tekken.json: transformers reads it by mistral-common, which puts prompts together in code of its own and "
+        "takes no chat template: what the model gets cannot be checked"
+    )
+    (model / "tekken.json").unlink()  # as the remedy says
+    assert heard(recipe, run_dir=tmp_path / "run").problem == ""
 
 
 def test_tried_messages_are_told_apart() -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
+from plans import HOST
 
-from appliance.compare import command, results
+from appliance.compare import arms, command, results
 from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run, set_aside
 from appliance.compare.command import _ready, _where
 from appliance.compare.file import load_comparison
@@ -114,6 +116,41 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
     assert ready.plan.resume_from == newest and f"trainer.resume_from_path={newest}" in ready.plan.argv
     assert (ready.recipe, ready.plan.seed, ready.run_dir) == (run.recipe, run.plan.seed, run.run_dir)
     assert [path.name for path in run.run_dir.parent.iterdir()] == ["a-seed0"]  # nothing was set aside
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ strftime_now('%d') }}{{ messages }}"])
+@pytest.mark.parametrize("is_here", [True, False], ids=["here at first", "downloaded by the first run"])
+def test_a_comparison_keeps_its_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, is_here: bool
+) -> None:
+    """What is done counts on another day, and once the model is here; a run that starts then has the same problems."""
+    commit, today = "1" * 40, ["2026-11-28"]
+    monkeypatch.chdir(tmp_path)
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    monkeypatch.setattr(arms, "examine", lambda *_, **__: (None, replace(HOST, today=today[0]), []))
+    Path("r.yaml").write_text(
+        "extends: arithmetic-tiny-int8\nmodel: {builtin: null, path: owner/m}\ntask: {long_prompts: drop}\n"
+    )
+    Path("c.yaml").write_text(TEXT.replace("arithmetic-tiny-int8", "r.yaml"))
+
+    def download() -> None:
+        snapshot = tmp_path / "hub" / "models--owner--m" / "snapshots" / commit
+        (refs := snapshot.parents[1] / "refs").mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        (refs / "main").write_text(commit)
+        (snapshot / "config.json").write_text("{}")
+        (snapshot / "chat_template.jinja").write_text(template)
+
+    if is_here:
+        download()
+    first, later = plan_runs(load_comparison("c.yaml"))
+    end(first, state=RunStatus.DONE, code=0)
+    if not is_here:
+        download()
+    today[0] = "2026-12-01"
+    again, other = plan_runs(load_comparison("c.yaml"))
+    assert (look(again), look(other)) == (Existing.DONE, Existing.NOTHING)
+    assert (again.plan.task, other.plan.task) == (first.plan.task, later.plan.task)
 
 
 @pytest.mark.slow  # 3 s each, by the clock

@@ -31,6 +31,7 @@ LONGROPE = {"type": "su", "original_max_position_embeddings": 10}
 LAYERS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
 NO_ROPE = "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) "
 NO_ROPE += 'with a copy whose config.json has "rope_type": "default", or another model'
+WINDOW_OF_8 = "/m: a part of its layers has a sliding window, of 8 tokens"
 NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
 
 
@@ -74,7 +75,17 @@ NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and n
         (
             "Qwen3ForCausalLM",
             {**LAYERS, "sliding_window": 8},
-            ["/m: a part of its layers has a sliding window, of 8 tokens: vLLM gives all the same"],
+            [f"{WINDOW_OF_8}: the trainer goes by layer_types, vLLM treats all layers alike"],
+        ),
+        (
+            "LlamaForCausalLM",
+            {**LAYERS, "sliding_window": 8},
+            [f"{WINDOW_OF_8}: vLLM goes by layer_types, the trainer gives no layer a window"],
+        ),
+        (
+            "MistralForCausalLM",
+            {**LAYERS, "sliding_window": 8},
+            [f"{WINDOW_OF_8}: vLLM goes by layer_types, the trainer gives every layer the window"],
         ),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, []),
         ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}, []),
@@ -105,15 +116,15 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
 )
 def test_a_tokenizer_that_is_not_the_models(words: int, message: str) -> None:
     shape = ModelShape(vocab=151936, architectures=("Qwen2ForCausalLM",))
-    found = findings(model_shape=shape, template=TemplateFacts(words=words))
+    found = findings(model_shape=shape, template=TemplateFacts(tokens=words))
     assert [text for text, _ in found] == ([f"warning: model.path: {message}"] if message else [])
 
 
 def test_what_a_template_does_to_messages_is_found() -> None:
     lost = TemplateFacts("the model's chat template does not take messages of user: it leaves out x", "mend it")
     assert findings(template=lost) == [(f"error: model.path: {lost.problem}", "mend it")]
-    unsaid = TemplateFacts(unsaid="<|im_start|>assistant\n")
-    assert findings(template=unsaid) == [
+    no_prompt = TemplateFacts(begin_of_answer="<|im_start|>assistant\n")
+    assert findings(template=no_prompt) == [
         (
             "warning: model.path: the chat template has no generation prompt: with add_generation_prompt and without "
             "it makes the same, so the model has to write `<|im_start|>assistant\\n` itself before it answers",

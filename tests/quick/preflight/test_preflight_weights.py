@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import make_plan
+from plans import HOST, INPUTS, make_plan
 
-from appliance.preflight import weights
+from appliance.preflight import child as children
+from appliance.preflight import inputs, template, weights
+from appliance.preflight.checks import judge
+from appliance.preflight.child import EarlyChild
 from appliance.preflight.finding import Severity
+from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, judge_weights
 from appliance.quant.headers import INDEX, WHOLE, damage, weight_files
+from appliance.tasks.templates import TemplateFacts
 
 
 def write(file: Path, *names: str) -> None:
@@ -165,13 +174,23 @@ def test_a_child_that_dies_is_an_error_and_is_asked_again(child: Path, tmp_path:
     assert times(child) == 2
 
 
-def test_a_child_that_takes_too_long_is_ended(child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_WITHIN_S", 0.2)
+def test_a_child_that_takes_too_long_is_ended(
+    child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is a host's fault more often than the model's: the run itself says the same later."""
+    monkeypatch.setattr(weights, "WITHIN_S", 0.2)
+    monkeypatch.setattr(children, "WITHIN_S", 0.2)
     said(child, "time.sleep(60)")
     with WeightsChild() as one:
         one.start(tmp_path / "model", trust_remote_code=False)
-        assert one.hear().problem == "its weights could not be held against its config.json within 0.2 s"
-        pid = one._process.pid
+        facts = one.hear()
+        assert facts == WeightsFacts(unproven="its weights could not be held against its config.json within 0.2 s")
+        pid = one._child._process.pid
+    (late,) = judge_weights(make_plan(Path("/runs/a-1")).model, facts)
+    assert (late.severity, late.code) == (Severity.WARNING, "model-unproven")
+    assert capsys.readouterr().err == (
+        "note: still holding the model's weights against its config.json, for at most 0.2 s\n"
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -182,7 +201,7 @@ def test_it_is_ended_with_what_waits_for_it(child: Path, tmp_path: Path) -> None
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), WeightsChild() as one:
         one.start(tmp_path / "model", trust_remote_code=False)
-        pid = one._process.pid
+        pid = one._child._process.pid
         raise KeyboardInterrupt
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -196,19 +215,84 @@ def test_what_a_models_code_left_behind_is_ended_with_the_child(child: Path, tmp
         one.start(tmp_path / "model", trust_remote_code=True)
         assert one.hear().problem
         left_pid = int((tmp_path / "model" / "left").read_text())
-        assert not has_ended(left_pid)
+        assert is_alive(left_pid)
     until_s = time.monotonic() + 10
-    while not has_ended(left_pid):
+    while is_alive(left_pid):
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
 
-def has_ended(pid: int) -> bool:
-    """Also one that nobody has waited for yet: its parent is gone."""
+def test_a_template_that_is_tried_too_long_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(template, "WITHIN_S", 0.2)
+    monkeypatch.setattr(children, "WITHIN_S", 0.2)
+    monkeypatch.setattr(template, "module_argv", lambda _: ("sleep", "60"))
+    with TemplateChild() as one:
+        one.start(make_plan(tmp_path / "a"))
+        facts = one.hear()
+    assert facts == TemplateFacts(unproven="the model's chat template, tried: no end after 0.2 s")
+    assert capsys.readouterr().err == "note: still trying the model's chat template, for at most 0.2 s\n"
+    plan = make_plan(tmp_path / "a")
+    plan = plan.replace(model=plan.model.replace(path=str(tmp_path), source=str(tmp_path)))
+    late = [each for each in judge(plan, host=HOST, inputs=replace(INPUTS, template=facts)) if "template" in each.code]
+    assert [(each.severity, each.code, each.message) for each in late] == [
+        (Severity.WARNING, "template-unproven", facts.unproven)
+    ]
+
+
+def test_ctrl_c_waits_for_neither_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the rewards are tried: by then both others have begun."""
+    write(tmp_path / WHOLE, "a")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    started: list[EarlyChild] = []
+    start = EarlyChild.start
+
+    def note(child: EarlyChild, argv: object, *, given: str = "") -> None:
+        start(child, ("sleep", "60"), given=given)
+        started.append(child)
+
+    def interrupt(_: object) -> None:
+        assert len(started) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EarlyChild, "start", note)
+    monkeypatch.setattr(inputs, "reward_problem", interrupt)
+    monkeypatch.setattr(inputs, "model_shape", lambda _: None)
+    plan = make_plan(tmp_path / "runs" / "a")
+    plan = plan.replace(model=plan.model.replace(path=str(tmp_path), source=str(tmp_path)))
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        inputs.read_inputs(plan, ask_hub=True)
+    assert time.monotonic() - began_s < 10
+    for child in started:
+        assert child._process is not None and child._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_ends_with_who_started_it(sent: signal.Signals) -> None:
+    """However that ends: no `finally` runs then."""
+    program = (
+        "import os\nfrom appliance.preflight.child import EarlyChild\n"
+        "with EarlyChild(doing='') as child:\n"
+        f"    child.start(('sleep', '60')); print(child._process.pid, flush=True); os.kill(os.getpid(), {sent:d})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -sent, done.stderr
+    pid, deadline = int(done.stdout), time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which whoever adopted it has not reaped, is not."""
     try:
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_what_it_said_is_an_error_or_a_warning() -> None:
