@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from appliance.quant.headers import MISTRALS, missing_shards
-
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")  # no pickles
 REMOTE_CODE = "*.py"
 _MAIN = "main"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
+_MISTRALS = "consolidated"  # as in quant/headers.py
 _CHAT_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/default.jinja")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ANSWERS_WITHIN_S = 5
@@ -66,12 +65,6 @@ def commit_in_cache(name: str, *, revision: str) -> str:
     return folder.name if folder is not None and is_commit(folder.name) else ""
 
 
-def is_cached(name: str) -> bool:
-    """Whether the cache has the whole of `main`, with every file that its index names."""
-    folder = cached_snapshot(name)
-    return folder is not None and not missing_parts(folder) and not missing_shards(folder)
-
-
 def missing_parts(folder: Path) -> tuple[str, ...]:
     """Of a model's folder: `config.json`, `weights`, `tokenizer`; empty when it is complete."""
     missing = [] if os.path.isfile(folder / _CONFIG) else [_CONFIG]
@@ -112,7 +105,7 @@ def weight_bytes(folder: Path) -> int:
 def weight_files(folder: Path) -> list[Path]:
     """Sorted; none where this user may not look."""
     found = folder.glob(_WEIGHTS) if os.path.isdir(folder) else ()  # Path.glob raises where this user may not look
-    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(MISTRALS))
+    return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(_MISTRALS))
 
 
 # Asking the hub
@@ -260,7 +253,7 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
         name,
         revision=revision or None,
         allow_patterns=patterns,
-        ignore_patterns=f"{MISTRALS}*",
+        ignore_patterns=f"{_MISTRALS}*",
     )
     try:
         with beating(beat):

@@ -209,8 +209,6 @@ def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
 def _is_cached(model: ModelPlan) -> bool:
     """Whether the hub's cache has all of a model's files. One that is there and damaged counts: it is refused, for the
     hub is not asked for it again."""
-    if not model.revision:
-        return hub.is_cached(model.hub_name)
     folder = _snapshot(model)
     return folder is not None and not hub.missing_parts(folder) and not missing_shards(folder)
 

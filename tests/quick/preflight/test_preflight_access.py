@@ -256,7 +256,7 @@ inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
 assert uaq_problem(plan.replace(uaq=UaqPlan(scale=1.5, folder=closed))) == ""
 constants.HF_HUB_CACHE = closed
-assert not hub.is_cached("owner/model")
+assert hub.cached_snapshot("owner/model") is None
 key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins, tensor_parallel=1)
 assert read_result(key, cache_dir=Path({cache!r})) == (None, "")
 for each in (*checks._model(plan, inputs), *judge_access(inputs.access)):

@@ -80,18 +80,6 @@ def test_half_a_snapshot_is_none(cached: Path, monkeypatch: pytest.MonkeyPatch) 
     assert hub.revision(NAME) == ("", "HF_HUB_OFFLINE is set")
 
 
-def test_a_snapshot_without_a_file_of_its_index_is_half_a_one(cached: Path) -> None:
-    """It is downloaded, not taken for a model that is damaged."""
-    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    (cached / "model.safetensors").rename(cached / shards[0])
-    (cached / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
-    )
-    assert not hub.is_cached(NAME)
-    (cached / shards[1]).write_text("{}")
-    assert hub.is_cached(NAME)
-
-
 def test_a_hub_that_refuses_is_quoted(answering: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path))
     assert hub.revision("owner/other") == ("", f"{answering} answers 404")
