@@ -54,20 +54,19 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[\w.,]*\w|\\frac\s*\{[^{}]*\}\s*\
 
 def boxes(text: str) -> list[Mark]:
     """What `\\boxed{}`, `\\fbox{}` and `\\framebox{}` hold, and `\\boxed 5`; of boxes in a box the outer one."""
-    marks: list[Mark] = []
+    spans: list[tuple[int, int, int]] = []  # of each box: its start, that of its inside, and the closing brace's place
     opened: list[tuple[int, int]] = []  # where each brace that is open, or its box, begins, and where its inside does
-    box_starts: list[int] = []
     for brace in _BRACES.finditer(text):
         if brace[0] == "}":
             if opened:
                 start, inside = opened.pop()
                 if inside > start + 1:  # the brace of a box
-                    while marks and marks[-1].start > start:
-                        marks.pop()
-                    marks.append(Mark(start, brace.end(), text[inside : brace.start()].strip()))
+                    while spans and spans[-1][0] > start:
+                        spans.pop()
+                    spans.append((start, inside, brace.start()))
         elif brace[0].endswith("{") and brace[0] != "\\{":
             opened.append((brace.start(), brace.end()))
-            box_starts.append(brace.start())
+    marks = [Mark(start, end + 1, text[inside:end].strip()) for start, inside, end in spans]
     marks += [Mark(found.start(), found.end(), found[1]) for found in _BARE_BOX.finditer(text)]
     return sorted(marks, key=lambda mark: mark.start)
 
@@ -126,15 +125,17 @@ def without_thoughts(text: str) -> str:
 
 _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
 _ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
-_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*\w[^\n]*)")
-_NUMBERED = re.compile(r"(?!\W*-\W*-)[-+.$\\({\[\u2212\u2013\uff0d€£¥*`' \t]*(?:\\[a-z]+[\s{]*)?[-$]*\d")
+_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*+([^\n]*+)")
+_NUMBERED = re.compile(
+    r"(?!\W*-\W*-)(?:[-+.$({\[\u2212\u2013\uff0d€£¥*`' \t]|\\(?![a-z]))*+(?:\\[a-z]++[\s{]*+)?[-$]*+\d"
+)
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
 def last_line(text: str) -> Mark | None:
     """What follows the last `####` that is followed by a number, on its line; else what the last line of all marks so:
     others are headings."""
-    lines = list(_LINE.finditer(text))
+    lines = [line for line in _LINE.finditer(text) if re.search(r"\w", line[1])]
     if not lines:
         return None
     line = next((found for found in reversed(lines) if _NUMBERED.match(found[1])), lines[-1])

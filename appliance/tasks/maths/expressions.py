@@ -2,7 +2,7 @@
 
 sum      [+-] product ((+ | -) product)*
 product  power ((* | / | nothing) power)*        two numbers side by side are no product
-power    atom (! | °)* [^ power]
+power    atom [! | !! | °] [^ power [!]]
 atom     number, letter with its index, ( sum ), { sum }, |sum|, floor, ceiling, \\frac, \\binom, \\sqrt[n]{}, f(sum)
 """
 
@@ -19,6 +19,7 @@ FUNCTIONS = {
     *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
     *("ln", "log", "lg", "exp"),
 }
+_INVERTED = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"}
 CONSTANTS = {"π", "e", "i", "∞"}
 _WORDS = {
     "pi": "π",
@@ -137,16 +138,12 @@ class _Parser:
             raise UnreadableError(f"no {text}")
 
     def sum(self) -> Expression:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise UnreadableError("nested too deeply")
         sign = self._takes("+", "-")
         expression = self._product()
         if sign == "-":
             expression = negative(expression)
         while sign := self._takes("+", "-"):
             expression = Operation("sum" if sign == "+" else "difference", (expression, self._product()))
-        self._depth -= 1
         return expression
 
     def _product(self) -> Expression:
@@ -176,14 +173,16 @@ class _Parser:
 
     def _power(self) -> Expression:
         expression = self._atom()
-        while mark := self._takes("!", "°", "'"):
-            if mark == "'":
-                raise UnreadableError("a derivative")
-            expression = Operation("factorial" if mark == "!" else "degrees", (expression,))
+        if mark := self._takes("!", "°"):
+            is_double = mark == "!" and self._takes("!")
+            name = "double factorial" if is_double else "factorial" if mark == "!" else "degrees"
+            expression = Operation(name, (expression,))
         if self._takes("^"):
             expression = Operation("power", (expression, self._exponent()))
-            while self._takes("!"):
+            if self._takes("!"):
                 expression = Operation("factorial", (expression,))
+        if self._next().text in ("!", "°", "'"):
+            raise UnreadableError("several factorials or degrees, or a derivative")
         return expression
 
     def _exponent(self) -> Expression:
@@ -212,6 +211,14 @@ class _Parser:
         return expression
 
     def _atom(self) -> Expression:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise UnreadableError("nested too deeply")
+        expression = self._any_atom()
+        self._depth -= 1
+        return expression
+
+    def _any_atom(self) -> Expression:
         token = self._next()
         if token.kind == "number":
             self.place += 1
@@ -274,6 +281,8 @@ class _Parser:
         if exponent is None:
             return value
         if exponent == negative(Number(Fraction(1))):
+            if name not in _INVERTED:
+                raise UnreadableError(f"the inverse of {name}")
             return Operation(f"arc{name}", value.operands)
         return Operation("power", (value, exponent))
 

@@ -8,9 +8,9 @@ computed: such an expression is the same as none. So nothing here takes longer t
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -77,6 +77,10 @@ def _exact_operation(name: str, first: Fraction, second: Fraction = Fraction(0))
             if first > _LARGEST_FACTORIAL:
                 raise UnreadableError("too large a factorial")
             return Fraction(math.factorial(int(first)))
+        case "double factorial":
+            if first.denominator > 1 or not 0 <= first <= _LARGEST_FACTORIAL:
+                raise UnreadableError("a double factorial of no whole number, or too large")
+            return Fraction(math.prod(range(int(first), 0, -2)))
         case "binomial":
             if first.denominator > 1 or second.denominator > 1 or not 0 <= second <= first <= _LARGEST_FACTORIAL:
                 return None
@@ -125,14 +129,18 @@ def _whole_root(number: int, degree: int) -> int | None:
     return low if low**degree == number else None
 
 
-@functools.cache
+_contexts = threading.local()
+
+
 def _context(digits: int) -> Any:
-    """mpmath with so many digits; nobody changes its settings, so that threads may share it."""
+    """mpmath with so many digits. Each thread has its own: functions such as cot raise the precision while they run."""
     import mpmath
 
-    context = mpmath.MPContext()
-    context.dps = digits
-    return context
+    by_digits = _contexts.__dict__
+    if digits not in by_digits:
+        by_digits[digits] = mpmath.MPContext()
+    by_digits[digits].dps = digits
+    return by_digits[digits]
 
 
 def _value(expression: Expression, *, at: Mapping[str, Fraction], digits: int) -> Any:
@@ -150,7 +158,7 @@ def _value(expression: Expression, *, at: Mapping[str, Fraction], digits: int) -
     operands = [_value(operand, at=at, digits=digits) for operand in expression.operands]
     try:
         value = _operation(context, expression.name, *operands)
-    except (ZeroDivisionError, OverflowError, ValueError, ArithmeticError) as error:
+    except (ArithmeticError, ValueError, TypeError, NotImplementedError, context.NoConvergence) as error:
         raise UnreadableError(str(error)) from error
     if not context.isfinite(value):
         raise UnreadableError("no finite value")
@@ -177,12 +185,14 @@ def _operation(context: Any, name: str, first: Any, second: Any = None) -> Any:
             return (context.floor if name == "floor" else context.ceil)(first)
         case "factorial":
             return context.gamma(_bounded(first, 1e4) + 1)
+        case "double factorial":
+            raise UnreadableError("a double factorial of a letter")
         case "binomial":
             return context.binomial(_bounded(first, 1e4), _bounded(second, 1e4))
         case "power":
             return _power(context, first, second)
         case "root":
-            if first.imag == 0 and first.real < 0 and second.imag == 0 and second % 2 == 1:
+            if first.imag == 0 and first.real < 0 and second.imag == 0 and second.real % 2 == 1:
                 return -_power(context, -first, 1 / second)
             return _power(context, first, 1 / second)
         case "exp":
