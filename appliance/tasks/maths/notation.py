@@ -146,6 +146,7 @@ def normal_form(text: str) -> str:
     text = re.sub(r"(?<=\d)\{,\}(?=\d)", ",", text)
     text = _ORDINAL.sub("", re.sub(r"\\\s*$", "", text))
     text = _WORD_MINUS.sub("-", text)
+    text = re.sub(r"(?<![!\s\d)])\s*!=|\\not\s*=|(?<=[A-Za-z])\s+!=", "≠", text)
     text = _DECIMAL_COMMA.sub(lambda found: f"{found[1].replace('.', '')}.{found[2]}", text)
     text = _DOTTED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _with_one_notation_of_numbers(text)

@@ -103,7 +103,8 @@ def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
         words = re.findall(r"[A-Za-zμΩ¢]+", behind)
         is_known = bool(words) and units.unit_of_word(words[0]) is not None
         parts = units.read_unit(behind)
-        if parts is not None and (
+        is_factor = not is_marked and units.may_be_factors(behind, value=value)
+        if (parts is not None and not is_factor) and (
             is_marked or (gap and not units.is_algebra(behind)) or (is_known and (gap or len(words[0]) > 1))
         ):
             readings.append((value, parts))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +19,7 @@ from appliance.tasks.maths.expressions import (
     CONSTANTS,
     Expression,
     Number,
+    Operation,
     Symbol,
     UnreadableError,
     has_decimal,
@@ -28,6 +29,7 @@ from appliance.tasks.maths.expressions import (
 
 DECIMALS = Fraction(1, 10**6)  # of the larger number, where one of the two is written as a decimal
 _DIGITS = (60, 120)  # with which values are computed
+_MORE_DIGITS = (120, 180)  # of values far from zero, where more digits cancel
 _NOISE = 1e-40  # relative error that 60 digits stay within
 _MOST_BITS = 20_000  # of a rational
 _LARGEST_EXPONENT = 1e5  # times the binary logarithm of the base
@@ -255,10 +257,9 @@ def _values_at_points(one: Expression, other: Expression) -> Iterator[tuple[Any,
     """Their values at several points, or their only ones. Raises UnreadableError where there are too few."""
     names = sorted(symbols(one) | symbols(other))
     count, failure = 0, UnreadableError("no values")
-    for point in range(_POINTS if names else 1):
-        at = {name: _coordinate(name, point) for name in names}
+    for at, digits in _points(names, operations={*_operations(one), *_operations(other)}):
         try:
-            pair = (_without_noise(one, at=at), _without_noise(other, at=at))
+            pair = (_without_noise(one, at=at, digits=digits), _without_noise(other, at=at, digits=digits))
         except UnreadableError as error:
             failure = error
             continue
@@ -268,6 +269,35 @@ def _values_at_points(one: Expression, other: Expression) -> Iterator[tuple[Any,
         raise failure
 
 
+_PIECEWISE = {"absolute", "root", "power", "floor", "ceiling", "ln", "log", "lg"}
+_WIDE_POINTS = 6
+
+
+def _operations(expression: Expression) -> set[str]:
+    return {part.name for part in walk(expression) if isinstance(part, Operation)}
+
+
+def _points(names: Sequence[str], *, operations: set[str]) -> Iterator[tuple[dict[str, Fraction], tuple[int, int]]]:
+    """Points, and the digits to compute with: near zero, and far from it where |x + 4| may be x + 4 near zero alone;
+    whole numbers too where something is rounded to them."""
+    for point in range(_POINTS if names else 1):
+        yield {name: _coordinate(name, point) for name in names}, _DIGITS
+    if names and operations & _PIECEWISE:
+        for point in range(_WIDE_POINTS):
+            yield {name: _wide_coordinate(name, point) for name in names}, _MORE_DIGITS
+    if names and operations & {"floor", "ceiling"}:
+        for whole in (2, -3, 7):
+            yield {name: Fraction(whole + place) for place, name in enumerate(names)}, _DIGITS
+
+
+def _wide_coordinate(name: str, point: int) -> Fraction:
+    """Of a letter at a point far from zero: 3 to 60, at the first point positive, at the second negative."""
+    digest = hashlib.sha256(f"{name} far {point}".encode()).digest()
+    size = Fraction(int.from_bytes(digest[:6], "big"), 1 << 48) * 57 + 3
+    is_negative = bool(digest[6] % 2) if point > 1 else point == 1
+    return -size if is_negative else size
+
+
 def _coordinate(name: str, point: int) -> Fraction:
     """Of a letter at a point, always the same: up to 3, of either sign but positive for all letters at the first."""
     digest = hashlib.sha256(f"{name} {point}".encode()).digest()
@@ -275,10 +305,10 @@ def _coordinate(name: str, point: int) -> Fraction:
     return -size if point and digest[6] % 2 else size
 
 
-def _without_noise(expression: Expression, *, at: Mapping[str, Fraction]) -> Any:
+def _without_noise(expression: Expression, *, at: Mapping[str, Fraction], digits: tuple[int, int]) -> Any:
     """The value, zero where it is only the error of rounding: what is not shrinks with more digits."""
-    rough = _value(expression, at=at, digits=_DIGITS[0])
+    rough = _value(expression, at=at, digits=digits[0])
     if abs(rough) > 1e-30:
         return rough
-    fine = _value(expression, at=at, digits=_DIGITS[1])
-    return fine if abs(fine) > abs(rough) / 10**20 else _context(_DIGITS[0]).mpf(0)
+    fine = _value(expression, at=at, digits=digits[1])
+    return fine if abs(fine) > abs(rough) / 10**20 else _context(digits[0]).mpf(0)
