@@ -127,7 +127,7 @@ _OPERATOR_BEHIND = re.compile(
 )
 _DENIED_BEFORE = re.compile(r"(?i)(?:\bnot|n['’]t|\bnever|\bcannot)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z")
 _HEDGED_BEHIND = re.compile(
-    r"(?i)[\s,;(]*(?:or|alternatively|possibly|perhaps|maybe|as\s+well\s+as|vs\.?|versus)\b[^.\n]{0,40}\d"
+    r"(?i)[\s,;(]*(?:or|alternatively|possibly|perhaps|maybe|as\s+well\s+as|vs\.?|versus)\b[^.\n]{0,40}(?:\d|(?-i:\b[A-J]\b))"
 )
 _AROUND = 60  # characters around a box that may be of one formula with it
 

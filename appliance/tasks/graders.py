@@ -66,12 +66,7 @@ def is_right(answer: str, *, truth: str) -> bool:
 def _is_only_number(answer: str, *, truth: str) -> bool:
     """Whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
     plain = normal_form(answer[:_TAIL])
-    if (
-        len(answer) > LONGEST_ANSWER
-        or "\\" in plain
-        or "n't" in plain
-        or not _has_words(read_answer(plain))
-    ):
+    if len(answer) > LONGEST_ANSWER or "\\" in plain or "n't" in plain or not _has_words(read_answer(plain)):
         return False
     numbers = _scanned(plain)
     if len(numbers) != 1:

@@ -39,7 +39,11 @@ def final_answer(response: str) -> str | None:
     answer, response = None, without_thoughts(response)
     for _ in range(DEEPEST_MARK):
         mark = answer_line(response) or last_box(response)
-        if mark is None or is_corrected(response, mark.end) or (answer is not None and is_part(mark.inner, whole=response)):
+        if (
+            mark is None
+            or is_corrected(response, mark.end)
+            or (answer is not None and is_part(mark.inner, whole=response))
+        ):
             break
         answer = response = mark.inner
     return answer

@@ -129,13 +129,17 @@ def _is_same_name(one: str, other: str) -> bool:
     """One may have fewer words, `cost` for `total cost`, or a word's first letter, `A` for `Area`: x is not y."""
     if one.replace(" ", "") == other.replace(" ", ""):
         return True
+    if {one, other} == {"y", "f(x)"}:
+        return True
     words, others = {*one.lower().split()}, {*other.lower().split()}
     if not all(re.fullmatch("[a-z']+", word) for word in words | others):
         return False
     short, long = sorted((one.lower(), other.lower()), key=len)
     fewer = min(words, others, key=len)
     is_part = words <= others or others <= words
-    return (is_part and all(len(word) > 2 for word in fewer)) or (len(short) == 1 and len(long) > 2 and long.startswith(short))
+    return (is_part and all(len(word) > 2 for word in fewer)) or (
+        len(short) == 1 and len(long) > 2 and long.startswith(short)
+    )
 
 
 def _are_multiples(one: Expression | None, other: Expression | None, *, of_same_sign: bool = False) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from appliance.tasks.maths import expressions, values
-from appliance.tasks.maths.english import is_name
+from appliance.tasks.maths.english import DENIALS, is_name, words_of
 from appliance.tasks.maths.expressions import Expression, Number, Operation, Symbol, UnreadableError, read_expression
 from appliance.tasks.maths.nodes import Items, Matrix, Named, Node, Option, Quantity, Relation, Union, Words
 from appliance.tasks.maths.quantities import read_based, read_quantity
@@ -122,6 +122,7 @@ def _connector(separators: Sequence[str]) -> str:
 
 
 _OPTION = re.compile(r"\(([A-J])\)\s*(\S.*)|([A-J])[).:]\s+(\S.*)")
+_NO_OPTION = re.compile(r"\A\(?[A-J]\)?\.?\Z|\s\(?[A-J][).:]\s")  # another option
 _ONE_OPTION = re.compile(r"\(\s*([A-Z])\s*\)|([A-Z])\s*\)")
 
 
@@ -132,6 +133,8 @@ def _read_item(text: str, *, depth: int) -> Node:
     if (label := _LABEL.fullmatch(text)) and is_name(label[1]):
         return Named(_plain_name(label[1]), read_answer(label[2], depth=depth + 1))
     if (option := _OPTION.fullmatch(text)) and not re.match(r"[-+*/^=∪_(]", option[2] or option[4]):
+        if _NO_OPTION.search(option[2] or option[4]) or (text[1] == ":" and not DENIALS.isdisjoint(words_of(text))):
+            return _words(text)
         return Option(option[1] or option[3], _read_item(trimmed(option[2] or option[4]), depth=depth + 1))
     if re.fullmatch(r"(?i)(?:the\s+)?(?:set\s+of\s+)?(?:all\s+)?(?:real\s+numbers|reals)|ℝ", text):
         infinity = Symbol("∞")

@@ -179,7 +179,9 @@ def may_be_factors(text: str, *, value: str) -> bool:
     letters = [word for word in words if len(word) == 1]
     if "/" in text and all(unit_of_word(word) for word in words):
         return False
-    is_computed = re.search(r"sqrt|π|pi|\^|[()!]", value) is not None
+    is_computed = re.search(r"frac|sqrt|π|pi|\^|[()!]", value) is not None
+    if letters and "^" in text and letters != ["m"]:
+        return True
     return len(letters) > (0 if is_computed else 1) or (bool(letters) and any(len(word) == 2 for word in words))
 
 
