@@ -54,7 +54,7 @@ _STATEMENT = re.compile(  # what stands before the number of a sentence that say
     r"(?:(?:exactly|only|just|now|equal\s+to|a\s+total\s+of|in\s+total|still|about|approximately)\s+)*"
     r"(?:USD|EUR|GBP|[-$(\s])*"
 )
-_NOT_BEFORE = NO_PART_OF_A_UNIT - {"is", "are", "was", "and", "such", "given", "square", "at", "may"}
+_NOT_BEFORE = NO_PART_OF_A_UNIT - {"is", "are", "was", "and", "such", "given", "square", "at", "may", "choose"}
 _NOT_BEHIND = _NOT_BEFORE - {"choose", "by", "over", "up", "base", "pi", "when", "where", "point"}
 
 

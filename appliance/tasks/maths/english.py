@@ -8,48 +8,50 @@ from __future__ import annotations
 
 import re
 
-NUMBERS = frozenset(
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+NUMBERS = _set(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety lakh lakhs crore crores".split()
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety lakh lakhs crore crores"
 )
-MULTIPLES = frozenset("hundred hundreds thousand thousands million millions billion billions trillion dozen".split())
-FRACTIONS = frozenset(
+FRACTIONS = _set(
     "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth "
-    "eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths".split()
+    "eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths"
 )
-OPERATORS = frozenset(
+OPERATORS = _set(
     "plus minus times divided multiplied multiple multiples over by choose mod modulo remainder factorial squared "
     "cubed point power negative twice double triple thrice reciprocal inverse opposite square cube root log logarithm "
-    "sine cosine tangent absolute percent repeating recurring raised without base ratio versus vs".split()
+    "sine cosine tangent absolute percent repeating recurring raised without base ratio versus vs"
 )
-COMPARISONS = frozenset(
+COMPARISONS = _set(
     "less fewer more greater smaller larger higher lower least most than below above under over up exceeds exceeding "
-    "beyond almost nearly between within max min maximum minimum at".split()
+    "beyond almost nearly between within max min maximum minimum at"
 )
-DENIALS = frozenset(
+DENIALS = _set(
     "no not never neither nor none cannot wrong incorrect false except excluding unless rejected reject rejects "
-    "eliminated invalid impossible failed fail fails isnt instead rather".split()
+    "eliminated invalid impossible failed fail fails isnt instead rather"
 )
-HEDGES = frozenset(
-    "or maybe perhaps possibly alternatively either another if where when suppose guess might may could vs versus "
-    "wait actually mistake correction reflection sorry otherwise but".split()
+HEDGES = _set(
+    "or maybe perhaps possibly alternatively either another if where when suppose guess might may could "
+    "wait actually mistake correction reflection sorry otherwise but"
 )
-GREEK = frozenset("alpha beta gamma delta epsilon theta lambda mu pi rho sigma tau phi chi psi omega".split())
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt gcd lcm max min det".split()
-)
+GREEK = _set("alpha beta gamma delta epsilon theta lambda mu pi rho sigma tau phi chi psi omega")
+FUNCTIONS = _set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt gcd lcm max min det")
 
 NO_PART_OF_A_NAME = DENIALS | HEDGES | (COMPARISONS - {"at", "min", "max", "maximum", "minimum", "least"}) | FUNCTIONS
 NO_PART_OF_A_UNIT = (
     NUMBERS
     | FRACTIONS
     | (OPERATORS - {"square", "cube", "squared", "cubed", "percent"})
-    | (COMPARISONS - {"at"})
+    | (COMPARISONS - {"at", "more"})
     | DENIALS
     | HEDGES
     | GREEK
     | FUNCTIONS
-    | frozenset("is are was and and such given gross".split())
+    | _set("is are was and such given gross")
 ) - {"min", "second", "seconds"}
 _OF_A_VALUE = re.compile(
     r"(?i)\b(?:square|cube|root|half|third|quarter|twice|double|triple|reciprocal|inverse|opposite|negative|minus|"

@@ -154,7 +154,7 @@ _MOST_WORDS = 6  # of a name
 _TURNED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
 _INDEX = r"(?:\s*_\s*(?:\{[\w\s,]*\}|\w+))?"
 _NAME = re.compile(  # a letter or points, perhaps with an index or an argument; else words
-    rf"[∠△]?\s*(?:[A-Za-zα-ωΑ-Ω]{_INDEX}|[A-Z]{{2,4}}|[a-z]{{2,3}})(?:\s*\([A-Za-zα-ω0-9, ∩∪|]*\))?"
+    rf"[∠△]?\s*(?:[A-Za-zα-ωΑ-Ω]{_INDEX}|[A-Za-z]'+(?=\s*\()|[A-Z]{{2,4}}|[a-z]{{2,3}})(?:\s*\([A-Za-zα-ω0-9, ∩∪|]*\))?"
 )
 _NOUNS = re.compile(r"(?:[A-Za-z]+\s+)*[A-Za-z]{2,}(?:\s+(?:∠?\s*[A-Za-z]{1,4}|of|at))?")
 
