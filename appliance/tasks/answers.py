@@ -122,8 +122,10 @@ _OPERATOR_BEFORE = re.compile(
     r"(?<![A-Za-z])\d|[\^_]\{|\\frac\s*\{[^{}]*\}\s*\{|\\(?:frac|sqrt)\s*\{)\Z"
 )
 _OPERATOR_BEHIND = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*(?:\\circ|°))|_|!(?=[\w+*/^-])|/\s*[\w\\({]|\+|\*\s*[\w\\]|-\s*(?:\d|\\[a-z]|[a-z]\b)|"
-    r"\\(?:cdot|times|div|pm|frac|sqrt|pi|sin|cos|ln)\b)|\d|[A-Za-z](?![A-Za-z])"
+    r"(?:\s*[|)\]}])?\s*(?:\^(?!\s*\{?\s*(?:\\circ|°))|_|!(?=[\w+*/^-])|/\s*[\w\\({]|\+|\*\s*[\w\\]|-\s*(?:\d|\\[a-z]|[a-z]\b)|"
+    r"\\(?:cdot|times|div|pm|frac|sqrt|pi|sin|cos|ln)\b)|\.?\d|[A-Za-z](?![A-Za-z])|"
+    r"\s*(?:\\text\s*\{\s*)?(?:hundred|thousand|million|billion|dozen)\b|\s*\?|"
+    r"\s*(?:is|was|would\s+be)\s+(?:wrong|incorrect|not|false|too)\b"
 )
 _DENIED_BEFORE = re.compile(r"(?i)(?:\bnot|n['’]t|\bnever|\bcannot)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z")
 _HEDGED_BEHIND = re.compile(
@@ -141,8 +143,12 @@ def _is_part_of_more(text: str, box: Mark) -> bool:
     is_in_formula = not text[max(0, box.start - 2) : box.start].isspace()
     if _DENIED_BEFORE.search(before) or (is_in_formula and _OPERATOR_BEFORE.search(before)):
         return True
+    is_coordinate = before.endswith("(") and behind.lstrip().startswith(",")
+    is_factorial = re.match(r"\s*!\s*(?:\$|\\[)\]])", text[box.end : box.end + _AROUND]) is not None
     return bool(
-        _OPERATOR_BEHIND.match(behind)
+        is_coordinate
+        or is_factorial
+        or _OPERATOR_BEHIND.match(behind)
         or (_HEDGED_BEHIND.match(behind) and not _OR_BEHIND.match(text[box.end : box.end + _AROUND]))
         or is_corrected(text, box.end)
     )
@@ -250,7 +256,7 @@ def marked_answer(text: str) -> str | None:
 
 def is_part(inner: str, *, whole: str) -> bool:
     """Whether a mark within a mark holds only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
-    if re.match(r"(?i)\W*(?:not|never|no)\b", whole):
+    if re.match(r"(?i)\W*(?:not|never)\b", whole):
         return True
     rest = re.sub(r"\\[A-Za-z]*(?:box|text)[A-Za-z]*|####", "", whole).replace(inner, "", 1)
     return (
@@ -337,6 +343,8 @@ def unmarked_answers(text: str) -> list[str]:
             last -= 1
         return [tail[segments[last].start() : segments[-1].end()]]
     sentence = _last_sentence(tail)
+    if re.search(r"[A-Za-z]\s*\^[^=]*=|\d[A-Za-z]\b[^=]*=", sentence):
+        return []  # 2x = 4 does not say what x is
     return [part for part in re.split(r"=|≈|\bis\b|\bare\b|\bequals\b|:(?!\d)", sentence)[-1:] if part.strip()]
 
 

@@ -55,7 +55,17 @@ _STATEMENT = re.compile(  # what stands before the number of a sentence that say
     r"(?:USD|EUR|GBP|[-$(\s])*"
 )
 _NOT_BEFORE = NO_PART_OF_A_UNIT - {"is", "are", "was", "and", "such", "given", "square", "at", "may", "choose"}
-_NOT_BEHIND = _NOT_BEFORE - {"choose", "by", "over", "up", "base", "pi", "when", "where", "point"}
+_NOT_BEHIND = (_NOT_BEFORE | {"squared", "cubed"}) - {
+    "choose",
+    "by",
+    "over",
+    "up",
+    "base",
+    "pi",
+    "when",
+    "where",
+    "point",
+}
 
 
 def is_right(answer: str, *, truth: str) -> bool:

@@ -28,7 +28,7 @@ OPERATORS = _set(
 )
 COMPARISONS = _set(
     "less fewer more greater smaller larger higher lower least most than below above under over up exceeds exceeding "
-    "beyond almost nearly between within max min maximum minimum at"
+    "beyond few too almost nearly between within max min maximum minimum at"
 )
 DENIALS = _set(
     "no not never neither nor none cannot wrong incorrect false except excluding unless rejected reject rejects "
