@@ -50,10 +50,13 @@ def _answers(text: str, *, truth: str) -> bool:
 
 _STATEMENT = re.compile(  # what stands before the number of a sentence that says nothing but this number
     r"(?i)[\w\s,':-]*?\b(?:is|are|was|were|be|equals?|has|have|had|gets?|got|needs?|makes?|made|takes?|took|costs?|earns?|"
-    r"earned|pays?|paid|sells?|sold|gives?|contains?|buys?|bought|spends?|spent|saves?|saved|there're|it's)\s+"
+    r"earned|pays?|paid|sells?|sold|gives?|contains?|buys?|bought|spends?|spent|saves?|saved|travels|travell?ed|walks|walked|runs|ran|drives|drove|eats|ate|reads|drinks|drank|uses|used|collects|"
+    r"collected|receives|received|picks|picked|bakes|baked|wins|won|scores|scored|catches|caught|requires?|weighs|lasts|"
+    r"measures|there're|it's)\s+"
     r"(?:(?:exactly|only|just|now|equal\s+to|a\s+total\s+of|in\s+total|still|about|approximately)\s+)*"
     r"(?:USD|EUR|GBP|[-$(\s])*"
 )
+_IS_LEFT = re.compile(r"[A-Za-z\s]+\b(?:is|are|was|were)\s+(?:left|needed|required|remaining|sold|used)")
 _NOT_BEFORE = NO_PART_OF_A_UNIT - {"is", "are", "was", "and", "such", "given", "square", "at", "may", "choose"}
 _NOT_BEHIND = (_NOT_BEFORE | {"squared", "cubed"}) - {
     "choose",
@@ -83,7 +86,7 @@ def _is_only_number(answer: str, *, truth: str) -> bool:
         return False
     before, behind = plain[: numbers[0][0]], plain[numbers[0][1] :]
     return (
-        _STATEMENT.fullmatch(before) is not None
+        (_STATEMENT.fullmatch(before) is not None or (not before.strip() and _IS_LEFT.fullmatch(behind) is not None))
         and _NOT_BEFORE.isdisjoint(words_of(before))
         and _NOT_BEHIND.isdisjoint(words_of(behind))
         and len(re.findall(r"\d+", plain)) < 3
