@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from appliance.tasks.maths.english import CORRECTION, DENIALS, GUESS, HEDGES, words_of
 from appliance.tasks.maths.notation import normal_form
 
 DEEPEST_MARK = 8
@@ -54,26 +55,25 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[\w.,]*\w|\\frac\s*\{[^{}]*\}\s*\
 
 def boxes(text: str) -> list[Mark]:
     """What `\\boxed{}`, `\\fbox{}` and `\\framebox{}` hold, and `\\boxed 5`; of boxes in a box the outer one."""
-    marks: list[Mark] = []
+    spans: list[tuple[int, int, int]] = []  # of each box: its start, that of its inside, and the closing brace's place
     opened: list[tuple[int, int]] = []  # where each brace that is open, or its box, begins, and where its inside does
-    box_starts: list[int] = []
     for brace in _BRACES.finditer(text):
         if brace[0] == "}":
             if opened:
                 start, inside = opened.pop()
                 if inside > start + 1:  # the brace of a box
-                    while marks and marks[-1].start > start:
-                        marks.pop()
-                    marks.append(Mark(start, brace.end(), text[inside : brace.start()].strip()))
+                    while spans and spans[-1][0] > start:
+                        spans.pop()
+                    spans.append((start, inside, brace.start()))
         elif brace[0].endswith("{") and brace[0] != "\\{":
             opened.append((brace.start(), brace.end()))
-            box_starts.append(brace.start())
+    marks = [Mark(start, end + 1, text[inside:end].strip()) for start, inside, end in spans]
     marks += [Mark(found.start(), found.end(), found[1]) for found in _BARE_BOX.finditer(text)]
     return sorted(marks, key=lambda mark: mark.start)
 
 
 _JOINS = re.compile(
-    r"(?i)\b(?:and|or|also|other|another|second|third|either|alternatively|maybe|perhaps|possibly)\b|[,;&]"
+    r"(?i)\b(?:and|or|also|other|another|second|third|either|alternatively|maybe|perhaps|possibly|as\s+well\s+as|vs|versus)\b|[,;&]|\A\s*(?:to|/|:|\+)\s*\Z"
 )
 _MOVES_ON = re.compile(
     r"(?i)\b(?:no|not|wait|actually|so|then|thus|therefore|hence|correct\w*|instead|rather|becomes?|gives?|get|final\w*|"
@@ -103,7 +103,7 @@ _OR_BEHIND = re.compile(r"\s*\$?\s*(?:,\s*)?or\s+(?:maybe\s+|perhaps\s+)?\$?\s*(
 def last_box(text: str) -> Mark | None:
     """The last box, with those before it that are of the same answer, and with what it is one of: `3 or \\boxed{4}`."""
     marks = boxes(text)
-    if not marks:
+    if not marks or _is_part_of_more(text, marks[-1]):
         return None
     first = len(marks) - 1
     while first and len(marks) - first < 12 and _are_one_answer(text[marks[first - 1].end : marks[first].start]):
@@ -115,6 +115,50 @@ def last_box(text: str) -> Mark | None:
     if behind := _OR_BEHIND.match(text[end : end + 60]):
         parts.append(behind[1].rstrip(".,"))
     return Mark(marks[-1].start, end, " \\text{ or } ".join(parts))
+
+
+_OPERATOR_BEFORE = re.compile(
+    r"(?:[\d)}=^_/+(]\s*-\s*|(?<![-\w])-|[+^_/≠]\s*|\\(?:cdot|times|div|pm|mp|neq?|sqrt(?:\[\w+\])?|frac\s*\w\s*\{?)\s*|"
+    r"(?<![A-Za-z])\d|[\^_]\{|\\frac\s*\{[^{}]*\}\s*\{|\\(?:frac|sqrt)\s*\{)\Z"
+)
+_OPERATOR_BEHIND = re.compile(
+    r"(?:\s*[|)\]}])?\s*(?:\^(?!\s*\{?\s*(?:\\circ|°))|_|!(?=[\w+*/^-])|/\s*[\w\\({]|\+|\*\s*[\w\\]|-\s*(?:\d|\\[a-z]|[a-z]\b)|"
+    r"\\(?:cdot|times|div|pm|frac|sqrt|pi|sin|cos|ln)\b)|\.?\d|[A-Za-z](?![A-Za-z])|"
+    r"\s*(?:\\text\s*\{\s*)?(?:hundred|thousand|million|billion|dozen)\b|\s*\?|"
+    r"\s*(?:is|was|would\s+be)\s+(?:wrong|incorrect|not|false|too)\b"
+)
+_DENIED_BEFORE = re.compile(r"(?i)(?:\bnot|n['’]t|\bnever|\bcannot)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z")
+_HEDGED_BEHIND = re.compile(
+    r"(?i)[\s,;(]*(?:or|alternatively|possibly|perhaps|maybe|as\s+well\s+as|vs\.?|versus)\b[^.\n]{0,40}(?:\d|(?-i:\b[A-J]\b))"
+)
+_AROUND = 60  # characters around a box that may be of one formula with it
+
+
+def _is_part_of_more(text: str, box: Mark) -> bool:
+    """Whether a box holds a part of the answer, as in `-\\boxed{4}` and `\\boxed{4}/5`, or one that the text takes
+    back, denies or doubts."""
+    delimiter = r"\$|\\[()\[\]]|\*\*"
+    before = re.sub(delimiter, "", text[max(0, box.start - _AROUND) : box.start]).rpartition("\n")[2]
+    behind = re.sub(delimiter, "", text[box.end : box.end + _AROUND])
+    is_in_formula = not text[max(0, box.start - 2) : box.start].isspace()
+    if _DENIED_BEFORE.search(before) or (is_in_formula and _OPERATOR_BEFORE.search(before)):
+        return True
+    is_coordinate = before.endswith("(") and behind.lstrip().startswith(",")
+    is_factorial = re.match(r"\s*!\s*(?:\$|\\[)\]])", text[box.end : box.end + _AROUND]) is not None
+    return bool(
+        is_coordinate
+        or is_factorial
+        or _OPERATOR_BEHIND.match(behind)
+        or (_HEDGED_BEHIND.match(behind) and not _OR_BEHIND.match(text[box.end : box.end + _AROUND]))
+        or is_corrected(text, box.end)
+    )
+
+
+def is_corrected(text: str, end: int) -> bool:
+    """Whether the text behind an answer takes it back and says another number or formula."""
+    behind = text[end : end + _TAIL]
+    correction = CORRECTION.search(behind)
+    return correction is not None and re.search(r"\d", behind[correction.end() :]) is not None
 
 
 _SPECIAL_TOKEN = re.compile(r"<[|\uff5c][A-Za-z][\w\u2581 -]{2,60}[|\uff5c]>")
@@ -145,15 +189,17 @@ def without_special_tokens(text: str) -> str:
 
 _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
 _ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
-_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*\w[^\n]*)")
-_NUMBERED = re.compile(r"(?!\W*-\W*-)[-+.$\\({\[\u2212\u2013\uff0d€£¥*`' \t]*(?:\\[a-z]+[\s{]*)?[-$]*\d")
+_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*+([^\n]*+)")
+_NUMBERED = re.compile(
+    r"(?!\W*-\W*-)(?:[-+.$({\[\u2212\u2013\uff0d€£¥*`' \t]|\\(?![a-z]))*+(?:\\[a-z]++[\s{]*+)?[-$]*+\d"
+)
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
 def last_line(text: str) -> Mark | None:
     """What follows the last `####` that is followed by a number, on its line; else what the last line of all marks so:
     others are headings."""
-    lines = list(_LINE.finditer(text))
+    lines = [line for line in _LINE.finditer(text) if re.search(r"\w", line[1])]
     if not lines:
         return None
     line = next((found for found in reversed(lines) if _NUMBERED.match(found[1])), lines[-1])
@@ -170,7 +216,11 @@ def answer_line(text: str) -> Mark | None:
         return None
     found = lines[-1]
     said = re.split(r"(?i)\banswer[*_ \t]*[:\uff1a]", found[1])[-1]
-    return Mark(found.start(), found.end(), without_aside(_first_sentence(_bare(said))))
+    said = _bare(said)
+    sentence = _first_sentence(said)
+    if is_corrected(said, len(sentence)):
+        return None
+    return Mark(found.start(), found.end(), without_aside(sentence))
 
 
 def _bare(text: str) -> str:
@@ -190,10 +240,18 @@ _MORE_MATHS = re.compile(
 _FEW_WORDS = 4
 
 
+def _only_explains(aside: str) -> bool:
+    """Whether a bracket behind a number says nothing else of it: `(9 times 2)`, but neither `(or 5)` nor `(wrong)`."""
+    words = words_of(aside)
+    if not (DENIALS | HEDGES).isdisjoint(words):
+        return False
+    return not re.search(r"\d", aside) or bool(words) or re.search(r"\d\s*[-+*/=]", aside) is not None
+
+
 def number_of_line(line: str) -> str:
     """The number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
     if len(line) < _TAIL and re.match(r"\W*\d", line):
-        line = _BRACKETED.sub("", without_aside(line))
+        line = _BRACKETED.sub(lambda aside: "" if _only_explains(aside[0]) else aside[0], without_aside(line))
     found = _PROSE.fullmatch(normal_form(line)) if len(line) < _TAIL else None
     if found is None or _MORE_MATHS.search(found[2]):
         return line
@@ -209,14 +267,16 @@ def marked_answer(text: str) -> str | None:
     answer = None
     for _ in range(DEEPEST_MARK):
         inner = _outermost_answer(text)
-        if inner is None or (answer is not None and _is_part(inner, whole=text)):
+        if inner is None or (answer is not None and is_part(inner, whole=text)):
             break
         answer = text = inner
     return answer
 
 
-def _is_part(inner: str, *, whole: str) -> bool:
+def is_part(inner: str, *, whole: str) -> bool:
     """Whether a mark within a mark holds only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
+    if re.match(r"(?i)\W*(?:not|never)\b", whole):
+        return True
     rest = re.sub(r"\\[A-Za-z]*(?:box|text)[A-Za-z]*|####", "", whole).replace(inner, "", 1)
     return (
         whole.count("\\boxed") + whole.count("\\fbox") > 0
@@ -242,6 +302,8 @@ def _outermost_answer(text: str) -> str | None:
     if not marks:
         return None
     last = max(marks, key=lambda mark: mark.start)
+    if is_corrected(text, last.end):
+        return None
     around = [mark for mark in marks if mark.start < last.start and last.end <= mark.end]
     return _bare(min(around, key=lambda mark: mark.start).inner if around else last.inner)
 
@@ -269,16 +331,18 @@ def stated_answer(text: str) -> str | None:
             continue
         said = found["said"] or found["chinese"]
         sentence = _first_sentence(said)
-        if _CORRECTED.search(said[len(sentence) :] + text[found.end() :]):
+        behind = said[len(sentence) :] + text[found.end() :]
+        if _CORRECTED.search(behind) or CORRECTION.search(behind) or re.search(r"(?i)\b(?:or|maybe|perhaps)\b", behind):
             return None
         return without_aside(sentence)
     return None
 
 
 def last_sentence(text: str) -> str:
-    """Of the end of a text; empty where it denies something."""
-    sentence = _last_sentence(text[-_TAIL:].rstrip())
-    return "" if _DENIES.search(sentence) else sentence
+    """Of the end of a text; empty where it denies something, asks or guesses."""
+    tail = text[-_TAIL:].rstrip()
+    sentence = _last_sentence(tail)
+    return "" if tail.endswith("?") or _DENIES.search(sentence) or GUESS.search(sentence) else sentence
 
 
 def unmarked_answers(text: str) -> list[str]:
@@ -298,7 +362,9 @@ def unmarked_answers(text: str) -> list[str]:
             last -= 1
         return [tail[segments[last].start() : segments[-1].end()]]
     sentence = _last_sentence(tail)
-    return [part for part in re.split(r"=|≈|\bis\b|\bare\b|\bequals\b|:", sentence)[-1:] if part.strip()]
+    if re.search(r"[A-Za-z]\s*\^[^=]*=|\d[A-Za-z]\b[^=]*=", sentence):
+        return []  # 2x = 4 does not say what x is
+    return [part for part in re.split(r"=|≈|\bis\b|\bare\b|\bequals\b|:(?!\d)", sentence)[-1:] if part.strip()]
 
 
 def without_aside(text: str) -> str:

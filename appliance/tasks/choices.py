@@ -43,7 +43,7 @@ _LIKELY = r"(?i:clearly|definitely|certainly|probably|obviously|surely|simply)"
 _IS = r"(?:is|are|was|be|must\s+be|should\s+be|would\s+be|will\s+be|seems\s+to\s+be|has\s+to\s+be)"
 _CHOSEN = (
     re.compile(
-        rf"(?i:\b(?:no|wait|actually|rather|sorry|correction))[,:.]?\s*(?i:it['’]s\s+|option\s+)?{_LETTER}(?=[)\].!\"',]|\s*$)"
+        rf"(?i:\b(?:no|wait|actually|rather|sorry|correction|on\s+(?:second\s+thought|reflection)|final(?=\s*:)))[,:.]?\s*(?i:it['’]s\s+|option\s+)?{_LETTER}(?=[)\].!\"',]|\s*$)"
     ),
     re.compile(
         rf"(?:(?i:\b(?:answer|choice|option|ans))(?i:\s+{_IS})?[*_ \t\"']*[:\-]?[*_]*|<answer>|####|"
@@ -75,8 +75,9 @@ _DENIED_BEHIND = re.compile(
     r"false|eliminated|ruled|impossible|out|a\s+trap|too)|cannot|can't)|[\s*)\]\"']*\?"
 )
 _ANOTHER = re.compile(
-    r"[\s*)\]}.\"']*(?:,?\s*(?:or|and)\b|[,/&;])\s*(?i:option|choice|maybe|perhaps)?[\s*(\[{]*(?:[A-J](?![A-Za-z'])|[b-j](?=[\s.)]*$))"
+    r"[\s*)\]}.\"'(]*(?:,?\s*(?:or|and)\b|[,/&;])\s*(?i:option|choice|maybe|perhaps)?[\s*(\[{]*(?:[A-J](?![A-Za-z'])|[b-j](?=[\s.)]*$))"
 )
+_OTHER_OPTION = re.compile(r"(?<!\bnot)(?<!\bthan)(?<!\bof)\s(\(?)([A-J])[).:](?:\s|$)")
 _BEFORE = 60
 
 
@@ -92,8 +93,18 @@ def _chosen_letter(text: str) -> str:
             found = _without_options(found)
         found = [match for match in found if not _is_denied(plain, match)]
         if found:
-            return "" if _ANOTHER.match(plain, _place(found[-1]) + 1) else _letter(found[-1])
+            chosen, place = found[-1], _place(found[-1])
+            is_one_of_two = len(found) > 1 and found[-2].end() == chosen.start() and patterns[0] is _BRACKETED
+            is_list = patterns[0] is _FIRST and _has_other_option(plain, place)
+            return "" if is_one_of_two or is_list or _ANOTHER.match(plain, place + 1) else _letter(chosen)
     return ""
+
+
+def _has_other_option(plain: str, place: int) -> bool:
+    """Whether an option with another letter, in the same brackets, follows the letter at this place: `A) 5 B) 6`."""
+    opening = "(" if plain[:place].endswith("(") else ""
+    options = _OTHER_OPTION.finditer(plain, place + 1)
+    return any(option[1] == opening and option[2] != plain[place].upper() for option in options)
 
 
 def _place(found: re.Match[str]) -> int:
@@ -135,5 +146,7 @@ def _marked_letter(marked: str) -> str | None:
     )
     if found:
         place = found.end("letter")
-        return "" if _ANOTHER.match(plain, place) or _DENIED_BEHIND.match(plain, place) else found["letter"].upper()
+        if _has_other_option(plain, place - 1) or _ANOTHER.match(plain, place) or _DENIED_BEHIND.match(plain, place):
+            return ""
+        return found["letter"].upper()
     return None if " " in plain else ""

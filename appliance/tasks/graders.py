@@ -17,6 +17,7 @@ from appliance.tasks.answers import (
     unmarked_answers,
 )
 from appliance.tasks.maths import expressions, units, values
+from appliance.tasks.maths.english import NO_PART_OF_A_UNIT, words_of
 from appliance.tasks.maths.equality import LONGEST_ANSWER, is_same, is_same_node
 from appliance.tasks.maths.expressions import Expression, Number, Operation, Symbol, UnreadableError
 from appliance.tasks.maths.nodes import Based, Items, Named, Node, Option, Quantity, Words
@@ -46,13 +47,30 @@ def _answers(text: str, *, truth: str) -> bool:
         return True
     if any(is_same(answer, truth=wanted) for answer in unmarked_answers(text)):
         return True
-    numbers = [] if stated_answer(text[-_TAIL:]) else _numbers_of_prose(last_sentence(text))
-    return len(numbers) == 1 and _is_number_of(numbers[0], truth=wanted)
+    return stated_answer(text[-_TAIL:]) is None and _is_only_number(last_sentence(text), truth=wanted)
 
 
-_RESTRICTED = re.compile(
-    r"(?i)\b(?:or|and|no|not|but|if|unless|except|wrong|incorrect|less|more|fewer|than|least|most|over|under|times)\b|n't"
+_STATEMENT = re.compile(  # what stands before the number of a sentence that says nothing but this number
+    r"(?i)[\w\s,':-]*?\b(?:is|are|was|were|be|equals?|has|have|had|gets?|got|needs?|makes?|made|takes?|took|costs?|earns?|"
+    r"earned|pays?|paid|sells?|sold|gives?|contains?|buys?|bought|spends?|spent|saves?|saved|travels|travell?ed|walks|walked|runs|ran|drives|drove|eats|ate|reads|drinks|drank|uses|used|collects|"
+    r"collected|receives|received|picks|picked|bakes|baked|wins|won|scores|scored|catches|caught|requires?|weighs|lasts|"
+    r"measures|there're|it's)\s+"
+    r"(?:(?:exactly|only|just|now|equal\s+to|a\s+total\s+of|in\s+total|still|about|approximately)\s+)*"
+    r"(?:USD|EUR|GBP|[-$(\s])*"
 )
+_IS_LEFT = re.compile(r"[A-Za-z\s]+\b(?:is|are|was|were)\s+(?:left|needed|required|remaining|sold|used)")
+_NOT_BEFORE = NO_PART_OF_A_UNIT - {"is", "are", "was", "and", "such", "given", "square", "at", "may", "choose"}
+_NOT_BEHIND = (_NOT_BEFORE | {"squared", "cubed"}) - {
+    "choose",
+    "by",
+    "over",
+    "up",
+    "base",
+    "pi",
+    "when",
+    "where",
+    "point",
+}
 
 
 def is_right(answer: str, *, truth: str) -> bool:
@@ -63,21 +81,23 @@ def is_right(answer: str, *, truth: str) -> bool:
 def _is_only_number(answer: str, *, truth: str) -> bool:
     """Whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
     plain = normal_form(answer[:_TAIL])
-    if (
-        len(answer) > LONGEST_ANSWER
-        or "\\" in plain
-        or _RESTRICTED.search(plain)
-        or not isinstance(read_answer(plain), Words)
-    ):
+    if len(answer) > LONGEST_ANSWER or "\\" in plain or "n't" in plain or not _has_words(read_answer(plain)):
         return False
     numbers = _scanned(plain)
-    is_sentence = re.search(r"[A-Za-z]{2,}", plain[: numbers[0][0]] if numbers else "") is not None
+    if len(numbers) != 1:
+        return False
+    before, behind = plain[: numbers[0][0]], plain[numbers[0][1] :]
     return (
-        len(numbers) == 1
-        and is_sentence
+        (_STATEMENT.fullmatch(before) is not None or (not before.strip() and _IS_LEFT.fullmatch(behind) is not None))
+        and _NOT_BEFORE.isdisjoint(words_of(before))
+        and _NOT_BEHIND.isdisjoint(words_of(behind))
         and len(re.findall(r"\d+", plain)) < 3
         and _is_number_of(numbers[0][2], truth=truth)
     )
+
+
+def _has_words(node: Node) -> bool:
+    return isinstance(node, Words) or (isinstance(node, Items) and any(map(_has_words, node.items)))
 
 
 def _is_number_of(value: Quantity | Based, *, truth: str) -> bool:

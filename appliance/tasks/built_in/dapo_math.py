@@ -6,7 +6,15 @@ none the last `\\boxed{...}`. Text that differs is compared as `equality.py` doe
 
 from __future__ import annotations
 
-from appliance.tasks.answers import DEEPEST_MARK, answer_line, answer_text, last_box, truth_alternatives
+from appliance.tasks.answers import (
+    DEEPEST_MARK,
+    answer_line,
+    answer_text,
+    is_corrected,
+    is_part,
+    last_box,
+    truth_alternatives,
+)
 from appliance.tasks.graders import is_right
 from appliance.tasks.maths.equality import prepare
 from appliance.tasks.rows import Problem, Row, Source, text_fields
@@ -31,7 +39,11 @@ def final_answer(response: str) -> str | None:
     answer, response = None, answer_text(response)
     for _ in range(DEEPEST_MARK):
         mark = answer_line(response) or last_box(response)
-        if mark is None:
+        if (
+            mark is None
+            or is_corrected(response, mark.end)
+            or (answer is not None and is_part(mark.inner, whole=response))
+        ):
             break
         answer = response = mark.inner
     return answer

@@ -120,6 +120,8 @@ def _is_same_named(given: Node, wanted: Node) -> bool:
     assert isinstance(named, Named)
     if isinstance(other, Relation):
         return other.sign == "=" and _are_multiples(named.difference, other.difference)
+    if named.name.startswith("(") and (names := re.findall(r"\w+", named.name)) != sorted(names):
+        return False  # (y, x) = (2, 3) is the point (3, 2)
     return is_same_node(*((named.value, other) if named is given else (other, named.value)))
 
 
@@ -127,11 +129,17 @@ def _is_same_name(one: str, other: str) -> bool:
     """One may have fewer words, `cost` for `total cost`, or a word's first letter, `A` for `Area`: x is not y."""
     if one.replace(" ", "") == other.replace(" ", ""):
         return True
+    if {one, other} == {"y", "f(x)"}:
+        return True
     words, others = {*one.lower().split()}, {*other.lower().split()}
     if not all(re.fullmatch("[a-z']+", word) for word in words | others):
         return False
     short, long = sorted((one.lower(), other.lower()), key=len)
-    return words <= others or others <= words or (len(short) == 1 and len(long) > 2 and long.startswith(short))
+    fewer = min(words, others, key=len)
+    is_part = words <= others or others <= words
+    return (is_part and all(len(word) > 2 for word in fewer)) or (
+        len(short) == 1 and len(long) > 2 and long.startswith(short)
+    )
 
 
 def _are_multiples(one: Expression | None, other: Expression | None, *, of_same_sign: bool = False) -> bool:
@@ -194,6 +202,8 @@ def _is_same_items(given: Node, wanted: Node) -> bool:
         items, other = (given, wanted) if isinstance(given, Items) else (wanted, given)
         assert isinstance(items, Items)
         if items.opening != "{" or len(items.items) != 1:  # {5} is 5
+            return False
+        if items.items[0] == Words(("∅",)):
             return False
         return is_same_node(*((items.items[0], other) if items is given else (other, items.items[0])))
     kinds = {given.opening, wanted.opening}

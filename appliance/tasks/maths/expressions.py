@@ -2,7 +2,7 @@
 
 sum      [+-] product ((+ | -) product)*
 product  power ((* | / | nothing) power)*        two numbers side by side are no product
-power    atom (! | °)* [^ power]
+power    atom [! | !! | °] [^ power [!]]
 atom     number, letter with its index, ( sum ), { sum }, |sum|, floor, ceiling, \\frac, \\binom, \\sqrt[n]{}, f(sum)
 """
 
@@ -19,6 +19,8 @@ FUNCTIONS = {
     *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
     *("ln", "log", "lg", "exp"),
 }
+_INVERTED = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"}
+_LOGARITHMS = {"ln", "log", "lg", "exp"}
 CONSTANTS = {"π", "e", "i", "∞"}
 _WORDS = {
     "pi": "π",
@@ -47,7 +49,7 @@ class UnreadableError(ValueError):
 class Number:
     value: Fraction
     is_decimal: bool = False
-    """Whether it is written with a decimal point, and so rounded perhaps."""
+    """Whether it is written with digits behind a decimal point, and so rounded perhaps."""
 
 
 @dataclass(frozen=True)
@@ -137,16 +139,12 @@ class _Parser:
             raise UnreadableError(f"no {text}")
 
     def sum(self) -> Expression:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise UnreadableError("nested too deeply")
         sign = self._takes("+", "-")
         expression = self._product()
         if sign == "-":
             expression = negative(expression)
         while sign := self._takes("+", "-"):
             expression = Operation("sum" if sign == "+" else "difference", (expression, self._product()))
-        self._depth -= 1
         return expression
 
     def _product(self) -> Expression:
@@ -176,14 +174,16 @@ class _Parser:
 
     def _power(self) -> Expression:
         expression = self._atom()
-        while mark := self._takes("!", "°", "'"):
-            if mark == "'":
-                raise UnreadableError("a derivative")
-            expression = Operation("factorial" if mark == "!" else "degrees", (expression,))
+        if mark := self._takes("!", "°"):
+            is_double = mark == "!" and self._takes("!")
+            name = "double factorial" if is_double else "factorial" if mark == "!" else "degrees"
+            expression = Operation(name, (expression,))
         if self._takes("^"):
             expression = Operation("power", (expression, self._exponent()))
-            while self._takes("!"):
+            if self._takes("!"):
                 expression = Operation("factorial", (expression,))
+        if self._next().text in ("!", "°", "'"):
+            raise UnreadableError("several factorials or degrees, or a derivative")
         return expression
 
     def _exponent(self) -> Expression:
@@ -212,12 +212,21 @@ class _Parser:
         return expression
 
     def _atom(self) -> Expression:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise UnreadableError("nested too deeply")
+        expression = self._any_atom()
+        self._depth -= 1
+        return expression
+
+    def _any_atom(self) -> Expression:
         token = self._next()
         if token.kind == "number":
             self.place += 1
             if len(token.text) > 400:
                 raise UnreadableError("too many digits")
-            return Number(Fraction(token.text), is_decimal="." in token.text)
+            value = Fraction(token.text)
+            return Number(value, is_decimal=value.denominator != 1)  # 1000000.0 is as exact as 1000000
         if token.kind == "letter":
             self.place += 1
             return self._symbol(token.text)
@@ -268,23 +277,30 @@ class _Parser:
     def _function(self, name: str) -> Expression:
         base: Expression | None = None
         if self._takes("_"):
+            if name not in ("log", "lg"):
+                raise UnreadableError(f"an index of {name}")
             base = self._argument()
         exponent = self._exponent() if self._takes("^") else None
-        value = Operation(name, (self._function_argument(), *((base,) if base is not None else ())))
+        value = Operation(name, (self._function_argument(name), *((base,) if base is not None else ())))
         if exponent is None:
             return value
         if exponent == negative(Number(Fraction(1))):
+            if name not in _INVERTED:
+                raise UnreadableError(f"the inverse of {name}")
             return Operation(f"arc{name}", value.operands)
         return Operation("power", (value, exponent))
 
-    def _function_argument(self) -> Expression:
-        """In brackets; else all factors up to the next sign, bracket or function: sin 2x is sin(2x)."""
+    def _function_argument(self, name: str) -> Expression:
+        """In brackets; else all factors up to the next sign, bracket or function: sin 2x is sin(2x). What is divided is
+        the function, as in ln 2/2, but for sin π/6: its argument has numbers and π alone."""
         if self._next().text in ("(", "{", "|"):
             return self._power() if self._next().text != "(" else self._atom()
         expression = self._power()
         while self._next().kind in ("letter", "command") or self._next().text == "{":
             expression = Operation("product", (expression, self._power()))
-        if self._next().text == "/" and self.tokens[self.place + 1 : self.place + 2]:
+        if self._next().text == "/" and name in _LOGARITHMS and expression == Number(Fraction(1)):
+            raise UnreadableError("ln 1/2 is the logarithm of 1/2 to some, 0 to others")
+        if self._next().text == "/" and name not in _LOGARITHMS and not symbols(expression):
             self.place += 1
             expression = Operation("quotient", (expression, self._power()))
         return expression

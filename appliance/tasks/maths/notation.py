@@ -21,7 +21,9 @@ _EXPONENT = re.compile(r"(?<![\w.,])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?!\.
 _DOTTED = re.compile(r"(?<![\w.,'])\d{1,3}(?:(?:\.\d{3}){2,}|(?:'\d{3})+)(?![\w.,']*\d)")  # 1.234.567, 1'234
 _MIXED = re.compile(r"(?<![\w.,/^])(?<!\d )(\d{1,3}(?: \d{3})+|\d{1,9}) +([1-9]\d{0,8})/(\d{1,9})(?![\d^]|\.\d)")
 _SPACE = r"[ \u00a0\u2009\u202f]"  # between thousands: a usual one, no-break, thin, or both
-_GROUPED = re.compile(rf"(?<![\w.,])(?<!\d{_SPACE})\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|{_SPACE}\d|,\d{{3}}(?!\d))")
+_SPACED_THOUSANDS = re.compile(
+    rf"(?<![\w.,])(?<!\d{_SPACE})\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|{_SPACE}\d|,\d{{3}}(?!\d))"
+)
 
 
 def plain_numbers(text: str) -> str:
@@ -34,25 +36,13 @@ def plain_numbers(text: str) -> str:
 
 def joined_numbers(text: str) -> str:
     """The text with `1 1/2` as `3/2` where the fraction is a proper one, and thousands as in `12 345` joined."""
-    return _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), _MIXED.sub(_improper, text))
+    return _SPACED_THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _MIXED.sub(_improper, text))
 
 
 def _improper(mixed: re.Match[str]) -> str:
     whole, over, under = int(mixed[1].replace(" ", "")), int(mixed[2]), int(mixed[3])
     return f"{whole * under + over}/{under}" if over < under else mixed[0]
 
-
-def braced(text: str) -> str | None:
-    """The text up to the brace that closes one opened before it; None when there is none. `\\{` and `\\}` count not."""
-    depth = 1
-    for brace in _BRACES.finditer(text):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return text[: brace.start()].strip()
-    return None
-
-
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 _GREEK = {
     name: unicodedata.lookup(f"GREEK {case} LETTER {'LAMDA' if name.lower() == 'lambda' else name.upper()}")
@@ -104,8 +94,8 @@ _UNIT = re.compile(
     rf"(?<=[\d)}}\]])((?:\s|\\[,;:! ]|~)*)\\(?:{'|'.join(_UNIT_FONTS)})\s*\{{\s*([A-Za-zµμ]{{1,3}})\s*\}}"
 )
 _REPEATING = re.compile(r"(?<![\w.])(\d{0,15})\.(\d{0,15})\\(?:overline|bar|dot)\s*\{\s*(\d{1,15})\s*\}")
-_SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
-_NO_UNITS = {"and", "or", "if", "is", "for", "to", "in", "mod", "as", "not", "e", "i", "d"}
+_LINE_SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
+_WORDS_IN_FORMULAS = {"and", "or", "if", "is", "for", "to", "in", "mod", "as", "not", "e", "i", "d"}
 _COMMAND = re.compile(r"\\([A-Za-z]+)\*?(\s?)")
 _BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([A-Z])\s*\}?")
 _BLACKBOARD_LETTERS = {"R": "ℝ", "Z": "ℤ", "N": "ℕ", "Q": "ℚ", "C": "ℂ"}
@@ -146,6 +136,7 @@ def normal_form(text: str) -> str:
     text = re.sub(r"(?<=\d)\{,\}(?=\d)", ",", text)
     text = _ORDINAL.sub("", re.sub(r"\\\s*$", "", text))
     text = _WORD_MINUS.sub("-", text)
+    text = re.sub(r"(?<![!\s\d)])\s*!=|\\not\s*=|(?<=[A-Za-z])\s+!=", "≠", text)
     text = _DECIMAL_COMMA.sub(lambda found: f"{found[1].replace('.', '')}.{found[2]}", text)
     text = _DOTTED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _with_one_notation_of_numbers(text)
@@ -203,7 +194,7 @@ def _without_latex(text: str) -> str:
     text = re.sub(r"\\phantom\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}|\\vspace\*?\s*\{[^{}]*\}", " ", text)
     text = _BLACKBOARD.sub(lambda found: f" {_BLACKBOARD_LETTERS.get(found[1], found[1])} ", text)
     text = _COLOUR.sub(" ", text)
-    text = _SEGMENT.sub(r" \1 ", _REPEATING.sub(_repeating_fraction, text))
+    text = _LINE_SEGMENT.sub(r" \1 ", _REPEATING.sub(_repeating_fraction, text))
     text = _UNIT.sub(_marked_unit, text)
     for _ in range(12):  # each turn unwraps the innermost; degenerate text nests thousands
         text, unwrapped = _FONT.subn(_unwrapped, text)
@@ -227,7 +218,7 @@ def _repeating_fraction(found: re.Match[str]) -> str:
 
 def _marked_unit(found: re.Match[str]) -> str:
     unit = found[2]
-    return found[0] if unit in _NO_UNITS else f"{found[1]}⟦{unit}⟧"
+    return found[0] if unit in _WORDS_IN_FORMULAS else f"{found[1]}⟦{unit}⟧"
 
 
 def _unwrapped(found: re.Match[str]) -> str:

@@ -56,9 +56,9 @@ def read_quantity(text: str) -> Quantity | None:
     unit: tuple[str, ...] = ()
     if money := _CURRENCY_FIRST.fullmatch(text):
         unit, text = (money[2],), money[1] + money[3]
-    if not re.search(r"[\d\\α-ωΑ-Ω∞+*/^|]", text) and len(re.sub(r"[^A-Za-z]", "", text)) != 1 and text != "pi":
-        is_of_function = any(re.search(rf"\b{name}\b", text) for name in expressions.FUNCTIONS) and " " in text
-        if not is_of_function:
+    if not re.search(r"[\d\\α-ωΑ-Ω∞+*/^|]", text) and len(re.sub(r"[^A-Za-z]", "", text)) != 1:
+        is_of_function = any(re.search(rf"\b{name}\b[ (]", text) for name in (*expressions.FUNCTIONS, "sqrt"))
+        if not is_of_function and text.lower() not in ("pi", "infinity") and not _DIFFERENCE.fullmatch(text):
             return None  # letters alone are words
     if _HYPHENATED.fullmatch(text):
         return None  # a date or the like
@@ -75,6 +75,8 @@ def read_quantity(text: str) -> Quantity | None:
     return None
 
 
+_LETTER = r"\s*\(?\s*[A-Za-z](?:_\w)?\s*\)?\s*"
+_DIFFERENCE = re.compile(rf"-?{_LETTER}(?:-{_LETTER})+|-{_LETTER}")  # y - x
 _FRACTION_WORDS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
 _FRACTION_IN_WORDS = re.compile(rf"(?:(a|an|\w+)[\s-]+)?({'|'.join(_FRACTION_WORDS)}|halve)s?")
 
@@ -84,13 +86,39 @@ def _value_of_words(text: str) -> Fraction | None:
     words = text.lower()
     sign = -1 if re.match(r"(?:minus|negative)\s", words) else 1
     words = re.sub(r"^(?:minus|negative)\s+", "", words)
-    if (value := _VALUE_OF_WORD.get(words)) is not None:
+    if (value := _VALUE_OF_WORD.get(words)) is not None or (value := _large_number(words)) is not None:
         return Fraction(sign * value)
     if found := _FRACTION_IN_WORDS.fullmatch(words):
         over = 1 if found[1] in (None, "a", "an") else _VALUE_OF_WORD.get(found[1])
         if over is not None and (found[1] or found[2] == "half"):
             return Fraction(sign * over, _FRACTION_WORDS.get(found[2], 2))
     return None
+
+
+_LARGE = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+
+
+def _large_number(words: str) -> int | None:
+    """`two hundred five`, `one thousand`: each multiple once, the largest first."""
+    total, part, smallest = 0, None, 10**12
+    for word in re.split(r"[\s-]+", words):
+        if word in _LARGE:
+            if part is None or (word == "hundred" and part > 99) or (word != "hundred" and _LARGE[word] >= smallest):
+                return None
+            if word == "hundred":
+                part *= 100
+            else:
+                smallest = _LARGE[word]
+                total, part = total + part * smallest, None
+        elif (value := _VALUE_OF_WORD.get(word)) is None:
+            return None
+        elif part is None:
+            part = value
+        elif value and (part % 100 == 0 or (part % 100 in range(20, 100, 10) and value < 10)) and part:
+            part += value
+        else:
+            return None
+    return total + (part or 0)
 
 
 def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -103,7 +131,8 @@ def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
         words = re.findall(r"[A-Za-zμΩ¢]+", behind)
         is_known = bool(words) and units.unit_of_word(words[0]) is not None
         parts = units.read_unit(behind)
-        if parts is not None and (
+        is_factor = not is_marked and units.may_be_factors(behind, value=value)
+        if (parts is not None and not is_factor) and (
             is_marked or (gap and not units.is_algebra(behind)) or (is_known and (gap or len(words[0]) > 1))
         ):
             readings.append((value, parts))

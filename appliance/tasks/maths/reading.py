@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from appliance.tasks.maths import expressions, values
+from appliance.tasks.maths.english import DENIALS, is_name, words_of
 from appliance.tasks.maths.expressions import Expression, Number, Operation, Symbol, UnreadableError, read_expression
 from appliance.tasks.maths.nodes import Items, Matrix, Named, Node, Option, Quantity, Relation, Union, Words
 from appliance.tasks.maths.quantities import read_based, read_quantity
@@ -121,6 +122,7 @@ def _connector(separators: Sequence[str]) -> str:
 
 
 _OPTION = re.compile(r"\(([A-J])\)\s*(\S.*)|([A-J])[).:]\s+(\S.*)")
+_NO_OPTION = re.compile(r"\A\(?[A-J]\)?\.?\Z|\s\(?[A-J][).:]\s")  # another option
 _ONE_OPTION = re.compile(r"\(\s*([A-Z])\s*\)|([A-Z])\s*\)")
 
 
@@ -128,9 +130,11 @@ def _read_item(text: str, *, depth: int) -> Node:
     text = text.strip()
     if letter := _ONE_OPTION.fullmatch(text):
         return Quantity(Symbol(letter[1] or letter[2]))
-    if label := _LABEL.fullmatch(text):
+    if (label := _LABEL.fullmatch(text)) and is_name(label[1]):
         return Named(_plain_name(label[1]), read_answer(label[2], depth=depth + 1))
     if (option := _OPTION.fullmatch(text)) and not re.match(r"[-+*/^=∪_(]", option[2] or option[4]):
+        if _NO_OPTION.search(option[2] or option[4]) or (text[1] == ":" and not DENIALS.isdisjoint(words_of(text))):
+            return _words(text)
         return Option(option[1] or option[3], _read_item(trimmed(option[2] or option[4]), depth=depth + 1))
     if re.fullmatch(r"(?i)(?:the\s+)?(?:set\s+of\s+)?(?:all\s+)?(?:real\s+numbers|reals)|ℝ", text):
         infinity = Symbol("∞")
@@ -148,7 +152,11 @@ def _read_item(text: str, *, depth: int) -> Node:
 _RELATION = re.compile(r"[=<>≤≥≠∈]+")
 _MOST_WORDS = 6  # of a name
 _TURNED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
-_NAME = re.compile(r"[A-Za-zα-ωΑ-Ω∠△][\w\s^_{}'α-ωΑ-Ω∠△|-]*(?:\([A-Za-zα-ω0-9, ∩∪|]*\))?")
+_INDEX = r"(?:\s*_\s*(?:\{[\w\s,]*\}|\w+))?"
+_NAME = re.compile(  # a letter or points, perhaps with an index or an argument; else words
+    rf"[∠△]?\s*(?:[A-Za-zα-ωΑ-Ω]{_INDEX}|[A-Za-z]'+(?=\s*\()|[A-Z]{{2,4}}|[a-z]{{2,3}})(?:\s*\([A-Za-zα-ω0-9, ∩∪|]*\))?"
+)
+_NOUNS = re.compile(r"(?:[A-Za-z]+\s+)*[A-Za-z]{2,}(?:\s+(?:∠?\s*[A-Za-z]{1,4}|of|at))?")
 
 
 def _read_relation(text: str, *, depth: int) -> Node | None:
@@ -160,7 +168,7 @@ def _read_relation(text: str, *, depth: int) -> Node | None:
     if set(signs) <= {"="}:
         return _read_equation(sides, depth=depth) if all(sides) else None
     if signs == ["∈"]:
-        return Named(_plain_name(sides[0]), read_answer(sides[1], depth=depth))
+        return Named(_plain_name(sides[0]), read_answer(sides[1], depth=depth)) if _is_name(sides[0]) else None
     if not all(sign in _TURNED for sign in signs) or len(sides) > 3:
         return None
     try:
@@ -227,9 +235,11 @@ def _is_bracketed(text: str) -> bool:
 
 def _is_name(text: str) -> bool:
     """Whether it is what a value is given to: letters, with an index or an argument: `x_1`, `f(x)`, `Area`."""
-    if _NAME.fullmatch(text) is None or len(text.split()) > _MOST_WORDS:
+    if text in ("e", "i", "π") or len(text.split()) > _MOST_WORDS or not is_name(text):
         return False
-    return not re.search(r"\^|\d[A-Za-z]|\b(?:not|no|never|cannot)\b|n't\b", text) and text not in ("e", "i", "π")
+    return _NAME.fullmatch(text) is not None or (
+        _NOUNS.fullmatch(text) is not None and any(len(word) > 2 for word in text.split())
+    )
 
 
 def _plain_name(text: str) -> str:
@@ -321,14 +331,21 @@ def _read_both_signs(text: str, *, depth: int) -> Node | None:
 
 
 _ARTICLES = {"the", "a", "an"}
-_TEXT_PART = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[^\s\w]|_")
-_QUIET = set('"`.,!?⟦⟧{}')
+_TEXT_PART = re.compile(r"(?:\d+)?\.\d+|\d+|[^\W\d_]+|[^\s\w]|_")
+_QUIET = set('"`?⟦⟧')
+_QUIET_IN_PROSE = set("{}.,!")
 
 
 def _words(text: str) -> Words:
-    text = re.sub(r"(?<=[A-Za-z])'(?=[A-Za-z])", "", text)
-    text = re.sub(r"(?<=[A-Za-z]{2})-(?=[A-Za-z]{2})", "", re.sub(r"(?<=\d)\s+to\s+(?=\d)", ":", text))
-    parts = [part for part in _TEXT_PART.findall(text) if part not in _QUIET]
+    """Word by word. Marks of sentences are left out where no mathematics is: 3!:2 is not 3:2."""
+    text = re.sub(r"(?<=[A-Za-z]{2})'(?=[a-z]{1,2}\b)", "", text)
+    text = re.sub(r"(?<=[A-Za-z][a-z])-(?=[a-z]{2})", "", re.sub(r"(?<=\d)\s+to\s+(?=\d)", ":", text))
+    text = re.sub(r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2", text)
+    text = re.sub(r"(\\[A-Za-z]+)\s*\{\s*(\w+)\s*\}", r"\1 \2", text)
+    quiet = set(_QUIET)
+    if not re.search(r"[\\^_{}]", text):
+        quiet |= _QUIET_IN_PROSE - ({"!"} if re.search(r"\d", text) else set())
+    parts = [part for part in _TEXT_PART.findall(text) if part not in quiet]
     if len(parts) > 1 and parts[0].lower() in _ARTICLES:
         parts = parts[1:]
     return Words(tuple(parts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from appliance.tasks.maths.english import NO_PART_OF_A_UNIT
 from appliance.tasks.maths.notation import EUR, GBP, JPY, USD
 
 PERCENT = "%"
@@ -105,10 +106,7 @@ _NO_WORDS = {
     "unit",
     "units",
 }
-_NO_UNITS = {  # what says more about a number than in what it is measured
-    *("is", "are", "was", "not", "no", "or", "and", "but", "wrong", "incorrect", "if", "unless", "except", "than"),
-    *("minus", "plus", "times", "least", "most", "false", "cannot", "never"),
-}
+_MOST_WORDS = 3  # of a unit that is no measure
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
 _PART = re.compile(r"[A-Za-zμΩ¢]++|[°%]|\^\s*+\{?+\s*+-?+\d\s*+\}?+|/")
 _WHOLE = re.compile(rf"(?:\s*+(?:{_PART.pattern})[.*·-]?+)++\s*+")
@@ -142,13 +140,18 @@ def read_unit(text: str) -> tuple[str, ...] | None:
     """The parts of a unit such as `cm^2`, `miles per hour` or `red apples`; None where the text is none."""
     if not _WHOLE.fullmatch(text):
         return None
-    if not _NO_UNITS.isdisjoint(text.lower().split()):
+    words = re.findall(r"[A-Za-z]+", text)
+    if not NO_PART_OF_A_UNIT.isdisjoint(word.lower() for word in words):
+        return None
+    if sum(unit_of_word(word) is None and word.lower() not in _NO_WORDS for word in words) > _MOST_WORDS:
         return None
     parts: list[str] = []
     power = ""
     for part in _PART.findall(text):
         word = part.replace(" ", "").replace("{", "").replace("}", "")
         if word in ("squared", "cubed"):
+            if not parts or parts[-1] not in _SPELLINGS:
+                return None  # 7 squared is 49
             parts.append(_POWERS[word])
         elif word.lower() in _POWERS:
             power = _POWERS[word.lower()]
@@ -166,6 +169,20 @@ def read_unit(text: str) -> tuple[str, ...] | None:
 
 def singular(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def may_be_factors(text: str, *, value: str) -> bool:
+    """Whether letters that no font marks as a unit may be factors of the value before them: `2 m g`, `\\sqrt2 g`."""
+    words = re.findall(r"[A-Za-zμΩ]+", text)
+    if re.search(r"[A-Za-zα-ωΑ-Ω]", re.sub(r"\\(?:frac|sqrt|binom)|pi|π|USD|EUR", "", value)):
+        return any(len(word) < 3 for word in words)
+    letters = [word for word in words if len(word) == 1]
+    if "/" in text and all(unit_of_word(word) for word in words):
+        return False
+    is_computed = re.search(r"frac|sqrt|π|pi|\^|[()!]", value) is not None
+    if letters and "^" in text and letters != ["m"]:
+        return True
+    return len(letters) > (0 if is_computed else 1) or (bool(letters) and any(len(word) == 2 for word in words))
 
 
 def is_algebra(text: str) -> bool:

@@ -8,10 +8,10 @@ computed: such an expression is the same as none. So nothing here takes longer t
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +19,7 @@ from appliance.tasks.maths.expressions import (
     CONSTANTS,
     Expression,
     Number,
+    Operation,
     Symbol,
     UnreadableError,
     has_decimal,
@@ -28,6 +29,7 @@ from appliance.tasks.maths.expressions import (
 
 DECIMALS = Fraction(1, 10**6)  # of the larger number, where one of the two is written as a decimal
 _DIGITS = (60, 120)  # with which values are computed
+_MORE_DIGITS = (120, 180)  # of values far from zero, where more digits cancel
 _NOISE = 1e-40  # relative error that 60 digits stay within
 _MOST_BITS = 20_000  # of a rational
 _LARGEST_EXPONENT = 1e5  # times the binary logarithm of the base
@@ -77,6 +79,10 @@ def _exact_operation(name: str, first: Fraction, second: Fraction = Fraction(0))
             if first > _LARGEST_FACTORIAL:
                 raise UnreadableError("too large a factorial")
             return Fraction(math.factorial(int(first)))
+        case "double factorial":
+            if first.denominator > 1 or not 0 <= first <= _LARGEST_FACTORIAL:
+                raise UnreadableError("a double factorial of no whole number, or too large")
+            return Fraction(math.prod(range(int(first), 0, -2)))
         case "binomial":
             if first.denominator > 1 or second.denominator > 1 or not 0 <= second <= first <= _LARGEST_FACTORIAL:
                 return None
@@ -125,14 +131,18 @@ def _whole_root(number: int, degree: int) -> int | None:
     return low if low**degree == number else None
 
 
-@functools.cache
+_contexts = threading.local()
+
+
 def _context(digits: int) -> Any:
-    """mpmath with so many digits; nobody changes its settings, so that threads may share it."""
+    """mpmath with so many digits. Each thread has its own: functions such as cot raise the precision while they run."""
     import mpmath
 
-    context = mpmath.MPContext()
-    context.dps = digits
-    return context
+    by_digits = _contexts.__dict__
+    if digits not in by_digits:
+        by_digits[digits] = mpmath.MPContext()
+    by_digits[digits].dps = digits
+    return by_digits[digits]
 
 
 def _value(expression: Expression, *, at: Mapping[str, Fraction], digits: int) -> Any:
@@ -150,7 +160,7 @@ def _value(expression: Expression, *, at: Mapping[str, Fraction], digits: int) -
     operands = [_value(operand, at=at, digits=digits) for operand in expression.operands]
     try:
         value = _operation(context, expression.name, *operands)
-    except (ZeroDivisionError, OverflowError, ValueError, ArithmeticError) as error:
+    except (ArithmeticError, ValueError, TypeError, NotImplementedError, context.NoConvergence) as error:
         raise UnreadableError(str(error)) from error
     if not context.isfinite(value):
         raise UnreadableError("no finite value")
@@ -177,12 +187,14 @@ def _operation(context: Any, name: str, first: Any, second: Any = None) -> Any:
             return (context.floor if name == "floor" else context.ceil)(first)
         case "factorial":
             return context.gamma(_bounded(first, 1e4) + 1)
+        case "double factorial":
+            raise UnreadableError("a double factorial of a letter")
         case "binomial":
             return context.binomial(_bounded(first, 1e4), _bounded(second, 1e4))
         case "power":
             return _power(context, first, second)
         case "root":
-            if first.imag == 0 and first.real < 0 and second.imag == 0 and second % 2 == 1:
+            if first.imag == 0 and first.real < 0 and second.imag == 0 and second.real % 2 == 1:
                 return -_power(context, -first, 1 / second)
             return _power(context, first, 1 / second)
         case "exp":
@@ -245,10 +257,9 @@ def _values_at_points(one: Expression, other: Expression) -> Iterator[tuple[Any,
     """Their values at several points, or their only ones. Raises UnreadableError where there are too few."""
     names = sorted(symbols(one) | symbols(other))
     count, failure = 0, UnreadableError("no values")
-    for point in range(_POINTS if names else 1):
-        at = {name: _coordinate(name, point) for name in names}
+    for at, digits in _points(names, operations={*_operations(one), *_operations(other)}):
         try:
-            pair = (_without_noise(one, at=at), _without_noise(other, at=at))
+            pair = (_without_noise(one, at=at, digits=digits), _without_noise(other, at=at, digits=digits))
         except UnreadableError as error:
             failure = error
             continue
@@ -258,6 +269,35 @@ def _values_at_points(one: Expression, other: Expression) -> Iterator[tuple[Any,
         raise failure
 
 
+_PIECEWISE = {"absolute", "root", "power", "floor", "ceiling", "ln", "log", "lg"}
+_WIDE_POINTS = 6
+
+
+def _operations(expression: Expression) -> set[str]:
+    return {part.name for part in walk(expression) if isinstance(part, Operation)}
+
+
+def _points(names: Sequence[str], *, operations: set[str]) -> Iterator[tuple[dict[str, Fraction], tuple[int, int]]]:
+    """Points, and the digits to compute with: near zero, and far from it where |x + 4| may be x + 4 near zero alone;
+    whole numbers too where something is rounded to them."""
+    for point in range(_POINTS if names else 1):
+        yield {name: _coordinate(name, point) for name in names}, _DIGITS
+    if names and operations & _PIECEWISE:
+        for point in range(_WIDE_POINTS):
+            yield {name: _wide_coordinate(name, point) for name in names}, _MORE_DIGITS
+    if names and operations & {"floor", "ceiling"}:
+        for whole in (2, -3, 7):
+            yield {name: Fraction(whole + place) for place, name in enumerate(names)}, _DIGITS
+
+
+def _wide_coordinate(name: str, point: int) -> Fraction:
+    """Of a letter at a point far from zero: 3 to 60, at the first point positive, at the second negative."""
+    digest = hashlib.sha256(f"{name} far {point}".encode()).digest()
+    size = Fraction(int.from_bytes(digest[:6], "big"), 1 << 48) * 57 + 3
+    is_negative = bool(digest[6] % 2) if point > 1 else point == 1
+    return -size if is_negative else size
+
+
 def _coordinate(name: str, point: int) -> Fraction:
     """Of a letter at a point, always the same: up to 3, of either sign but positive for all letters at the first."""
     digest = hashlib.sha256(f"{name} {point}".encode()).digest()
@@ -265,10 +305,10 @@ def _coordinate(name: str, point: int) -> Fraction:
     return -size if point and digest[6] % 2 else size
 
 
-def _without_noise(expression: Expression, *, at: Mapping[str, Fraction]) -> Any:
+def _without_noise(expression: Expression, *, at: Mapping[str, Fraction], digits: tuple[int, int]) -> Any:
     """The value, zero where it is only the error of rounding: what is not shrinks with more digits."""
-    rough = _value(expression, at=at, digits=_DIGITS[0])
+    rough = _value(expression, at=at, digits=digits[0])
     if abs(rough) > 1e-30:
         return rough
-    fine = _value(expression, at=at, digits=_DIGITS[1])
-    return fine if abs(fine) > abs(rough) / 10**20 else _context(_DIGITS[0]).mpf(0)
+    fine = _value(expression, at=at, digits=digits[1])
+    return fine if abs(fine) > abs(rough) / 10**20 else _context(digits[0]).mpf(0)
