@@ -147,7 +147,7 @@ class FirstLoad:
             raise WeightsError(f"first load: {fact}", hint=_HINT) from error
 
     def _require_place(self, name: str, tensor: Tensor) -> None:
-        """Of a model of a known family."""
+        """Check the name, shape and values of a tensor of a model whose family is known."""
         wanted = {place.shape for place in self._slots.get(name, ())} or {*self._shape_in_experts(name)}
         if wrong := next((shape for shape in wanted if shape and shape != tensor.shape), None):
             fact = f"{name} has the shape {list(tensor.shape)}, the model has {list(wrong)}"
@@ -240,5 +240,5 @@ class FirstLoad:
 
 
 def _holds_floats(tensor: Tensor) -> bool:
-    """Of 16 bits or more: FP8 codes mean nothing without their scales."""
+    """Whether it has floats of 16 bits or more: FP8 codes mean nothing without their scales."""
     return tensor.is_floating_point() and tensor.itemsize > 1

@@ -162,7 +162,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
-    """Where tokenizer and model have other numbers of tokens than padding explains."""
+    """Findings where tokenizer and model differ in their number of tokens by more than padding explains."""
     rows, words = inputs.model_shape.vocab if inputs.model_shape else 0, inputs.template.tokens
     if not rows or not words:
         return

@@ -59,7 +59,7 @@ class EarlyChild:
         )
 
     def hear(self) -> ChildOutput:
-        """What it said, once it has ended, or after WITHIN_S from now."""
+        """Wait for its end, at most WITHIN_S from now, and return what it said."""
         assert self._process is not None, "it was started"
         is_late = not self._ends(self._process)
         self._output.seek(0)

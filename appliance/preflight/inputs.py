@@ -101,7 +101,7 @@ class InputFacts:
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     template: TemplateFacts = field(default_factory=TemplateFacts)
-    """Of the model's tokenizer, where its files are here."""
+    """Facts about the model's chat template, where its files are here."""
     stored: StoredResult | None = None
     """Of `bench`, where one counts here."""
     written: Written = field(default_factory=Written)
@@ -373,7 +373,7 @@ def _problem(found: ChildOutput, *, within_s: float, is_own: bool) -> RewardProb
 
 
 def _own_problem(verdict: Verdict) -> RewardProblem | None:
-    """Of a task of the user's own, whose grades are theirs to judge: nothing of it stops a run."""
+    """Findings about the rewards of a task of the user's own: warnings alone, for the grades are theirs to judge."""
     counted = (
         (verdict.wrong, "the right answer earns no more than an empty response", verdict.first),
         (verdict.unread, "the right answer earns nothing in a mark that models use", verdict.first_unread),
