@@ -271,8 +271,8 @@ def profile_problem(plan: RunPlan) -> str:
         return f"{source}: the folder has no {PROFILE_FILE}"
     try:
         header, shapes = read_file_header(source), tensor_shapes(source)
-        norms = {each["norm"]: shapes[SMOOTHING + each["norm"]] for each in header["smoothing"]}
-        if flat := [norm for norm, sizes in norms.items() if len(sizes) != 1]:
+        channels = {group["source"]: shapes[SMOOTHING + group["source"]] for group in header["smoothing"]}
+        if flat := [source for source, sizes in channels.items() if len(sizes) != 1]:
             raise ValueError(f"the scales of {flat[0]} are no vector")
     except EngineError as error:
         return error.message
@@ -280,22 +280,21 @@ def profile_problem(plan: RunPlan) -> str:
         return f"{source / PROFILE_FILE}: its header cannot be used: {type(error).__name__}: {error}"
     if (scheme := Scheme(header["scheme"])) is not plan.profile.scheme:
         return f"{source}: a profile for `{scheme}`, and the plan's scheme is `{plan.profile.scheme}`"
-    return _of_another_model(norms, source=source, model=Path(plan.model.path))
+    return _of_another_model(channels, source=source, model=Path(plan.model.path))
 
 
-def _of_another_model(norms: dict[str, tuple[int, ...]], *, source: Path, model: Path) -> str:
-    """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read."""
+def _of_another_model(channels: dict[str, tuple[int, ...]], *, source: Path, model: Path) -> str:
+    """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read.
+    channels: of the norms and linears that are divided."""
     try:
         have = tensor_shapes(model) if model.is_absolute() else {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # the model's own finding
-    for norm, scales in norms.items() if have else ():
-        if norm not in have:
-            return f"{source}: of another model: it smooths {norm}, which {model} does not have"
-        if have[norm] != scales:
-            return (
-                f"{source}: of another model: {norm} has {scales[0]} channels there and {list(have[norm])} in {model}"
-            )
+    for name, sizes in channels.items() if have else ():
+        if name not in have:
+            return f"{source}: of another model: it smooths {name}, which {model} does not have"
+        if have[name][:1] != sizes:
+            return f"{source}: of another model: {name} has {sizes[0]} channels there and {list(have[name])} in {model}"
     return ""
 
 

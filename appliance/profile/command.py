@@ -7,6 +7,7 @@ import os
 import os.path
 import subprocess
 import tempfile
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -322,17 +323,21 @@ def _name(layer: dict[str, Any]) -> str:
 
 
 def _smoothing(header: dict[str, Any]) -> str:
-    strength, groups = header["settings"]["strength"], len(header["smoothing"])
+    strength = header["settings"]["strength"]
     if header["kind"] != "calibrated":
-        return f"{_norms(groups)}, as the donor has it, to the nearest powers of two"
+        return f"{_sources(header)}, as the donor has it, to the nearest powers of two"
     if not strength:
         return "off"
-    readers = sum("layernorm" in each["norm"] for each in header["smoothing"])
-    return f"strength {strength:g}: {_norms(readers)} with all they feed; others gain nothing by it"
+    return f"strength {strength:g}: {_sources(header)}, each with all that reads it; others gain nothing by it"
 
 
-def _norms(number: int) -> str:
-    return f"{number} norm{'' if number == 1 else 's'}"
+def _sources(header: dict[str, Any]) -> str:
+    """`4 norms, 2 up_proj, 1 v_proj`: what is divided."""
+    leaves = (group["source"].removesuffix(".weight").rpartition(".")[2] for group in header["smoothing"])
+    numbers = Counter("norm" if "norm" in leaf else leaf for leaf in leaves)
+    norms = numbers.pop("norm", 0)
+    others = (f"{number} {leaf}" for leaf, number in sorted(numbers.items()))
+    return ", ".join([f"{norms} norm{'' if norms == 1 else 's'}", *others])
 
 
 def _kept(header: dict[str, Any]) -> str:

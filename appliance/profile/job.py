@@ -19,7 +19,7 @@ from appliance.record.liveness import Heartbeat
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
-_VERSION = 1  # raise it when the same inputs give another profile
+_VERSION = 2  # raise it when the same inputs give another profile
 _PLACES = {"target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
 
 

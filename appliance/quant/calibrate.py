@@ -5,8 +5,9 @@ quantised engine would have. For each layer:
 
 1. The exact stream gives the largest |x| of every input channel, and, on a sample of tokens, the error that quantising
    each GEMM alone makes.
-2. s_k = a_k^alpha / w_k^(1 - alpha), with a the activations' range and w that of all quantised weights that read the
-   norm; centred, so that its median is 1; rounded to a power of two. (Xiao et al. 2023, SmoothQuant.)
+2. s_k = a_k^alpha / w_k^(1 - alpha), with a the activations' range and w that of all quantised weights that read
+   them, of query heads that share a head of values the largest; centred, so that its median is 1; rounded to a power of
+   two. (Xiao et al. 2023, SmoothQuant.)
 3. The same measurement on the same tokens with the scales folded in. A group that does not lower the error of the layer
    that reads it is dropped.
 4. Layers above the error budget stay in BF16, and the quantised stream goes on through the rest.
@@ -23,6 +24,7 @@ Legend: B sequences of T tokens, M positions, H width, K input channels, R words
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,15 +169,18 @@ def _one_layer(
     outputs, samples = view.exact(streams.exact, errors=plain, ranges=ranges)
     groups = _groups(view, ranges=ranges, strength=settings.strength)
     errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
-    kept_groups = []
-    for unit, group in groups.items():
-        view.fold(group)
-        error = view.smoothed(unit, group=group, samples=samples).relative(unit)
-        if error < plain.relative(unit):
-            errors[unit.members[0]] = error
-            kept_groups.append(group)
-        else:
-            view.fold(SmoothingGroup(group.norm, group.linears, group.scale_K.reciprocal()))  # exactly back
+    kept_groups, weight_errors = [], {}
+    for unit in view.units:
+        if (group := groups.get(unit)) is not None:
+            view.fold(group)
+            error = view.smoothed(unit, group=group, samples=samples).relative(unit)
+            if error < plain.relative(unit):
+                errors[unit.members[0]] = error
+                kept_groups.append(group)
+            else:
+                view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
+        # A unit comes before those that are smoothed through it: its errors are those of rows as they were.
+        weight_errors[unit] = view.weight_error(unit)
     kept = _kept(view, errors=errors, budget=settings.error_budget)
     streams.quantised = view.quantised(streams.quantised, kept=kept)
     streams.exact = outputs
@@ -183,7 +188,7 @@ def _one_layer(
         LayerError(
             layer=tuple(view.prefix + name for name in unit.layer),
             linears=tuple(view.prefix + member for member in unit.members),
-            weight_error=view.weight_error(unit),
+            weight_error=weight_errors[unit],
             output_error=errors[unit.members[0]],
             output_error_plain=plain.relative(unit),
             kept=unit.members[0] in kept,
@@ -197,14 +202,16 @@ def _one_layer(
 
 
 def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> dict[Unit, SmoothingGroup]:
-    """A group for each norm that feeds a quantised unit, where its scales are not all 1."""
+    """A group for each quantised unit whose input can be smoothed, where its scales are not all 1."""
     groups = {}
     for unit in view.units:
         key = unit.members[0]
-        if not unit.norm or key in view.ignored or key not in ranges or not strength:
+        can_smooth = bool(unit.norm or unit.through) and strength > 0
+        if not can_smooth or key in view.ignored or key not in ranges:
             continue
         weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
-        scale_K = scales(ranges[key], weight_K=weight_K, strength=strength)
+        activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
+        scale_K = scales(activation_K, weight_K=weight_K, strength=strength)
         if bool((scale_K != 1).any()):
             groups[unit] = view.group(unit, scale_K=scale_K)
     return groups

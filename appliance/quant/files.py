@@ -7,10 +7,10 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from appliance.errors import EngineError
@@ -19,12 +19,14 @@ from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
 CONFIG_FILE, PROFILE_FILE = "quantization.yaml", "profile.safetensors"
-SMOOTHING = "smoothing."  # before the name of a norm: the tensor of its scales
+SMOOTHING = "smoothing."  # before the name of a group's source: the tensor of its scales
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_READABLE = (1, SCHEMA_VERSION)  # in version 1 every source of smoothing is a norm, and is called so
 _LENGTH_BYTES = 8
 _NAME_DIGITS = 16
 _LONGEST_HEADER = 64 << 20
+_LARGEST_HEAD = 1 << 16
 _HINT = "make it again with `appliance profile`"
 
 
@@ -42,15 +44,16 @@ def read_file_header(folder: Path) -> dict[str, Any]:
         header = _json_object(text) if isinstance(text, str) else {}
     except ValueError as error:
         raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
-    if header.get("schema_version") != SCHEMA_VERSION:
-        raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
+    if header.get("schema_version") not in _READABLE:
+        versions = " or ".join(map(str, _READABLE))
+        raise EngineError(f"{file}: not a profile of schema version {versions}", hint=_HINT)
     try:
-        settings = _Header.model_validate_json(text).model_dump(mode="json", include={"settings"})
+        completed = _Header.model_validate_json(text).model_dump(mode="json", include={"settings", "smoothing"})
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
-    return header | settings  # all of them: one that is left out has its default
+    return header | completed  # with the defaults of what is left out
 
 
 def kept_layers(folder: Path) -> tuple[str, ...]:
@@ -242,8 +245,18 @@ class Origin:
 
 @_part
 class _Group:
-    norm: Text_
+    """As `quant.profile.SmoothingGroup`."""
+
     linears: Names_
+    source: Text_ = Field(validation_alias=AliasChoices("source", "norm"))
+    head_dim: Annotated[int, Field(ge=0, le=_LARGEST_HEAD)] = 0
+    readers_of_head: Annotated[int, Field(ge=1, le=_LARGEST_HEAD)] = 1
+
+    @model_validator(mode="after")
+    def _has_heads(self) -> Self:
+        if self.readers_of_head > 1 and not self.head_dim:
+            raise ValueError("heads are shared, and have no size")
+        return self
 
 
 class _Header(BaseModel):

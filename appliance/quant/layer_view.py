@@ -20,7 +20,7 @@ from torch.nn import functional
 from appliance.quant.checkpoint import Ledger, place
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
 from appliance.quant.profile import Smoothing, SmoothingGroup, fold
-from appliance.terms.families import DOWN, EXPERTS, GATE_UP, Family, Unit
+from appliance.terms.families import DOWN, EXPERTS, GATE_UP, VALUES, Family, Unit
 from appliance.terms.schemes import Scales, Scheme
 
 _MEASURED_TOKENS = 256  # of a GEMM's input in a batch: a mean over tokens and channels needs no more
@@ -103,11 +103,29 @@ class LayerView:
             if folded is not parameter:
                 place(self.layer, name, self._ledger.enter(nn.Parameter(folded, requires_grad=False)))
 
+    def readers_of_head(self, unit: Unit) -> int:
+        """Query heads whose values one head of the unit's source has; 1 where the source has no heads."""
+        return self.layer.self_attn.num_key_value_groups if unit.through == VALUES else 1
+
     def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
+        """What gives the unit its input, the unit, and what else reads that."""
         names = [*(member if member == GATE_UP else f"{member}.weight" for member in unit.members)]
         names += [f"{follower}.weight" for follower in unit.followers]
-        linears = tuple(self.prefix + name for name in names)
-        return SmoothingGroup(f"{self.prefix}{unit.norm}.weight", linears, scale_K)
+        return SmoothingGroup(
+            source=f"{self.prefix}{unit.norm or unit.through}.weight",
+            linears=tuple(self.prefix + name for name in names),
+            scale_K=scale_K,
+            head_dim=self.layer.self_attn.head_dim if unit.through == VALUES else 0,
+            readers_of_head=self.readers_of_head(unit),
+        )
+
+    def of_source(self, unit: Unit, range_K: Tensor) -> Tensor:
+        """The largest of each channel of the unit's source. range_K: of the unit's input, where query heads that read
+        one head lie side by side."""
+        readers = self.readers_of_head(unit)
+        if readers == 1:
+            return range_K
+        return range_K.view(-1, readers, self.layer.self_attn.head_dim).amax(dim=1).flatten()
 
     def weight_error(self, unit: Unit) -> float:
         """|W' - W| / |W|, Frobenius, over all matrices of the unit."""
@@ -135,7 +153,7 @@ class LayerView:
     def exact(
         self, batches: list[Tensor], *, errors: Errors, ranges: dict[str, Tensor]
     ) -> tuple[list[Tensor], Samples]:
-        """The layer's outputs, exactly, for batches [B, T, H], and tokens at the inputs of units that a norm feeds.
+        """The layer's outputs, exactly, for batches [B, T, H], and tokens at the inputs of units that can be smoothed.
 
         errors: gets what quantising each unit alone costs, on some tokens of each batch.  ranges: gets [K] float32, the
         largest |x| of all tokens at each unit's input, by its first member.
@@ -153,7 +171,7 @@ class LayerView:
             if x_MK.shape[0] and key in codes:
                 some_MK = x_MK[:: -(-x_MK.shape[0] // _MEASURED_TOKENS)].clone()
                 self._measure(unit, some_MK, weight_NK, codes[key][index], errors=errors)
-                if unit.norm:
+                if unit.norm or unit.through:
                     samples.append((member, index, some_MK))
             return functional.linear(x, weight_NK, bias_N)
 
@@ -164,7 +182,7 @@ class LayerView:
         errors, codes, weights = Errors(), self._codes(unit), self.weights(unit)
         for member, index, some_MK in samples:
             if self._unit_of[member] == unit:
-                reached_MK = some_MK * group.scale_K.reciprocal().to(some_MK.dtype)  # as the folded norm gives it
+                reached_MK = some_MK * group.reader_scale_K.reciprocal().to(some_MK.dtype)  # as the source now gives it
                 self._measure(unit, reached_MK, weights[index], codes[index], errors=errors)
         return errors
 

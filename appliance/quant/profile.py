@@ -1,12 +1,17 @@
 """A model's profile: what calibration, or a donor checkpoint, found out about it, and the smoothing in it. One file,
 `profile.safetensors`: vectors of the model and a JSON header, no code, so that a profile can be passed on.
 
-Smoothing moves an activation's large channels into the weights that read them. Between a norm and everything it feeds
-there is a channel K of the residual stream's width. With s_k > 0
+Smoothing moves an activation's large channels into the weights that read them. Between what gives an activation and
+everything that reads it there are K channels. With s_k > 0
 
-    norm'_k = norm_k / s_k          w'_nk = w_nk * s_k         so that   w' (norm' * h) = w (norm * h)
+    source'_k = source_k / s_k      w'_nk = w_nk * s_k         so that   w' (source' h) = w (source h)
 
-Every s_k is a power of two, so both changes are exact in BF16 and in float32, every product w_nk * x_k keeps its very
+The source is a norm, whose weight has one number for each channel, or a linear layer, whose rows and bias make the
+channels. What lies between the source and its readers must pass a factor of a channel on as it is. A product with
+something else does (SwiGLU: down_proj reads silu(gate) * up), and so does a sum over tokens (attention: o_proj reads
+the values of v_proj, where several query heads read one head of v_proj and so share its factors).
+
+Every s_k is a power of two, so all changes are exact in BF16 and in float32, every product w_nk * x_k keeps its very
 bits, and the function is unchanged bit for bit. Only a result outside the format's exponents could break that, and is
 refused. Source of the idea: Xiao et al. 2023, SmoothQuant; the restriction to powers of two is ours.
 
@@ -18,9 +23,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,23 +58,41 @@ MAX_EXPONENT = 12  # of a scale: 2^-12..2^12 is exact in BF16, float16 and float
 
 @dataclass(frozen=True)
 class SmoothingGroup:
-    """One norm and all that reads it, by the names of their parameters in the checkpoint."""
+    """What gives an activation and all that reads it, by the names of their parameters in the checkpoint."""
 
-    norm: str
+    source: str
+    """The weight of a norm [K], or of a linear layer [K, J], whose bias [K], where it has one, belongs to it."""
     linears: tuple[str, ...]
-    """Each with K last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts at once,
-    `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight` [N, K]."""
+    """Each with the channels last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts at
+    once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight` [N, K]."""
     scale_K: Tensor
-    """[K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the norm is divided by it."""
+    """[K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the source is divided by it."""
+    head_dim: int = 0
+    """Channels of an attention head where the source is `v_proj`; 0 elsewhere."""
+    readers_of_head: int = 1
+    """Query heads that read one head of the source: the linears have as many times K channels."""
 
     def __post_init__(self) -> None:
         mantissa_K, exponent_K = torch.frexp(self.scale_K)
         if self.scale_K.dtype is not torch.float32 or self.scale_K.ndim != 1:
-            raise ValueError(f"{self.norm}: scales are a float32 vector, not {self.scale_K.dtype}")
+            raise ValueError(f"{self.source}: scales are a float32 vector, not {self.scale_K.dtype}")
         if not bool(((mantissa_K == 0.5) & ((exponent_K - 1).abs() <= MAX_EXPONENT)).all()):
             raise ValueError(
-                f"{self.norm}: a scale is not a power of two between 2^-{MAX_EXPONENT} and 2^{MAX_EXPONENT}"
+                f"{self.source}: a scale is not a power of two between 2^-{MAX_EXPONENT} and 2^{MAX_EXPONENT}"
             )
+        if self.head_dim and len(self.scale_K) % self.head_dim:
+            raise ValueError(f"{self.source}: {len(self.scale_K)} channels are no heads of {self.head_dim}")
+        leaf = self.source.removesuffix(".weight").rpartition(".")[2]
+        if any(leaf in parts[:-1] for parts in FUSED_LAYERS.values()):
+            raise ValueError(f"{self.source}: what it gives is not read channel by channel")
+
+    @functools.cached_property
+    def reader_scale_K(self) -> Tensor:
+        """What the linears' channels are multiplied by, [K] or, of attention heads, [readers_of_head * K]: query heads
+        that read one head lie side by side."""
+        if self.readers_of_head == 1:
+            return self.scale_K
+        return self.scale_K.view(-1, self.head_dim).repeat_interleave(self.readers_of_head, dim=0).flatten()
 
 
 @dataclass(frozen=True)
@@ -77,43 +101,75 @@ class Smoothing:
 
     groups: tuple[SmoothingGroup, ...] = ()
 
-    def factor_of(self, name: str) -> Tensor | None:
-        """[K] float32: what the parameter's last dimension is multiplied by; None for one that smoothing leaves."""
-        return self._factors.get(_key(_parts(name)[0]))  # what is fused reads one norm
+    def column_factor_of(self, name: str) -> Tensor | None:
+        """[K] float32: what the parameter's last dimension is multiplied by; None for one that no group reads."""
+        return self._column_factors.get(_key(_parts(name)[0]))  # what is fused reads one source
+
+    def row_factor_of(self, name: str) -> Tensor | None:
+        """[N] float32: what the parameter's first dimension is multiplied by; None for one that is no group's source.
+        Of a fused layer these are its last rows: only the last part of one is a source."""
+        return self._row_factors.get(_parts(name)[-1])
 
     @functools.cached_property
-    def _factors(self) -> Mapping[str, Tensor]:
-        norms = {group.norm: group.scale_K.reciprocal() for group in self.groups}
-        return norms | {_key(linear): group.scale_K for group in self.groups for linear in group.linears}
+    def _column_factors(self) -> Mapping[str, Tensor]:
+        return {_key(linear): group.reader_scale_K for group in self.groups for linear in group.linears}
+
+    @functools.cached_property
+    def _row_factors(self) -> Mapping[str, Tensor]:
+        factors = {group.source: group.scale_K.reciprocal() for group in self.groups}
+        return factors | {f"{name.removesuffix('weight')}bias": factor for name, factor in factors.items()}
 
 
 def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     """The parameter with smoothing folded in: itself when smoothing leaves it, else a new tensor of the same format.
 
-    name: in the checkpoint.  tensor: [..., K] bfloat16, float16 or float32, on any device, a whole parameter or any
-    slice of it that keeps K whole.
-    Raises NumericsError when a value leaves the format's exponents or is not finite, EngineError when K is another one.
+    name: in the checkpoint.  tensor: a whole parameter, bfloat16, float16 or float32, on any device. An engine that
+    shares out rows or columns over ranks does so afterwards.
+    Raises NumericsError when a value leaves the format's exponents or is not finite, EngineError for another shape than
+    the smoothing's.
     """
-    factor_K = smoothing.factor_of(name)
-    if factor_K is None:
+    factors = [*_factors(name, tensor, smoothing=smoothing)]
+    if not factors:
         return tensor
-    if tensor.ndim == 0 or tensor.shape[-1] != factor_K.shape[0]:
-        message = f"the profile's smoothing has {factor_K.shape[0]} channels for {name}, which is {list(tensor.shape)}"
-        raise EngineError(message, hint="the profile is of another model: make it again with `appliance profile`")
-    factor_K = factor_K.to(device=tensor.device)
-    folded = tensor * factor_K.to(tensor.dtype)
+    folded = tensor
+    for factor in factors:
+        folded = folded * factor
     # Exact means that the way back is the identity. It also fails for what is not finite.
-    if not torch.equal(folded * factor_K.reciprocal().to(tensor.dtype), tensor):
+    restored = folded
+    for factor in factors:
+        restored = restored * factor.reciprocal()
+    if not torch.equal(restored, tensor):
         kind = str(tensor.dtype).removeprefix("torch.")
         raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}, or is not finite")
     return folded
 
 
+def _factors(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[Tensor]:
+    """What the tensor is to be multiplied by, in its own format: of its columns, and of its rows."""
+    column_K, row_N = smoothing.column_factor_of(name), smoothing.row_factor_of(name)
+    if column_K is not None:
+        if tensor.ndim == 0 or tensor.shape[-1] != len(column_K):
+            raise _of_another_model(name, tensor, channels=len(column_K))
+        yield column_K.to(tensor)
+    if row_N is not None:
+        rows = tensor.shape[0] if tensor.ndim in (1, 2) else 0
+        is_fused = len(_parts(name)) > 1
+        if rows < len(row_N) or (rows > len(row_N) and not is_fused):
+            raise _of_another_model(name, tensor, channels=len(row_N))
+        row_N = torch.cat([row_N.new_ones(rows - len(row_N)), row_N]).to(tensor)
+        yield row_N if tensor.ndim == 1 else row_N[:, None]
+
+
+def _of_another_model(name: str, tensor: Tensor, *, channels: int) -> EngineError:
+    message = f"the profile's smoothing has {channels} channels for {name}, which is {list(tensor.shape)}"
+    return EngineError(message, hint="the profile is of another model: make it again with `appliance profile`")
+
+
 def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
     """names: every parameter of a model that `fold` was given. Raises EngineError when a part of a group was not among
-    them: its norm and its layers would not belong together."""
+    them: its source and its layers would not belong together."""
     folded = {_key(part) for name in names for part in _parts(name)}
-    parts = [part for group in smoothing.groups for part in (group.norm, *group.linears)]
+    parts = [part for group in smoothing.groups for part in (group.source, *group.linears)]
     missing = [part for part in parts if _key(part) not in folded]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -164,7 +220,7 @@ class Profile:
         kept = (name for layer in self.layers if layer.kept for name in layer.layer)
         return tuple(dict.fromkeys((*self.settings.ignore, *kept)))
 
-    def header(self) -> dict:
+    def header(self) -> dict[str, Any]:
         """What the file's header holds: JSON types only."""
         return {
             "schema_version": SCHEMA_VERSION,
@@ -172,7 +228,7 @@ class Profile:
             "versions": dict(self.origin.versions),
             "scheme": str(self.scheme),
             "settings": dataclasses.asdict(self.settings),
-            "smoothing": [{"norm": each.norm, "linears": list(each.linears)} for each in self.smoothing.groups],
+            "smoothing": [_group_header(group) for group in self.smoothing.groups],
             "layers": [dataclasses.asdict(each) for each in self.layers],
             "suggested_ignore": list(self.suggested_ignore),
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
@@ -180,10 +236,19 @@ class Profile:
         }
 
 
+def _group_header(group: SmoothingGroup) -> dict[str, Any]:
+    return {
+        "source": group.source,
+        "linears": list(group.linears),
+        "head_dim": group.head_dim,
+        "readers_of_head": group.readers_of_head,
+    }
+
+
 def write_profile(profile: Profile, *, folder: Path) -> Path:
     """Write `profile.safetensors` into the folder and return its path. The file appears whole or not at all."""
     kinds = {
-        SMOOTHING: {group.norm: group.scale_K for group in profile.smoothing.groups},
+        SMOOTHING: {group.source: group.scale_K for group in profile.smoothing.groups},
         ACTIVATION: profile.activations,
         INPUT_SCALE: profile.input_scales,
         OUTPUT_SCALE: profile.output_scales,
@@ -207,10 +272,16 @@ def load_smoothing(profile_dir: Path) -> Smoothing:
     file = profile_dir / PROFILE_FILE if profile_dir.is_dir() else profile_dir
     try:
         with safe_open(file, framework="pt") as profile:
-            scales = {group["norm"]: profile.get_tensor(SMOOTHING + group["norm"]) for group in header["smoothing"]}
-        groups = (
-            SmoothingGroup(each["norm"], tuple(each["linears"]), scales[each["norm"]]) for each in header["smoothing"]
-        )
+            groups = [
+                SmoothingGroup(
+                    source=group["source"],
+                    linears=tuple(group["linears"]),
+                    scale_K=profile.get_tensor(SMOOTHING + group["source"]),
+                    head_dim=group["head_dim"],
+                    readers_of_head=group["readers_of_head"],
+                )
+                for group in header["smoothing"]
+            ]
         return Smoothing(tuple(groups))
     except (SafetensorError, ValueError) as error:
         hint = "make one with `appliance profile`"

@@ -27,6 +27,8 @@ def packed_parts(name: str) -> tuple[str, tuple[str, ...]]:
     return (name.removesuffix(found) + EXPERTS, EXPERT_PARTS[found]) if found else ("", ())
 
 
+VALUES = "self_attn.v_proj"  # several query heads may read one of its heads
+
 _DECODER_LAYER = re.compile(r"(?P<prefix>.*\.layers\.\d+\.)(?P<rest>.+)")
 
 
@@ -38,6 +40,9 @@ class Unit:
     """The linears that it fuses."""
     norm: str = ""
     """Whose output they read, or empty."""
+    through: str = ""
+    """The linear whose output they read channel by channel, so that a factor of one of its rows reaches their column
+    of that channel as it is; or empty. Attention passes on factors of values, SwiGLU those of `up_proj`."""
     fused: str = ""
     """The engine's own name of several members, or empty."""
     followers: tuple[str, ...] = ()
@@ -55,13 +60,13 @@ _ATTENTION = (
     Unit(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused="self_attn.qkv_proj"
     ),
-    Unit(("self_attn.o_proj",)),
+    Unit(("self_attn.o_proj",), through=VALUES),
 )
 _MLP_NORM = "post_attention_layernorm"
 _DENSE = (
     *_ATTENTION,
     Unit(("mlp.gate_proj", "mlp.up_proj"), norm=_MLP_NORM, fused="mlp.gate_up_proj"),
-    Unit(("mlp.down_proj",)),
+    Unit(("mlp.down_proj",), through="mlp.up_proj"),
 )
 _MIXTURE = (
     *_ATTENTION,

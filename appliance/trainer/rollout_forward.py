@@ -70,7 +70,8 @@ class EngineLayer:
         self.part_names = [name for name, _ in parts]
         self._smoothing = smoothing
         self._parts = parts
-        self._factor_K = smoothing.factor_of(f"{parts[0][0]}.weight")
+        self._factor_K = smoothing.column_factor_of(f"{parts[0][0]}.weight")
+        self._factor_N = _row_factor_of(parts, smoothing=smoothing)
         self._weight: EngineWeight | None = None
 
     def forget(self) -> None:
@@ -93,10 +94,14 @@ class EngineLayer:
         weights = [part.weight for _, part in self._parts]
         biases = [part.bias for _, part in self._parts if part.bias is not None]
         bias_N = torch.cat(biases) if biases else None
+        if bias_N is not None and self._factor_N is not None:
+            bias_N = bias_N * self._factor_N.to(bias_N)
         if not self.scheme.quantised:
             weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]  # a copy would be kept for backward
             if self._factor_K is not None:
                 weight_NK = weight_NK * self._factor_K.to(weight_NK)
+            if self._factor_N is not None:
+                weight_NK = weight_NK * self._factor_N.to(weight_NK)[:, None]
             return linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
         if self._weight is None:
             folded = [
@@ -104,15 +109,30 @@ class EngineLayer:
                 for (name, _), weight in zip(self._parts, weights, strict=True)
             ]
             self._weight = EngineWeight.of(
-                folded, name=self.name, scheme=self.scheme, factor_K=self._factor_K, fp8_backward=self.fp8_backward
+                folded,
+                name=self.name,
+                scheme=self.scheme,
+                factor_K=self._factor_K,
+                factor_N=self._factor_N,
+                fp8_backward=self.fp8_backward,
             )
         return self._weight(x, weights, bias_N, gated=gated)
 
     def alone(self, x: Tensor) -> Tensor:
-        """[..., N] of what transformers' norms give: smoothing, powers of two, is taken out of it here."""
+        """[..., N] of what transformers gives, for transformers: smoothing, powers of two, is put into it and taken out
+        again here."""
         if self._factor_K is not None:
             x = x / self._factor_K.to(x)
-        return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        y = self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return y if self._factor_N is None else y / self._factor_N.to(y)
+
+
+def _row_factor_of(parts: Sequence[tuple[str, nn.Linear]], *, smoothing: Smoothing) -> Tensor | None:
+    """[N] of all modules that the engine fuses; None where smoothing leaves their rows."""
+    factors = [(smoothing.row_factor_of(f"{name}.weight"), linear.out_features) for name, linear in parts]
+    if all(factor_N is None for factor_N, _ in factors):
+        return None
+    return torch.cat([torch.ones(rows) if factor_N is None else factor_N for factor_N, rows in factors])
 
 
 def put_linears_in(model: nn.Module, *, units: Sequence[Unit], smoothing: Smoothing) -> Iterator[EngineLayer]:
@@ -146,7 +166,7 @@ class DecoderLayer:
         self._qkv, self._o, self._gate_up, self._down = self.layers
         self._attention = f"{prefix}self_attn.attn"
         self._norms = [
-            (prefix + name, layer.get_submodule(name), smoothing.factor_of(f"{prefix}{name}.weight"))
+            (prefix + name, layer.get_submodule(name), smoothing.row_factor_of(f"{prefix}{name}.weight"))
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
         self._head_norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]

@@ -204,7 +204,9 @@ class EngineWeight:
     gemm: Gemm
     """[T, N] of activations [T, K] and a bias [N] or None."""
     factor_K: Tensor | None
-    """Of smoothing, powers of two; the weights times it are quantised."""
+    """Of smoothing, powers of two; the weights' columns times it are quantised."""
+    factor_N: Tensor | None = None
+    """Of smoothing, powers of two; the weights' rows times it are quantised."""
     fp8_backward: bool = False
     """Multiply gradients in E4M3; `quantised` is in `fp8-block`."""
     name: str = "a layer"
@@ -217,6 +219,7 @@ class EngineWeight:
         *,
         scheme: Scheme,
         factor_K: Tensor | None,
+        factor_N: Tensor | None = None,
         fp8_backward: bool = False,
         name: str = "a layer",
     ) -> EngineWeight:
@@ -230,7 +233,7 @@ class EngineWeight:
         else:
             quantised = quantise(torch.cat([each.detach() for each in weights]), scheme=scheme)
         fp8_backward &= scheme is Scheme.FP8_BLOCK
-        return cls(quantised, kernels.gemm(quantised, integers=integers), factor_K, fp8_backward, name)
+        return cls(quantised, kernels.gemm(quantised, integers=integers), factor_K, factor_N, fp8_backward, name)
 
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
         """Of activations. Raises NumericsError."""
@@ -264,7 +267,8 @@ class EngineWeight:
             grad_NK = kernels_of(grad_TN).product(tokens, channels).to(grad_TN.dtype)
         else:
             grad_NK = grad_TN.t() @ _rounded(passed, dtype=grad_TN.dtype)
-        return grad_NK if self.factor_K is None else grad_NK * self.factor_K.to(grad_NK)
+        grad_NK = grad_NK if self.factor_K is None else grad_NK * self.factor_K.to(grad_NK)
+        return grad_NK if self.factor_N is None else grad_NK * self.factor_N.to(grad_NK)[:, None]
 
 
 def _in_blocks(values: Tensor) -> QuantisedWeight:

@@ -87,13 +87,13 @@ def test_a_bias_that_is_too_long(int8: Bench) -> None:
 @pytest.mark.parametrize(
     ("missing", "changes"),
     [
-        ("model.layers.9.input_layernorm.weight", {"norm": "model.layers.9.input_layernorm.weight"}),
+        ("model.layers.9.input_layernorm.weight", {"source": "model.layers.9.input_layernorm.weight"}),
         ("model.layers.0.self_attn.g_proj.weight", {"linears": (*QKV, "model.layers.0.self_attn.g_proj.weight")}),
     ],
 )
 def test_smoothing_of_another_model(missing: str, changes: dict, int8: Bench) -> None:
     """Layers that were multiplied and a norm that was not divided would be another function."""
-    wanted = {"norm": "model.layers.0.input_layernorm.weight", "linears": QKV}
+    wanted = {"source": "model.layers.0.input_layernorm.weight", "linears": QKV}
     group = SmoothingGroup(**(wanted | changes), scale_K=torch.full((WIDTH,), 2.0))
     error, broken = refused(int8, sent(int8.new), smoothing=Smoothing((group,)))
     assert error.message == f"weight update 1: the profile smooths {missing}, which this model does not have"

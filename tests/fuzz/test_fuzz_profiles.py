@@ -113,7 +113,7 @@ def read(folder: Path) -> Profile:
     profile = read_profile(folder)
     assert not problem or "for `" in problem, "a profile that a run would read was refused by preflight"
     for group in profile.smoothing.groups:
-        fold(group.norm, torch.ones(group.scale_K.shape), smoothing=profile.smoothing)
+        fold(group.source, torch.ones(group.scale_K.shape), smoothing=profile.smoothing)
     return profile
 
 

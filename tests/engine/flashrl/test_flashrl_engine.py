@@ -157,7 +157,7 @@ def write_smoothing(folder: Path, *, hidden: int, layer: int = 0) -> Path:
     readers = {"input_layernorm": ("self_attn", "qkv"), "post_attention_layernorm": ("mlp", ("gate", "up"))}
     groups = tuple(
         SmoothingGroup(
-            norm=f"model.layers.{layer}.{norm}.weight",
+            source=f"model.layers.{layer}.{norm}.weight",
             linears=tuple(f"model.layers.{layer}.{block}.{part}_proj.weight" for part in parts),
             scale_K=scale_K,
         )

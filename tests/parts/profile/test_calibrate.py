@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from profiles import read_profile
-from tiny_models import FAMILIES, tiny, tokens
+from tiny_models import FAMILIES, ONE_FLOW, tiny, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -150,7 +151,7 @@ def test_every_norm_is_smoothed_with_all_that_it_feeds(saved: tuple[nn.Module, P
     inner = ("mlp.gate.weight", "mlp.experts.gate_up_proj")
     dense = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     experts = inner if f"{prefix}mlp.gate.weight" in names else dense
-    found = {group.norm: set(group.linears) for group in groups if group.norm.startswith(prefix)}
+    found = {group.source: set(group.linears) for group in groups if re.match(rf"{prefix}\w+norm", group.source)}
     assert found == {
         f"{prefix}input_layernorm.weight": {f"{prefix}self_attn.{each}_proj.weight" for each in "qkv"},
         f"{prefix}post_attention_layernorm.weight": {prefix + each for each in experts},
@@ -163,13 +164,58 @@ def test_smoothing_lowers_the_error_of_a_model_with_large_channels(saved: tuple[
     assert all(each.output_error < 0.7 * each.output_error_plain for each in layers)
 
 
+def with_large_rows(family: str, folder: Path) -> Path:
+    """A checkpoint in which some rows of `up_proj` and `v_proj` are large, as in trained models."""
+    model = tiny(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "up_proj" in name or "v_proj" in name:
+                parameter[..., 5::7, :].mul_(16) if name.endswith("weight") else parameter[5::7].mul_(16)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ONE_FLOW)
+def test_values_and_up_proj_are_smoothed_for_what_reads_them(family: str, tmp_path: Path) -> None:
+    profile = profile_of(with_large_rows(family, tmp_path))
+    found = {group.source: group for group in profile.smoothing.groups if "norm" not in group.source}
+    assert {name: group.linears for name, group in found.items()} == {
+        f"model.layers.{layer}.{source}.weight": (f"model.layers.{layer}.{reader}.weight",)
+        for layer in range(2)
+        for source, reader in (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
+    }
+    values, up = found["model.layers.0.self_attn.v_proj.weight"], found["model.layers.0.mlp.up_proj.weight"]
+    assert (len(values.scale_K), values.head_dim, values.readers_of_head) == (32, 16, 2)
+    assert torch.equal(values.reader_scale_K.view(2, 2, 16), values.scale_K.view(2, 1, 16).expand(2, 2, 16))
+    assert (len(up.scale_K), up.head_dim, up.readers_of_head) == (96, 0, 1)
+    errors = {layer.linears[0]: layer for layer in profile.layers if "o_proj" in layer.linears[0]}
+    errors |= {layer.linears[0]: layer for layer in profile.layers if "down_proj" in layer.linears[0]}
+    assert len(errors) == 4
+    assert all(layer.output_error < 0.7 * layer.output_error_plain for layer in errors.values())
+
+
+def test_heads_of_values_that_are_shared_have_the_range_of_all_that_read_them(tmp_path: Path) -> None:
+    """Query heads 2 and 3 read the second head of values: channel 3 of head 3 alone is large in `o_proj`."""
+    model = tiny("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:, 3 * 16 + 3] *= 256
+    model.save_pretrained(tmp_path)
+    values = next(group for group in profile_of(tmp_path).smoothing.groups if "v_proj" in group.source)
+    assert int(values.scale_K.argmin()) == 16 + 3
+
+
 def test_smoothing_that_does_not_help_is_dropped(
     qwen2: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = profile_of(qwen2[1], strength=0.0)
-    harmful_K = torch.ones(64)
-    harmful_K[5] = 2.0**12  # all other channels of the weights are lost beside this one
-    monkeypatch.setattr("appliance.quant.calibrate.scales", lambda *args, **kwargs: harmful_K)
+
+    def harmful(activation_K: Tensor, **_: object) -> Tensor:
+        scale_K = torch.ones_like(activation_K)
+        scale_K[5] = 2.0**12  # all other channels of the weights are lost beside this one
+        return scale_K
+
+    monkeypatch.setattr("appliance.quant.calibrate.scales", harmful)
     profile = profile_of(qwen2[1], strength=0.5)
     assert profile.smoothing.groups == ()
     assert profile.layers == plain.layers
@@ -220,7 +266,7 @@ def test_experts_are_kept_both_gemms_or_none(tmp_path: Path) -> None:
 def test_ignored_layers_are_neither_quantised_nor_smoothed(qwen2: tuple[nn.Module, Path], ignore: str) -> None:
     profile = profile_of(qwen2[1], ignore=(ignore,))
     assert "model.layers.1.self_attn.q_proj" not in {name for each in profile.layers for name in each.linears}
-    assert "model.layers.1.input_layernorm.weight" not in {group.norm for group in profile.smoothing.groups}
+    assert "model.layers.1.input_layernorm.weight" not in {group.source for group in profile.smoothing.groups}
     assert profile.suggested_ignore == (ignore,)
 
 

@@ -153,11 +153,11 @@ def test_the_smoothing_is_the_truth_to_the_nearest_power_of_two(
     pair: tuple[Path, Path, dict[str, Tensor]], recovered: Profile
 ) -> None:
     truth = pair[2]
-    assert {group.norm for group in recovered.smoothing.groups} == set(truth)
+    assert {group.source for group in recovered.smoothing.groups} == set(truth)
     for group in recovered.smoothing.groups:
-        off_K = (group.scale_K.log2() - truth[group.norm].log2()).abs()
+        off_K = (group.scale_K.log2() - truth[group.source].log2()).abs()
         assert float(off_K.max()) <= 0.5 + 0.012  # two BF16 roundings of the norms: 2 * log2(1 + 2^-8)
-        layer = group.norm.removesuffix(".weight").rpartition(".")
+        layer = group.source.removesuffix(".weight").rpartition(".")
         assert group.linears == tuple(f"{layer[0]}.{each}.weight" for each in FEEDS[layer[2]])
 
 

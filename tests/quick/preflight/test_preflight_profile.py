@@ -8,11 +8,12 @@ import pytest
 from appliance.plan.build import build_plan
 from appliance.preflight import probes
 from appliance.preflight.inputs import InputFacts, read_inputs
+from appliance.quant.files import read_file_header
 from appliance.recipe.load import load_recipe
 
 NORM = "model.layers.0.input_layernorm.weight"
 HEADER = {
-    "schema_version": 1,
+    "schema_version": 2,
     **{
         "kind": "calibrated",
         "model": "m",
@@ -24,7 +25,7 @@ HEADER = {
     },
     "scheme": "int8",
     "settings": {"strength": 0.5, "error_budget": None, "ignore": [], "prompts": 64, "max_tokens": 2048},
-    "smoothing": [{"norm": NORM, "linears": []}],
+    "smoothing": [{"source": NORM, "linears": []}],
     "layers": [],
     "suggested_ignore": [],
     "predicted": None,
@@ -44,22 +45,23 @@ def write_tensors(file: Path, *, shapes: dict[str, list[int]], header: dict | No
 
 
 def write_profile(folder: Path, *, header: dict = HEADER, channels: int = 64) -> Path:
-    shapes = {f"smoothing.{each['norm']}": [channels] for each in header.get("smoothing", ())}
+    groups = header.get("smoothing", ())
+    shapes = {f"smoothing.{group.get('source') or group['norm']}": [channels] for group in groups}
     write_tensors(folder / "profile.safetensors", shapes=shapes, header=header)
     return folder
 
 
-def facts(tmp_path: Path, *sets: str) -> InputFacts:
-    """With a model of one norm of 64 channels and the profile in `p`."""
-    write_tensors(tmp_path / "model" / "model.safetensors", shapes={NORM: [64]})
+def facts(tmp_path: Path, *sets: str, model: dict[str, list[int]] | None = None) -> InputFacts:
+    """With the profile in `p` and a model of these shapes, by default of one norm of 64 channels."""
+    write_tensors(tmp_path / "model" / "model.safetensors", shapes=model or {NORM: [64]})
     given = ("model.builtin=null", f"model.path={tmp_path}/model", f"quantization.profile={tmp_path}/p", *sets)
     recipe = load_recipe("arithmetic-tiny-int8", sets=given)
     plan = build_plan(recipe, run_dir=tmp_path / "runs" / "a-1", host=probes.read_host(tmp_path))
     return read_inputs(plan, ask_hub=False)
 
 
-def problem(tmp_path: Path, *sets: str) -> str:
-    return facts(tmp_path, *sets).profile_problem
+def problem(tmp_path: Path, *sets: str, model: dict[str, list[int]] | None = None) -> str:
+    return facts(tmp_path, *sets, model=model).profile_problem
 
 
 def test_a_profile_of_this_model_and_scheme_is_taken_without_a_yaml_file(tmp_path):
@@ -78,7 +80,7 @@ def test_a_folder_without_a_profile(tmp_path):
         (b"{}", "not a safetensors file"),
         (b"", "not a safetensors file"),
         ((2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
-        ((2).to_bytes(8, "little") + b"{}", "not a profile of schema version 1"),
+        ((2).to_bytes(8, "little") + b"{}", "not a profile of schema version 1 or 2"),
     ],
 )
 def test_a_file_that_is_no_profile(tmp_path, content, said):
@@ -108,7 +110,7 @@ def test_a_profile_for_another_scheme(tmp_path):
 
 def test_a_profile_of_a_model_with_other_layers(tmp_path):
     other = "model.layers.1.input_layernorm.weight"
-    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [{"norm": other, "linears": []}]})
+    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [{"source": other, "linears": []}]})
     said = f"{tmp_path}/p: of another model: it smooths {other}, which {tmp_path}/model does not have"
     assert problem(tmp_path) == said
 
@@ -117,6 +119,21 @@ def test_a_profile_of_a_wider_model(tmp_path):
     write_profile(tmp_path / "p", channels=128)
     said = f"{tmp_path}/p: of another model: {NORM} has 128 channels there and [64] in {tmp_path}/model"
     assert problem(tmp_path) == said
+
+
+def test_a_profile_of_the_first_version_calls_a_source_a_norm(tmp_path):
+    write_profile(tmp_path / "p", header={**HEADER, "schema_version": 1, "smoothing": [{"norm": NORM, "linears": []}]})
+    assert problem(tmp_path) == ""
+    assert read_file_header(tmp_path / "p")["smoothing"] == [
+        {"source": NORM, "linears": [], "head_dim": 0, "readers_of_head": 1}
+    ]
+
+
+@pytest.mark.parametrize(("rows", "said"), [(64, ""), (32, "has 64 channels there and [32, 16]")])
+def test_the_rows_of_a_linear_layer_are_its_channels(tmp_path, rows, said):
+    up = "model.layers.0.mlp.up_proj.weight"
+    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [{"source": up, "linears": []}]})
+    assert said in problem(tmp_path, model={NORM: [64], up: [rows, 16]})
 
 
 def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):
