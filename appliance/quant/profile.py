@@ -63,8 +63,8 @@ class SmoothingGroup:
     source: str
     """The weight of a norm [K], or of a linear layer [K, J], whose bias [K], where it has one, belongs to it."""
     linears: tuple[str, ...]
-    """Each with the channels last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts at
-    once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight` [N, K]."""
+    """Each with its input channels last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts
+    at once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight`."""
     scale_K: Tensor
     """[K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the source is divided by it."""
     head_dim: int = 0

@@ -111,26 +111,17 @@ SAMPLED = 400  # of the 512 tokens of the model
 
 
 def profile_of(folder: Path, *, model: Any) -> Path:
-    """Every norm is smoothed, and one of the layers that it feeds is kept."""
-    import torch
+    """All that can be smoothed is, and a layer that reads is kept, whose rows are divided as well."""
+    from smoothings import random_smoothing
 
     from appliance.quant.files import Origin, Settings
-    from appliance.quant.profile import Profile, Smoothing, SmoothingGroup, write_profile
-    from appliance.terms.families import LLAMA_NORMS
+    from appliance.quant.profile import Profile, write_profile
     from appliance.terms.schemes import Scheme
 
-    torch.manual_seed(2)
-    groups = [
-        SmoothingGroup(
-            f"model.layers.{layer}.{norm}.weight",
-            tuple(f"model.layers.{layer}.{linear}.weight" for linear in linears),
-            2.0 ** torch.randint(-4, 5, (model.config.hidden_size,)),
-        )
-        for layer in range(model.config.num_hidden_layers)
-        for norm, linears in LLAMA_NORMS.items()
-    ]
+    smoothing = random_smoothing(model, seed=2)
+    assert len(smoothing.groups) == 4 * model.config.num_hidden_layers
     settings = Settings(ignore=(KEPT_BY_PROFILE,))
-    profile = Profile(Origin("calibrated", "m"), Scheme.INT8, settings, Smoothing(tuple(groups)))
+    profile = Profile(Origin("calibrated", "m"), Scheme.INT8, settings, smoothing)
     write_profile(profile, folder=folder)
     return folder
 

@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny, tokens
+from safetensors.torch import save_file
+from smoothings import random_smoothing
+from tiny_models import FAMILIES, tiny, tokens
 
 from appliance.errors import EngineError, NumericsError
+from appliance.quant.files import HEADER_KEY, PROFILE_FILE, Origin, Settings
 from appliance.quant.profile import (
+    Profile,
     Smoothing,
     SmoothingGroup,
     fold,
     load_smoothing,
     power_of_two,
     require_all_folded,
+    write_profile,
 )
+from appliance.terms.schemes import Scheme
 
 
-def random_groups(model: torch.nn.Module, *, seed: int) -> Smoothing:
-    """Every norm of a decoder layer with all that it feeds, and random scales between 2^-4 and 2^4."""
-    generator = torch.Generator().manual_seed(seed)
-    names = dict(model.named_parameters())
-    groups = []
-    for name in (each for each in names if each.endswith("layernorm.weight")):
-        layer = name[: name.index(".", len("model.layers.")) + 1]
-        feeds = r"self_attn\.[qkv]_proj" if "input" in name else r"mlp\.(?:(?:gate|up)_proj|gate|experts\.gate_up_proj)"
-        linears = [each for each in names if re.fullmatch(re.escape(layer) + feeds + r"(?:\.weight)?", each)]
-        exponents = torch.randint(-4, 5, (names[name].shape[0],), generator=generator)
-        groups.append(SmoothingGroup(name, tuple(linears), torch.exp2(exponents.float())))
-    return Smoothing(tuple(groups))
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_folding_leaves_every_logit_as_it_is(family: str, dtype: torch.dtype, seed: int) -> None:
-    model = tiny(family, seed=seed, dtype=dtype)
-    smoothing = random_groups(model, seed=seed)
+    """Of Llama with a bias in each linear layer, of Qwen2 with those of q, k and v."""
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    model = tiny(family, seed=seed, dtype=dtype, **biases)
+    smoothing = random_smoothing(model, seed=seed)
     with torch.no_grad():
         before = model(tokens(seed=seed)).logits
-        changed = 0
+        changed = []
         for name, parameter in model.named_parameters():
             folded = fold(name, parameter, smoothing=smoothing)
-            changed += not torch.equal(folded, parameter)
+            if not torch.equal(folded, parameter):
+                changed.append(name)
             parameter.copy_(folded)
         after = model(tokens(seed=seed)).logits
-    per_layer = 2 + (5 if family == "qwen2" else 3 + 2)  # norms, q, k, v, then gate and up, or router and experts
-    assert changed == 2 * per_layer
     assert torch.equal(after, before)  # powers of two: no bound is needed
+    weights, biased = 2 + 4 + 3, {"llama": 2, "qwen2": 1}.get(family, 0)  # biased: v_proj, and of Llama up_proj
+    if family == "qwen3-moe":
+        weights -= 1  # router and experts, whose down_proj is left
+    assert len(changed) == 2 * (weights + biased), changed
+    assert sum(name.endswith("bias") for name in changed) == 2 * biased
+    require_all_folded({name for name, _ in model.named_parameters()}, smoothing=smoothing)
+
+
+def test_float64_gives_the_same_whichever_scales_are_folded() -> None:
+    """A factor that is no power of two, by the formula alone: W_o repeat(s) (values / s) is W_o values."""
+    group = SmoothingGroup("v_proj.weight", ("o_proj.weight",), torch.tensor([2.0, 0.5, 4.0, 1.0]), 2, 3)
+    smoothing, generator = Smoothing((group,)), torch.Generator().manual_seed(0)
+    values_NJ, out_MK, x_J = (torch.randn(*shape, generator=generator).double() for shape in ((4, 5), (7, 12), (5,)))
+    bias_N = torch.randn(4, generator=generator).double()
+
+    def function(values_NJ: torch.Tensor, bias_N: torch.Tensor, out_MK: torch.Tensor) -> torch.Tensor:
+        heads = (values_NJ @ x_J + bias_N).view(2, 2)
+        queries = [heads[query // 3] for query in range(6)]  # query heads 0, 1, 2 read the first head of values
+        return out_MK @ torch.cat(queries)
+
+    names = ("v_proj.weight", "v_proj.bias", "o_proj.weight")
+    given = (values_NJ, bias_N, out_MK)
+    folded = [fold(name, tensor, smoothing=smoothing) for name, tensor in zip(names, given, strict=True)]
+    assert not any(map(torch.equal, folded, given))
+    assert torch.equal(function(*folded), function(*given))
 
 
 def test_one_expert_of_a_checkpoint_gets_the_scales_of_the_fused_experts() -> None:
@@ -71,6 +91,85 @@ def test_a_fused_tensor_is_folded_as_its_parts() -> None:
     assert torch.equal(fold(fused, weight, smoothing=smoothing), weight * scale_K)
     assert fold("l.self_attn.qkv_proj.bias", weight, smoothing=smoothing) is weight
     require_all_folded({"l.input_layernorm.weight", fused}, smoothing=smoothing)
+
+
+def test_the_last_rows_of_a_fused_tensor_are_divided_and_its_bias_there() -> None:
+    values = SmoothingGroup("l.self_attn.v_proj.weight", ("l.self_attn.o_proj.weight",), torch.tensor([2.0, 4.0]))
+    up = SmoothingGroup("l.mlp.up_proj.weight", ("l.mlp.down_proj.weight",), torch.tensor([2.0, 8.0]))
+    norm = SmoothingGroup("l.norm.weight", ("l.mlp.gate_proj.weight", "l.mlp.up_proj.weight"), torch.tensor([0.5]))
+    smoothing = Smoothing((values, up, norm))
+    qkv = fold("l.self_attn.qkv_proj.weight", torch.ones(5, 1), smoothing=smoothing)
+    assert qkv.flatten().tolist() == [1, 1, 1, 0.5, 0.25]
+    assert fold("l.self_attn.qkv_proj.bias", torch.ones(5), smoothing=smoothing).tolist() == [1, 1, 1, 0.5, 0.25]
+    gate_up = fold("l.mlp.gate_up_proj.weight", torch.ones(4, 1), smoothing=smoothing)
+    assert gate_up.flatten().tolist() == [0.5, 0.5, 0.25, 0.0625]  # rows and columns
+    assert fold("l.mlp.up_proj.weight", torch.ones(2, 1), smoothing=smoothing).flatten().tolist() == [0.25, 0.0625]
+    names = {"l.norm.weight", "l.mlp.gate_up_proj.weight", "l.mlp.down_proj.weight"}
+    attention = {"l.self_attn.qkv_proj.weight", "l.self_attn.o_proj.weight"}
+    require_all_folded(names | attention, smoothing=smoothing)
+    with pytest.raises(EngineError, match=r"^the profile smooths l\.self_attn\.v_proj\.weight and 1 more, which"):
+        require_all_folded(names, smoothing=smoothing)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_out_what_was_folded(ranks: int) -> None:
+    """Each rank has rows of `up_proj` and the columns of `down_proj` that read them: their sum is the whole product."""
+    generator = torch.Generator().manual_seed(ranks)
+    exponent_K = torch.randint(-4, 5, (16,), generator=generator)
+    group = SmoothingGroup("up_proj.weight", ("down_proj.weight",), torch.exp2(exponent_K.float()))
+    up_KJ, down_NK, x_J = (torch.randn(*shape, generator=generator).double() for shape in ((16, 6), (5, 16), (6,)))
+    given = (("up_proj.weight", up_KJ), ("down_proj.weight", down_NK))
+    folded = [fold(name, tensor, smoothing=Smoothing((group,))) for name, tensor in given]
+    both = [(up_KJ, down_NK), folded]
+    parts = [
+        [down_NR @ (up_RJ @ x_J) for up_RJ, down_NR in zip(up.chunk(ranks), down.chunk(ranks, dim=1), strict=True)]
+        for up, down in both
+    ]
+    assert all(map(torch.equal, *parts))
+
+
+@pytest.mark.parametrize("name", ["up_proj.weight", "up_proj.bias", "down_proj.weight"])
+def test_rows_or_columns_of_another_number_are_refused(name: str) -> None:
+    group = SmoothingGroup("up_proj.weight", ("down_proj.weight",), torch.ones(4))
+    for shape in ((3,), (3, 3), (8, 8), ()):
+        with pytest.raises(EngineError, match=rf"4 channels for {re.escape(name)}, which is \["):
+            fold(name, torch.ones(shape), smoothing=Smoothing((group,)))
+
+
+@pytest.mark.parametrize("source", ["q_proj", "k_proj", "gate_proj"])
+def test_what_is_not_read_channel_by_channel_is_no_source(source: str) -> None:
+    with pytest.raises(ValueError, match=rf"^l\.{source}\.weight: what it gives is not read channel by channel"):
+        SmoothingGroup(f"l.{source}.weight", ("l.o_proj.weight",), torch.ones(4))
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 channels are no heads of 4"):
+        SmoothingGroup("v_proj.weight", ("o_proj.weight",), torch.ones(6), head_dim=4, readers_of_head=2)
+
+
+def test_a_profile_is_read_with_its_heads_and_one_of_the_first_version_without(tmp_path: Path) -> None:
+    smoothing = random_smoothing(tiny("qwen3"), seed=3)
+    made = Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), smoothing)
+    write_profile(made, folder=tmp_path / "now")
+    for group, read in zip(smoothing.groups, load_smoothing(tmp_path / "now").groups, strict=True):
+        assert dataclasses.replace(group, scale_K=read.scale_K) == read and torch.equal(group.scale_K, read.scale_K)
+    header = made.header() | {"schema_version": 1, "smoothing": [{"norm": "norm.weight", "linears": ["q_proj.weight"]}]}
+    (tmp_path / "before").mkdir()
+    save_file(
+        {"smoothing.norm.weight": torch.tensor([2.0])},
+        tmp_path / "before" / PROFILE_FILE,
+        metadata={HEADER_KEY: json.dumps(header)},
+    )
+    (group,) = load_smoothing(tmp_path / "before").groups
+    assert (group.source, group.linears, group.readers_of_head) == ("norm.weight", ("q_proj.weight",), 1)
+    header["smoothing"][0]["readers_of_head"] = 2
+    save_file(
+        {"smoothing.norm.weight": torch.tensor([2.0])},
+        tmp_path / "before" / PROFILE_FILE,
+        metadata={HEADER_KEY: json.dumps(header)},
+    )
+    with pytest.raises(EngineError, match="heads are shared, and have no size"):
+        load_smoothing(tmp_path / "before")
 
 
 @pytest.mark.parametrize(("value", "scale"), [(3e38, 2.0), (1e-40, 0.25), (float("nan"), 2.0)])

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from smoothings import random_smoothing
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -28,6 +31,8 @@ from appliance.errors import NumericsError
 from appliance.quant import codec_int8, cpu_gemm
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
 from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, has_packed_kernel, kernel_of
+from appliance.quant.files import Origin, Settings
+from appliance.quant.profile import Profile, Smoothing, write_profile
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import rollout_ops
@@ -90,19 +95,22 @@ def test_quantised_layer_passes_gradients_straight_through(
 ) -> None:
     """dX = dY W^ and dW = dY^T X^: W^, X^ and the product are rounded once each, 2 U of |dY| |W^|; db: one rounding."""
     monkeypatch.setattr(codec_int8, "chunk_rows", lambda _: 7)
-    factor_K = 2.0 ** torch.randint(-3, 4, (columns,)) if smoothed else None
+    factor_K = 2.0 ** torch.randint(-3, 4, (columns,)) if smoothed else torch.ones(columns)
+    factor_N = 2.0 ** torch.randint(-3, 4, (sum(rows),)) if smoothed else torch.ones(sum(rows))
+    factors = {"factor_K": factor_K, "factor_N": factor_N} if smoothed else {"factor_K": None}
     weights = [random(each, columns) for each in rows]
     x_TK, bias_N, grad_TN = random(41, columns), random(sum(rows)), random(41, sum(rows)).detach()
-    folded = [each.detach() if factor_K is None else (each.detach() * factor_K).to(torch.bfloat16) for each in weights]
-    layer = EngineWeight.of(folded, scheme=Scheme.INT8, factor_K=factor_K)
+    parts = zip(weights, factor_N.split(rows), strict=True)
+    folded = [(weight.detach() * factor_K * factor_R[:, None]).to(torch.bfloat16) for weight, factor_R in parts]
+    layer = EngineWeight.of(folded, scheme=Scheme.INT8, **factors)
     assert isinstance(layer.gemm, SglGemm if columns == 96 and has_packed_kernel() else kernel_of(1, 1))
     layer(x_TK, weights, bias_N).backward(grad_TN)
     dequantised_NK = dequantise_int8(layer.quantised).double()
     passed_TK = dequantise_int8(quantise_int8(x_TK.detach())).double()
     grad_TN = grad_TN.double()
     assert_within(x_TK.grad, grad_TN @ dequantised_NK, 2 * U * (grad_TN.abs() @ dequantised_NK.abs()))
-    factor_K = torch.ones(columns) if factor_K is None else factor_K
-    wanted_NK, bound_NK = grad_TN.t() @ passed_TK * factor_K, 2 * U * (grad_TN.abs().t() @ passed_TK.abs()) * factor_K
+    factor_NK = factor_N[:, None] * factor_K
+    wanted_NK, bound_NK = grad_TN.t() @ passed_TK * factor_NK, 2 * U * (grad_TN.abs().t() @ passed_TK.abs()) * factor_NK
     for weight, wanted, bound in zip(weights, wanted_NK.split(rows), bound_NK.split(rows), strict=True):
         assert_within(weight.grad, wanted, bound)
     assert_within(bias_N.grad, grad_TN.sum(0), U * grad_TN.sum(0).abs() + 41 * 2.0**-24 * grad_TN.abs().sum(0))
@@ -558,6 +566,37 @@ def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2 + 4
     assert len(products) == 2 * 4 + 2 * (4 + 3)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_smoothing_changes_no_bit_of_what_is_not_quantised(name: str, tmp_path: Path) -> None:
+    """Nor of a gradient: every factor comes back out of it. With one factor for all channels of a layer the codes are
+    the same too, and so is what they give."""
+    inputs = packed(tiny(name)) | {"temperature": 0.8}
+    found: dict[tuple[str, Scheme], list[Tensor]] = {}
+    for scheme in (Scheme.BF16, Scheme.INT8):
+        for kind in ("plain", "random", "equal"):
+            torch.manual_seed(3)
+            model = tiny(name)
+            smoothing = random_smoothing(model, seed=4) if kind != "plain" else Smoothing()
+            if kind == "equal":
+                equal = [
+                    torch.full_like(group.scale_K, 4 if "v_proj" in group.source else 0.25)
+                    for group in smoothing.groups
+                ]
+                groups = zip(smoothing.groups, equal, strict=True)
+                smoothing = Smoothing(tuple(replace(group, scale_K=scale_K) for group, scale_K in groups))
+            folder = tmp_path / f"{scheme}-{kind}"
+            write_profile(Profile(Origin("donor", "m"), Scheme.INT8, Settings(), smoothing), folder=folder)
+            told = Quantisation(scheme=Scheme.INT8, profile=str(folder))
+            flow = RolloutForward(model, quantisation=told, num_tokens=model.config.vocab_size)
+            flow.follow(Precision(scheme))
+            log_probs = model(**inputs).log_probs
+            log_probs.sum().backward()
+            found[kind, scheme] = [log_probs.detach(), *(parameter.grad for parameter in model.parameters())]
+    for kind, scheme in (("random", Scheme.BF16), ("equal", Scheme.BF16), ("equal", Scheme.INT8)):
+        assert all(map(torch.equal, found[kind, scheme], found["plain", scheme])), (kind, scheme)
+    assert not torch.equal(found["random", Scheme.INT8][0], found["plain", Scheme.INT8][0])
 
 
 def test_a_finer_scheme_that_engines_are_told_is_the_trainers_until_the_next_update() -> None:
