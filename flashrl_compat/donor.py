@@ -11,8 +11,9 @@ Legend: N output and K input channels of a linear, q its int8 codes, c_n its cha
     down        codes = w * (1 / c_n) * (1 / b_k)
 
 rounded to integers and clamped to [-128, 127]. Source: Liu et al. 2025, FlashRL 1.0.3. The numbers are kept as FlashRL
-has them. What our engine uses of them is the smoothing of the norms, rounded to powers of two; its channel scales are
-taken anew from the weights at every sync, as those of a donor no longer fit when training has moved the weights.
+has them. What our engine uses of them is the smoothing of the norms and of up_proj, rounded to powers of two; its
+channel scales are taken again from the weights at every sync, as those of a donor no longer fit when training has moved
+the weights.
 """
 
 from __future__ import annotations
@@ -65,25 +66,29 @@ def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Prof
         origin=origin,
         scheme=scheme,
         settings=Settings(strength=0.0),
-        smoothing=smoothing_of_norms(inputs),
+        smoothing=smoothing_of_scales(inputs),
         input_scales=inputs,
         output_scales=outputs,
     )
 
 
-def smoothing_of_norms(input_scales: Mapping[str, Tensor]) -> Smoothing:
-    """The groups of the norms among FlashRL's input scales, r = q_norm / norm: 1 / r as powers of two."""
+def smoothing_of_scales(input_scales: Mapping[str, Tensor]) -> Smoothing:
+    """What smoothed the donor, as powers of two: of a norm 1 / r, from FlashRL's input scale r = q_norm / norm; between
+    up_proj and down_proj the input scale of down_proj itself. Other input scales follow from these."""
     groups = []
-    for norm, ratio_K in input_scales.items():
-        path = norm.removesuffix(".weight")
-        prefix, _, kind = path.rpartition(".")
-        if kind not in LLAMA_NORMS:
+    for name, input_scale_K in input_scales.items():
+        prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind in LLAMA_NORMS:
+            source, readers = name, tuple(f"{prefix}.{reader}.weight" for reader in LLAMA_NORMS[kind])
+        elif kind == "down_proj":
+            source, readers = f"{prefix}.up_proj.weight", (name,)
+        else:
             continue
-        usable_K = (ratio_K > 0) & torch.isfinite(ratio_K)
-        scale_K = power_of_two(torch.where(usable_K, ratio_K, torch.ones_like(ratio_K)).float().reciprocal())
+        usable_K = (input_scale_K > 0) & torch.isfinite(input_scale_K)
+        scale_K = torch.where(usable_K, input_scale_K, torch.ones_like(input_scale_K)).float()
+        scale_K = power_of_two(scale_K.reciprocal() if kind in LLAMA_NORMS else scale_K)
         if bool((scale_K != 1).any()):
-            linears = tuple(f"{prefix}.{reader}.weight" for reader in LLAMA_NORMS[kind])
-            groups.append(SmoothingGroup(norm, linears, scale_K))
+            groups.append(SmoothingGroup(source, readers, scale_K))
     return Smoothing(tuple(groups))
 
 

@@ -15,7 +15,7 @@ from appliance.errors import ApplianceError, RecipeError
 from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings, write_profile
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
-from flashrl_compat.donor import smoothing_of_norms
+from flashrl_compat.donor import smoothing_of_scales
 
 _NORM_WEIGHTS = tuple(f"{norm}.weight" for norm in LLAMA_NORMS)
 
@@ -41,7 +41,7 @@ def from_flashrl(scales: Path, *, source: str) -> Profile:
         origin=Origin(kind="flashrl", model="", donor=source),
         scheme=Scheme.INT8,
         settings=Settings(strength=0.0),
-        smoothing=smoothing_of_norms(norms),
+        smoothing=smoothing_of_scales(parts[INPUT_SCALE]),
         input_scales=parts[INPUT_SCALE],
         output_scales=parts[OUTPUT_SCALE],
     )

@@ -7,6 +7,7 @@ import os
 import os.path
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from appliance import console, hub
 from appliance.errors import EngineError, RecipeError
@@ -280,21 +281,30 @@ def profile_problem(plan: RunPlan) -> str:
         return f"{source / PROFILE_FILE}: its header cannot be used: {type(error).__name__}: {error}"
     if (scheme := Scheme(header["scheme"])) is not plan.profile.scheme:
         return f"{source}: a profile for `{scheme}`, and the plan's scheme is `{plan.profile.scheme}`"
-    return _of_another_model(channels, source=source, model=Path(plan.model.path))
+    return _of_another_model(header["smoothing"], channels, source=source, model=Path(plan.model.path))
 
 
-def _of_another_model(channels: dict[str, tuple[int, ...]], *, source: Path, model: Path) -> str:
+def _of_another_model(
+    groups: list[dict[str, Any]], channels: dict[str, tuple[int, ...]], *, source: Path, model: Path
+) -> str:
     """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read.
-    channels: of the norms and linears that are divided."""
+    channels: of each group's norm or linear layer that is divided."""
     try:
         have = tensor_shapes(model) if model.is_absolute() else {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # the model's own finding
-    for name, sizes in channels.items() if have else ():
+    for group in groups if have else ():
+        name = group["source"]
+        rows = channels[name][0]
         if name not in have:
             return f"{source}: of another model: it smooths {name}, which {model} does not have"
-        if have[name][:1] != sizes:
-            return f"{source}: of another model: {name} has {sizes[0]} channels there and {list(have[name])} in {model}"
+        if have[name][:1] != (rows,):
+            return f"{source}: of another model: {name} has {rows} channels there and {list(have[name])} in {model}"
+        columns = rows * group["readers_of_head"]
+        for linear in (each for each in group["linears"] if each in have):  # experts have several kinds of names
+            if have[linear][-1:] != (columns,):
+                shape = list(have[linear])
+                return f"{source}: of another model: {linear} reads {columns} channels there and is {shape} in {model}"
     return ""
 
 

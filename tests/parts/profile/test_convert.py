@@ -46,6 +46,11 @@ def profile_pt(ratio: torch.Tensor, output_scale: torch.Tensor) -> dict:
     return {
         NORM: {"input_scale": grown, "output_scale": 1.0, "type": torch.bfloat16},
         QUERY: {"input_scale": 1 / grown.view(1, -1), "output_scale": output_scale, "type": torch.int8},
+        "model.layers.0.mlp.down_proj.weight": {
+            "input_scale": torch.tensor([1.9, 0.6]),
+            "output_scale": output_scale,
+            "type": torch.int8,
+        },
         "model.layers.0.self_attn.o_proj.weight": {
             "input_scale": 1.0,
             "output_scale": output_scale,
@@ -65,8 +70,14 @@ def test_flashrls_profile_becomes_one_of_ours(tmp_path: Path) -> None:
     assert (profile.origin.kind, str(profile.scheme)) == ("flashrl", "int8")
     assert profile.input_scales[NORM].tolist() == ratio.tolist()
     assert profile.output_scales[QUERY].tolist() == output_scale.flatten().tolist()
-    folded = fold(NORM, torch.ones(4), smoothing=load_smoothing(tmp_path / "ours"))
+    smoothing = load_smoothing(tmp_path / "ours")
+    folded = fold(NORM, torch.ones(4), smoothing=smoothing)
     assert folded.tolist() == [0.25, 1.0, 2.0, 4.0]  # the nearest powers of two of the ratio
+    up, down = (
+        fold(f"model.layers.0.mlp.{name}_proj.weight", torch.ones(2, 2), smoothing=smoothing).tolist()
+        for name in ("up", "down")
+    )
+    assert (up, down) == ([[0.5, 0.5], [2.0, 2.0]], [[2.0, 0.5], [2.0, 0.5]])  # of [1.9, 0.6]
 
 
 def test_the_old_format_is_read_too(tmp_path: Path) -> None:

@@ -136,6 +136,17 @@ def test_the_rows_of_a_linear_layer_are_its_channels(tmp_path, rows, said):
     assert said in problem(tmp_path, model={NORM: [64], up: [rows, 16]})
 
 
+@pytest.mark.parametrize(
+    ("columns", "said"), [(128, ""), (64, "o_proj.weight reads 128 channels there and is [8, 64]")]
+)
+def test_query_heads_that_share_a_head_are_as_many_as_the_model_has(tmp_path, columns, said):
+    values, out = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "vo")
+    group = {"source": values, "linears": [out], "head_dim": 16, "readers_of_head": 2}
+    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [group]})
+    assert said in problem(tmp_path, model={values: [64, 8], out: [8, columns]})
+    assert bool(problem(tmp_path, model={values: [64, 8], out: [8, columns]})) is bool(said)
+
+
 def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):
     write_profile(tmp_path / "p")
     assert facts(tmp_path).expected_kl is None
