@@ -56,7 +56,7 @@ OUTPUT_SCALE = "output_scale."
 MAX_EXPONENT = 12  # of a scale: 2^-12..2^12 is exact in BF16, float16 and float32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SmoothingGroup:
     """What gives an activation and all that reads it, by the names of their parameters in the checkpoint."""
 
@@ -131,13 +131,13 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     factors = [*_factors(name, tensor, smoothing=smoothing)]
     if not factors:
         return tensor
-    folded = tensor
-    for factor in factors:
-        folded = folded * factor
+    folded = tensor * factors[0]
+    for factor in factors[1:]:
+        folded *= factor
     # Exact means that the way back is the identity. It also fails for what is not finite.
-    restored = folded
-    for factor in factors:
-        restored = restored * factor.reciprocal()
+    restored = folded * factors[0].reciprocal()
+    for factor in factors[1:]:
+        restored *= factor.reciprocal()
     if not torch.equal(restored, tensor):
         kind = str(tensor.dtype).removeprefix("torch.")
         raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}, or is not finite")

@@ -152,7 +152,8 @@ def test_a_profile_is_read_with_its_heads_and_one_of_the_first_version_without(t
     made = Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), smoothing)
     write_profile(made, folder=tmp_path / "now")
     for group, read in zip(smoothing.groups, load_smoothing(tmp_path / "now").groups, strict=True):
-        assert dataclasses.replace(group, scale_K=read.scale_K) == read and torch.equal(group.scale_K, read.scale_K)
+        assert torch.equal(group.scale_K, read.scale_K)
+        assert vars(dataclasses.replace(group, scale_K=read.scale_K)) == vars(read)
     header = made.header() | {"schema_version": 1, "smoothing": [{"norm": "norm.weight", "linears": ["q_proj.weight"]}]}
     (tmp_path / "before").mkdir()
     save_file(
