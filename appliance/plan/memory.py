@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.record.plan import RunPlan
-from appliance.tasks.library import TINY_MODELS
+from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import CPU, GPUS
 from appliance.terms.environment import KV_CACHE_VARIABLE
 from appliance.terms.schemes import Scheme
@@ -264,7 +264,7 @@ _BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB
 
 def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
     """found: by the model's config.json; None where the sizes are not known, or cannot be counted, or on a GPU."""
-    shape = TINY_MODELS[plan.model.builtin].shape if plan.model.builtin else found
+    shape = BUILT_IN_MODELS[plan.model.builtin].shape if plan.model.builtin else found
     return shape if plan.device == CPU and shape is not None and shape.is_dense else None
 
 
