@@ -37,8 +37,8 @@ def convert(source: Path, *, folder: Path) -> None:
 
 
 def load_weights(source: Path, *, config: dict[str, Any], is_tied: bool) -> PreTrainedModel:
-    """The model in BF16. config: of model_config.  is_tied: whether the embedding is the head as well.  Raises GgufError
-    where transformers left a weight out, or one is not finite."""
+    """The model in BF16. config: of model_config, and its special tokens.  is_tied: whether the embedding is the head
+    as well.  Raises GgufError where transformers left a weight out, or one is not finite."""
     known = dict(config)
     settings = AutoConfig.for_model(known.pop("model_type"), **known)
     model, loading = AutoModelForCausalLM.from_pretrained(

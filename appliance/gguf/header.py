@@ -1,9 +1,9 @@
 """What a GGUF file says before its weights: metadata and the place of each tensor. Standard library only.
 
-The file is not trusted: every length is held against the bytes that are left before anything is read by it, so a file
-that is cropped or damaged is refused at once, by the place where it goes wrong. Layout: little-endian; magic, version,
-numbers of tensors and of entries; the entries; the tensors' names, dimensions, types and offsets; from the next multiple
-of the alignment on the weights.
+The file is not trusted: every length is held against the bytes that are left before anything is read by it, so one that
+is cropped or damaged is refused at once, by the place where it goes wrong. Layout: little-endian; magic, version,
+numbers of tensors and of entries; the entries; the tensors' names, dimensions, types and offsets; and from the next
+multiple of the alignment on the weights.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class _Reader:
 
     def take(self, count: int) -> bytes:
         if count > self.left:
-            raise DamagedGguf(f"it ends within its header: {count} bytes are wanted at {self.position}, {self.left} left")
+            message = f"it ends within its header: {count} bytes are wanted at {self.position}, {self.left} are left"
+            raise DamagedGguf(message)
         self.position += count
         return self._file.read(count)
 

@@ -50,7 +50,8 @@ def gguf_facts(path: Path) -> GgufFacts:
 def _facts(path: Path, *_stamp: int) -> GgufFacts:
     sha256 = digest_of(path)
     if not sha256:
-        return GgufFacts(problem="it cannot be read, or is no file", remedy="correct the path, or let its owner chmod it")
+        problem, remedy = "it cannot be read, or is no file", "correct the path, or let its owner chmod it"
+        return GgufFacts(problem=problem, remedy=remedy)
     try:
         header = read_header(path)
         shape = model_shape(header, rope_factors=read_rope_factors(path, header))
@@ -58,7 +59,8 @@ def _facts(path: Path, *_stamp: int) -> GgufFacts:
     except GgufError as error:
         return GgufFacts(sha256, problem=error.message, remedy=error.hint)
     except OSError as error:
-        return GgufFacts(sha256, problem=f"it cannot be read: {error.strerror}", remedy="look at the disk that it lies on")
+        problem, remedy = f"it cannot be read: {error.strerror}", "look at the disk that it lies on"
+        return GgufFacts(sha256, problem=problem, remedy=remedy)
     return GgufFacts(
         sha256,
         shape=shape,

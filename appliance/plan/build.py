@@ -19,6 +19,8 @@ from appliance.gguf.source import gguf_facts, is_gguf
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
+from appliance.plan.model_shape import model_shape
+from appliance.plan.room import UNKNOWN, choose_pace
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu, broken_without_profile
 from appliance.recipe.schema import Forward, LongPrompts, Recipe, Reward, SchemeChoice, ValSet
@@ -151,7 +153,7 @@ def build_plan(
     book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe))
     validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
-    trainer = derive.plan_trainer(recipe, attention=attention, book=book)
+    trainer = derive.plan_trainer(recipe, attention=attention, pace=UNKNOWN, book=derive.Book())
     engine = derive.plan_engine(recipe, device=device, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
@@ -175,12 +177,13 @@ def build_plan(
     if recipe.trainer.dtype is Dtype.FP16 and is_run and not automatic.spec.in_fp16:
         message = f"rollout.scheme: `auto` is `{automatic}` on {device}, which engines have in BF16 alone"
         raise RecipeError([(message, "use `int8`, or `bf16`, or trainer.dtype: bf16")])
-    correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
+    micro = trainer.micro_batch_sequences
+    correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=derive.Book())
     guard = engines.plan_guard(recipe, rollout=rollout, is_cpu=capability is None, experts=experts, book=book)
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
-    plan = RunPlan(
+    draft = RunPlan(
         schema_version=SCHEMA_VERSION,
         name=run_dir.name,
         run_dir=str(run_dir),
@@ -231,9 +234,14 @@ def build_plan(
             capability=capability,
         ),
         pins=pins_for(device),
-        choices=tuple(book.choices),
+        choices=(),
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
+    pace = choose_pace(recipe, draft, shape=model_shape(model), host=host)
+    trainer = derive.plan_trainer(recipe, attention=attention, pace=pace, book=book)
+    micro = trainer.micro_batch_sequences
+    correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=book)
+    plan = draft.replace(trainer=trainer, correction=correction, choices=tuple(book.choices))
     return plan.replace(argv=argv(plan))
 
 

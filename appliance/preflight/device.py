@@ -17,8 +17,8 @@ from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.recipe.schema import Attention, Forward
 from appliance.record.plan import RunPlan, Switching
-from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.tasks.library import TINY_MODELS
+from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.terms.settings import Dtype

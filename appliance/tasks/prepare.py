@@ -22,7 +22,12 @@ from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
-from appliance.tasks.packaged_model import convert_gguf, make_packaged, read_tokenizer
+from appliance.tasks.packaged_model import (
+    convert_gguf,
+    make_packaged,
+    read_packaged_tokenizer,
+    read_tokenizer,
+)
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import PromptLimit
 from appliance.tasks.templates import OF_A_PROGRAM, missing_template, refusal, text_problem
@@ -179,18 +184,18 @@ def prompt_limit(
 
 
 def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
-    """The model's, whose weights need not be here yet; those of a package come with it. Raises OSError when the hub does
-    not give it, and what make_packaged and convert_gguf raise."""
+    """The model's, whose weights need not be here yet. Raises OSError when the hub does not give it, and of a package
+    or a GGUF file what make_packaged and convert_gguf raise."""
     from transformers import AutoTokenizer
 
     model = plan.model
-    if model.gguf and not os.path.isdir(model.path):
-        return read_tokenizer(Path(model.gguf))
-    if model.builtin in PACKAGED_MODELS and not os.path.isdir(model.path):
-        _make_model(plan)
     if os.path.isdir(model.path):
         return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    if model.builtin in TINY_MODELS:
+    if model.gguf:
+        return read_tokenizer(Path(model.gguf))
+    if packaged := PACKAGED_MODELS.get(model.builtin):
+        return read_packaged_tokenizer(packaged, cache_dir=Path(plan.cache_dir), beat=Heartbeat().beat)
+    if model.builtin:
         from appliance.tasks.tiny_model import byte_tokenizer  # loads torch
 
         spec = TINY_MODELS[model.builtin]
