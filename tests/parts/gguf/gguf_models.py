@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ _NAMES = {
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _GATE_UP = "mlp.experts.gate_up_proj"
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -68,8 +69,9 @@ def write_model(
     model: PreTrainedModel,
     *,
     family: str,
-    tokenizer: PreTrainedTokenizerFast,
-    pre: str,
+    tokenizer: PreTrainedTokenizerFast | SentencePieceProcessor,
+    pre: str = "",
+    is_prefixed: bool = True,
     kind: str = "F32",
     more: dict[str, np.ndarray] | None = None,
 ) -> Path:
@@ -94,7 +96,10 @@ def write_model(
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    write_byte_level(writer, tokenizer, pre=pre, words=config.vocab_size)
+    if isinstance(tokenizer, SentencePieceProcessor):
+        write_pieces(writer, tokenizer, is_prefixed=is_prefixed)
+    else:
+        write_byte_level(writer, tokenizer, pre=pre, words=config.vocab_size)
     quantised = gguf.GGMLQuantizationType[kind]
     for name, array in (tensors_of(model, family=family) | (more or {})).items():
         if array.ndim == 1 or kind == "F32" or "gate_inp" in name:
@@ -115,11 +120,31 @@ def write_byte_level(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([kinds.get(token, 5) for token in tokens])
+    writer.add_token_types([kinds.get(token, UNUSED) for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in core["model"]["merges"]])
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)
+
+
+def write_pieces(writer: gguf.GGUFWriter, pieces: SentencePieceProcessor, *, is_prefixed: bool) -> None:
+    """is_prefixed: whether a space is put in front of a text."""
+    numbers = range(pieces.get_piece_size())
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([pieces.id_to_piece(number) for number in numbers])
+    writer.add_token_scores([pieces.get_score(number) for number in numbers])
+    writer.add_token_types([_kind(pieces, number) for number in numbers])
+    writer.add_bos_token_id(pieces.bos_id())
+    writer.add_eos_token_id(pieces.eos_id())
+    writer.add_unk_token_id(pieces.unk_id())
+    writer.add_add_space_prefix(is_prefixed)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
+def _kind(pieces: SentencePieceProcessor, number: int) -> int:
+    kinds = {2: pieces.is_unknown, CONTROL: pieces.is_control, UNUSED: pieces.is_unused, BYTE: pieces.is_byte}
+    return next((kind for kind, is_it in kinds.items() if is_it(number)), NORMAL)
 
 
 def _close(writer: gguf.GGUFWriter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_models import tensors_of, write_model
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiny_models import FAMILIES, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -126,6 +129,42 @@ def test_text_becomes_the_publishers_tokens(tmp_path: Path, pre: str) -> None:
         tokenizer.chat_template,
     )
     assert read.decode(read("<tool_call><|im_end|>")["input_ids"], skip_special_tokens=True) == "<tool_call>"
+
+
+@functools.cache
+def pieces(*, is_prefixed: bool) -> SentencePieceProcessor:
+    """SentencePiece's own BPE, trained as Llama 2's: bytes for what is unknown, digits apart. is_prefixed: whether it
+    puts a space in front."""
+    made = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat that sat on the mat is not the hat of the bat, 1234 and 56"] * 20),
+        model_writer=made,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        add_dummy_prefix=is_prefixed,
+        minloglevel=1,
+    )
+    return SentencePieceProcessor(model_proto=made.getvalue())
+
+
+@pytest.mark.parametrize("is_prefixed", [True, False])
+def test_text_becomes_sentencepieces_tokens(tmp_path: Path, is_prefixed: bool) -> None:
+    published = pieces(is_prefixed=is_prefixed)
+    model = tiny("llama", vocab_size=published.get_piece_size())
+    changes = {"tokenizer": published, "is_prefixed": is_prefixed}
+    read = AutoTokenizer.from_pretrained(made(model, tmp_path, family="llama", **changes))
+    for text in (*TEXTS, "the cat sat on the hat"):
+        if text and "<|" not in text:
+            assert read(text, add_special_tokens=False)["input_ids"] == published.encode(text), text
+            assert read(text)["input_ids"] == [1, *published.encode(text)], "Llama's tokenizers begin a text"
+            assert read.decode(published.encode(text)) == text
+    assert (read.bos_token, read.eos_token, read.pad_token, read.unk_token) == ("<s>", "</s>", "<unk>", "<unk>")
 
 
 def test_a_tokenizer_that_transformers_would_replace_is_refused(tmp_path: Path) -> None:
