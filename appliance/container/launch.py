@@ -47,7 +47,7 @@ GRACE_S = 900  # a run may save before it stops
 _CACHE_VOLUME = "flashrl-cache"  # of one user: what one writes there, another may read and not change
 _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
     {
-        *("python-version", "missing-library", "log-backend", "flash-attention", "version", "patch"),
+        *("python-version", "missing-library", "log-backend", "flash-attention", "version", "patch", "model-package"),
         *("shared-memory", "open-files", "threads"),
     }
 )
@@ -102,7 +102,7 @@ def container_spec(
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
-    model = "" if plan.model.builtin or plan.model.hub_name else plan.model.path
+    model = plan.model.gguf or ("" if plan.model.builtin or plan.model.hub_name else plan.model.path)
     code = [Path(each.path) for each in code_of(plan)]
     read = [Path(each) for each in (model, *plan.task.files, profile) if each.startswith("/")]
     read += [*(each.parent for each in code), *code]  # it may import what lies beside it

@@ -75,6 +75,13 @@ def test_code_of_the_users_is_mounted_with_what_lies_beside_it(tmp_path: Path) -
     assert made.folders[-2:] == (("/data/aime.jsonl", True), ("/code", True))
 
 
+def test_a_gguf_file_is_mounted_and_its_folder_is_not() -> None:
+    plan = make_plan(Path("/srv/mine/runs/a-1"))
+    plan = plan.replace(model=plan.model.replace(source="x.gguf", path="/srv/mine/runs/.cache/1", gguf="/big/x.gguf"))
+    made = container_spec(plan, ("train", "a"), folder=Path("/srv/mine"), user="1000:0", typed="a", image=None)
+    assert made.folders[-1:] == (("/big/x.gguf", True),)
+
+
 def test_a_folder_is_mounted_once_and_to_write_where_the_run_writes(tmp_path: Path) -> None:
     """The recipe and the model lie where the runs go: Docker refuses two mounts of one path."""
     recipe = tmp_path / "a.yaml"
