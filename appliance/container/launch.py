@@ -102,7 +102,7 @@ def container_spec(
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
-    model = "" if plan.model.builtin or plan.model.hub_name else plan.model.path
+    model = plan.model.gguf or ("" if plan.model.builtin or plan.model.hub_name else plan.model.path)
     code = [Path(each.path) for each in code_of(plan)]
     read = [Path(each) for each in (model, *plan.task.files, profile) if each.startswith("/")]
     read += [*(each.parent for each in code), *code]  # it may import what lies beside it

@@ -17,8 +17,10 @@ from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import digest_of, whole_file, write_whole
 from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
+from appliance.plan.build import CACHE_NAME
 from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import full_path
 from appliance.record.session import cannot_write
 from appliance.tasks.library import TASKS, task_of
 from appliance.tasks.preview import Preview
@@ -79,7 +81,7 @@ def preview(recipe: Recipe, *, json_mode: bool) -> None:
     """Print what the model will read, and what was left out. Raises RecipeError for bad rows, EngineError without the
     model's tokenizer."""
     with folder_elsewhere(command="data-preview") as folder:
-        plan, _ = plan_in(folder, recipe)
+        plan, _ = plan_in(folder, recipe, cache_dir=full_path(recipe.cluster.run_dir) / CACHE_NAME)
         plan_file, result = folder / "plan.json", folder / "preview.json"
         plan.write(plan_file)
         module = ["appliance.tasks.preview", str(plan_file), str(result)]

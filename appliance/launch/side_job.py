@@ -38,7 +38,7 @@ OF_THE_MODEL = frozenset(
     {
         *("remote-code", "architecture", "model-missing", "model-incomplete", "model-damaged", "model-unreachable"),
         *("model-refused", "model-revision", "model-unreadable", "model-weights", "model-types"),
-        "model-unproven",
+        *("model-unproven", "model-gguf"),
     }
 )
 OF_THE_DATA = frozenset({"data", "data-unreachable"})

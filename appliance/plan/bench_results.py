@@ -16,7 +16,7 @@ from typing import Any
 from appliance.files import write_whole
 from appliance.plan.host import HostFacts
 from appliance.record.plan import ModelPlan
-from appliance.tasks.library import TINY_MODELS
+from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import read_shape
@@ -76,7 +76,7 @@ def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions
 def model_shapes(model: ModelPlan) -> str:
     """The slug of the model's layers; of its name where no config.json is at hand."""
     if model.builtin:
-        return TINY_MODELS[model.builtin].shape.layer_slug
+        return BUILT_IN_MODELS[model.builtin].shape.layer_slug
     shape = read_shape(Path(model.path) / "config.json")
     if shape and shape.hidden and shape.heads:
         return shape.layer_slug

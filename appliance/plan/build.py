@@ -15,9 +15,12 @@ from pathlib import Path
 from appliance import hub
 from appliance.errors import RecipeError
 from appliance.files import digest_of
+from appliance.gguf.source import gguf_facts, is_gguf
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
+from appliance.plan.model_shape import model_shape
+from appliance.plan.room import UNKNOWN, choose_pace
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu, broken_without_profile
 from appliance.recipe.schema import Forward, LongPrompts, Recipe, Reward, SchemeChoice, ValSet
@@ -38,7 +41,15 @@ from appliance.record.plan import (
     TaskPlan,
     ValSetPlan,
 )
-from appliance.tasks.library import OWN, builtin_model_key, data_key, is_from_hub
+from appliance.tasks.library import (
+    OWN,
+    PACKAGED_MODELS,
+    TINY_MODELS,
+    builtin_model_key,
+    data_key,
+    gguf_model_key,
+    is_from_hub,
+)
 from appliance.terms.clock import CLOCK
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
@@ -108,6 +119,8 @@ def build_plan(
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
     model = _model(recipe, cache_dir=cache_dir, commit=commit)
+    if model.provenance:
+        book.note("model.path" if model.gguf else "model.builtin", model.source or model.builtin, model.provenance)
     experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(model))
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
@@ -140,12 +153,12 @@ def build_plan(
     book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe))
     validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
-    trainer = derive.plan_trainer(recipe, attention=attention, book=book)
+    trainer = derive.plan_trainer(recipe, attention=attention, pace=UNKNOWN, book=derive.Book())
     engine = derive.plan_engine(recipe, device=device, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
     threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
-    if model.builtin:
+    if model.builtin in TINY_MODELS:
         threads = 1
         why = "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
     if is_cpu:
@@ -164,12 +177,13 @@ def build_plan(
     if recipe.trainer.dtype is Dtype.FP16 and is_run and not automatic.spec.in_fp16:
         message = f"rollout.scheme: `auto` is `{automatic}` on {device}, which engines have in BF16 alone"
         raise RecipeError([(message, "use `int8`, or `bf16`, or trainer.dtype: bf16")])
-    correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
+    micro = trainer.micro_batch_sequences
+    correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=derive.Book())
     guard = engines.plan_guard(recipe, rollout=rollout, is_cpu=capability is None, experts=experts, book=book)
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
-    plan = RunPlan(
+    draft = RunPlan(
         schema_version=SCHEMA_VERSION,
         name=run_dir.name,
         run_dir=str(run_dir),
@@ -206,7 +220,7 @@ def build_plan(
             is_cpu=is_cpu,
             threads=threads,
             kv_cache_gb=recipe.rollout.kv_cache_gb,
-            offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
+            offline=not is_from_hub(task) and not hub_name(recipe),
             backends=backends,
             own_engine=(
                 trainer.quantises
@@ -220,9 +234,14 @@ def build_plan(
             capability=capability,
         ),
         pins=pins_for(device),
-        choices=tuple(book.choices),
+        choices=(),
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
+    pace = choose_pace(recipe, draft, shape=model_shape(model), host=host)
+    trainer = derive.plan_trainer(recipe, attention=attention, pace=pace, book=book)
+    micro = trainer.micro_batch_sequences
+    correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=book)
+    plan = draft.replace(trainer=trainer, correction=correction, choices=tuple(book.choices))
     return plan.replace(argv=argv(plan))
 
 
@@ -294,17 +313,24 @@ def _automatic(
 
 def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
     model, revision = recipe.model, recipe.model.revision or ""
+    gguf = provenance = ""
     if model.builtin:
         key = builtin_model_key(model.builtin, difficulty=recipe.task.difficulty)
         path, source = str(cache_dir / "models" / f"{model.builtin}-{key}"), ""
+        packaged = PACKAGED_MODELS.get(model.builtin)
+        provenance = packaged.provenance if packaged else ""
     else:
         source = model.path or ""
         path = str(full_path(source)) if is_folder(source) else source
+        if is_gguf(path):
+            gguf, facts = path, gguf_facts(Path(path))
+            path = str(cache_dir / "models" / f"gguf-{gguf_model_key(facts.sha256)}")
+            provenance = facts.provenance
     if hub_name(recipe) and revision:
         commit = commit or hub.commit_in_cache(source, revision=revision)
         path = str(hub.snapshot(source, commit=commit)) if commit else source
     elif revision:
-        raise RecipeError([(f"model.revision: {path} is not a model on the hub", "leave it out")])
+        raise RecipeError([(f"model.revision: {gguf or path} is not a model on the hub", "leave it out")])
     return ModelPlan(
         path=path,
         source=source,
@@ -312,27 +338,34 @@ def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
         revision=revision,
         trust_remote_code=model.trust_remote_code,
         commit=commit if hub_name(recipe) else "",
+        gguf=gguf,
+        provenance=provenance,
     )
 
 
 def hub_name(recipe: Recipe) -> str:
-    """Of the recipe's model, empty where it is a folder or built in."""
+    """Of the recipe's model, empty where it is a folder, a file or built in."""
     source = recipe.model.path or ""
     return source if source and not is_folder(source) else ""
 
 
 def is_folder(source: str) -> bool:
-    """Whether `model.path` means a folder: it exists, or cannot be a hub name (`owner/name`)."""
-    return os.path.isdir(full_path(source)) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    """Whether `model.path` means a folder or a GGUF file: it exists, or cannot be a hub name (`owner/name`)."""
+    is_path = is_gguf(str(full_path(source))) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    return is_path or os.path.isdir(full_path(source))
 
 
 def _date(model: ModelPlan, *, today: str) -> str:
     """The day to give to a chat template that asks, or may ask: one of the hub is not always here yet."""
-    return "" if model.builtin or _asks_for_date(model) is False else today
+    return "" if _asks_for_date(model) is False else today
 
 
 def _asks_for_date(model: ModelPlan) -> bool | None:
     """None where the model's files are not here."""
+    if model.builtin:
+        return False
+    if model.gguf:
+        return CLOCK in gguf_facts(Path(model.gguf)).chat_template
     folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
     if folder is None or not os.path.isdir(folder):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from appliance.record.plan import (
     TrainerPlan,
     UaqPlan,
 )
-from appliance.tasks.library import OWN
+from appliance.tasks.library import OWN, TINY_MODELS
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import ATTENTION_NAME, Dtype
 from appliance.terms.shapes import Linear
@@ -30,8 +31,7 @@ Value = TypeVar("Value", int, str, bool)
 
 SCALED_FOLDER = "scaled"
 _TOKENS_OF_AN_ENGINE_STEP = {True: 4096, False: 8192}  # by "is a CPU"
-_TOKENS_OF_A_FORWARD = {True: 16384, False: 4096}  # by "is built-in": logits of a 150 000-word vocabulary are large
-_BUCKET_MIB = {True: 64, False: 512}  # by "is built-in"
+_BUCKET_MIB = {True: 64, False: 512}  # by "is made on the spot", and tiny
 _ATTENTIONS = {
     Attention.AUTO: "ours: PyTorch's kernels for sequences that lie in a row, without padding",
     Attention.FLASH_ATTENTION_2: "as given: by the package flash-attn; `auto` needs none",
@@ -40,6 +40,16 @@ _IN_FP16 = (
     "engines and what they are sent, too; losses are scaled: an update that overflows is left out and halves that"
 )
 _REUSES = "the engines': no pass over the batch before an update; a correction has nothing to act on"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much the trainer forwards at once; plan/room.py chooses it."""
+
+    gradient_checkpointing: bool
+    forward_tokens: int
+    """Tokens of one forward of a rank, at most, unless one sequence is longer."""
+    why: str
 
 
 class Book:
@@ -81,8 +91,7 @@ def attention_of(recipe: Recipe) -> tuple[str, str]:
     return (ATTENTION_NAME if asked is Attention.AUTO else str(asked)), _ATTENTIONS[asked]
 
 
-def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
-    is_builtin = bool(recipe.model.builtin)
+def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> TrainerPlan:
     one_flow = recipe.trainer.forward is Forward.ROLLOUT
     if fp8_backward := recipe.trainer.backward is Backward.FP8_BLOCK:
         emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
@@ -90,8 +99,6 @@ def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
     if recipe.trainer.dtype is Dtype.FP16:
         book.note("trainer.dtype", recipe.trainer.dtype, _IN_FP16)
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
-    recomputes = "activations are recomputed: less memory, a third more time"
-    keeps = "the model is tiny: recomputing costs time and saves nothing"
     why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
     reuses = recipe.trainer.old_log_probs is OldLogProbs.ROLLOUT
     if reuses:
@@ -106,22 +113,23 @@ def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
         sequence_parallel=recipe.trainer.sequence_parallel,
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,
-        gradient_checkpointing=book.note(
-            "trainer.gradient_checkpointing", not is_builtin, keeps if is_builtin else recomputes
-        ),
+        gradient_checkpointing=book.note("trainer.gradient_checkpointing", pace.gradient_checkpointing, pace.why),
         mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
-        micro_batch_sequences=book.note("batch.micro_batch_sequences", *_micro_batch(recipe, mini_batch_prompts=mini)),
+        micro_batch_sequences=book.note(
+            "batch.micro_batch_sequences", *micro_batch(recipe, mini_batch_prompts=mini, tokens=pace.forward_tokens)
+        ),
         max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
         gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
 
 
-def _micro_batch(recipe: Recipe, *, mini_batch_prompts: int) -> tuple[int, str]:
-    """The sequences of one forward of the trainer: the largest divisor of a rank's share that fits the tokens."""
+def micro_batch(recipe: Recipe, *, mini_batch_prompts: int, tokens: int) -> tuple[int, str]:
+    """The sequences of one forward of the trainer, and why: the largest divisor of a rank's share that fits the
+    tokens."""
     if recipe.batch.micro_batch_sequences:
         return recipe.batch.micro_batch_sequences, "as given"
     share = mini_batch_prompts * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
-    fits = max(1, _TOKENS_OF_A_FORWARD[bool(recipe.model.builtin)] // recipe.task.longest)
+    fits = max(1, tokens // recipe.task.longest)
     why = f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
     return _largest_divisor(share, most=fits), why
 
@@ -148,7 +156,7 @@ def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
         ),
         chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
-        bucket_mib=_BUCKET_MIB[bool(recipe.model.builtin)],
+        bucket_mib=_BUCKET_MIB[recipe.model.builtin in TINY_MODELS],
     )
 
 

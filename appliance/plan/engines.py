@@ -9,11 +9,13 @@ from pathlib import Path
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import digest_of
+from appliance.gguf.source import gguf_facts
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
 from appliance.recipe.schema import Backward, Forward, OldLogProbs, Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -46,7 +48,7 @@ def plan_rollout(
         samples_per_prompt=rollout.samples_per_prompt,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin else _PROVE_EVERY),
+        prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin in TINY_MODELS else _PROVE_EVERY),
         eager=eager,
     )
     if recipe.trainer.forward is not Forward.BF16:
@@ -108,7 +110,7 @@ def _require_finer(rollout: RolloutPlan, *, forward: Forward, capability: tuple[
 def _why_so_often(recipe: Recipe) -> str:
     if recipe.quantization.prove_every:
         return "as given"
-    if recipe.model.builtin:
+    if recipe.model.builtin in TINY_MODELS:
         return "every quantised layer is proven at every sync: the model is tiny"
     return f"1/{_PROVE_EVERY} of the quantised layers is proven at each sync, all of them at the first"
 
@@ -175,6 +177,8 @@ def _is_other_profile(source: str, *, before: str, made: Path) -> bool:
 def layers_with_experts(model: ModelPlan) -> int:
     """Number of layers of a model with experts, by its config.json; 0 without experts, and where none is at hand."""
     shape = None if model.builtin else read_shape(Path(model.path) / "config.json")
+    if model.gguf:
+        shape = gguf_facts(Path(model.gguf)).shape
     return max(1, shape.layers) if shape and shape.experts else 0
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.record.plan import RunPlan
-from appliance.tasks.library import TINY_MODELS
+from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import CPU, GPUS
 from appliance.terms.environment import KV_CACHE_VARIABLE
 from appliance.terms.schemes import Scheme
@@ -230,6 +230,26 @@ def _activations(plan: RunPlan, shape: ModelShape) -> int:
     return layer * shape.layers
 
 
+def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of what one forward of a rank keeps for its backward: activations and logits."""
+    per_logit = _LOGITS_ON_CPU if plan.device == CPU else _LOGITS
+    return _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * per_logit
+
+
+def room_for_forward(plan: RunPlan, shape: ModelShape, *, host_memory: int) -> int | None:
+    """Bytes that all but the forward leaves to one of a rank, below 0 where they are too few; None where nothing is
+    known. host_memory: of each host, in bytes; on a GPU its own counts instead."""
+    if not shape.is_dense:
+        return None
+    if plan.device == CPU:
+        rest = peak(plan, shape) - _largest_of_trainer(plan, shape)
+        return (host_memory * plan.nodes - rest) // plan.topology.gpus
+    if plan.device not in GPUS:
+        return None
+    update = _update(plan, shape, limit=GPUS[plan.device].memory_gib * GIB)
+    return update.limit - update.size + forward_bytes(plan, shape)
+
+
 def _tokens_of_a_forward(plan: RunPlan) -> int:
     """T: what one GPU has of a packed forward at most."""
     trainer = plan.trainer
@@ -264,26 +284,31 @@ _BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB
 
 def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
     """found: by the model's config.json; None where the sizes are not known, or cannot be counted, or on a GPU."""
-    shape = TINY_MODELS[plan.model.builtin].shape if plan.model.builtin else found
+    shape = BUILT_IN_MODELS[plan.model.builtin].shape if plan.model.builtin else found
     return shape if plan.device == CPU and shape is not None and shape.is_dense else None
 
 
 def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Bytes of all processes of each role, on all hosts together, without a GPU."""
     ranks = plan.topology.gpus  # of the trainer, and as many of engines
-    forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
-    if plan.trainer.quantises:  # gone when the weights change, and so at a save
-        forward += _PACKED * shape.linear_weights
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
     state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0
-    whole = (_FROZEN if plan.lora else _GATHERED) * shape.weights  # while weights are sent, at a save
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
     return {
-        Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + max(ranks * forward, whole),
+        Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + _largest_of_trainer(plan, shape),
         Role.ENGINE: ranks * engine,
         Role.DRIVER: _BASE[Role.DRIVER] + (_FROZEN * shape.weights if plan.lora else 0),  # `model/` is merged in it
         Role.SERVICES: _BASE[Role.SERVICES],
     }
+
+
+def _largest_of_trainer(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of all ranks without a GPU, beside their state: of a forward, or of the whole model while weights are sent
+    or saved."""
+    forward = forward_bytes(plan, shape)
+    if plan.trainer.quantises:  # gone when the weights change, and so at a save
+        forward += _PACKED * shape.linear_weights
+    return max(plan.topology.gpus * forward, (_FROZEN if plan.lora else _GATHERED) * shape.weights)
 
 
 def peak(plan: RunPlan, shape: ModelShape) -> int:

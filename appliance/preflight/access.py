@@ -78,7 +78,7 @@ def _write_problem(folder: Path) -> str:
 def _unreadable(plan: RunPlan) -> tuple[str, ...]:
     """The model's folder, also one behind a folder that is closed to this user, or where it is open files in it."""
     folder = Path(plan.model.path)
-    if plan.model.builtin or not folder.is_absolute():
+    if plan.model.is_cached or not folder.is_absolute():
         return ()
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):

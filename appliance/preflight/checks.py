@@ -17,7 +17,7 @@ from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.preflight.weights import judge_weights
 from appliance.record.plan import RunPlan
-from appliance.tasks.library import is_from_hub
+from appliance.tasks.library import TINY_MODELS, is_from_hub
 from appliance.terms.devices import CPU
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
 from appliance.terms.families import NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
@@ -131,9 +131,17 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if model.trust_remote_code:
         message = f"Python code that comes with {model.source or model.builtin} will run"
         yield warning("remote-code", "model.trust_remote_code", message, "read it first")
-    if model.builtin:
+    message, remedy = inputs.package
+    if message:
+        yield error("model-unreachable", "model.builtin", message, remedy)
+    if inputs.gguf and inputs.gguf.problem:
+        yield error("model-gguf", "model.path", f"{model.gguf}: {inputs.gguf.problem}", inputs.gguf.remedy)
         return
-    if model.hub_name:
+    if model.builtin in TINY_MODELS:
+        return
+    if model.is_cached:
+        pass
+    elif model.hub_name:
         yield from _hub_model(plan, inputs)
     elif model.path.startswith("/"):
         if not inputs.model_folder_exists:
@@ -151,6 +159,8 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if not inputs.has_chat_template and not inputs.model_missing:
         message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
         remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"
+        if inputs.gguf:
+            remedy = "take an instruct model, or its folder from the hub"
         yield error("chat-template", "model.path", message, remedy)
     if inputs.template.problem and not inputs.model_missing and not inputs.data_problems:
         yield error("chat-template", "model.path", inputs.template.problem, inputs.template.remedy)
@@ -326,7 +336,7 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
 def _time(plan: RunPlan) -> str:
     """Only the built-in model was measured; of another one nothing is known before its first step."""
     sequences = plan.prompts_per_step * plan.rollout.samples_per_prompt
-    if plan.model.builtin and plan.device == CPU:
+    if plan.model.builtin in TINY_MODELS and plan.device == CPU:
         step_s = _TINY_STEP_S * max(1.0, sequences / _TINY_STEP_SEQUENCES)
         validations = 2 + (plan.steps - 1) // plan.validate_every
         validation_s = _TINY_VALIDATION_S * plan.task.validated_samples / 512
@@ -341,7 +351,7 @@ def _time(plan: RunPlan) -> str:
 
 def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     needed, flag = (_SHM_NEEDED, "2g") if plan.device == CPU else (_SHM_NEEDED_WITH_GPUS, "32g")
-    if plan.model.builtin:
+    if plan.model.builtin in TINY_MODELS:
         needed = _SHM_OF_A_TINY_MODEL
     if host.shm_free_bytes < needed:
         message = f"{host.shm_free_bytes >> 20} MiB free, Ray and the weight updates need about {needed >> 20}"

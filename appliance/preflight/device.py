@@ -17,6 +17,7 @@ from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.recipe.schema import Attention, Forward
 from appliance.record.plan import RunPlan, Switching
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
 from appliance.terms.schemes import BLOCK, Scales
@@ -260,7 +261,7 @@ def _other_forward(shape: ModelShape) -> str:
 
 
 def _doubt(plan: RunPlan, *, shape: ModelShape | None) -> str:
-    if plan.model.builtin:
+    if plan.model.builtin in TINY_MODELS:
         return "the built-in model's time goes to the sampler and the processes around it"
     reasons = []
     if shape is not None and shape.is_dense and shape.weights < _WEIGHTS_FROM:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from appliance import console, hub
 from appliance.errors import EngineError, RecipeError
+from appliance.gguf.source import GgufFacts, gguf_facts
 from appliance.patch import recorded, why_unfit
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
+from appliance.plan.model_shape import model_shape as known_shape
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
 from appliance.preflight.template import TemplateChild
@@ -23,14 +25,15 @@ from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
 from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan
-from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
+from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, is_from_hub, splits_of, task_of, too_few_problems
+from appliance.tasks.packaged_model import package_problem
 from appliance.tasks.sample import Verdict
 from appliance.tasks.templates import TemplateFacts
 from appliance.tasks.tools import asked_of, read_tools
 from appliance.tasks.user_code import ChildOutput, heard
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
-from appliance.terms.shapes import KNOWN, ModelShape, read_shape
+from appliance.terms.shapes import ModelShape
 
 _REMEDY = "mend the function, or task.truth, or take a reward that reads such answers"
 _REMEDY_OF_WRONG = f"{_REMEDY}; leave it where your function wants another form"
@@ -92,6 +95,10 @@ class InputFacts:
     """True as well where the model's files are not here, or its own code may make one."""
     model_problem: str = ""
     """Why the hub, which answers, does not give the model."""
+    gguf: GgufFacts | None = None
+    """Facts about the GGUF file that the model is converted from, where it is one."""
+    package: tuple[str, str] = ("", "")
+    """(why the package of a built-in model is not to be had, what to do)."""
     revision_problem: str = ""
     """Why it is not known which commit `model.revision` is."""
     reward_problem: RewardProblem | None = None
@@ -153,8 +160,9 @@ def _read(
     asks_code = ask_hub and run_code and not (no_rewards or no_tools)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
-    is_folder = not plan.model.builtin and not name and folder.is_absolute()
+    is_folder = not plan.model.is_cached and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
+    gguf = gguf_facts(Path(plan.model.gguf)) if plan.model.gguf else None
     weights_folder = folder if may_look else (_snapshot(plan.model) if cached else None)
     model_damage = damage(weights_folder) if weights_folder else Damage()
     shape = model_shape(plan)
@@ -162,9 +170,9 @@ def _read(
     is_asked = ask_hub and (may_look or cached) and not is_refused
     if weights_child and is_asked and (weights := folder_of_weights(plan.model)):
         weights_child.start(weights, trust_remote_code=plan.model.trust_remote_code)
-    has_template = not (may_look or cached) or _has_chat_template(plan.model)
+    has_template = bool(gguf.chat_template) if gguf else not (may_look or cached) or _has_chat_template(plan.model)
     may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
-    if may_load and (may_look or cached):
+    if may_load and (may_look or cached or (gguf and not gguf.problem) or _is_made(plan.model)):
         template_child.start(plan)  # it takes seconds to load transformers, and runs beside the one that grades
     reward = reward_problem(plan) if asks_code and not data_problems else None
     return InputFacts(
@@ -190,6 +198,8 @@ def _read(
         tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
         stack=read_stack(plan),
+        gguf=gguf,
+        package=_package_problem(plan, ask_index=ask_hub),
         stored=_stored(plan, host=host) if host and not plan.trainer.one_flow else None,
         written=read_written(plan),
     )
@@ -218,6 +228,18 @@ def _snapshot(model: ModelPlan) -> Path | None:
     if model.revision:
         return Path(model.path) if model.is_pinned else None
     return hub.cached_snapshot(model.hub_name)
+
+
+def _is_made(model: ModelPlan) -> bool:
+    """Whether the cache has a built-in model that was fetched."""
+    return model.builtin in PACKAGED_MODELS and os.path.isdir(model.path)
+
+
+def _package_problem(plan: RunPlan, *, ask_index: bool) -> tuple[str, str]:
+    packaged = PACKAGED_MODELS.get(plan.model.builtin)
+    if packaged is None or _is_made(plan.model):
+        return "", ""
+    return package_problem(packaged, cache_dir=Path(plan.cache_dir), ask_index=ask_index)
 
 
 def _has_chat_template(model: ModelPlan) -> bool:
@@ -251,14 +273,8 @@ def uaq_problem(plan: RunPlan) -> str:
 
 
 def model_shape(plan: RunPlan) -> ModelShape | None:
-    """By the model's config.json where that is on this host; else by its name, where we know it."""
-    folder = Path(plan.model.path)
-    if plan.model.builtin:
-        return None
-    if folder.is_absolute():
-        return read_shape(folder / "config.json") or (KNOWN.get(plan.model.source) if plan.model.is_pinned else None)
-    cached = hub.cached_snapshot(plan.model.source)
-    return (read_shape(cached / "config.json") if cached else None) or KNOWN.get(plan.model.source)
+    """None as well for a model that is made on the spot: nothing that is judged by it concerns that one."""
+    return None if plan.model.builtin in TINY_MODELS else known_shape(plan.model)
 
 
 def profile_problem(plan: RunPlan) -> str:

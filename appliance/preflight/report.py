@@ -82,14 +82,18 @@ def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool
     return hub.data_commit(name) if name and ask_hub and not (original and original.data == name) else ""
 
 
-def plan_in(folder: Path, recipe: Recipe, *, host: HostFacts | None = None) -> tuple[RunPlan, HostFacts]:
+def plan_in(
+    folder: Path, recipe: Recipe, *, host: HostFacts | None = None, cache_dir: Path | None = None
+) -> tuple[RunPlan, HostFacts]:
     """For a command that is no training: the plan of its work in a folder, with the commits that `model.revision` and
-    `task.data` are, where they are named and the hub tells. host: None: it is read. Raises as build_plan."""
+    `task.data` are, where they are named and the hub tells. host: None: it is read.  cache_dir: as of build_plan.
+    Raises as that."""
     host = host or read_host(folder)
     name, wanted = hub_name(recipe), recipe.model.revision
     commit = hub.revision(name, of=wanted)[0] if name and wanted else ""
     of_the_data = _data_commit(recipe, original=None, ask_hub=True)
-    return build_plan(recipe, run_dir=folder, host=host, commit=commit, data_commit=of_the_data), host
+    commits = {"commit": commit, "data_commit": of_the_data}
+    return build_plan(recipe, run_dir=folder, host=host, cache_dir=cache_dir, **commits), host
 
 
 def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool, full: bool = False) -> None:

@@ -80,8 +80,8 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def folder_of_weights(model: ModelPlan) -> Path | None:
-    """Where the model's files are on this host, if all of them are; those of a built-in one are our own."""
-    if model.builtin:
+    """Where the model's files are on this host, if all of them are; those in the cache we made."""
+    if model.is_cached:
         return None
     folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
     return None if folder is None or hub.missing_parts(folder) else folder

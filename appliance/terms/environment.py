@@ -18,6 +18,7 @@ RAY_TOKEN = "token"  # of a Ray on one host; that of a cluster lies where its no
 LOG_DIR_VARIABLE = "APPLIANCE_LOGS"  # the folder of an attempt's logs
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
 NODE_VARIABLE = "APPLIANCE_NODE"  # on a node that joined: the folder of its `appliance join`
+WHEELS_VARIABLE = "APPLIANCE_WHEELS"  # set by our image: a folder with the packages of built-in models
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
 EXACT_VARIABLE = "APPLIANCE_EXACT_GEMMS"  # on a CPU: no row of a product depends on the others, see quant/cpu_gemm.py

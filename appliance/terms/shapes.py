@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -143,8 +143,11 @@ def read_shape(config: Path) -> ModelShape | None:
         raw = json.loads(config.read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(raw, dict):
-        return None
+    return shape_of(raw) if isinstance(raw, dict) else None
+
+
+def shape_of(raw: Mapping[str, Any]) -> ModelShape:
+    """By the content of a config.json."""
 
     def number(key: str, otherwise: int = 0) -> int:
         value = raw.get(key)

@@ -49,7 +49,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         plan, asked = plans[0], _asked(plans)
         _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
         examine_for(plans, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
-        if plan.model.builtin or plan.model.is_pinned:
+        if plan.model.is_cached or plan.model.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None
         eager = any(each.rollout.eager for each in plans)  # all alike: they are compared
