@@ -26,7 +26,7 @@ SYSTEM = "Answer with the number alone."
 NAMES = ("Tom", "Anna", "Ben", "Lisa", "Sam", "Mia", "Max", "Emma", "Leo", "Zoe", "Jack", "Lily")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "cards", "stones", "shells", "cakes", "balls", "stamps", "cups")
 LEAST, MOST = 2, 10  # of what is added, and of the first number of a sum
-VALIDATION_SHARE = 0.15
+VALIDATION_SHARE = 0.2
 USUAL_DIFFICULTY = 2  # the schema's default: this task has only one
 
 Pools = tuple[tuple[Problem, ...], ...]  # one for each form
