@@ -31,7 +31,7 @@ def test_each_form_in_its_words() -> None:
         ("What is 2 apples plus 2 apples?", "4"),
         ("Zoe has 2 apples and gets 2 more. How many apples does Zoe have?", "4"),
         ("What is 3 apples minus 2 apples?", "1"),
-        ("Leo has 3 apples and gives away 2. How many apples does Leo have left?", "1"),
+        ("Mia has 3 apples and gives away 2. How many apples does Mia have left?", "1"),
     ]
     assert {problem.before for problem in first} == {(("system", SYSTEM),)}
 
@@ -69,15 +69,15 @@ def test_a_seed_draws_and_orders_the_problems() -> None:
 
 def test_splits_refuse_what_the_task_cannot_serve_all_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
-        splits(difficulty=3, seed=0, train_size=9999, val_size=477)
+        splits(difficulty=3, seed=0, train_size=9999, val_size=618)
     train, validation = (sum(map(len, side)) for side in pools())
-    assert (train, validation) == (2548, 476)
+    assert (train, validation) == (2407, 617)
     assert caught.value.problems == [
         ("task.difficulty: 3 is of `arithmetic`, these problems have one difficulty", "remove it"),
-        ("task.train_size: 9999 is more than the 2548 problems", "lower it"),
-        ("task.val_size: 477 is more than the 476 problems", "lower it"),
+        ("task.train_size: 9999 is more than the 2407 problems", "lower it"),
+        ("task.val_size: 618 is more than the 617 problems", "lower it"),
     ]
-    assert check(difficulty=2, seed=0, train_size=2548, val_size=476) == []
+    assert check(difficulty=2, seed=0, train_size=2407, val_size=617) == []
 
 
 @pytest.mark.parametrize(
