@@ -86,5 +86,5 @@ $(RECIPES): setup
 	@container/train.sh $@ $(ARGS)
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-32s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-32s %s\n", $$1, $$2 }'
 	@for recipe in $(RECIPES); do printf '%-32s %s\n' "  make $$recipe" "$$(sed -n '1s/^# *//p' recipes/$$recipe.yaml)"; done

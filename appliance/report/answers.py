@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os.path
+import itertools
 from collections.abc import Sequence
 
 from appliance import console
@@ -46,12 +46,18 @@ def _answer(sample: Sample, is_graded: bool) -> str:
 
 def _without_shared_lines(prompts: Sequence[str]) -> list[str]:
     """The prompts without the first and the last lines that all of them have, which the chat template put there."""
-    lines_by_prompt = [prompt.splitlines() for prompt in prompts]
     if len(set(prompts)) < 2:
         return list(prompts)
-    first = len(os.path.commonprefix(lines_by_prompt))
-    last = len(os.path.commonprefix([lines[first:][::-1] for lines in lines_by_prompt]))
+    lines_by_prompt = [prompt.splitlines() for prompt in prompts]
+    first = _shared(lines_by_prompt)
+    last = _shared([lines[first:][::-1] for lines in lines_by_prompt])
     return ["\n".join(lines[first : len(lines) - last]) for lines in lines_by_prompt]
+
+
+def _shared(lines_by_prompt: Sequence[Sequence[str]]) -> int:
+    """The number of lines with which all of them begin."""
+    places = zip(*lines_by_prompt, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda lines: len(set(lines)) == 1, places))
 
 
 def _brief(text: str, most: int) -> str:
