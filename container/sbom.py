@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-LOCKS = {"cpu": ("torch-cpu.txt", "cpu.txt"), "gpu": ("gpu.txt",)}
+LOCKS = {"cpu": ("torch-cpu.txt", "cpu.txt", "smollm2.txt"), "gpu": ("gpu.txt", "smollm2.txt")}
 ROOT = Path(__file__).resolve().parents[1]
 PYTORCH = "https://download.pytorch.org/whl/cpu"
 INSTALLED = Path("/opt/appliance")

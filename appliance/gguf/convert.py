@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from appliance.gguf.families import HEAD, model_config
-from appliance.gguf.header import DamagedGguf, GgufError
+from appliance.gguf.header import DamagedGguf, GgufError, Header
 from appliance.gguf.source import check_gguf, read_rope_factors
 from appliance.gguf.tokenizer import load_tokenizer, make_tokenizer, special_tokens
+
+# Texts in which tokenizers differ: digits, spaces, contractions, letters beyond ASCII, code.
+_PROBES = (
+    "What is 12 plus 3456?",
+    "  two spaces,\n\n\tand\r\nlines  ",
+    "I'll say DON'T: they've 1,234.50€, naïve café ½ 中文 🙂",
+    "def f(x):\n    return x+1  # y=[1,2];",
+)
 
 
 def convert(source: Path, *, folder: Path) -> None:
@@ -32,8 +40,22 @@ def convert(source: Path, *, folder: Path) -> None:
     }
     model = load_weights(source, config=config | ids, is_tied=HEAD not in header.tensors)
     model.generation_config = GenerationConfig(**ids, do_sample=False)
-    load_tokenizer(header).save_pretrained(folder)
     model.save_pretrained(folder)
+    save_tokenizer(header, folder=folder)
+
+
+def save_tokenizer(header: Header, *, folder: Path) -> None:
+    """Write the tokenizer's files. folder: with the model's config.json.  Raises GgufError where transformers, and with
+    it vLLM, would take another tokenizer: for some families it takes its own, whatever the files say."""
+    tokenizer = load_tokenizer(header)
+    tokenizer.save_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    for text in _PROBES:
+        if loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
+            message = (
+                f"for a model of `{header.architecture}` transformers cuts text into words otherwise than the file"
+            )
+            raise GgufError(message, hint="take the model's own folder of safetensors from the hub, in model.path")
 
 
 def load_weights(source: Path, *, config: dict[str, Any], is_tied: bool) -> PreTrainedModel:

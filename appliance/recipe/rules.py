@@ -89,7 +89,7 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
     if task.kind == OWN:
         yield from _own_task(task)
         calls = isinstance(TINY_MODELS.get(recipe.model.builtin or ""), CalculatorSpec)
-        if task.tools and recipe.model.builtin in TINY_MODELS and not calls:
+        if task.tools and recipe.model.builtin in BUILT_IN_MODELS and not calls:
             message = f"the chat template of `{recipe.model.builtin}` has no tools"
             yield Broken(("task.tools", "model.builtin"), message, "use `tiny-calculator`")
         return

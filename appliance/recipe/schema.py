@@ -128,8 +128,7 @@ class Model(Section):
     path: str | None = Field(None, min_length=1)
     """folder, GGUF file (`.gguf`) or hub name of the model"""
     builtin: str | None = Field(None, min_length=1)
-    """`smollm2-135m`, a real one, fetched from pip's index; or one made on the spot: `tiny-arithmetic`, or
-    `tiny-calculator`, which calls a tool"""
+    """`smollm2-135m` (fetched from pip's index), `tiny-arithmetic`, or `tiny-calculator`, which calls a tool"""
     revision: str | None = Field(None, max_length=200, pattern=REVISION_PATTERN)
     """of a hub model: commit, tag or branch; null: `main`"""
     trust_remote_code: bool = False

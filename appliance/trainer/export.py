@@ -40,6 +40,11 @@ the appliance beside vLLM, in this folder,
 serves it so; on a CPU, APPLIANCE_EXACT_GEMMS=1 before it keeps the last bits. The weights are in BF16 and load
 everywhere; without that line it is another policy.
 """
+_ORIGIN = """
+## Where it is from
+
+It was trained from {provenance}.
+"""
 
 
 # What a model is read by beside its weights: configuration, tokenizer, templates, code; and its licence. No card, which
@@ -100,11 +105,13 @@ def export_checkpoint(
     uaq: UaqPlan | None,
     model: ModelPlan | None = None,
     flow: Quantisation | None = None,
+    provenance: str = "",
 ) -> None:
     """checkpoint: `checkpoints/global_step_<n>`.  target: a new folder, there whole or not at all.
 
     uaq: what the run's model was scaled with.  model: that the run began with, to merge an adapter into.
     flow: what its rollouts were planned to be, where that is what was trained: the folder then says how to serve it.
+    provenance: where the run's model is from, where that is to be said beside it.
     Raises TrainingError when the checkpoint has no model.
     """
     source = checkpoint / "actor" / "huggingface"
@@ -129,6 +136,14 @@ def export_checkpoint(
         if flow is not None:
             assert model is not None, "a run with one flow says of which model"
             _say_how_to_serve(partial, checkpoint=checkpoint, flow=flow, model=model.source or model.builtin)
+        if provenance:
+            _say_where_it_is_from(partial / "README.md", provenance=provenance)
+
+
+def _say_where_it_is_from(card: Path, *, provenance: str) -> None:
+    """After what the card says, where there is one."""
+    before = card.read_text() if card.is_file() else "# A trained policy\n"
+    card.write_text(before + _ORIGIN.format(provenance=provenance))
 
 
 def _say_how_to_serve(folder: Path, *, checkpoint: Path, flow: Quantisation, model: str) -> None:
@@ -152,12 +167,13 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
         uaq = None if raw["uaq"] is None else UaqPlan.model_validate(raw["uaq"])
         one_flow = raw.get("trainer", {}).get("one_flow")
         model = ModelPlan.model_validate(raw["model"]) if raw.get("lora") or one_flow else None
+        provenance = raw["model"].get("provenance", "")
         flow = Quantisation.model_validate(raw["rollout"]["replicas"][0], strict=False) if one_flow else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "export it with the version that made the run"
         raise PreflightError(f"{run_dir / 'plan.json'}: {error}", hint=hint) from error
     with _writing(target):
-        export_checkpoint(checkpoint, target=target, uaq=uaq, model=model, flow=flow)
+        export_checkpoint(checkpoint, target=target, uaq=uaq, model=model, flow=flow, provenance=provenance)
 
 
 def _export_adapter(run_dir: Path, *, checkpoint: Path, target: Path) -> None:

@@ -308,7 +308,8 @@ class Trainer(PPOTrainerSync):
         last = checkpoint_folder(self.run_dir, step=self.plan.steps)
         flow = self.plan.rollout.replicas[0] if self.plan.trainer.one_flow else None
         target, plan = self.run_dir / "model", self.plan
-        export_checkpoint(last, target=target, uaq=plan.uaq, model=plan.model, flow=flow)
+        origin = plan.model.provenance
+        export_checkpoint(last, target=target, uaq=plan.uaq, model=plan.model, flow=flow, provenance=origin)
 
     def save_and_stop(self) -> ApplianceError:
         """Save the last finished step, if it is not saved yet. Between two steps that is what the workers hold: a step

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "record": {"errors", "files", "processes", *FACTS},
     "sync": {"errors", "files", "record", "terms"},
     "quant": {"errors", "files", "terms"},
+    "gguf": {"files", "terms"},
     # the worker: in the processes of vLLM and verl
     "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
     "trainer": {
@@ -29,11 +30,11 @@ MAY_IMPORT = {
         *("cluster", "quant", "record", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
-    "tasks": {"errors", "files", "hub", "processes", "quant", "record", "terms"},
+    "tasks": {"errors", "files", "gguf", "hub", "processes", "quant", "record", "terms"},
     "recipe": {"errors", "quant", "tasks", *FACTS},
-    "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
+    "plan": {"control_groups", "errors", "files", "gguf", "hub", "processes", "recipe", "record", "tasks", *FACTS},
     "preflight": {
-        *("console", "control_groups", "errors", "hub", "patch", "processes"),
+        *("console", "control_groups", "errors", "gguf", "hub", "patch", "processes"),
         *("plan", "quant", "recipe", "record", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt")
+from appliance.tasks.library import PACKAGED_MODELS
+
+LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt", "smollm2.txt")
 ENTRY = re.compile(
     r"^(?P<name>[a-z0-9][a-z0-9._-]*)==(?P<version>[^ ]+) \\\n(?P<hashes>(?:    --hash=sha256:\w{64}.*\n)+)", re.M
 )
@@ -78,6 +80,13 @@ def test_both_flavours_are_one_stack(root: Path) -> None:
     assert gpu["torch"] + "+cpu" == pins(root, "torch-cpu.txt")["torch"]
     for name in ("verl", "ray", "transformers", "transferqueue", "numpy", "tensordict"):
         assert gpu[name] == cpu[name], name
+
+
+def test_the_images_package_of_a_model_is_the_one_that_a_run_takes(root: Path) -> None:
+    """The version and the hash stand here for the image's build, and in the table of built-in models for a run."""
+    model = PACKAGED_MODELS["smollm2-135m"]
+    assert pins(root, "smollm2.txt") == {model.package: model.version}
+    assert re.findall(r"sha256:(\w{64})", lock_text(root, "smollm2.txt")) == [model.sha256]
 
 
 def test_nvcc_is_of_the_cuda_whose_headers_it_takes(root: Path) -> None:

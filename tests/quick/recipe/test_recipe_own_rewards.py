@@ -168,6 +168,7 @@ def test_turns_are_of_tools(tmp_path: Path) -> None:
     assert problems(tmp_path, "[{name: exact}]", "tools: t.py\n  max_turns: 3") == []
 
 
-def test_a_built_in_model_without_tools_is_refused_with_them(tmp_path: Path) -> None:
-    problem = ("task.tools: the chat template of `tiny-arithmetic` has no tools", "use `tiny-calculator`")
-    assert problems(tmp_path, "[{name: exact}]", "tools: t.py", model="tiny-arithmetic") == [problem]
+@pytest.mark.parametrize("model", ["tiny-arithmetic", "smollm2-135m"])
+def test_a_built_in_model_without_tools_is_refused_with_them(tmp_path: Path, model: str) -> None:
+    problem = (f"task.tools: the chat template of `{model}` has no tools", "use `tiny-calculator`")
+    assert problems(tmp_path, "[{name: exact}]", "tools: t.py", model=model) == [problem]

@@ -47,7 +47,10 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
                 "lower one of them",
             ),
         ),
-        (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`, `tiny-calculator`")),
+        (
+            ("model.builtin=tiny",),
+            ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`, `tiny-calculator`, `smollm2-135m`"),
+        ),
         (
             ("algorithm.kind=ppo",),
             ("algorithm.kind: unknown value `ppo`", "use one of `grpo`, `dapo`, `dr-grpo`, `gspo`"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from appliance.launch import command
 from appliance.launch.command import run_export
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.session import create_session
-from appliance.trainer.export import _writing, export_checkpoint
+from appliance.trainer.export import _export, _writing, export_checkpoint
 
 
 @pytest.fixture
@@ -42,6 +43,18 @@ def test_the_newest_whole_checkpoint_is_exported(
     said = capsys.readouterr()
     assert said.out == f"{tmp_path / 'new' / 'out'}\n"
     assert "warning: global_step_4 is passed over: actor/huggingface/config.json has other content" in said.err
+
+
+def test_a_model_says_where_it_is_from(run_dir: Path, tmp_path: Path) -> None:
+    """Licence and quantisation of the file that it was trained from go with the weights."""
+    plan = json.loads((run_dir / "plan.json").read_text())
+    plan["model"]["provenance"] = "SmolLM2, licence Apache-2.0, dequantised from Q4_1"
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    _export(run_dir, checkpoint=checkpoint_folder(run_dir, step=2), target=tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == (
+        "# A trained policy\n\n## Where it is from\n\n"
+        "It was trained from SmolLM2, licence Apache-2.0, dequantised from Q4_1.\n"
+    )
 
 
 @pytest.mark.slow

