@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from appliance.record.samples import Sample, StepSamples
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.launch.outcome import DONE
+from appliance.launch.train import _tell
+from appliance.record.samples import Sample, StepSamples, append_samples
+from appliance.record.state import RunState
 from appliance.report.answers import answers_table
 
 PROBLEMS = (("Tom has 7 apples and gets 5 more.", "12"), ("What is 3 eggs plus 4 eggs?", "7"))
@@ -57,3 +65,24 @@ def test_long_texts_keep_their_beginning_and_their_end() -> None:
 def test_one_problem_alone_is_shown_whole() -> None:
     table = answers_table([validated(0, BEFORE.validation[0]), validated(9, AFTER.validation[1])], is_graded=True)
     assert "system Answer with the number alone. user Tom has 7 apples" in table
+
+
+@pytest.mark.parametrize(
+    ("json_mode", "quiet", "is_shown"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_a_run_ends_with_its_answers_for_people(
+    tmp_path: Path,
+    small_plan: Callable,
+    capsys: pytest.CaptureFixture[str],
+    json_mode: bool,
+    quiet: bool,
+    is_shown: bool,
+) -> None:
+    plan = small_plan(tmp_path)
+    Path(plan.run_dir).mkdir()
+    for samples in (BEFORE, AFTER):
+        append_samples(Path(plan.run_dir), samples)
+    _tell(plan, RunState(steps=20), outcome=DONE, seconds=9.0, json_mode=json_mode, quiet=quiet)
+    printed = capsys.readouterr()
+    assert (answers_table([BEFORE, AFTER], is_graded=True) in printed.err) == is_shown
+    assert "a problem of the validation" not in printed.out
