@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: accept bundle help demo quick test torture fuzz test-long test-container test-triton test-trl test-gpu-lock image image-gpu setup lint lock golden clean
+.PHONY: accept bundle help demo smollm2 quick test torture fuzz test-long test-container test-triton test-trl test-gpu-lock image image-gpu setup lint lock golden clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -10,6 +10,10 @@ TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
+	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
+
+smollm2: setup ## set up, then train a real model of 135 M parameters on word problems, on any CPU: within an hour, 8 GB
+	@.venv/bin/appliance train smollm2-int8 $(ARGS); code=$$?; \
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
 test: setup ## set up, then all tests but the longest, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
@@ -82,5 +86,5 @@ $(RECIPES): setup
 	@container/train.sh $@ $(ARGS)
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-32s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-32s %s\n", $$1, $$2 }'
 	@for recipe in $(RECIPES); do printf '%-32s %s\n' "  make $$recipe" "$$(sed -n '1s/^# *//p' recipes/$$recipe.yaml)"; done

@@ -31,6 +31,7 @@ from appliance.record.code import code_of
 from appliance.record.events import Event, MemoryWatch, RunTail, append_event, append_failure, failure_event
 from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
 from appliance.record.plan import RunPlan
+from appliance.record.samples import SampleReader
 from appliance.record.session import (
     RUN_FILE,
     RunStatus,
@@ -43,6 +44,7 @@ from appliance.record.session import (
 )
 from appliance.record.state import RunState, fold
 from appliance.report import draw, summary
+from appliance.report.answers import answers_table
 from appliance.report.display import Progress, choose_progress, json_line
 from appliance.report.page import LivePage
 from appliance.signals import Interrupts
@@ -421,6 +423,17 @@ def keep_ray_logs(ray_dir: Path, *, target: Path) -> None:
             shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
 
 
+def _show_answers(plan: RunPlan) -> None:
+    """What the model answered before and after, of a run that validated at both ends."""
+    try:
+        samples = SampleReader(Path(plan.run_dir)).read()
+    except OSError as error:
+        console.say(f"note: no answers are shown: {error}")
+        return
+    if table := answers_table(samples, is_graded=plan.task.own is None):
+        console.say(f"\n{table}")
+
+
 def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool, quiet: bool) -> None:
     """The end, for people on stderr and with --json for machines on stdout."""
     if json_mode:
@@ -431,6 +444,7 @@ def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, j
     if outcome.state is RunStatus.DONE and not json_mode and not quiet:
         folder = summary.typed_path(Path(plan.run_dir))
         console.say(console.table(summary.summary_rows(plan, state, seconds=seconds, folder=folder)))
+        _show_answers(plan)
     go_on = "" if outcome.state is RunStatus.DONE else summary.go_on_command(Path(plan.run_dir))
     for line in (*outcome.advice, *([f"go on: {go_on}"] if go_on else [])):
         console.say(line)

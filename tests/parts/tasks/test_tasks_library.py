@@ -63,7 +63,7 @@ def test_builtin_gemms_fit_int8_kernels() -> None:
 
 
 def test_score_finds_the_reward_by_the_kind() -> None:
-    assert tuple(TASKS) == ("arithmetic", "gsm8k", "dapo-math")
+    assert tuple(TASKS) == ("arithmetic", "gsm8k", "dapo-math", "word-problems")
     files = {path.stem.replace("_", "-") for path in Path(built_in.__path__[0]).glob("[!_]*.py")}
     assert files == set(TASKS)
     assert tuple(TaskKind) == (*TASKS, "own")

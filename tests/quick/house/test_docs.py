@@ -81,6 +81,13 @@ def test_every_recipe_is_in_the_readme_and_in_make_help(root: Path) -> None:
     assert [name for name in recipes if f"make {name} " not in shown or f"`{name}`" not in readme] == []
 
 
+@pytest.mark.parametrize(("target", "recipe"), [("demo", "arithmetic-tiny-int8"), ("smollm2", "smollm2-int8")])
+def test_a_training_by_a_short_name_is_that_of_its_recipe(root: Path, target: str, recipe: str) -> None:
+    command = ["make", "--dry-run", target, "ARGS=--set seed=1"]
+    shown = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"appliance train {recipe} .*--set seed=1;", shown)
+
+
 @pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
 def test_every_test_that_a_page_names_is_there(root: Path, page: str) -> None:
     named = set(re.findall(r"`(test_\w+)(?:\*?\.py)?`", (root / page).read_text().replace("*.py`", "`")))

@@ -25,7 +25,13 @@ NAMES = (
     "qwen3-8b-fp8",
     "qwen3-8b-int8",
 )  # for real hardware
-ON_CPU = ("arithmetic-tiny-bf16", "arithmetic-tiny-int8", "arithmetic-tiny-lora-int8", "gsm8k-tiny-int8")
+ON_CPU = (
+    "arithmetic-tiny-bf16",
+    "arithmetic-tiny-int8",
+    "arithmetic-tiny-lora-int8",
+    "gsm8k-tiny-int8",
+    "smollm2-int8",
+)
 KEPT = (*NAMES, *ON_CPU)
 
 

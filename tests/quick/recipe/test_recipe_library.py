@@ -18,6 +18,7 @@ SHIPPED = [
     *("gsm8k-0.5b-bf16", "gsm8k-0.5b-fp8", "gsm8k-0.5b-int8", "gsm8k-7b-lora-int8", "gsm8k-tiny-int8"),
     *("qwen2.5-1.5b-int8", "qwen3-32b-fp8", "qwen3-8b-fp8", "qwen3-8b-int8"),
     "reference",
+    "smollm2-int8",
 ]
 
 
