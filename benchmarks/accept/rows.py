@@ -28,6 +28,7 @@ _IMPORTS_S, _ENGINE_S, _NVCC_S = 6, 34, 170
 # and all sizes of graphs; two steps, a validation and the save; a second rank, and NCCL.
 _TRAINING_S, _CAPTURED_S, _RANK_S = 30, 20, 15
 _STEPS_S = {512: 25, 128: 12}  # by tokens of a response, 1536 and 384 steps of the engine in all
+_SMOLLM2_STEPS_S = 60  # twenty steps, and a model that is fetched and converted
 _EAGER_S = 3  # more for these, one kernel after the other
 
 
@@ -57,7 +58,7 @@ class Row:
 
     @property
     def trains(self) -> bool:
-        return ".training:" in self.code
+        return self.code.endswith(":train")
 
     @property
     def needs_compiler(self) -> bool:
@@ -313,6 +314,15 @@ ROWS: tuple[Row, ...] = (
         shapes="qwen2.5-7b",
         schemes=("bf16", "int8", "fp8"),
         pairs=3,
+    ),
+    Row(
+        "train-smollm2",
+        "SmolLM2-135M learns by BF16 and by INT8 rollouts: reward, mismatch, speed of both, proof",
+        "benchmarks.accept.language_model:train",
+        2 * (_TRAINING_S + _CAPTURED_S + _SMOLLM2_STEPS_S),
+        covers=("`smollm2-int8`: a real language model",),
+        arguments=(("schemes", ("bf16", "int8")),),
+        scheme=Scheme.INT8,
     ),
     _training(
         Scheme.BF16,

