@@ -34,13 +34,11 @@ _TEMPORARY = "appliance-"
 _RANDOM = 8  # characters that tempfile adds
 
 # Codes of findings, by what a command uses.
-OF_THE_MODEL = frozenset(
-    {
-        *("remote-code", "architecture", "model-missing", "model-incomplete", "model-damaged", "model-unreachable"),
-        *("model-refused", "model-revision", "model-unreadable", "model-weights", "model-types"),
-        *("model-unproven", "model-gguf", "model-package"),
-    }
-)
+OF_THE_WEIGHTS = frozenset({"model-weights", "model-types", "model-unproven"})
+OF_THE_MODEL = OF_THE_WEIGHTS | {
+    *("remote-code", "architecture", "model-missing", "model-incomplete", "model-damaged", "model-unreachable"),
+    *("model-refused", "model-revision", "model-unreadable", "model-gguf", "model-package"),
+}
 OF_THE_DATA = frozenset({"data", "data-unreachable"})
 OF_A_PROFILE = frozenset({"profile"})
 OF_AN_ENGINE = frozenset(
@@ -180,7 +178,9 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
 def examine_for(plans: Iterable[RunPlan], *, host: HostFacts, about: frozenset[str]) -> None:
     """Say what preflight finds about the plans, of the codes that the command needs. Raises PreflightError when one is
     an error."""
-    read = partial(read_inputs, ask_hub=True, run_code=False)  # nothing here uses the task's code
+    # Nothing here uses the task's code or a chat template, and some commands make a model of their own.
+    read_weights = not about.isdisjoint(OF_THE_WEIGHTS)
+    read = partial(read_inputs, ask_hub=True, run_code=False, read_weights=read_weights, try_template=False)
     found = [finding for plan in plans for finding in judge(plan, host=host, inputs=read(plan))]
     stop_on_errors([finding for finding in dict.fromkeys(found) if finding.code in about])
 

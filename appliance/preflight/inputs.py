@@ -123,6 +123,7 @@ def read_inputs(
     ask_hub: bool,
     run_code: bool = True,
     read_weights: bool = True,
+    try_template: bool = True,
     host: HostFacts | None = None,
     made_profile: Path | None = None,
 ) -> InputFacts:
@@ -130,11 +131,12 @@ def read_inputs(
 
     ask_hub: whether the network may be asked, and children, which takes seconds.  run_code: whether these may grade a
     sample and describe tools: the user's code runs in them, and a judge is asked.  read_weights: whether a child may
-    hold the model's files of weights against its config.json, which takes torch.
+    hold the model's files of weights against its config.json, which takes torch.  try_template: whether a child may try
+    the model's chat template, which takes transformers.
     host: for what `bench` kept; None: it is not looked up.  made_profile: the folder of the one that the cache has.
     """
     with WeightsChild() as weights, TemplateChild() as template:
-        children = (weights if read_weights else None, template)
+        children = (weights if read_weights else None, template if try_template else None)
         facts = _read(plan, ask_hub=ask_hub, run_code=run_code, host=host, children=children)
         facts = replace(facts, expected=expected_mismatch(plan, made=made_profile))
         return replace(facts, weights=weights.hear(), template=template.hear())
@@ -146,7 +148,7 @@ def _read(
     ask_hub: bool,
     run_code: bool,
     host: HostFacts | None,
-    children: tuple[WeightsChild | None, TemplateChild],
+    children: tuple[WeightsChild | None, TemplateChild | None],
 ) -> InputFacts:
     """children: started as soon as there is something for them, and not waited for."""
     from appliance.tasks.prepare import has_data
@@ -176,7 +178,7 @@ def _read(
         weights_child.start(weights, trust_remote_code=plan.model.trust_remote_code)
     has_template = bool(gguf.chat_template) if gguf else not (may_look or cached) or _has_chat_template(plan.model)
     may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
-    if may_load and (may_look or cached or (gguf and not gguf.problem) or _is_made(plan.model)):
+    if template_child and may_load and (may_look or cached or (gguf and not gguf.problem) or _is_made(plan.model)):
         template_child.start(plan)  # it takes seconds to load transformers, and runs beside the one that grades
     reward = reward_problem(plan) if asks_code and not data_problems else None
     return InputFacts(

@@ -1,16 +1,19 @@
 """What the test of two ranks runs outside its own process: an engine over several ranks, and a reader inside each.
 
 python ranks_worker.py RANKS SCHEME FOLDER...: generates with FOLDER/1, updates to FOLDER/2, to FOLDER/1 again, and
-saves it all in FOLDER/two.pt. One engine after the other.
+saves it all in FOLDER/two.pt. One engine after the other. In the first one updates follow that each leave one layer of
+one rank as it was.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from engines import Engine, read_checkpoint, start_engine
+from faults import before_proof, swap_in
 from torch import Tensor
 from torch.nn import Module
 from vllm.config import set_current_vllm_config
@@ -19,7 +22,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from appliance.engine.quantised import Quantising
 from appliance.engine.sync import SyncWorkerExtension
 from appliance.engine.update import WeightUpdate
+from appliance.errors import SyncError
 
+STALE = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.down_proj")
 PROMPTS = [[(7 * place + 31 * number) % 500 for place in range(24)] for number in range(4)]
 
 
@@ -37,6 +42,22 @@ class ReadingWorker(SyncWorkerExtension):
             update.begin()
             update.load(read_checkpoint(Path(folder)))
             return update.finish().tensors
+
+    def update_but(self, folder: str, layer: str, stale_rank: int) -> str:
+        """A whole update, after which `layer` has its old kernel on one rank. What this rank says of it, or nothing."""
+        runner = self.model_runner
+        method = dict(runner.model.named_modules())[layer].quant_method if layer else None
+        stale = swap_in(method) if stale_rank == self.rank else None
+        update = WeightUpdate(runner.model, model_config=runner.vllm_config.model_config, rank=self.rank)
+        around = before_proof(stale) if stale else nullcontext()
+        with around, set_current_vllm_config(runner.vllm_config), torch.no_grad():
+            update.begin()
+            update.load(read_checkpoint(Path(folder)))
+            try:
+                update.finish()
+            except SyncError as error:
+                return error.message
+        return ""
 
 
 def held_int8(model: Module) -> dict[str, tuple[Tensor, Tensor]]:
@@ -69,11 +90,12 @@ def prompt_log_probs(engine: Engine) -> list[list[float]]:
 
 def main() -> None:
     ranks, scheme, *folders = sys.argv[1:]
-    for folder in map(Path, folders):
-        torch.save(look(int(ranks), scheme=scheme, old=folder / "1", new=folder / "2"), folder / "two.pt")
+    for place, folder in enumerate(map(Path, folders)):
+        found = look(int(ranks), scheme=scheme, old=folder / "1", new=folder / "2", leaves_stale=place == 0)
+        torch.save(found, folder / "two.pt")
 
 
-def look(ranks: int, *, scheme: str, old: Path, new: Path) -> dict[str, object]:
+def look(ranks: int, *, scheme: str, old: Path, new: Path, leaves_stale: bool) -> dict[str, object]:
     engine = start_engine(
         old,
         scheme=scheme,
@@ -87,7 +109,12 @@ def look(ranks: int, *, scheme: str, old: Path, new: Path) -> dict[str, object]:
     assert tensors == [len(read_checkpoint(new))] * ranks
     found |= {"held_new": llm.collective_rpc("held_int8"), "new": prompt_log_probs(engine)}
     llm.collective_rpc("update_from", args=(str(old),))
-    found |= {"old_again": prompt_log_probs(engine)}
+    found |= {"old_again": prompt_log_probs(engine), "stale": []}
+    for rank in range(ranks) if leaves_stale else ():
+        for layer in STALE:
+            messages = llm.collective_rpc("update_but", args=(str(new), layer, rank))
+            found["stale"].append((rank, layer, messages))
+            assert llm.collective_rpc("update_but", args=(str(old), "", -1)) == [""] * ranks
     llm.llm_engine.engine_core.shutdown()
     return found
 

@@ -5,10 +5,6 @@ The numbers that are asserted here are those of the table in docs/reliability.md
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -153,29 +149,6 @@ def test_a_layer_that_kept_its_old_weights(int8: Bench) -> None:
     for name, layer in linear_layers(int8.engine).items():
         int8.attempt(tally, name, around=before_proof(swap_in(layer.quant_method)), layer=name)
     settle(tally, cases=12)
-
-
-@pytest.mark.slow
-def test_stale_weights_on_one_rank_of_two(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    """Tensor parallel: both ranks take the update, a layer of one of them keeps its old kernel."""
-    tally = Tally("stale weights on one rank of two (int8)")
-    out = tmp_path / "said.json"
-    script = Path(__file__).with_name("stale_worker.py")
-    child = subprocess.run(
-        [sys.executable, str(script), str(out), *map(str, checkpoints)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parents[2])])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    for rank, layer, messages in json.loads(out.read_text()):
-        tally.injected += 1
-        assert messages[1 - rank] == ""
-        caught = messages[rank].startswith(f"weight update 1: {layer} on rank {rank} is not as received: ")
-        tally.caught += caught
-        tally.missed += [] if caught else [f"{rank} {layer}: {messages}"]
-    settle(tally, cases=6)
 
 
 def test_kernels_of_two_layers_swapped(int8: Bench) -> None:

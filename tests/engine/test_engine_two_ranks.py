@@ -14,6 +14,7 @@ import pytest
 import torch
 from engines import free_engine, start_engine
 from families import make_family
+from faults import Tally, settle
 from ranks_worker import held_int8, prompt_log_probs
 from torch import Tensor
 
@@ -121,3 +122,15 @@ def test_an_update_over_two_ranks_comes_and_goes(found: dict) -> None:
     one, moved = torch.tensor(found["new"]), torch.tensor(two["new"])
     noise = float((torch.tensor(found["old"]) - torch.tensor(found["bf16"])).abs().mean())
     assert float((moved - one).abs().mean()) < 2**0.5 * 2 * noise  # other weights, so another noise of the same size
+
+
+def test_stale_weights_on_one_rank_of_two(two_ranks: Path) -> None:
+    """Both ranks take the update, a layer of one of them keeps its old kernel."""
+    tally = Tally("stale weights on one rank of two (int8)")
+    for rank, layer, messages in torch.load(two_ranks / FAMILIES[0] / "two.pt")["stale"]:
+        tally.injected += 1
+        assert messages[1 - rank] == ""
+        caught = messages[rank].startswith(f"weight update 1: {layer} on rank {rank} is not as received: ")
+        tally.caught += caught
+        tally.missed += [] if caught else [f"{rank} {layer}: {messages}"]
+    settle(tally, cases=6)

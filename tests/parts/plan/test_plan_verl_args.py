@@ -2,13 +2,14 @@
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 from pathlib import Path
 
 import plans
 import pytest
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from plans import verl_config
 
 from appliance.corrections.registry import CorrectionMethod
@@ -52,18 +53,24 @@ def text(key: str, value: Value) -> str:
     return f"{key}={hydra_value(value)}"
 
 
-def planned(case: str) -> list[tuple[str, Value]]:
+@functools.cache
+def planned(case: str) -> tuple[tuple[str, Value], ...]:
     name, sets = CASES[case]
     recipe = load_recipe(name, sets=sets)
     run_dir = Path(recipe.cluster.run_dir).absolute() / "run-1"
-    return overrides(build_plan(recipe, run_dir=run_dir, host=HOST))
+    return tuple(overrides(build_plan(recipe, run_dir=run_dir, host=HOST)))
+
+
+@functools.cache
+def composed(case: str) -> DictConfig:
+    """What verl makes of a case's overrides; Hydra takes half a second for it."""
+    return verl_config([text(*override) for override in planned(case)])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_verl_reads_every_override_as_the_value_and_type_meant(case):
-    wanted = planned(case)
-    config = verl_config([text(*each) for each in wanted])
-    for key, value in wanted:
+    config = composed(case)
+    for key, value in planned(case):
         found = OmegaConf.select(config, key.lstrip("+"), throw_on_missing=True)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
         assert (key, type(found), found) == (key, type(value), value)
@@ -72,7 +79,7 @@ def test_verl_reads_every_override_as_the_value_and_type_meant(case):
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_verl_corrects_nothing_by_itself(method):
     """trainer/correction.py does, whatever the method."""
-    config = verl_config([text(*each) for each in planned(str(method))])
+    config = composed(str(method))
     found = config.algorithm.rollout_correction
     assert (found.rollout_is, found.rollout_is_threshold, found.rollout_rs, found.rollout_rs_threshold) == (None,) * 4
     assert (found.bypass_mode, found.rollout_is_batch_normalize) == (False, False)
@@ -85,7 +92,7 @@ def test_verls_own_correction_leaves_such_a_batch_alone():
     from verl.protocol import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-    setting = verl_config([text(*each) for each in planned("tis")]).algorithm.rollout_correction
+    setting = composed("tis").algorithm.rollout_correction
     ones = torch.ones(2, 3)
     fields = {"old_log_probs": -ones, "rollout_log_probs": -5 * ones, "response_mask": ones.long()}
     batch, _ = compute_rollout_correction_and_add_to_batch(DataProto.from_single_dict(dict(fields)), setting)
@@ -105,7 +112,7 @@ def test_no_method_is_ever_without_the_rollouts_log_probs(method):
 
 def test_with_the_engines_log_probs_as_the_old_ones_verl_computes_none():
     """And keeps its usual loss: another one belongs to the same mode."""
-    config = verl_config([text(*each) for each in planned("reuses")])
+    config = composed("reuses")
     assert config.algorithm.rollout_correction.bypass_mode is True
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
 
@@ -124,7 +131,7 @@ def test_the_entropy_of_bf16_logits_is_taken_in_fp32_where_nothing_is_compiled()
     import torch
     from verl.utils import torch_functional
 
-    engine = verl_config([text(*each) for each in planned("cpu-int8")]).actor_rollout_ref.actor.fsdp_config
+    engine = composed("cpu-int8").actor_rollout_ref.actor.fsdp_config
     assert engine.use_torch_compile is False
     chunked = "_with_chunking" if engine.entropy_from_logits_with_chunking else ""
     torch.manual_seed(0)

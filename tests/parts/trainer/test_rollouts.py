@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, RayError
+from slow_rewards import slow_rewards
 
 from appliance.engine.replica import standing_still
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Fault, Graded, Shaping
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import Answer
 from appliance.terms.clock import clock_of
@@ -237,10 +238,6 @@ class SlowEngine(Engine):
             self.were_graded = self.pool.graded
             sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True)
             yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
-
-
-def slow_rewards() -> tuple[Reward, ...]:
-    return (Reward("slow", 1.0, lambda _: time.sleep(0.1) or 1.0),)
 
 
 @pytest.mark.parametrize(("turns", "with_tools"), [(1, False), (1, True), (2, True)])

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plans import HOST, INPUTS, make_plan
 
+from appliance.launch import side_job
+from appliance.launch.side_job import OF_AN_ENGINE, OF_THE_MODEL, examine_for
 from appliance.preflight import child as children
 from appliance.preflight import inputs, template, weights
 from appliance.preflight.checks import judge
@@ -22,6 +25,7 @@ from appliance.preflight.finding import Severity
 from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, judge_weights
 from appliance.quant.headers import INDEX, WHOLE, damage, weight_files
+from appliance.record.plan import RunPlan
 from appliance.tasks.templates import TemplateFacts
 
 
@@ -241,12 +245,18 @@ def test_a_template_that_is_tried_too_long_is_a_warning(
     ]
 
 
+def plan_of_a_folder(folder: Path) -> RunPlan:
+    """Whose model has the files that both children are started for."""
+    write(folder / WHOLE, "a")
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    plan = make_plan(folder / "runs" / "a")
+    return plan.replace(model=plan.model.replace(path=str(folder), source=str(folder)))
+
+
 def test_ctrl_c_waits_for_neither_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the rewards are tried: by then both others have begun."""
-    write(tmp_path / WHOLE, "a")
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     started: list[EarlyChild] = []
     start = EarlyChild.start
 
@@ -261,14 +271,34 @@ def test_ctrl_c_waits_for_neither_child(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(EarlyChild, "start", note)
     monkeypatch.setattr(inputs, "reward_problem", interrupt)
     monkeypatch.setattr(inputs, "model_shape", lambda _: None)
-    plan = make_plan(tmp_path / "runs" / "a")
-    plan = plan.replace(model=plan.model.replace(path=str(tmp_path), source=str(tmp_path)))
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        inputs.read_inputs(plan, ask_hub=True)
+        inputs.read_inputs(plan_of_a_folder(tmp_path), ask_hub=True)
     assert time.monotonic() - began_s < 10
     for child in started:
         assert child._process is not None and child._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("about", "modules"), [(OF_THE_MODEL, ["appliance.preflight.weights"]), (OF_AN_ENGINE, [])], ids=["model", "engine"]
+)
+def test_a_command_that_is_no_training_starts_no_child_whose_findings_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: frozenset[str], modules: list[str]
+) -> None:
+    """`bench`, `verify` and `profile` hear of no chat template, and `bench --shapes` of no weights."""
+    started: list[str] = []
+
+    def note(child: EarlyChild, argv: Sequence[str], *, given: str = "") -> None:
+        started.append(argv[argv.index("-m") + 1])
+        start(child, ("true",), given=given)
+
+    start = EarlyChild.start
+    monkeypatch.setattr(EarlyChild, "start", note)
+    monkeypatch.setattr(weights, "_KNOWN", {})
+    monkeypatch.setattr(inputs, "model_shape", lambda _: None)
+    monkeypatch.setattr(side_job, "judge", lambda *_, **__: [])
+    examine_for((plan_of_a_folder(tmp_path),), host=HOST, about=about)
+    assert started == modules
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])

@@ -1,0 +1,11 @@
+"""Rewards for a pool's processes, which import this file and no more: neither torch nor verl."""
+
+from __future__ import annotations
+
+import time
+
+from appliance.tasks.task import Reward
+
+
+def slow_rewards() -> tuple[Reward, ...]:
+    return (Reward("slow", 1.0, lambda _: time.sleep(0.1) or 1.0),)
