@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import re
 import sys
@@ -56,8 +57,9 @@ def flip_bit(tensor: Tensor, *, at: float, bit: int) -> Tensor:
     return flipped
 
 
-def recover(engine: Engine, tensors: Tensors) -> None:
-    """Out of an update that broke off, and whole again. No engine of a run ever does this: it refuses."""
+def recover(engine: Engine, tensors: Tensors, *, by: object = None) -> None:
+    """Out of an update that broke off, and whole again. No engine of a run ever does this: it refuses. by: a
+    WeightUpdate that is kept, and knows the way of each tensor from its first time on; None: a new one."""
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
     for layer in engine.model.modules():
@@ -65,7 +67,7 @@ def recover(engine: Engine, tensors: Tensors) -> None:
         if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
         info.reset()
-    engine.load(tensors)
+    engine.load(tensors, by=by)
 
 
 def new_update(engine: Engine, **settings: object):
@@ -130,6 +132,15 @@ class Bench:
     old: Tensors
     new: Tensors
 
+    @functools.cached_property
+    def stream(self) -> Tensors:
+        """The new weights, sent well."""
+        return sent(self.new)
+
+    @functools.cached_property
+    def _restoring(self) -> object:
+        return self.engine.update()
+
     def attempt(
         self,
         tally: Tally,
@@ -148,15 +159,15 @@ class Bench:
         """
         says = says or f"{re.escape(layer)} on rank 0 is not as received: .*there is .*, the tensor received gives "
         assert layer or says[0] != " ", "what must the error say?"
-        assert stream is None or not _same(stream, sent(self.new)), f"{case}: nothing is wrong with this stream"
+        assert stream is None or not _same(stream, self.stream), f"{case}: nothing is wrong with this stream"
         caught = ""
         try:
             with around or nullcontext():
-                run() if run else take(self.engine, stream or sent(self.new))
+                run() if run else take(self.engine, stream or self.stream)
         except SyncError as error:
             caught = error.message
         finally:  # also where an injection failed: the next test's fault must be one
-            recover(self.engine, self.old)
+            recover(self.engine, self.old, by=self._restoring)
         tally.injected += 1
         if re.search(says, caught):
             tally.caught += 1
