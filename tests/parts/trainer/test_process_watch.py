@@ -54,20 +54,19 @@ def test_how_a_process_ended() -> None:
     assert (ended_by(-9), ended_by(1), ended_by(-64)) == ("signal 9 (SIGKILL)", "exit code 1", "signal 64 (SIGRTMAX)")
 
 
-# A driver with three actors. What is killed on purpose comes first: it must not be told.
+# A driver, with three actors where one of them is the victim. What is killed on purpose comes first, and must not be
+# told.
 DRIVER = """
 import os, signal, sys, threading, time
 import ray
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-from appliance.trainer.process_watch import ProcessWatch
+from appliance.trainer.process_watch import NAMED_AFTER_S, ProcessWatch
 
 @ray.remote
 class WorkerDict:
     def pid(self):
         return os.getpid()
 
-meant, dropped, needed = WorkerDict.remote(), WorkerDict.remote(), WorkerDict.remote()
-pids = ray.get([each.pid.remote() for each in (meant, dropped, needed)])
 told = threading.Event()
 
 def on_death(error):
@@ -77,18 +76,22 @@ def on_death(error):
     else:
         os._exit(0)
 
-watch = ProcessWatch(on_death=on_death, has_services=True)
-ray.kill(meant)
-del dropped
-time.sleep(5)
-killed = time.monotonic()
 if sys.argv[1] == "actor":
+    meant, dropped, needed = WorkerDict.remote(), WorkerDict.remote(), WorkerDict.remote()
+    pids = ray.get([each.pid.remote() for each in (meant, dropped, needed)])
+    watch = ProcessWatch(on_death=on_death, has_services=True)
+    ray.kill(meant)
+    del dropped
+    time.sleep(NAMED_AFTER_S + 1)
+    killed = time.monotonic()
     os.kill(pids[2], signal.SIGKILL)
     assert told.wait(60)
     os.write(1, f"pid {pids[2]}\\n".encode())
     ray.shutdown()
 else:
+    watch = ProcessWatch(on_death=on_death, has_services=True)
     node = ray._private.worker._global_node
+    killed = time.monotonic()
     os.kill(node.all_processes[sys.argv[1]][0].process.pid, signal.SIGKILL)
     time.sleep(60)
 """
