@@ -12,10 +12,10 @@ from appliance.plan.host import HostFacts
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.schema import Checkpoint, Guard
+from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import (
     AlgorithmPlan,
     CheckpointPlan,
-    CorrectionPlan,
     EnginePlan,
     GuardPlan,
     ModelPlan,

@@ -11,17 +11,8 @@ from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Checkpoint, Forward, OldLogProbs, Recipe
-from appliance.record.plan import (
-    AlgorithmPlan,
-    Choice,
-    CorrectionPlan,
-    EnginePlan,
-    KlPlan,
-    LoraPlan,
-    ShadowPlan,
-    TrainerPlan,
-    UaqPlan,
-)
+from appliance.record.correction import CorrectionPlan, ShadowPlan
+from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, KlPlan, LoraPlan, TrainerPlan, UaqPlan
 from appliance.tasks.library import OWN, TINY_MODELS
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import ATTENTION_NAME, Dtype

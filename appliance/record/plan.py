@@ -13,11 +13,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from appliance.corrections.base import Correction
-from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
-from appliance.corrections.registry import CorrectionMethod, correction_of
+from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace
 from appliance.files import Frozen
 from appliance.guard.policy import Action
+from appliance.record.correction import CorrectionPlan
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation, Schedule
@@ -311,43 +310,6 @@ class ProfilePlan(Frozen):
     """Nats per token that the predicted mismatch may have; None: no layer stays in BF16 for it."""
     error_budget: float | None = None
     """Of runs of earlier versions alone: the error of a layer's outputs above which it was kept in BF16."""
-
-
-class ShadowPlan(Frozen):
-    """The shadow batch of `calibrated-clipping`."""
-
-    every: int
-    """Steps between two, after the first update."""
-    sequences: int
-    """Of the step's, in one batch."""
-    micro_batch_sequences: int
-    """Of one forward; divides a rank's share."""
-
-
-class CorrectionPlan(Frozen):
-    """The loss, and what corrects it."""
-
-    method: CorrectionMethod
-    cap: float | None = None
-    """None where the method has none."""
-    bounds: tuple[float, float] | None = None
-    """None where the method has none."""
-    clip_high: float = 0.2
-    """The recipe's."""
-    clip_low: float = 0.2
-    """The recipe's."""
-    shadow: ShadowPlan | None = None
-    loss: Loss = Loss.PPO
-
-    @property
-    def resolved(self) -> Correction:
-        clip = ClipRange(self.clip_low, self.clip_high)
-        return correction_of(self.method, cap=self.cap, bounds=self.bounds, clip=clip, loss=self.loss)
-
-    @property
-    def text(self) -> str:
-        """`tis with cap 2`, `tbpo, tis-geometric with cap 2`."""
-        return self.resolved.text if self.loss is Loss.PPO else f"{self.loss}, {self.resolved.text}"
 
 
 class Switching(StrEnum):

@@ -24,7 +24,8 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import CorrectionPlan, KlPlan, RunPlan, ShadowPlan
+from appliance.record.correction import CorrectionPlan, ShadowPlan
+from appliance.record.plan import KlPlan, RunPlan
 from appliance.trainer import correction as module
 from appliance.trainer.attest import attest_driver, installed_loss
 from appliance.trainer.correction import (

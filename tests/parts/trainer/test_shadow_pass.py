@@ -17,8 +17,9 @@ from transfer_queue import KVBatchMeta
 from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import CorrectionMethod
 from appliance.record.checkpoints import FITS_FILE
+from appliance.record.correction import CorrectionPlan, ShadowPlan
 from appliance.record.events import append_line
-from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
+from appliance.record.plan import RunPlan
 from appliance.trainer import correction as module
 from appliance.trainer.correction import (
     CLIP_UPPER,

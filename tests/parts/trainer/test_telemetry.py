@@ -26,7 +26,7 @@ from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES
-from appliance.record.plan import CorrectionPlan
+from appliance.record.correction import CorrectionPlan
 from appliance.trainer import metrics
 from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
 

@@ -18,9 +18,10 @@ from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.plan.engines import USUAL_ACTIONS
 from appliance.quant.mismatch import measure_mismatch
+from appliance.record.correction import CorrectionPlan
 from appliance.record.events import parse_event
 from appliance.record.lines import read
-from appliance.record.plan import CorrectionPlan, RunPlan
+from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, Vocabulary, guard_stop, policy_of, signals_of
 from appliance.trainer.metrics import Step, equal_groups, measure_batch, with_finite_pairs

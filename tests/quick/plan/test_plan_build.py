@@ -13,7 +13,8 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.verl_args import ROLLOUT, argv
 from appliance.preflight.report import plan_text
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan, read_plan
+from appliance.record.correction import CorrectionPlan
+from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, read_plan
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 

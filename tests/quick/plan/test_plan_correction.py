@@ -11,7 +11,8 @@ from appliance.corrections.objective import ClipRange, Loss
 from appliance.corrections.weights import TisGeometric
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import RunPlan, ShadowPlan, UaqPlan
+from appliance.record.correction import ShadowPlan
+from appliance.record.plan import RunPlan, UaqPlan
 
 
 def planned(*sets: str) -> RunPlan:
