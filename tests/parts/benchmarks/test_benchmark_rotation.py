@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import rotation
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import rotation
 
 PREFIX = [1, 7]
 PAIRS = [([1, 7, 5, 3], [9, 4, 2]), ([1, 7, 8], [6, 30])]
