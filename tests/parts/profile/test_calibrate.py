@@ -222,19 +222,6 @@ def test_smoothing_that_does_not_help_is_dropped(
     assert profile.predicted == plain.predicted  # what was tried is out of the weights again
 
 
-def test_each_layer_has_the_strength_with_the_smallest_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = with_large_rows("qwen3", tmp_path)
-    chosen = profile_of(folder)
-    by_strength = []
-    for times in (1.0, 1.3, 1.6):
-        monkeypatch.setattr("appliance.quant.calibrate._STRENGTHS", (times,))
-        by_strength.append(profile_of(folder).layers)
-    for layer, *alone in zip(chosen.layers, *by_strength, strict=True):
-        assert layer.output_error == min(each.output_error for each in alone)
-    best = [min(range(3), key=lambda place: alone[place].output_error) for alone in zip(*by_strength, strict=True)]
-    assert len(set(best)) > 1, "one strength is the best of all layers: nothing is shown"
-
-
 def test_strength_0_smooths_nothing(qwen2: tuple[nn.Module, Path]) -> None:
     assert profile_of(qwen2[1], strength=0.0).smoothing.groups == ()
 
