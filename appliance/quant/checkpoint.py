@@ -116,6 +116,19 @@ class _Recorder(nn.Module):
         return hidden_BTH
 
 
+class _Streamed(nn.Module):
+    """Stands where a decoder layer stood, and has its weights while it is called."""
+
+    def __init__(self, model: StreamedModel, index: int) -> None:
+        super().__init__()
+        self._of = (model, index)
+
+    def forward(self, hidden_BTH: Tensor, **kwargs: Any) -> Tensor:
+        model, index = self._of
+        with model.layer(index) as layer:
+            return layer(hidden_BTH, **kwargs)
+
+
 class StreamedModel:
     """A causal language model of a known family, without its weights. Raises EngineError for a family that this program
     does not know."""
@@ -145,6 +158,12 @@ class StreamedModel:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def active_experts(self) -> float:
+        """The share of a layer's experts that multiply a token, 0..1; 1 in a dense model."""
+        experts = getattr(self._model.config, "num_experts", 0)
+        return self._model.config.num_experts_per_tok / experts if experts else 1.0
+
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """[B, T, H] BF16: the embeddings, read in bands of rows."""
         flat = tokens_BT.flatten()
@@ -163,6 +182,30 @@ class StreamedModel:
             self._model(inputs_embeds=hidden_BTH, use_cache=False)
         return [recorder.calls[0] for recorder in recorders]
 
+    def new_cache(self) -> Any:
+        """Keys and values of no token yet, for `run`."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    def run(self, hidden_BTH: Tensor, *, mask_BT: Tensor, position_BT: Tensor, cache: Any) -> Tensor:
+        """[B, T, H] after the last norm: the whole model, with one layer in memory at a time.
+
+        hidden_BTH: embeddings of tokens that follow those in the cache, which they join.  mask_BT: int64, of the
+        tokens in the cache and of these, 0 on padding.  position_BT: int64, of these alone.
+        """
+        self._model.layers = nn.ModuleList(_Streamed(self, index) for index in range(self.num_layers))
+        self._model.norm = nn.Identity()
+        with torch.no_grad():
+            output = self._model(
+                inputs_embeds=hidden_BTH,
+                attention_mask=mask_BT,
+                position_ids=position_BT,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return self.final_norm(output.last_hidden_state)
+
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """A decoder layer with its weights, in BF16, while the block lasts."""
@@ -177,11 +220,23 @@ class StreamedModel:
             for name, parameter in list(layer.named_parameters()):
                 place(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
 
+    @torch.no_grad()
     def final_norm(self, hidden_BTH: Tensor) -> Tensor:
+        return self._with_norm()(hidden_BTH)
+
+    def norm_gradient(self, hidden_MH: Tensor, gradient_DMH: Tensor) -> Tensor:
+        """[D, M, H]: the gradients at the last norm's input. gradient_DMH: D of them, at its output."""
+        hidden_MH = hidden_MH.detach().requires_grad_()
+        with torch.enable_grad():
+            output_MH = self._with_norm()(hidden_MH)
+        gradients_DMH = gradient_DMH.to(output_MH.dtype)
+        backs = [torch.autograd.grad(output_MH, hidden_MH, each, retain_graph=True)[0] for each in gradients_DMH]
+        return torch.stack(backs)
+
+    def _with_norm(self) -> nn.Module:
         weight = self._parameter("model.norm.weight", shape=tuple(self._norm.weight.shape))
         place(self._norm, "weight", self.checkpoint.ledger.enter(nn.Parameter(weight, requires_grad=False)))
-        with torch.no_grad():
-            return self._norm(hidden_BTH)
+        return self._norm
 
     @property
     def largest_layer_bytes(self) -> int:

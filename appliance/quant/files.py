@@ -186,6 +186,11 @@ class LayerError:
     """The same without it."""
     kept: bool
     """In BF16, by the error budget or because the user's `ignore` names it."""
+    multiplications: Count_ = 0
+    """Of one token; 0 where nobody counted them."""
+    contribution: float | None = None
+    """What quantising this layer of the engine alone adds to the mismatch, nats per token; the same for the two GEMMs of
+    experts. None where it was not measured."""
 
 
 @_part
@@ -219,6 +224,16 @@ class Settings:
     """Alpha, 0 is off."""
     error_budget: float | None = None
     """None keeps nothing."""
+    mismatch_budget: float | None = None
+    """Nats per token; None keeps nothing."""
+    measure_above: float | None = None
+    """Nats per token: a mismatch above it has the contributions of the layers measured. None: never."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the rollouts."""
+    top_p: float = 1.0
+    """Of the rollouts."""
+    response_tokens: Count_ = 32
+    """Of the model's own responses to the prompts, at most."""
     ignore: Names_ = ()
     prompts: Count_ = 64
     """Of the calibration text."""
@@ -278,4 +293,5 @@ class _Header(BaseModel):
     layers: tuple[LayerError, ...]
     suggested_ignore: Names_
     predicted: Predicted | None
+    predicted_all: Predicted | None = None
     memory: Memory | None

@@ -72,11 +72,14 @@ class LayerView:
         ledger: Ledger,
         calls: list[dict[str, Any]],
         valid: list[Tensor],
+        active_experts: float = 1.0,
     ) -> None:
+        """active_experts: the share of a layer's experts that multiply a token."""
         self.layer = layer
         self.prefix = prefix
         self.scheme = scheme
         self._ledger = ledger
+        self._active_experts = active_experts
         self._calls = calls
         self._valid = valid
         self._valid_BT = valid[0]  # of the batch that runs now
@@ -94,6 +97,11 @@ class LayerView:
         if unit.members[0] in (GATE_UP, DOWN):
             return list(self.layer.get_parameter(unit.members[0]).unbind())
         return [self.layer.get_submodule(member).weight for member in unit.members]
+
+    def multiplications(self, unit: Unit) -> int:
+        """Of one token, by the unit's matrices."""
+        active = self._active_experts if unit.members[0] in (GATE_UP, DOWN) else 1.0
+        return round(active * sum(weight_NK.numel() for weight_NK in self.weights(unit)))
 
     def fold(self, group: SmoothingGroup) -> None:
         """Fold a group of this layer into its weights, one tensor at a time."""
@@ -135,6 +143,16 @@ class LayerView:
             norm += float(weight_NK.double().square().sum())
         return (difference / norm) ** 0.5 if norm else 0.0
 
+    def unit_of(self, member: str) -> Unit:
+        return self._unit_of[member]
+
+    def all_codes(self, kept: frozenset[str] = frozenset()) -> dict[str, list[_Part]]:
+        """The codes of each quantised unit, by its first member. kept: first members of units that stay in BF16, beside
+        the ignored."""
+        return {
+            unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored | kept
+        }
+
     def _codes(self, unit: Unit) -> list[_Part]:
         """Quantised as the engine does: members whose rows share scales are quantised as one fused weight."""
         weights = self.weights(unit)
@@ -150,6 +168,7 @@ class LayerView:
         self._ledger.enter(made.codes_NK)
         return made
 
+    @torch.no_grad()
     def exact(
         self, batches: list[Tensor], *, errors: Errors, ranges: dict[str, Tensor]
     ) -> tuple[list[Tensor], Samples]:
@@ -158,10 +177,12 @@ class LayerView:
         errors: gets what quantising each unit alone costs, on some tokens of each batch.  ranges: gets [K] float32, the
         largest |x| of all tokens at each unit's input, by its first member.
         """
-        codes = {unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored}
+        codes = self.all_codes()
         samples: Samples = []
 
-        def multiply(member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int) -> Tensor:
+        def multiply(
+            member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int, sequence_M: Tensor
+        ) -> Tensor:
             unit = self._unit_of[member]
             key = unit.members[0]
             x_MK = x[self._valid_BT] if x.ndim == 3 else x  # experts get no padding
@@ -175,7 +196,7 @@ class LayerView:
                     samples.append((member, index, some_MK))
             return functional.linear(x, weight_NK, bias_N)
 
-        return self._run(batches, multiply=multiply), samples
+        return self.run(batches, multiply=multiply), samples
 
     def smoothed(self, unit: Unit, *, group: SmoothingGroup, samples: Samples) -> Errors:
         """The unit's error on the samples when its group has been folded into the weights."""
@@ -188,28 +209,32 @@ class LayerView:
 
     def _measure(self, unit: Unit, x_MK: Tensor, weight_NK: Tensor, part: _Part, *, errors: Errors) -> None:
         exact_MN = functional.linear(x_MK.float(), weight_NK.float())
-        errors.add(unit, exact_MN=exact_MN, quantised_MN=self._product(x_MK, part))
+        errors.add(unit, exact_MN=exact_MN, quantised_MN=self.product(x_MK, part))
 
+    @torch.no_grad()
     def quantised(self, batches: list[Tensor], *, kept: frozenset[str]) -> list[Tensor]:
         """The layer's outputs with all units quantised but those in `kept` (first members) and the ignored."""
-        codes = {u.members[0]: self._codes(u) for u in self.units if u.members[0] not in self.ignored | kept}
+        codes = self.all_codes(kept)
 
-        def multiply(member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int) -> Tensor:
+        def multiply(
+            member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int, sequence_M: Tensor
+        ) -> Tensor:
             key = self._unit_of[member].members[0]
             if key not in codes or not x.numel():
                 return functional.linear(x, weight_NK, bias_N)
-            product = self._product(x.reshape(-1, x.shape[-1]), codes[key][index])
+            product = self.product(x.reshape(-1, x.shape[-1]), codes[key][index])
             product = product if bias_N is None else product + bias_N.float()
             return product.to(x.dtype).view(*x.shape[:-1], -1)
 
-        return self._run(batches, multiply=multiply)
+        return self.run(batches, multiply=multiply)
 
-    def _product(self, x_MK: Tensor, part: _Part) -> Tensor:
+    def product(self, x_MK: Tensor, part: _Part) -> Tensor:
         """[M, N] float32, of weights and activations by the codec."""
         return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), part.dequantised())
 
-    def _run(self, batches: list[Tensor], *, multiply: Multiply) -> list[Tensor]:
-        """The layer's outputs, with every GEMM of a unit done by `multiply`."""
+    def run(self, batches: list[Tensor], *, multiply: Multiply, first: int = 0) -> list[Tensor]:
+        """The layer's outputs, with every GEMM of a unit done by `multiply`. first: the number of the first batch, where
+        they are not all."""
         changed = set()
         for unit in self.units:
             for index, member in enumerate(unit.members):
@@ -221,17 +246,18 @@ class LayerView:
                 changed.add(module)
         outputs = []
         try:
-            with torch.no_grad():
-                for hidden_BTH, call, valid_BT in zip(batches, self._calls, self._valid, strict=True):
-                    self._valid_BT = valid_BT
-                    outputs.append(self.layer(hidden_BTH, **call))
+            for number, hidden_BTH in enumerate(batches, start=first):
+                self._valid_BT = self._valid[number]
+                outputs.append(self.layer(hidden_BTH, **self._calls[number]))
         finally:
             for module in changed:
                 del module.forward
         return outputs
 
 
-Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int], Tensor]
+Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int, Tensor], Tensor]
+"""member, inputs [..., K], weight [N, K], bias [N] or None, number of the matrix in its unit, and of each row of the inputs
+the sequence that it belongs to -> outputs [..., N]."""
 Samples = list[tuple[str, int, Tensor]]  # member, number of its matrix, [M, K] inputs
 
 
@@ -241,7 +267,12 @@ def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
 
 
 def _linear_forward(linear: nn.Module, *, member: str, index: int, multiply: Multiply) -> Callable[[Tensor], Tensor]:
-    return lambda x: multiply(member, x, linear.weight, linear.bias, index)
+    def forward(x: Tensor) -> Tensor:
+        """x: [B, T, K]."""
+        sequence_M = torch.arange(len(x)).repeat_interleave(x.shape[1])
+        return multiply(member, x, linear.weight, linear.bias, index, sequence_M)
+
+    return forward
 
 
 def _experts_forward(
@@ -253,9 +284,10 @@ def _experts_forward(
         total_MK = torch.zeros_like(hidden_MK)
         for expert in chosen_MS.unique().tolist():
             token, slot = torch.where((chosen_MS == expert) & valid_M[:, None])
-            gate_up = multiply(GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
+            sequence = token // valid().shape[1]
+            gate_up = multiply(GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert, sequence)
             gate, up = gate_up.chunk(2, dim=-1)
-            down = multiply(DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)
+            down = multiply(DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert, sequence)
             total_MK.index_add_(0, token, (down * weights_MS[token, slot, None]).to(total_MK.dtype))
         return total_MK
 

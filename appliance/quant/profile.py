@@ -204,6 +204,8 @@ class Profile:
     """Of a calibration only."""
     predicted: Predicted | None = None
     """Of a calibration only."""
+    predicted_all: Predicted | None = None
+    """The same with no layer kept for the mismatch budget; None where it keeps none."""
     memory: Memory | None = None
     """Of a calibration only."""
     activations: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
@@ -232,6 +234,7 @@ class Profile:
             "layers": [dataclasses.asdict(each) for each in self.layers],
             "suggested_ignore": list(self.suggested_ignore),
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
+            "predicted_all": dataclasses.asdict(self.predicted_all) if self.predicted_all else None,
             "memory": dataclasses.asdict(self.memory) if self.memory else None,
         }
 

@@ -14,10 +14,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from appliance.errors import EngineError
-from appliance.quant.calibrate import batches_of, calibrate, scales
+from appliance.quant.calibrate import calibrate, scales
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
+from appliance.quant.prediction import batches_of
 from appliance.quant.profile import Origin, Profile, Settings, fold, write_profile
 from appliance.terms.schemes import Scheme
 
@@ -325,7 +326,7 @@ def test_padding_changes_nothing(saved: tuple[nn.Module, Path], monkeypatch: pyt
         return calibrate(saved[1], sequences=sequences, scheme=Scheme.INT8, settings=Settings(), origin=ORIGIN)
 
     together = profiled()
-    monkeypatch.setattr("appliance.quant.calibrate._BATCH_TOKENS", 1)
+    monkeypatch.setattr("appliance.quant.prediction._BATCH_TOKENS", 1)
     alone = profiled()
     # BF16 GEMMs and attention of other shapes may round the other way (2^-9 of a value), and the maximum with them.
     for name, range_K in alone.activations.items():

@@ -1,0 +1,122 @@
+"""Which layers stay in BF16, so that the mismatch meets a budget with the fewest multiplications in BF16. No torch.
+
+A layer's contribution is what quantising it alone adds to the mismatch. Contributions nearly add up, so what is left
+when some layers stay in BF16 is estimated as the share of the others. The estimate proposes, and a measurement of the
+whole model decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.quant.files import Predicted
+
+_TRIALS = 3  # of a whole model: each is a pass over the text
+_Layer = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A quantised layer of the engine."""
+
+    layer: _Layer
+    """Its names in an `ignore` list."""
+    contribution: float
+    """What quantising it alone adds to the mismatch, nats per token."""
+    multiplications: int
+    """Of one token."""
+
+    @property
+    def gain(self) -> float:
+        """What leaving it in BF16 takes off the mismatch, for each multiplication."""
+        return self.contribution / max(1, self.multiplications)
+
+
+def candidates_of(layers: Iterable[Mapping[str, Any]]) -> list[Candidate]:
+    """The candidates of a profile, each once. layers: of its header; those without a contribution are none."""
+    parts: dict[_Layer, list[Mapping[str, Any]]] = {}
+    for layer in layers:
+        if layer["contribution"] is not None:
+            parts.setdefault(tuple(layer["layer"]), []).append(layer)
+    return [
+        Candidate(names, gemms[0]["contribution"], sum(gemm["multiplications"] for gemm in gemms))
+        for names, gemms in parts.items()
+    ]
+
+
+def fewest(candidates: Sequence[Candidate], *, kl: float, budget: float) -> tuple[Candidate, ...]:
+    """Layers to keep in BF16, the most useful first. kl, budget: nats per token, with none of them kept, and at most."""
+    total = sum(candidate.contribution for candidate in candidates)
+    kept: list[Candidate] = []
+    in_order = sorted(candidates, key=lambda candidate: (-candidate.gain, candidate.layer))
+    while _left(kept, total=total, kl=kl) > budget and len(kept) < len(in_order):
+        kept.append(in_order[len(kept)])
+    for candidate in reversed(kept):  # the last one may have made up for some of those before it
+        others = [other for other in kept if other is not candidate]
+        if _left(others, total=total, kl=kl) <= budget:
+            kept = others
+    return tuple(kept)
+
+
+def _left(kept: Collection[Candidate], *, total: float, kl: float) -> float:
+    return kl * (1 - sum(candidate.contribution for candidate in kept) / total) if total > 0 else kl
+
+
+def share(kept: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
+    """Multiplications in BF16 of all that could be quantised, 0..1."""
+    total = sum(candidate.multiplications for candidate in candidates)
+    return sum(candidate.multiplications for candidate in kept) / total if total else 0.0
+
+
+def meet(
+    candidates: Sequence[Candidate],
+    *,
+    all_quantised: Predicted,
+    budget: float,
+    measure: Callable[[frozenset[str]], Predicted],
+) -> tuple[frozenset[str], Predicted]:
+    """The names of the layers to keep in BF16, and the mismatch that was measured so.
+
+    measure: the mismatch with these names kept.  With all candidates kept there is none, so that any budget is met.
+    """
+    tried: dict[frozenset[str], tuple[float, Predicted]] = {frozenset(): (0.0, all_quantised)}
+    kl = all_quantised.kl
+    for _ in range(_TRIALS):
+        kept = fewest(candidates, kl=kl, budget=budget)
+        names = frozenset(name for candidate in kept for name in candidate.layer)
+        if names in tried:
+            break
+        measured = measure(names)
+        tried[names] = (share(kept, candidates=candidates), measured)
+        expected = _left(kept, total=sum(candidate.contribution for candidate in candidates), kl=kl)
+        if expected <= 0:
+            break
+        kl *= measured.kl / expected  # the estimate of the next proposal agrees with this measurement
+    met = [(cost, sorted(names), measured) for names, (cost, measured) in tried.items() if measured.kl <= budget]
+    if met:
+        _, names, measured = min(met, key=lambda trial: trial[:2])
+        return frozenset(names), measured
+    return _add_until_met(candidates, kept=max(tried, key=len), budget=budget, measure=measure)
+
+
+def _add_until_met(
+    candidates: Sequence[Candidate],
+    *,
+    kept: frozenset[str],
+    budget: float,
+    measure: Callable[[frozenset[str]], Predicted],
+) -> tuple[frozenset[str], Predicted]:
+    """Where the estimate fails: twice as many more layers each time, until the budget is met."""
+    others = sorted(
+        (candidate for candidate in candidates if not set(candidate.layer) & kept),
+        key=lambda candidate: (-candidate.gain, candidate.layer),
+    )
+    number = 1
+    while True:
+        more = frozenset(name for candidate in others[:number] for name in candidate.layer)
+        measured = measure(kept | more)
+        if measured.kl <= budget or number >= len(others):
+            return kept | more, measured
+        number *= 2

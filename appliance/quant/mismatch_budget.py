@@ -1,0 +1,106 @@
+"""The budget for the mismatch of a model: what it would be, what each layer contributes, and which stay in BF16.
+
+The whole of it is passes over the calibration text with one layer in memory: one back for the contributions, and one
+forward for each choice that is tried. The prediction in a profile is the measurement of the choice that was taken.
+
+Legend: B sequences of T tokens, M positions whose next token counts, H the width of the residual stream, D draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from appliance.quant.choice import candidates_of, meet
+from appliance.quant.contribution import Contributions, pass_back
+from appliance.quant.files import LayerError, Predicted, Settings
+from appliance.quant.prediction import at_counted, head_gradients, predict, targets_of
+from appliance.quant.views import Views
+
+_DRAWS = 4  # words at each position: the contributions of SmolLM2's layers are within 10 % of those by 16
+_SEED = 0
+
+
+class MismatchBudget:
+    """The passes of one calibration. exact: [B, T, H] of each batch at each decoder layer, and behind the last one."""
+
+    def __init__(self, views: Views, *, exact: Sequence[list[Tensor]], settings: Settings) -> None:
+        self._views = views
+        self._exact = exact
+        self._exact_MH = at_counted(views.model, exact[-1], batches=views.batches)
+        self._settings = settings
+        self._target_M = targets_of(views.batches)
+
+    def predict(self, quantised: Sequence[Tensor]) -> Predicted | None:
+        """quantised: [B, T, H] of each batch, behind the last layer. None where no token is compared."""
+        model, batches = self._views.model, self._views.batches
+        return predict(
+            model,
+            exact_MH=self._exact_MH,
+            quantised_MH=at_counted(model, quantised, batches=batches),
+            target_M=self._target_M,
+            temperature=self._settings.temperature,
+        )
+
+    def choose(
+        self, layers: list[LayerError], *, all_quantised: Predicted | None
+    ) -> tuple[list[LayerError], Predicted | None]:
+        """The layers with what each contributes, where that matters, and which stay in BF16; and the mismatch then."""
+        above, budget = self._settings.measure_above, self._settings.mismatch_budget
+        above = budget if above is None else above
+        if all_quantised is None or above is None or all_quantised.kl <= above:
+            return layers, all_quantised
+        contributions = self.contributions()
+        layers = [dataclasses.replace(layer, contribution=contributions.get(layer.layer)) for layer in layers]
+        if budget is None or all_quantised.kl <= budget:
+            return layers, all_quantised
+        candidates = candidates_of(dataclasses.asdict(layer) for layer in layers if not layer.kept)
+        kept, predicted = meet(
+            candidates, all_quantised=all_quantised, budget=budget, measure=self.measure
+        )
+        layers = [dataclasses.replace(layer, kept=layer.kept or bool(kept & set(layer.layer))) for layer in layers]
+        return layers, predicted
+
+    def measure(self, kept: frozenset[str]) -> Predicted:
+        """The mismatch when the layers of these names stay in BF16."""
+        stream = list(self._views.embedded)
+        for index in range(self._views.model.num_layers):
+            with self._views.open(index) as view:
+                units = frozenset(
+                    unit.members[0] for unit in view.units if kept & {view.prefix + name for name in unit.layer}
+                )
+                stream = view.quantised(stream, kept=units)
+                del view
+        predicted = self.predict(stream)
+        assert predicted is not None, "only a text with tokens to compare has a budget"
+        return predicted
+
+    def contributions(self) -> Contributions:
+        """Nats per token, by the names of an engine's layer."""
+        model, batches = self._views.model, self._views.batches
+        gradient_DMH = head_gradients(
+            model,
+            exact_MH=self._exact_MH,
+            temperature=self._settings.temperature,
+            draws=_DRAWS,
+            generator=torch.Generator().manual_seed(_SEED),
+        )
+        gradients, first = [], 0
+        for batch, output_BTH in zip(batches, self._exact[-1], strict=True):
+            number = int(batch.before_BT.sum())
+            gradient_DBTH = torch.zeros(_DRAWS, *output_BTH.shape, dtype=output_BTH.dtype)
+            of_norm_DMH = gradient_DMH[:, first : first + number]
+            gradient_DBTH[:, batch.before_BT] = model.norm_gradient(output_BTH[batch.before_BT], of_norm_DMH)
+            gradients.append(gradient_DBTH)
+            first += number
+        found: Contributions = {}
+        for index in reversed(range(model.num_layers)):
+            with self._views.open(index) as view:
+                gradients, sums = pass_back(view, inputs=self._exact[index], gradients=gradients)
+                names = {unit.layer: tuple(view.prefix + name for name in unit.layer) for unit in view.units}
+                del view
+            found |= {names[layer]: total / len(self._target_M) for layer, total in sums.items()}
+        return found
