@@ -138,7 +138,7 @@ def plan_profile(recipe: Recipe, *, rollout: RolloutPlan) -> ProfilePlan | None:
         source=given,
         scheme=users[0].scheme,
         smoothing=quantization.smoothing,
-        error_budget=quantization.error_budget,
+        mismatch_budget=quantization.mismatch_budget,
         ignore=quantization.ignore,
     )
 
@@ -156,7 +156,7 @@ def refuse_other_profile(now: ProfilePlan | None, *, before: ProfilePlan | None,
     if not now.source:  # one that is named was made without this recipe
         differ |= {
             "quantization.smoothing": now.smoothing != before.smoothing,
-            "quantization.error_budget": now.error_budget != before.error_budget,
+            "quantization.mismatch_budget": now.mismatch_budget != before.mismatch_budget,
             "quantization.ignore": now.ignore != before.ignore,
         }
     if keys := [key for key, is_other in differ.items() if is_other]:

@@ -15,6 +15,7 @@ from appliance.preflight.container import judge_container
 from appliance.preflight.disk import bytes_in_bf16, bytes_of_a_save_by_time, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
+from appliance.preflight.mismatch import judge_mismatch
 from appliance.preflight.weights import judge_weights
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
@@ -61,7 +62,8 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         schemes,
         device.experts(plan, host=host, shape=inputs.model_shape),
         _profile_and_uaq(inputs),
-        device.flow(plan, shape=inputs.model_shape, expected_kl=inputs.expected_kl),
+        device.flow(plan, shape=inputs.model_shape),
+        judge_mismatch(plan, expected=inputs.expected, shape=inputs.model_shape, stored=inputs.stored),
         _model(plan, inputs),
         _shape(plan, inputs),
         _vocabulary(inputs),

@@ -231,26 +231,11 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
         )
 
 
-def flow(plan: RunPlan, *, shape: ModelShape | None, expected_kl: float | None) -> Iterator[Finding]:
-    """Where the trainer has the rollouts' forward: what that does not compute; else where it would need no correction.
-    shape: as of `gain`.  expected_kl: nats per token."""
-    rollout, trainer, bound = plan.rollout, plan.trainer, plan.guard.k3_kl
-    if trainer.one_flow and shape and (why := shape.beyond_one_flow or _other_forward(shape)):
+def flow(plan: RunPlan, *, shape: ModelShape | None) -> Iterator[Finding]:
+    """Where the trainer has the rollouts' forward: what that does not compute. shape: as of `gain`."""
+    if plan.trainer.one_flow and shape and (why := shape.beyond_one_flow or _other_forward(shape)):
         message = f"`rollout` does not know {why}, which {plan.model.source} asks for"
         yield error("forward", "trainer.forward", message, "use `bf16`")
-    if trainer.one_flow or expected_kl is None or expected_kl <= bound:
-        return
-    can = (
-        plan.device == CPU
-        and not (shape and shape.has_experts)
-        and all(each.scheme.spec.trained_in and not each.lm_head_fp32 for each in rollout.replicas)
-        and len({each.scheme for each in rollout.replicas}) == 1
-        and (rollout.tensor_parallel, rollout.top_p, trainer.sequence_parallel) == (1, 1.0, 1)
-    )
-    if can:
-        message = f"the profile predicts a mismatch of {expected_kl:.2g} nats per token; above {bound:g} a step is bad"
-        remedy = "with `rollout`, and `trainer.attention: auto`, there is none (docs/one-flow.md)"
-        yield warning("mismatch", "trainer.forward", message, remedy)
 
 
 def _other_forward(shape: ModelShape) -> str:

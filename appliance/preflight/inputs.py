@@ -16,6 +16,7 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
+from appliance.preflight.mismatch import Expected, expected_of
 from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, folder_of_weights
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_shapes
@@ -81,8 +82,8 @@ class InputFacts:
     """That the run writes to."""
     profile_problem: str = ""
     """As the function of this name."""
-    expected_kl: float | None = None
-    """As the function of this name."""
+    expected: Expected | None = None
+    """The mismatch that the profile predicts, where there is one already."""
     uaq_problem: str = ""
     """As the function of this name."""
     model_damage: Damage = field(default_factory=Damage)
@@ -180,7 +181,7 @@ def _read(
         has_data=made,
         disks=read_disks(Path(plan.run_dir)),
         profile_problem=profile_problem(plan),
-        expected_kl=expected_kl(plan),
+        expected=expected_mismatch(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=model_damage,
         has_chat_template=has_template,
@@ -191,7 +192,7 @@ def _read(
         tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
         stack=read_stack(plan),
-        stored=_stored(plan, host=host) if host and not plan.trainer.one_flow else None,
+        stored=stored_result(plan, host=host) if host and not plan.trainer.one_flow else None,
         written=read_written(plan),
     )
 
@@ -308,20 +309,22 @@ def _of_another_model(
     return ""
 
 
-def expected_kl(plan: RunPlan) -> float | None:
-    """The mismatch that the profile of `quantization.profile` predicts, nats per token. None where it does not say, or
-    has a problem."""
-    if plan.profile is None or not plan.profile.source or profile_problem(plan):
+def expected_mismatch(plan: RunPlan) -> Expected | None:
+    """What the run's profile predicts, or that of `quantization.profile`. None where there is none yet, where it does
+    not say, or has a problem."""
+    if plan.profile is None:
         return None
-    predicted = read_file_header(_profile_folder(plan.profile))["predicted"]
-    return predicted["kl"] if predicted else None
+    folder = _profile_folder(plan.profile)
+    if not os.path.isfile(folder / PROFILE_FILE) or profile_problem(plan):
+        return None
+    return expected_of(folder)
 
 
 def _profile_folder(profile: ProfilePlan) -> Path:
     return Path(profile.folder if os.path.isfile(Path(profile.folder) / PROFILE_FILE) else profile.source)
 
 
-def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
+def stored_result(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
     ranks = plan.rollout.tensor_parallel
     key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins, tensor_parallel=ranks)
     return read_result(key, cache_dir=Path(plan.cache_dir))[0]

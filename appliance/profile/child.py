@@ -4,9 +4,12 @@ failures are events, in the run's folder or in the command's; the exit code is t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -21,7 +24,9 @@ from appliance.profile.job import (
     model_folder,
 )
 from appliance.quant.calibrate import calibrate
+from appliance.quant.checkpoint import Checkpoint, StreamedModel
 from appliance.quant.files import PROFILE_FILE, place_profile
+from appliance.quant.own_samples import Sample, Sampling, draw_samples
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
@@ -29,22 +34,25 @@ from appliance.record.liveness import keep_stacks
 from appliance.record.plan import read_plan
 from appliance.terms.clock import ANY_DAY, clock_of
 
+T = TypeVar("T")
 _PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
 def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
-    def report(done: int, total: int) -> None:
-        note = f"layer {done} of {total}"
+    def report(what: str, done: int, total: int) -> None:
+        note = f"{what} {done} of {total}"
         append_event(Path(job.report_dir), kind="progress", what=_PHASE, done=done, total=total, note=note)
 
+    samples = own_samples(job, folder=folder, on_token=functools.partial(report, "token"))
     return calibrate(
         folder,
-        sequences=read_sequences(job, folder=folder),
+        sequences=[sample.tokens for sample in samples],
+        prompt_tokens=[sample.prompt_tokens for sample in samples],
         scheme=job.scheme,
         settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
         origin=origin,
-        on_layer=report,
+        on_layer=functools.partial(report, "layer"),
     )
 
 
@@ -89,30 +97,59 @@ def _make(job: ProfileJob, *, profile_of: ProfileOf) -> Path:
     return target
 
 
-def read_sequences(job: ProfileJob, *, folder: Path) -> list[list[int]]:
-    """Token ids of prompts of the task with their answers, spread evenly over the data, as the chat template has them.
-    At most job.prompts of at most job.longest tokens each, and job.max_tokens together. folder: of the tokenizer."""
-    rows = pq.read_table(job.parquet, columns=["prompt", "reward_model"]).to_pylist()
+def own_samples(
+    job: ProfileJob, *, folder: Path, on_token: Callable[[int, int], None] = lambda done, total: None
+) -> list[Sample]:
+    """What the model answers to prompts of the task, drawn as the rollouts of a run are. The seed is the profile's own:
+    runs with other seeds share it. folder: of the model and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=job.trust_remote_code)
-    step = max(1, len(rows) // job.prompts)
-    sequences, left = [], job.max_tokens
-    for row in rows[::step][: job.prompts]:
-        tokens = _tokens(row, tokenizer=tokenizer)[: min(job.longest, left)]
-        left -= len(tokens)
-        sequences += [tokens] if tokens else []
-    return sequences
+    prompts = read_prompts(job, tokenizer=tokenizer)
+    sampling = Sampling(
+        temperature=job.temperature,
+        top_p=job.top_p,
+        max_tokens=job.response_tokens,
+        stop=ends_of_responses(folder, tokenizer=tokenizer),
+    )
+    return draw_samples(StreamedModel(Checkpoint(folder)), prompts=prompts, sampling=sampling, on_token=on_token)
 
 
-def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    answer = (row["reward_model"] or {}).get("ground_truth") or ""
-    messages = list(row["prompt"])
-    if answer:
-        messages.append({"role": "assistant", "content": answer})
+def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most job.prompts,
+    and so many that they have at most job.max_tokens together with their responses; at least one."""
+    rows = pq.read_table(job.parquet, columns=["prompt"]).to_pylist()
+    prompts = []
+    for row in _spread(rows, number=job.prompts):
+        tokens = _tokens(row, job=job, tokenizer=tokenizer)
+        if job.truncate_prompts:
+            tokens = tokens[-job.max_prompt_tokens :]
+        if 0 < len(tokens) <= job.max_prompt_tokens:
+            prompts.append(tokens)
+    tokens_each = sum(map(len, prompts)) / max(1, len(prompts)) + job.response_tokens
+    return _spread(prompts, number=max(1, int(job.max_tokens / tokens_each)))
+
+
+def _spread(items: list[T], *, number: int) -> list[T]:
+    """So many of the items, evenly; all where there are fewer."""
+    if len(items) <= number:
+        return items
+    return [items[place * len(items) // number] for place in range(number)]
+
+
+def _tokens(row: dict, *, job: ProfileJob, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     clock = clock_of(tokenizer, date=ANY_DAY)  # a profile is kept for runs of other days
+    tools = {"tools": json.loads(Path(job.schemas_file).read_text())} if job.schemas_file else {}
     made = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=not answer, tokenize=True, return_dict=True, **clock
+        list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=True, **tools, **clock
     )
     return list(made["input_ids"])
+
+
+def ends_of_responses(folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens at which an engine ends a response: those of generation_config.json and the tokenizer's."""
+    file = folder / "generation_config.json"
+    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ends = named if isinstance(named, list) else [named]
+    return frozenset(token for token in (*ends, tokenizer.eos_token_id) if isinstance(token, int))
 
 
 def main(arguments: list[str]) -> int:

@@ -30,6 +30,10 @@ from appliance.launch.side_job import (
 )
 from appliance.launch.train import Step
 from appliance.plan.engines import PROFILE_FOLDER
+from appliance.preflight.inputs import model_shape, stored_result
+from appliance.preflight.mismatch import CODE as MISMATCH
+from appliance.preflight.mismatch import expected_of, judge_mismatch, slower_by
+from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.processes import module_argv
 from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash
@@ -39,6 +43,7 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
 from appliance.record.plan import RunPlan
+from appliance.terms.devices import StoredResult
 from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
@@ -179,11 +184,26 @@ def profile_child(plan: RunPlan) -> Child | None:
 
 
 def finish_profile(plan: RunPlan) -> None:
-    """Write `profile/quantization.yaml` in the run's folder, whatever the scheme. Raises EngineError where the plan has
-    a profile and the folder has none."""
+    """Write `profile/quantization.yaml` in the run's folder, whatever the scheme, and note what the profile predicts.
+    Raises EngineError where the plan has a profile and the folder has none."""
     folder = Path(plan.run_dir) / PROFILE_FOLDER
     folder.mkdir(exist_ok=True)
     _write_config(plan, profile=folder if plan.profile else None, path=folder / CONFIG_FILE)
+    if plan.profile is not None:
+        _note_prediction(plan, folder=folder)
+
+
+def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
+    """What the profile has chosen and predicts, before the first step. Where preflight has said it already, as of a
+    profile that is named, it is not said again."""
+    run_dir = Path(plan.run_dir)
+    stored = stored_result(plan, host=read_host(run_dir))
+    if choice := chosen(read_file_header(folder), plan=plan, stored=stored):
+        append_event(run_dir, kind="note", what=choice, why="quantization.mismatch_budget")
+    if plan.profile is None or plan.profile.source:
+        return
+    for finding in judge_mismatch(plan, expected=expected_of(folder), shape=model_shape(plan), stored=stored):
+        append_event(run_dir, kind="note", what=f"warning: {finding.message}: {finding.remedy}", why=MISMATCH)
 
 
 def is_profiled(plan: RunPlan) -> bool:
@@ -285,8 +305,10 @@ def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
     if header["layers"]:
         rows.append(("kept in BF16", _kept(header)))
     if predicted := header["predicted"]:
-        numbers = f"KL {predicted['kl']:.1e}, k3-KL on the text {predicted['k3_kl']:.1e} nats"
-        rows.append(("mismatch", f"predicted against BF16, over {predicted['tokens']} tokens: {numbers}"))
+        numbers = f"KL {predicted['kl']:.1e} nats per token"
+        if before := header.get("predicted_all"):
+            numbers += f"; {before['kl']:.1e} with all layers quantised"
+        rows.append(("mismatch", f"predicted against BF16, over {predicted['tokens']} tokens of its own: {numbers}"))
     if memory := header["memory"]:
         parts = (memory["peak_bytes"], memory["largest_layer_bytes"], memory["model_bytes"])
         peak, layer, whole = (f"{each / 2**20:.1f} MiB" for each in parts)
@@ -305,12 +327,13 @@ def _errors(layers: list[dict[str, Any]]) -> list[str]:
         (
             _name(each),
             *(f"{each[error]:.2%}" for error in ("weight_error", "output_error", "output_error_plain")),
+            "" if each.get("contribution") is None else f"{each['contribution']:.1e}",
             "kept in BF16" if each["kept"] else "",
         )
         for each in worst
     ]
-    head = ("layers with the largest error", "weights", "outputs", "not smoothed", "")
-    return console.table(rows, head=head, numbers=range(1, 4)).splitlines()
+    head = ("layers with the largest error", "weights", "outputs", "not smoothed", "mismatch", "")
+    return console.table(rows, head=head, numbers=range(1, 5)).splitlines()
 
 
 def _name(layer: dict[str, Any]) -> str:
@@ -341,6 +364,23 @@ def _sources(header: dict[str, Any]) -> str:
 
 
 def _kept(header: dict[str, Any]) -> str:
-    kept, budget = header["suggested_ignore"], header["settings"]["error_budget"]
-    why = f"an output error above {budget:.2%}, or `ignore`" if budget else "`ignore`; no error budget is set"
+    kept, budget = header["suggested_ignore"], header["settings"]["mismatch_budget"]
+    why = f"for a mismatch of {budget:g} nats, or by `ignore`" if budget else "by `ignore`; no mismatch budget is set"
     return f"{', '.join(kept) if kept else 'none'} ({why})"
+
+
+def chosen(header: dict[str, Any], *, plan: RunPlan, stored: StoredResult | None) -> str:
+    """What the mismatch budget keeps in BF16, why and at what cost; empty where it keeps nothing. header: of a profile.
+    stored: what `bench` has measured of this plan."""
+    before, after = header.get("predicted_all"), header["predicted"]
+    if not before or not after:
+        return ""
+    layers, budget = header["layers"], header["settings"]["mismatch_budget"]
+    total = sum(layer["multiplications"] for layer in layers)
+    part = sum(layer["multiplications"] for layer in layers if layer["kept"]) / total
+    names = dict.fromkeys(_name(layer) for layer in layers if layer["kept"])
+    cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
+    return (
+        f"{len(names)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
+        f"{after['kl']:.2g} nats per token instead of {before['kl']:.2g}, at most {budget:g}: {', '.join(names)}"
+    )

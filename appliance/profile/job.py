@@ -19,8 +19,9 @@ from appliance.record.liveness import Heartbeat
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
-_VERSION = 2  # raise it when the same inputs give another profile
-_PLACES = {"target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
+_RESPONSE_TOKENS = 48  # of the model's own: what they cost is a pass over its weights for each
+_VERSION = 3  # raise it when the same inputs give another profile
+_PLACES = {"schemas_file", "target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
 
 
 class ProfileJob(Frozen):
@@ -35,10 +36,22 @@ class ProfileJob(Frozen):
     scheme: Scheme
     strength: float = 0.0
     """Of smoothing, 0..1."""
-    error_budget: float | None = None
+    mismatch_budget: float | None = None
+    """Nats per token."""
+    measure_above: float | None = None
+    """Nats per token: a mismatch above it has the contributions of the layers measured."""
     ignore: tuple[str, ...] = ()
-    longest: int = 0
-    """Tokens, where a prompt with its answer is cut."""
+    max_prompt_tokens: int = 0
+    truncate_prompts: bool = False
+    """Whether longer prompts lose their beginning; else they are left out."""
+    schemas_file: str = ""
+    """What the task's tools are, or empty."""
+    temperature: float = 1.0
+    """Of the rollouts."""
+    top_p: float = 1.0
+    """Of the rollouts."""
+    response_tokens: int = 0
+    """Of one response that the model gives."""
     cache_dir: str
     target: str
     """The folder that gets `profile.safetensors`, or empty to leave it in the cache."""
@@ -47,9 +60,9 @@ class ProfileJob(Frozen):
     donor: str = ""
     """A W8A8 checkpoint, and then no text is read."""
     prompts: int = 64
-    """Of the task, with their answers."""
+    """Of the task."""
     max_tokens: int = 2048
-    """Of all prompts together."""
+    """Of all prompts and responses together."""
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:
@@ -68,9 +81,15 @@ def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
         parquet=plan.task.train_parquet,
         scheme=profile.scheme,
         strength=profile.smoothing,
-        error_budget=profile.error_budget,
+        mismatch_budget=profile.mismatch_budget,
+        measure_above=plan.guard.k3_kl if profile.mismatch_budget is None else profile.mismatch_budget,
         ignore=profile.ignore,
-        longest=plan.task.longest,
+        max_prompt_tokens=plan.task.max_prompt_tokens,
+        truncate_prompts=plan.task.truncate_prompts,
+        schemas_file=plan.task.schemas_file,
+        temperature=plan.rollout.temperature,
+        top_p=plan.rollout.top_p,
+        response_tokens=min(plan.task.max_response_tokens, _RESPONSE_TOKENS),
         cache_dir=plan.cache_dir,
         target=profile.folder if target is None else target,
         report_dir=plan.run_dir,
@@ -122,8 +141,9 @@ def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
     model = model_hash(folder, cache_dir=cache_dir)
     source = Path(job.donor or job.parquet)
     data = model_hash(source, cache_dir=cache_dir) if job.donor else file_hash(source, cache_dir=cache_dir)
+    tools = file_hash(Path(job.schemas_file), cache_dir=cache_dir) if job.schemas_file else ""
     settings = job.model_dump(mode="json", exclude=_PLACES)
-    return _digest({"version": _VERSION, "model": model, "data": data, **settings})[:16], model, data
+    return _digest({"version": _VERSION, "model": model, "data": data, "tools": tools, **settings})[:16], model, data
 
 
 def find_profile(job: ProfileJob) -> Path | None:

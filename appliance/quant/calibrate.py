@@ -10,7 +10,7 @@ quantised engine would have. For each layer:
    two. (Xiao et al. 2023, SmoothQuant.)
 3. The same measurement on the same tokens with the scales folded in, for the recipe's alpha and larger ones. Of each
    layer the best is taken, and none that does not lower the layer's error.
-4. Layers above the error budget stay in BF16, and the quantised stream goes on through the rest.
+4. The quantised stream goes on through the quantised layer.
 
 At the end both streams go through the head: the mismatch to expect (`quant/prediction.py`). Where that is above a budget,
 the layers that stay in BF16 are chosen by what each contributes to it (`quant/mismatch_budget.py`).
@@ -146,8 +146,7 @@ def _one_layer(
             view.fold(best)
         # A unit comes before those that are smoothed through it: its errors are those of rows as they were.
         weight_errors[unit] = view.weight_error(unit)
-    kept = _kept(view, errors=errors, budget=settings.error_budget)
-    streams.quantised = view.quantised(streams.quantised, kept=kept)
+    streams.quantised = view.quantised(streams.quantised, kept=frozenset())
     streams.exact = outputs
     layers = [
         LayerError(
@@ -156,7 +155,7 @@ def _one_layer(
             weight_error=weight_errors[unit],
             output_error=errors[unit.members[0]],
             output_error_plain=plain.relative(unit),
-            kept=unit.members[0] in kept,
+            kept=False,
             multiplications=view.multiplications(unit),
         )
         for unit in view.units
@@ -187,11 +186,3 @@ def _smoothed_error(view: LayerView, unit: Unit, group: SmoothingGroup, *, sampl
     error = view.smoothed(unit, group=group, samples=samples).relative(unit)
     view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
     return error
-
-
-def _kept(view: LayerView, *, errors: dict[str, float], budget: float | None) -> frozenset[str]:
-    """First members of the units to keep in BF16: those above the budget, and their other half where one layer of the
-    engine (experts) is two units."""
-    most = math.inf if budget is None else budget
-    over = {name for unit in view.units if errors.get(unit.members[0], 0.0) > most for name in unit.layer}
-    return frozenset(unit.members[0] for unit in view.units if over & set(unit.layer))

@@ -14,6 +14,7 @@ from typing import Any
 from appliance.quant.files import Predicted
 
 _TRIALS = 3  # of a whole model: each is a pass over the text
+_NEAR_ENOUGH = 0.9  # of the budget: what is left buys few multiplications
 _Layer = tuple[str, ...]
 
 
@@ -90,6 +91,8 @@ def meet(
             break
         measured = measure(names)
         tried[names] = (share(kept, candidates=candidates), measured)
+        if _NEAR_ENOUGH * budget <= measured.kl <= budget:
+            break
         expected = _left(kept, total=sum(candidate.contribution for candidate in candidates), kl=kl)
         if expected <= 0:
             break

@@ -185,7 +185,7 @@ class LayerError:
     output_error_plain: float
     """The same without it."""
     kept: bool
-    """In BF16, by the error budget or because the user's `ignore` names it."""
+    """In BF16, by the mismatch budget or because the user's `ignore` names it."""
     multiplications: Count_ = 0
     """Of one token; 0 where nobody counted them."""
     contribution: float | None = None
@@ -222,8 +222,6 @@ class Memory:
 class Settings:
     strength: float = 0.5
     """Alpha, 0 is off."""
-    error_budget: float | None = None
-    """None keeps nothing."""
     mismatch_budget: float | None = None
     """Nats per token; None keeps nothing."""
     measure_above: float | None = None

@@ -218,7 +218,7 @@ class Profile:
 
     @property
     def suggested_ignore(self) -> tuple[str, ...]:
-        """The user's `ignore` and then the layers that the error budget keeps in BF16, each once."""
+        """The user's `ignore` and then the layers that the mismatch budget keeps in BF16, each once."""
         kept = (name for layer in self.layers if layer.kept for name in layer.layer)
         return tuple(dict.fromkeys((*self.settings.ignore, *kept)))
 

@@ -92,7 +92,7 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
     plain["algorithm"] |= {key: bound for key, bound in algorithm.bounds.items() if key in has}
     plain["algorithm"]["aggregate"] = str(algorithm.aggregated)
     if recipe.quantization.profile != "auto":
-        for key in ("smoothing", "error_budget"):
+        for key in ("smoothing", "mismatch_budget"):
             del plain["quantization"][key]
     return plain
 

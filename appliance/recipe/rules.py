@@ -304,7 +304,7 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
     if quantization.profile != "auto":
         is_none = quantization.profile == "none"
-        for key in ("smoothing", "error_budget"):
+        for key in ("smoothing", "mismatch_budget"):
             value = getattr(quantization, key)
             if key in quantization.model_fields_set and (value if is_none else value is not None):
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
@@ -319,7 +319,7 @@ def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iter
     quantised = [scheme for scheme in schemes if scheme.quantised]
     if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
         return
-    for key in ("smoothing", "error_budget"):
+    for key in ("smoothing", "mismatch_budget"):
         value = getattr(recipe.quantization, key)
         if value and value != Quantization.model_fields[key].default:
             message = f"it is of a profile, and none is made for `{quantised[0]}`"

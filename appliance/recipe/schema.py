@@ -259,8 +259,8 @@ class Quantization(Section):
     profile: str = Field("auto", min_length=1, description=f"`auto`: made for {listed(PROFILED)}; `none`; a folder")
     smoothing: float = Field(0.5, ge=0, le=1)
     """how much of an activation's range moves to weights; 0: off"""
-    error_budget: float | None = Field(None, gt=0)
-    """layers with a larger output error stay BF16; null: no"""
+    mismatch_budget: float | None = Field(None, gt=0)
+    """nats per token that are predicted at most: layers stay BF16 for it; null: none"""
     ignore: Lax[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
     """layers that stay BF16: names, or `re:` and a pattern"""
     emulate: bool = False

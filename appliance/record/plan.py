@@ -296,8 +296,8 @@ class ProfilePlan(Frozen):
     scheme: Scheme
     smoothing: float
     """Strength, 0..1."""
-    error_budget: float | None
-    """Largest relative output error of a quantised layer; None: no layer is kept for its error."""
+    mismatch_budget: float | None
+    """Nats per token that the predicted mismatch may have; None: no layer stays in BF16 for it."""
     ignore: tuple[str, ...]
 
 

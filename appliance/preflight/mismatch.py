@@ -1,0 +1,102 @@
+"""The mismatch that a profile predicts, held against the guard: what `check` says of it, and a run before its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.preflight.finding import Finding, warning
+from appliance.quant.choice import Candidate, candidates_of, fewest, share
+from appliance.quant.files import read_file_header
+from appliance.record.plan import RunPlan
+from appliance.terms.devices import CPU, StoredResult
+from appliance.terms.shapes import ModelShape
+
+CODE = "mismatch"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a profile predicts."""
+
+    kl: float
+    """Nats per token, with the layers in BF16 that the profile keeps there."""
+    candidates: tuple[Candidate, ...] = ()
+    """The quantised layers whose contributions were measured."""
+    kept_multiplications: int = 0
+    """In BF16 already, of one token."""
+
+
+def expected_of(folder: Path) -> Expected | None:
+    """Of the profile in a folder; None where it predicts nothing. Raises EngineError when there is none."""
+    header = read_file_header(folder)
+    if not header["predicted"]:
+        return None
+    layers = [{"multiplications": 0, "contribution": None, **layer} for layer in header["layers"]]
+    return Expected(
+        header["predicted"]["kl"],
+        candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
+        kept_multiplications=sum(layer["multiplications"] for layer in layers if layer["kept"]),
+    )
+
+
+def judge_mismatch(
+    plan: RunPlan, *, expected: Expected | None, shape: ModelShape | None, stored: StoredResult | None
+) -> Iterator[Finding]:
+    """A warning where the guard would find the first step bad, with what would help. shape: None where the model is
+    built in, or not known yet.  stored: what `bench` has measured of this plan."""
+    bound = plan.guard.k3_kl
+    if plan.trainer.one_flow or expected is None or expected.kl <= bound:
+        return
+    message = (
+        f"the profile predicts a mismatch of {expected.kl:.2g} nats per token; above {bound:g} a step is bad "
+        "(guard.k3_kl)"
+    )
+    ways = [_budget(plan, expected=expected, stored=stored), *_one_flow(plan, shape), *_bf16(plan, stored)]
+    yield warning(CODE, "rollout.scheme", message, f"{'; '.join(ways[:-1])}; or {ways[-1]}")
+
+
+def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -> str:
+    """The guard finds a mismatch fine below half of its bound."""
+    budget = float(f"{plan.guard.k3_kl / 2:.2g}")
+    key = f"`quantization.mismatch_budget: {budget:g}`"
+    if plan.profile is not None and plan.profile.source:
+        key += ", without `quantization.profile`,"
+    kept = fewest(expected.candidates, kl=expected.kl, budget=budget)
+    if not kept:
+        return f"{key} keeps as many layers in BF16 as that takes"
+    total = expected.kept_multiplications + sum(layer.multiplications for layer in expected.candidates)
+    part = (expected.kept_multiplications + sum(layer.multiplications for layer in kept)) / total
+    slower = slower_by(part, plan=plan, stored=stored)
+    return f"{key} would keep {part:.0%} of the multiplications in BF16{f' ({slower})' if slower else ''}"
+
+
+def slower_by(part: float, *, plan: RunPlan, stored: StoredResult | None) -> str:
+    """What a part of the multiplications in BF16 costs in time, by what `bench` has measured here; empty where it has
+    measured nothing."""
+    gain = dict(stored.ratios).get(plan.rollout.scheme) if stored else None
+    if not gain or gain <= 1:
+        return ""
+    ratio = 1 / (1 / gain + part * (1 - 1 / gain))  # all that is gained is gained by these multiplications
+    return f"rollouts {ratio:.2f} times as fast as BF16's instead of {gain:.2f}, by `bench`"
+
+
+def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
+    rollout, trainer = plan.rollout, plan.trainer
+    can = (
+        plan.device == CPU
+        and not (shape and shape.has_experts)
+        and all(each.scheme.spec.trained_in and not each.lm_head_fp32 for each in rollout.replicas)
+        and len({each.scheme for each in rollout.replicas}) == 1
+        and (rollout.tensor_parallel, rollout.top_p, trainer.sequence_parallel) == (1, 1.0, 1)
+    )
+    if can:
+        yield "`trainer.forward: rollout`, with `trainer.attention: auto`, has exactly none (docs/one-flow.md)"
+
+
+def _bf16(plan: RunPlan, stored: StoredResult | None) -> Iterator[str]:
+    gain = dict(stored.ratios).get(plan.rollout.scheme) if stored else None
+    lost = f", {gain:.2f} times slower by `bench`" if gain and gain > 1 else ""
+    yield f"`rollout.scheme: bf16` has what BF16 itself differs{lost}"
