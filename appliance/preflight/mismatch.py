@@ -1,5 +1,4 @@
-"""The mismatch that a profile predicts, held against the guard: what `check` says of it, and a run before its first step.
-"""
+"""The mismatch that a profile predicts, held against the guard: what `check` says of it, and a run before its first step."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.preflight.finding import Finding, warning
-from appliance.quant.choice import Candidate, candidates_of, fewest, share
+from appliance.quant.choice import Candidate, candidates_of, fewest
 from appliance.quant.files import read_file_header
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, StoredResult

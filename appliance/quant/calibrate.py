@@ -43,8 +43,8 @@ from appliance.quant.profile import (
     SmoothingGroup,
     power_of_two,
 )
-from appliance.terms.families import Unit
 from appliance.quant.views import Views
+from appliance.terms.families import Unit
 from appliance.terms.schemes import Scheme
 
 _STRENGTHS = (1.0, 1.3, 1.6)  # of smoothing that are tried, times the recipe's

@@ -149,9 +149,7 @@ class LayerView:
     def all_codes(self, kept: frozenset[str] = frozenset()) -> dict[str, list[_Part]]:
         """The codes of each quantised unit, by its first member. kept: first members of units that stay in BF16, beside
         the ignored."""
-        return {
-            unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored | kept
-        }
+        return {unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored | kept}
 
     def _codes(self, unit: Unit) -> list[_Part]:
         """Quantised as the engine does: members whose rows share scales are quantised as one fused weight."""
@@ -256,8 +254,8 @@ class LayerView:
 
 
 Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int, Tensor], Tensor]
-"""member, inputs [..., K], weight [N, K], bias [N] or None, number of the matrix in its unit, and of each row of the inputs
-the sequence that it belongs to -> outputs [..., N]."""
+"""member, inputs [..., K], weight [N, K], bias [N] or None, number of the matrix in its unit, and the sequence of each row
+of the inputs -> outputs [..., N]."""
 Samples = list[tuple[str, int, Tensor]]  # member, number of its matrix, [M, K] inputs
 
 

@@ -58,9 +58,7 @@ class MismatchBudget:
         if budget is None or all_quantised.kl <= budget:
             return layers, all_quantised
         candidates = candidates_of(dataclasses.asdict(layer) for layer in layers if not layer.kept)
-        kept, predicted = meet(
-            candidates, all_quantised=all_quantised, budget=budget, measure=self.measure
-        )
+        kept, predicted = meet(candidates, all_quantised=all_quantised, budget=budget, measure=self.measure)
         layers = [dataclasses.replace(layer, kept=layer.kept or bool(kept & set(layer.layer))) for layer in layers]
         return layers, predicted
 

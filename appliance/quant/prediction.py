@@ -1,4 +1,4 @@
-"""The mismatch to expect of quantised rollouts: two streams of activations through the head, in bands of the vocabulary.
+"""The mismatch to expect of quantised rollouts: two streams of activations through the head, in bands of words.
 
     z, z'   logits of the exact and of the quantised stream over the temperature, float32
     KL(p' || p) = sum_v p'_v (z'_v - z_v) - (lse z' - lse z)
@@ -73,10 +73,7 @@ def _length(sequence: tuple[Sequence[int], int]) -> int:
 def at_counted(model: StreamedModel, stream: Sequence[Tensor], *, batches: Sequence[Batch]) -> Tensor:
     """[M, H] after the last norm: the positions whose next token is compared. stream: [B, T, H] of each batch."""
     return torch.cat(
-        [
-            model.final_norm(hidden_BTH[batch.before_BT])
-            for hidden_BTH, batch in zip(stream, batches, strict=True)
-        ]
+        [model.final_norm(hidden_BTH[batch.before_BT]) for hidden_BTH, batch in zip(stream, batches, strict=True)]
     )
 
 
