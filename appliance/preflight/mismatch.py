@@ -1,4 +1,4 @@
-"""The mismatch that a profile predicts, held against the guard: what `check` says of it, and a run before its first step."""
+"""The mismatch that a profile predicts, against the guard: what `check` says, and a run before its first step."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ def own_samples(
 
 
 def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most job.prompts,
-    and so many that they have at most job.max_tokens together with their responses; at least one."""
+    """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most
+    job.prompts, and so many that they have at most job.max_tokens together with their responses; at least one."""
     rows = pq.read_table(job.parquet, columns=["prompt"]).to_pylist()
     prompts = []
     for row in _spread(rows, number=job.prompts):

@@ -12,8 +12,8 @@ quantised engine would have. For each layer:
    layer the best is taken, and none that does not lower the layer's error.
 4. The quantised stream goes on through the quantised layer.
 
-At the end both streams go through the head: the mismatch to expect (`quant/prediction.py`). Where that is above a budget,
-the layers that stay in BF16 are chosen by what each contributes to it (`quant/mismatch_budget.py`).
+At the end both streams go through the head: the mismatch to expect (`quant/prediction.py`). Where that is above a
+budget, the layers that stay in BF16 are chosen by what each contributes to it (`quant/mismatch_budget.py`).
 
 Legend: B sequences of T tokens, K input channels.
 """

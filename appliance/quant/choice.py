@@ -48,7 +48,7 @@ def candidates_of(layers: Iterable[Mapping[str, Any]]) -> list[Candidate]:
 
 
 def fewest(candidates: Sequence[Candidate], *, kl: float, budget: float) -> tuple[Candidate, ...]:
-    """Layers to keep in BF16, the most useful first. kl, budget: nats per token, with none of them kept, and at most."""
+    """Layers to keep in BF16, the most useful first. kl: nats per token with none of them kept.  budget: at most."""
     total = sum(candidate.contribution for candidate in candidates)
     kept: list[Candidate] = []
     in_order = sorted(candidates, key=lambda candidate: (-candidate.gain, candidate.layer))

@@ -189,8 +189,8 @@ class LayerError:
     multiplications: Count_ = 0
     """Of one token; 0 where nobody counted them."""
     contribution: float | None = None
-    """What quantising this layer of the engine alone adds to the mismatch, nats per token; the same for the two GEMMs of
-    experts. None where it was not measured."""
+    """What quantising this layer of the engine alone adds to the mismatch, nats per token; the same for the two GEMMs
+    of experts. None where it was not measured."""
 
 
 @_part

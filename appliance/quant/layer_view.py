@@ -231,8 +231,8 @@ class LayerView:
         return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), part.dequantised())
 
     def run(self, batches: list[Tensor], *, multiply: Multiply, first: int = 0) -> list[Tensor]:
-        """The layer's outputs, with every GEMM of a unit done by `multiply`. first: the number of the first batch, where
-        they are not all."""
+        """The layer's outputs, with every GEMM of a unit done by `multiply`. first: the number of the first batch,
+        where they are not all."""
         changed = set()
         for unit in self.units:
             for index, member in enumerate(unit.members):
