@@ -49,9 +49,9 @@ class MismatchBudget:
         self, layers: list[LayerError], *, all_quantised: Predicted | None
     ) -> tuple[list[LayerError], Predicted | None]:
         """The layers with what each contributes, where that matters, and which stay in BF16; and the mismatch then."""
-        above, budget = self._settings.measure_above, self._settings.mismatch_budget
-        above = budget if above is None else above
-        if all_quantised is None or above is None or all_quantised.kl <= above:
+        budget = self._settings.mismatch_budget
+        bounds = [bound for bound in (self._settings.measure_above, budget) if bound is not None]
+        if all_quantised is None or not bounds or all_quantised.kl <= min(bounds):
             return layers, all_quantised
         contributions = self.contributions()
         layers = [dataclasses.replace(layer, contribution=contributions.get(layer.layer)) for layer in layers]

@@ -14,7 +14,7 @@ from appliance.errors import EngineError, RecipeError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.profile import command
-from appliance.profile.child import make_profile, read_sequences
+from appliance.profile.child import make_profile, own_samples, read_prompts
 from appliance.profile.command import table
 from appliance.profile.job import ProfileJob, file_hash, find_profile, job_of_plan, job_of_run
 from appliance.quant.files import read_file_header
@@ -72,6 +72,7 @@ def test_a_run_gets_its_profile_by_a_child_and_the_next_run_from_the_cache(recip
     assert (Path(plan.run_dir) / "profile" / "quantization.yaml").is_file()
     events = [parse_event(line) for line in (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()]
     assert [(each.done, each.total) for each in events if each.kind == "progress" and each.what == "profile"] == [
+        *((float(token), 6.0) for token in range(1, 7)),
         (1.0, 2.0),
         (2.0, 2.0),
     ]
@@ -104,7 +105,7 @@ def test_a_named_folder_without_a_profile_is_an_error(recipe: Recipe, tmp_path: 
 
 def test_the_budgets_layers_are_in_the_configuration(recipe: Recipe, tmp_path: Path) -> None:
     plan = planned(recipe)
-    make_profile(job_of_plan(plan).replace(error_budget=1e-6))
+    make_profile(job_of_plan(plan).replace(mismatch_budget=1e-12))
     command.finish_profile(plan)
     (config,) = yaml.safe_load((Path(plan.run_dir) / "profile" / "quantization.yaml").read_text())["configs"]
     assert len(config["ignore"]) == 2 * 7
@@ -153,12 +154,12 @@ def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
 
 def test_a_profile_is_made_with_the_recipes_strength_budget_and_ignored_layers(file: str) -> None:
     ignore = "model.layers.0.mlp.down_proj"
-    sets = ("quantization.smoothing=0.75", "quantization.error_budget=0.02", f"quantization.ignore=[{ignore}]")
+    sets = ("quantization.smoothing=0.75", "quantization.mismatch_budget=0.02", f"quantization.ignore=[{ignore}]")
     plan = planned(load_recipe(file, sets=sets))
     assert plan.profile is not None
     make_profile(job_of_run(plan))
     settings = read_file_header(Path(plan.profile.folder))["settings"]
-    assert (settings["strength"], settings["error_budget"], settings["ignore"]) == (0.75, 0.02, [ignore])
+    assert (settings["strength"], settings["mismatch_budget"], settings["ignore"]) == (0.75, 0.02, [ignore])
 
 
 def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,27 +172,51 @@ def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch
     assert file_hash(file, cache_dir=tmp_path / "cache") != first
 
 
-def test_the_text_is_prompts_of_the_task_with_their_answers(recipe: Recipe) -> None:
+def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recipe) -> None:
     from transformers import AutoTokenizer
 
     job = job_of_plan(planned(recipe)).replace(prompts=5, max_tokens=40)
-    sequences = read_sequences(job, folder=Path(job.model))
-    texts = [AutoTokenizer.from_pretrained(job.model).decode(each) for each in sequences]
-    assert sum(map(len, sequences)) <= 40
-    for text in texts[:-1]:  # the last one may be cut
-        a, b, total = text.removesuffix("<|im_end|>").replace("=", "+").split("+")
-        assert int(a) + int(b) == int(total)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    prompts = read_prompts(job, tokenizer=tokenizer)
+    samples = own_samples(job, folder=Path(job.model))
+    assert 1 < len(prompts) < 5  # so many that they have 40 tokens at most, with responses of 6
+    assert [list(sample.tokens[: sample.prompt_tokens]) for sample in samples] == prompts
+    assert sum(len(sample.tokens) for sample in samples) <= 40
+    for prompt in prompts:
+        a, b = tokenizer.decode(prompt).removesuffix("=").split("+")
+        assert a.isdigit() and b.isdigit()
+    for sample in samples:
+        response = sample.tokens[sample.prompt_tokens :]
+        assert 1 <= len(response) <= 6
+        assert tokenizer.eos_token_id not in response[:-1]
+    assert own_samples(job, folder=Path(job.model)) == samples
+    assert own_samples(job.replace(temperature=0.01), folder=Path(job.model)) != samples
 
 
-def test_the_text_of_a_profile_is_of_no_day(recipe: Recipe, tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_left_out_or_cut_as_in_a_run(recipe: Recipe) -> None:
+    from transformers import AutoTokenizer
+
+    job = job_of_plan(planned(recipe)).replace(prompts=8)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '=' if '9' in messages[0].content }}"
+    prompts = read_prompts(job, tokenizer=tokenizer)
+    longest = max(map(len, prompts))
+    fitting = [prompt for prompt in prompts if len(prompt) < longest]
+    assert 0 < len(fitting) < len(prompts)
+    short = job.replace(max_prompt_tokens=longest - 1)
+    assert read_prompts(short, tokenizer=tokenizer) == fitting
+    cut = read_prompts(short.replace(truncate_prompts=True), tokenizer=tokenizer)
+    assert cut == [prompt[-(longest - 1) :] for prompt in prompts]
+
+
+def test_the_text_of_a_profile_is_of_no_day(recipe: Recipe) -> None:
     """A profile is kept for runs of other days, by what it was made of."""
     from transformers import AutoTokenizer
 
-    job = job_of_plan(planned(recipe)).replace(prompts=2)
+    job = job_of_plan(planned(recipe)).replace(prompts=2, max_prompt_tokens=100)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y %f') }}: {{ messages[0].content }}"
-    tokenizer.save_pretrained(tmp_path / "dated")
-    first, second = (read_sequences(job, folder=tmp_path / "dated") for _ in range(2))
+    first, second = (read_prompts(job, tokenizer=tokenizer) for _ in range(2))
     assert first == second
     assert tokenizer.decode(first[0]).startswith("01 Jan 2026 00")
 
@@ -219,24 +244,26 @@ def test_a_wrong_use_of_the_command_is_refused(arguments: list[str], message: st
 
 
 def test_a_job_is_read_as_it_was_written(recipe: Recipe) -> None:
-    job = job_of_plan(planned(recipe)).replace(ignore=("a", "re:b"), error_budget=0.02)
+    job = job_of_plan(planned(recipe)).replace(ignore=("a", "re:b"), mismatch_budget=0.02)
     assert ProfileJob.model_validate_json(job.model_dump_json()) == job
     assert isinstance(job, ProfileJob)
 
 
 def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(recipe: Recipe) -> None:
     plan = planned(recipe)
-    job = job_of_plan(plan).replace(error_budget=0.01)
-    lines = table(read_file_header(make_profile(job)), folder="runs/x/profile")
-    text = "\n".join(lines)
+    free = read_file_header(make_profile(job_of_plan(plan).replace(measure_above=0.0)))
+    job = job_of_plan(plan).replace(mismatch_budget=free["predicted"]["kl"] / 2)
+    header = read_file_header(make_profile(job))
+    text = "\n".join(lines := table(header, folder="runs/x/profile"))
+    kept = [each for each in header["layers"] if each["kept"]]
+    assert kept and len(kept) < len(header["layers"])
     worst = next(line for line in lines if line.startswith("model.layers"))
-    assert "mlp.down_proj" in worst and worst.endswith("kept in BF16")
+    assert "mlp.down_proj" in worst
     assert "model.layers.0.self_attn.{q,k,v}_proj" in text
     assert re.search(
         r"smoothing     strength 0\.5: 4 norms(, \d up_proj)?(, \d v_proj)?, each with all that reads it", text
     )
-    assert (
-        "kept in BF16  model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj (an output error above 1.00%" in text
-    )
-    assert "predicted against BF16" in text
+    assert f"(for a mismatch of {job.mismatch_budget:g} nats, or by `ignore`)" in text
+    assert f"{kept[0]['contribution']:.1e}" in text
+    assert f"{free['predicted']['kl']:.1e} with all layers quantised" in text
     assert lines[-1] == "files         runs/x/profile"
