@@ -157,6 +157,7 @@ def refuse_other_profile(now: ProfilePlan | None, *, before: ProfilePlan | None,
         differ |= {
             "quantization.smoothing": now.smoothing != before.smoothing,
             "quantization.mismatch_budget": now.mismatch_budget != before.mismatch_budget,
+            "quantization.error_budget": now.error_budget != before.error_budget,  # of a run of an earlier version
             "quantization.ignore": now.ignore != before.ignore,
         }
     if keys := [key for key, is_other in differ.items() if is_other]:

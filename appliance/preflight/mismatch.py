@@ -62,7 +62,7 @@ def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -
     budget = float(f"{plan.guard.k3_kl / 2:.2g}")
     key = f"`quantization.mismatch_budget: {budget:g}`"
     if plan.profile is not None and plan.profile.source:
-        key += ", without `quantization.profile`,"
+        key += " in place of `quantization.profile`"
     kept = fewest(expected.candidates, kl=expected.kl, budget=budget)
     if not kept:
         return f"{key} keeps as many layers in BF16 as that takes"
@@ -79,7 +79,7 @@ def slower_by(part: float, *, plan: RunPlan, stored: StoredResult | None) -> str
     if not gain or gain <= 1:
         return ""
     ratio = 1 / (1 / gain + part * (1 - 1 / gain))  # all that is gained is gained by these multiplications
-    return f"rollouts {ratio:.2f} times as fast as BF16's instead of {gain:.2f}, by `bench`"
+    return f"rollouts {ratio:.2f} times as fast as in BF16, not {gain:.2f}, by `bench`"
 
 
 def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
@@ -97,5 +97,5 @@ def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
 
 def _bf16(plan: RunPlan, stored: StoredResult | None) -> Iterator[str]:
     gain = dict(stored.ratios).get(plan.rollout.scheme) if stored else None
-    lost = f", {gain:.2f} times slower by `bench`" if gain and gain > 1 else ""
-    yield f"`rollout.scheme: bf16` has what BF16 itself differs{lost}"
+    lost = f", and is {gain:.2f} times slower by `bench`" if gain and gain > 1 else ""
+    yield f"`rollout.scheme: bf16` has only what BF16 rounds in other places{lost}"

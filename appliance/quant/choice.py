@@ -14,7 +14,8 @@ from typing import Any
 from appliance.quant.files import Predicted
 
 _TRIALS = 3  # of a whole model: each is a pass over the text
-_NEAR_ENOUGH = 0.9  # of the budget: what is left buys few multiplications
+_NEAR_ENOUGH = 0.8  # of the budget: what is left buys few multiplications
+_AIM = 0.9  # of the budget: rounding to BF16 stays, whatever is kept, and the estimate does not know it
 _Layer = tuple[str, ...]
 
 
@@ -85,7 +86,7 @@ def meet(
     tried: dict[frozenset[str], tuple[float, Predicted]] = {frozenset(): (0.0, all_quantised)}
     kl = all_quantised.kl
     for _ in range(_TRIALS):
-        kept = fewest(candidates, kl=kl, budget=budget)
+        kept = fewest(candidates, kl=kl, budget=_AIM * budget)
         names = frozenset(name for candidate in kept for name in candidate.layer)
         if names in tried:
             break

@@ -46,8 +46,8 @@ def pass_back(
             return exact
         with torch.no_grad():
             plain_MN = exact if bias_N is None else exact - bias_N
-            error_MN = view.product(x.reshape(-1, x.shape[-1]), codes[unit.members[0]][index])
-            error_MN -= plain_MN.reshape(error_MN.shape)
+            error_MN = view.product(x.reshape(-1, x.shape[-1]), codes[unit.members[0]][index], dtype=x.dtype)
+            error_MN = error_MN.float() - plain_MN.reshape(error_MN.shape).float()
         factor_M1 = factors[unit.layer][sequence_M][:, None]
         return exact + (factor_M1 * error_MN).to(exact.dtype).view_as(exact)
 

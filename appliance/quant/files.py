@@ -222,6 +222,8 @@ class Memory:
 class Settings:
     strength: float = 0.5
     """Alpha, 0 is off."""
+    error_budget: float | None = None
+    """Of profiles that earlier versions made: the error of a layer's outputs above which it was kept."""
     mismatch_budget: float | None = None
     """Nats per token; None keeps nothing."""
     measure_above: float | None = None

@@ -214,6 +214,7 @@ def _placed(node: Node, *, place: str) -> Node:
 def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_rules: bool) -> Recipe:
     """The recipe, with problems added. Rules are judged on what is left when faulty keys are taken out."""
     tree = {name: node for name, node in tree.items() if name not in SECTIONS or node.value is not None}
+    tree = _without_replaced(tree)
     faulty: set[Path_] = set()
     try:
         recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
@@ -228,6 +229,16 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_
             problems.append((f"{where}: {'.'.join(written)}: {broken.message}", broken.hint))
     problems.sort(key=lambda problem: line_of(problem[0], file=file))
     return recipe
+
+
+def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
+    """Without keys of earlier versions that are null, as the recipe of a run has them that set none: nothing is lost."""
+    for section, key in _REPLACED:
+        node = tree.get(section)
+        if node is not None and isinstance(node.value, dict) and key in node.value and node.value[key].value is None:
+            rest = {name: value for name, value in node.value.items() if name != key}
+            tree = {**tree, section: Node(rest, node.place)}
+    return tree
 
 
 def _plain(level: Any, *, faulty: set[Path_], path: Path_ = ()) -> Any:
@@ -308,6 +319,11 @@ _BOUNDS = {
     "less_than_equal": ("must be at most", "le"),
 }
 
+_REPLACED = {
+    ("quantization", "error_budget"): "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are "
+    "predicted to differ by at most, in place of the error of a layer's outputs"
+}
+"""Keys of earlier versions, with what to use now."""
 _NESTED = {"rewards": Reward, "val_sets": ValSet, "lora": Lora}  # keys whose values have keys of their own
 
 
@@ -315,7 +331,7 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
     """(message, hint) of one error."""
     kind, value, path, context = error["type"], error["input"], error["loc"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown key", _similar_key([str(part) for part in path])
+        return "unknown key", _REPLACED.get(path) or _similar_key([str(part) for part in path])
     if kind == "missing":
         return "it is missing", _rewards_hint(None) if path[:2] == ("task", "rewards") else ""
     if kind in _KINDS:

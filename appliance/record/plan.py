@@ -296,9 +296,11 @@ class ProfilePlan(Frozen):
     scheme: Scheme
     smoothing: float
     """Strength, 0..1."""
-    mismatch_budget: float | None
-    """Nats per token that the predicted mismatch may have; None: no layer stays in BF16 for it."""
     ignore: tuple[str, ...]
+    mismatch_budget: float | None = None
+    """Nats per token that the predicted mismatch may have; None: no layer stays in BF16 for it."""
+    error_budget: float | None = None
+    """Of runs of earlier versions alone: the error of a layer's outputs above which it was kept in BF16."""
 
 
 class ShadowPlan(Frozen):

@@ -104,7 +104,7 @@ def read(folder: Path) -> Profile:
     plan = make_plan(
         folder / "r-1",
         profile=ProfilePlan(
-            folder=str(folder), source=str(folder), scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=()
+            folder=str(folder), source=str(folder), scheme=Scheme.INT8, smoothing=0.5, mismatch_budget=None, ignore=()
         ),
     )
     problem = profile_problem(plan)  # never raises: preflight says it

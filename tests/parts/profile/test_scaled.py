@@ -88,7 +88,7 @@ def test_a_folder_without_a_mark_is_not_taken(plan: RunPlan) -> None:
 
 
 def test_the_profile_is_of_the_scaled_model(plan: RunPlan) -> None:
-    folder, given = f"{plan.run_dir}/profile", {"smoothing": 0.5, "error_budget": None, "ignore": ()}
+    folder, given = f"{plan.run_dir}/profile", {"smoothing": 0.5, "mismatch_budget": None, "ignore": ()}
     profile = ProfilePlan(folder=folder, source="", scheme=Scheme.INT8, **given)
     assert job_of_run(plan.replace(profile=profile)).model == plan.uaq.folder
 

@@ -167,7 +167,7 @@ def profiled(plan: RunPlan, folder: Path) -> RunPlan:
         Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), Smoothing(), layers=layers), folder=folder
     )
     planned = ProfilePlan(
-        folder=str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=()
+        folder=str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, mismatch_budget=None, ignore=()
     )
     return plan.replace(profile=planned)
 

@@ -237,7 +237,7 @@ def test_engines_and_their_profile_are_told_what_the_recipe_says():
         f"quantization.ignore={json.dumps(ignore)}",
         "quantization.emulate=true",
         "quantization.smoothing=0.75",
-        "quantization.error_budget=0.02",
+        "quantization.mismatch_budget=0.02",
     )
     first = Quantisation(scheme=Scheme.INT8, ignore=ignore, profile=f"{RUN_DIR}/profile", lm_head_fp32=True)
     assert plan.rollout.replicas == (
@@ -251,7 +251,7 @@ def test_engines_and_their_profile_are_told_what_the_recipe_says():
         source="",
         scheme=Scheme.INT8,
         smoothing=0.75,
-        error_budget=0.02,
+        mismatch_budget=0.02,
         ignore=ignore,
     )
     assert not any(replica.lm_head_fp32 for replica in planned().rollout.replicas)
@@ -292,12 +292,12 @@ def test_an_engine_takes_as_many_sequences_at_once_as_vllm_would(device, most):
 
 
 def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
-    asked = ("rollout.scheme=auto", "quantization.error_budget=0.02")
+    asked = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
     with pytest.raises(RecipeError) as raised:
         planned(*asked, "cluster.device=b200")
-    message = "quantization.error_budget: it is of a profile, and none is made for `fp8`"
+    message = "quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
-    assert planned(*asked, "cluster.device=h100").profile.error_budget == 0.02
+    assert planned(*asked, "cluster.device=h100").profile.mismatch_budget == 0.02
 
 
 def test_in_fp16_auto_may_not_mean_a_scheme_that_engines_have_in_bf16_alone():

@@ -250,7 +250,7 @@ model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", tru
 plan = make_plan(Path({run!r}), model=model, cache_dir={cache!r})
 closed = {cache!r} + "/data"
 task = plan.task.replace(train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
-given = dict(folder="", source=closed, scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=())
+given = dict(folder="", source=closed, scheme=Scheme.INT8, smoothing=0.5, mismatch_budget=None, ignore=())
 plan = plan.replace(task=task, profile=ProfilePlan(**given))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")

@@ -486,39 +486,3 @@ def test_findings_as_lines_and_as_json():
         "message": "bad",
         "remedy": "mend it",
     }
-
-
-def test_one_flow_is_advised_where_the_guard_would_act_on_what_the_profile_predicts():
-    far = with_inputs(expected_kl=0.2613)
-    message = "the profile predicts a mismatch of 0.26 nats per token; above 0.015 a step is bad"
-    remedy = "with `rollout`, and `trainer.attention: auto`, there is none (docs/one-flow.md)"
-    advice = [(f"warning: trainer.forward: {message}", remedy)]
-    assert findings(inputs=far) == advice
-    assert findings(inputs=with_inputs(expected_kl=0.015)) == []
-    assert findings("guard.k3_kl=0.3", inputs=far) == []
-    assert findings("trainer.forward=rollout", inputs=far) == []
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        ("rollout.scheme=bf16",),
-        ("rollout.scheme=auto", "rollout.replicas=[int8, fp8]", "quantization.emulate=true", "cluster.gpus_per_node=2"),
-        ("rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=2"),
-        ("rollout.lm_head_fp32=true",),
-        ("rollout.top_p=0.9",),
-        ("rollout.tensor_parallel=2", "cluster.gpus_per_node=2"),
-    ],
-)
-def test_one_flow_is_not_advised_where_it_is_refused(sets: tuple[str, ...]):
-    with pytest.raises(RecipeError):
-        planned("trainer.forward=rollout", *sets)
-    found = findings(*sets, inputs=with_inputs(expected_kl=0.2613))
-    assert not [text for text, _ in found if "trainer.forward" in text]
-
-
-def test_one_flow_is_not_advised_for_experts_and_gpus():
-    shape = dataclasses.replace(KNOWN["Qwen/Qwen2.5-0.5B-Instruct"], experts=8)
-    of_experts = findings(inputs=with_inputs(expected_kl=0.2613, model_shape=shape))
-    on_gpu = findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, inputs=with_inputs(expected_kl=0.2613))
-    assert not [text for text, _ in of_experts + on_gpu if "trainer.forward" in text]

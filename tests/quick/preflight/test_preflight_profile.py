@@ -24,7 +24,7 @@ HEADER = {
         "versions": {},
     },
     "scheme": "int8",
-    "settings": {"strength": 0.5, "error_budget": None, "ignore": [], "prompts": 64, "max_tokens": 2048},
+    "settings": {"strength": 0.5, "ignore": [], "prompts": 64, "max_tokens": 2048},
     "smoothing": [{"source": NORM, "linears": []}],
     "layers": [],
     "suggested_ignore": [],
@@ -149,17 +149,17 @@ def test_query_heads_that_share_a_head_are_as_many_as_the_model_has(tmp_path, co
 
 def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):
     write_profile(tmp_path / "p")
-    assert facts(tmp_path).expected_kl is None
+    assert facts(tmp_path).expected is None
     write_profile(tmp_path / "p", header=HEADER | {"predicted": PREDICTED})
-    assert facts(tmp_path).expected_kl == 0.25
+    assert facts(tmp_path).expected.kl == 0.25
     write_profile(tmp_path / "p", header=HEADER | {"predicted": PREDICTED, "scheme": "fp8"})
-    assert facts(tmp_path).expected_kl is None
+    assert facts(tmp_path).expected is None
 
 
 def test_a_resumed_run_has_its_own_copy_where_the_folder_is_gone(tmp_path):
     said = f"{tmp_path}/p: the folder has no profile.safetensors"
     assert problem(tmp_path) == said
     copy = write_profile(tmp_path / "runs" / "a-1" / "profile", header=HEADER | {"predicted": PREDICTED})
-    assert (problem(tmp_path), facts(tmp_path).expected_kl) == ("", 0.25)
+    assert (problem(tmp_path), facts(tmp_path).expected.kl) == ("", 0.25)
     write_profile(copy, channels=32)
     assert problem(tmp_path).startswith(f"{copy}: of another model: ")

@@ -151,6 +151,18 @@ def test_set_problems_name_the_option(write):
     )
 
 
+def test_a_key_of_an_earlier_version_names_what_replaces_it(write):
+    name = write(MINIMAL)
+    hint = (
+        "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are predicted to differ by at "
+        "most, in place of the error of a layer's outputs"
+    )
+    message = "--set quantization.error_budget=0.02: quantization.error_budget: unknown key"
+    assert problems_of(name, "quantization.error_budget=0.02") == [(message, hint)]
+    without = load_recipe(name)
+    assert load_recipe(name, sets=("quantization.error_budget=null",)) == without  # as a run's own recipe has it
+
+
 def test_a_key_without_its_section_is_that_very_key_and_not_one_of_a_like_name(write):
     name = write(MINIMAL)
     assert problems_of(name, "scheme=int8", "path=/m") == [

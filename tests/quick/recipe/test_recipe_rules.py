@@ -253,9 +253,9 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ),
         ),
         (
-            ("quantization.profile=/p", "quantization.error_budget=0.1"),
+            ("quantization.profile=/p", "quantization.mismatch_budget=0.1"),
             (
-                "quantization.error_budget: it comes from the profile, and `profile` is made already: /p",
+                "quantization.mismatch_budget: it comes from the profile, and `profile` is made already: /p",
                 "remove one of them",
             ),
         ),
@@ -264,9 +264,9 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("quantization.smoothing: it comes from the profile, and `profile` is `none`", "remove one of them"),
         ),
         (
-            ("rollout.scheme=fp8", EMULATED, "quantization.error_budget=0.1"),
+            ("rollout.scheme=fp8", EMULATED, "quantization.mismatch_budget=0.1"),
             (
-                "quantization.error_budget: it is of a profile, and none is made for `fp8`",
+                "quantization.mismatch_budget: it is of a profile, and none is made for `fp8`",
                 "remove it, or use `int8`, `fp8-channel`",
             ),
         ),

@@ -228,7 +228,7 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
     ("sets", "key"),
     [
         (["quantization.smoothing=0.7"], "quantization.smoothing"),
-        (["quantization.error_budget=0.1"], "quantization.error_budget"),
+        (["quantization.mismatch_budget=0.1"], "quantization.mismatch_budget"),
         (["quantization.ignore=[lm_head]"], "quantization.ignore"),
         (["quantization.profile={other}"], "quantization.profile"),
         (["rollout.scheme=fp8-channel", "quantization.emulate=true"], "rollout.scheme"),

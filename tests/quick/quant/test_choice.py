@@ -1,0 +1,85 @@
+"""The layers that stay in BF16 for a budget: chosen by an estimate, decided by measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from appliance.quant.choice import Candidate, candidates_of, fewest, meet, share
+from appliance.quant.files import Predicted
+
+PREDICTED = Predicted(tokens=100, kl=0.02, k3_kl=0.02, kl_tokens=0.02, probs_diff_mean=0.01, weight_max=2.0)
+WORST = Candidate(("worst",), 0.009, 100)
+WIDE = Candidate(("wide",), 0.008, 800)
+SMALL = Candidate(("q", "k", "v"), 0.002, 10)
+LITTLE = Candidate(("little",), 0.001, 90)
+ALL = (WIDE, LITTLE, WORST, SMALL)
+
+
+def measured_by(factors: dict[str, float], trials: list[frozenset[str]] | None = None):
+    """The mismatch that layers would have: the sum over those that are not kept."""
+
+    def measure(kept: frozenset[str]) -> Predicted:
+        if trials is not None:
+            trials.append(kept)
+        left = sum(kl for name, kl in factors.items() if name not in kept)
+        return dataclasses.replace(PREDICTED, kl=left)
+
+    return measure
+
+
+def test_layers_are_kept_by_what_each_multiplication_takes_off() -> None:
+    assert fewest(ALL, kl=0.02, budget=0.0181) == (SMALL,)
+    assert fewest(ALL, kl=0.02, budget=0.0091) == (SMALL, WORST)
+    assert fewest(ALL, kl=0.02, budget=0.02) == ()
+    assert set(fewest(ALL, kl=0.02, budget=0.0)) == set(ALL)
+
+
+def test_a_layer_that_a_later_one_makes_needless_goes() -> None:
+    assert fewest((WORST, SMALL, WIDE), kl=0.019, budget=0.0105) == (WORST,)
+
+
+def test_what_is_kept_by_ignore_is_no_candidate_and_experts_are_one() -> None:
+    half = {"layer": ["mlp.experts"], "contribution": 0.01, "multiplications": 8, "kept": False}
+    none = {"layer": ["x"], "contribution": None, "multiplications": 9, "kept": False}
+    assert candidates_of([half, half, none]) == [Candidate(("mlp.experts",), 0.01, 16)]
+    assert share([SMALL], candidates=[SMALL, LITTLE]) == 0.1
+
+
+def test_the_choice_is_measured_and_meets_the_budget() -> None:
+    trials: list[frozenset[str]] = []
+    exact = {"worst": 0.009, "wide": 0.008, "q": 0.002, "little": 0.001}
+    kept, predicted = meet(ALL, all_quantised=PREDICTED, budget=0.0105, measure=measured_by(exact, trials))
+    assert kept == frozenset({"worst", "q", "k", "v"})
+    assert predicted.kl == pytest.approx(0.009)
+    assert trials == [kept]
+
+
+def test_an_estimate_that_is_too_low_is_corrected_by_its_measurement() -> None:
+    """Together the layers do twice what their contributions say once the worst one is kept."""
+    trials: list[frozenset[str]] = []
+    real = {"worst": 0.001, "wide": 0.015, "q": 0.002, "little": 0.002}
+    kept, predicted = meet(ALL, all_quantised=PREDICTED, budget=0.0101, measure=measured_by(real, trials))
+    assert predicted.kl <= 0.0101 and "wide" in kept
+    assert 1 < len(trials) <= 3
+
+
+def test_contributions_that_are_of_no_use_end_with_every_layer_kept() -> None:
+    layers = [Candidate((str(number),), 0.0 if number else 1.0, 1) for number in range(40)]
+    trials: list[frozenset[str]] = []
+    real = {str(number): 0.0005 for number in range(1, 41)}
+    measure = measured_by(real | {"40": 0.0}, trials)
+    kept, predicted = meet(layers, all_quantised=PREDICTED, budget=1e-9, measure=measure)
+    assert (len(kept), predicted.kl) == (40, 0.0)
+    assert len(trials) < 10
+
+
+def test_of_the_choices_that_meet_the_budget_the_cheapest_one_counts() -> None:
+    """The first proposal keeps a layer more than it takes."""
+    trials: list[frozenset[str]] = []
+    real = {"worst": 0.0125, "wide": 0.006, "q": 0.001, "little": 0.0005}
+    kept, predicted = meet(ALL, all_quantised=PREDICTED, budget=0.0105, measure=measured_by(real, trials))
+    assert trials[0] == frozenset({"worst", "q", "k", "v"})
+    assert kept == trials[1] == frozenset({"worst"})
+    assert predicted.kl == pytest.approx(0.0075)
