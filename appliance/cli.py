@@ -112,16 +112,18 @@ def plan(
 ) -> None:
     """What would happen, on the hardware that the recipe names, and why. Starts nothing."""
     from appliance.launch.command import run_plan
+    from appliance.profile.command import made_before
 
-    run_plan(_load(recipe, sets), name=name, full=full, json_mode=json_mode)
+    run_plan(_load(recipe, sets), name=name, full=full, json_mode=json_mode, find_profile=made_before)
 
 
 @app.command()
 def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
     """Can this host do it (of several: its part)? All findings at once; exit code 3 when it cannot."""
     from appliance.launch.command import run_check
+    from appliance.profile.command import made_before
 
-    run_check(_load(recipe, sets), typed=recipe, json_mode=json_mode)
+    run_check(_load(recipe, sets), typed=recipe, json_mode=json_mode, find_profile=made_before)
 
 
 @app.command()

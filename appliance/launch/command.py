@@ -180,20 +180,26 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
     return code
 
 
-def run_plan(recipe: Recipe, *, name: str | None, full: bool, json_mode: bool) -> None:
+FindProfile = Callable[[RunPlan], Path | None]  # of an earlier run, for the same plan
+
+
+def run_plan(
+    recipe: Recipe, *, name: str | None, full: bool, json_mode: bool, find_profile: FindProfile = lambda plan: None
+) -> None:
     """Print what would happen, on the hardware that the recipe names."""
     try:
         run_dir = new_run_dir(recipe, name=name)
     except PreflightError as error:  # of this host, and the plan may be for another one
         console.say(f"warning: cluster.run_dir: {error.message}")
         run_dir = full_path(recipe.cluster.run_dir) / (name or f"{recipe.name}-1")
-    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=False)
+    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=False, find_profile=find_profile)
     print_plan(plan, recipe=recipe, findings=findings, json_mode=json_mode, full=full)
 
 
-def run_check(recipe: Recipe, *, typed: str, json_mode: bool) -> None:
+def run_check(recipe: Recipe, *, typed: str, json_mode: bool, find_profile: FindProfile = lambda plan: None) -> None:
     """Judge this host. typed: the recipe as the user named it. Raises PreflightError when it cannot."""
-    findings = examine(recipe, run_dir=new_run_dir(recipe, name=None), ask_hub=True)[2]
+    run_dir = new_run_dir(recipe, name=None)
+    findings = examine(recipe, run_dir=run_dir, ask_hub=True, find_profile=find_profile)[2]
     if json_mode:
         console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
     else:

@@ -117,17 +117,19 @@ def read_inputs(
     run_code: bool = True,
     read_weights: bool = True,
     host: HostFacts | None = None,
+    made_profile: Path | None = None,
 ) -> InputFacts:
     """Reads data files in full.
 
     ask_hub: whether the network may be asked, and children, which takes seconds.  run_code: whether these may grade a
     sample and describe tools: the user's code runs in them, and a judge is asked.  read_weights: whether a child may
     hold the model's files of weights against its config.json, which takes torch.
-    host: for what `bench` kept; None: it is not looked up.
+    host: for what `bench` kept; None: it is not looked up.  made_profile: the folder of the one that the cache has.
     """
     with WeightsChild() as weights, TemplateChild() as template:
         children = (weights if read_weights else None, template)
         facts = _read(plan, ask_hub=ask_hub, run_code=run_code, host=host, children=children)
+        facts = replace(facts, expected=expected_mismatch(plan, made=made_profile))
         return replace(facts, weights=weights.hear(), template=template.hear())
 
 
@@ -181,7 +183,6 @@ def _read(
         has_data=made,
         disks=read_disks(Path(plan.run_dir)),
         profile_problem=profile_problem(plan),
-        expected=expected_mismatch(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=model_damage,
         has_chat_template=has_template,
@@ -309,15 +310,14 @@ def _of_another_model(
     return ""
 
 
-def expected_mismatch(plan: RunPlan) -> Expected | None:
-    """What the run's profile predicts, or that of `quantization.profile`. None where there is none yet, where it does
-    not say, or has a problem."""
-    if plan.profile is None:
+def expected_mismatch(plan: RunPlan, *, made: Path | None = None) -> Expected | None:
+    """What the run's profile predicts, that of `quantization.profile`, or the one that was made before. None where
+    there is none yet, where it does not say, or has a problem."""
+    if plan.profile is None or profile_problem(plan):
         return None
-    folder = _profile_folder(plan.profile)
-    if not os.path.isfile(folder / PROFILE_FILE) or profile_problem(plan):
-        return None
-    return expected_of(folder)
+    its_own = _profile_folder(plan.profile)
+    folder = its_own if os.path.isfile(its_own / PROFILE_FILE) else made
+    return expected_of(folder) if folder else None
 
 
 def _profile_folder(profile: ProfilePlan) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from appliance import console, hub
@@ -42,6 +42,7 @@ def examine(
     commit: str | None = None,
     data_commit: str | None = None,
     date: str | None = None,
+    find_profile: Callable[[RunPlan], Path | None] = lambda plan: None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
@@ -49,6 +50,7 @@ def examine(
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
     is asked where it may be.  date: as build_plan.
+    find_profile: the folder of a profile that was made for the same plan before.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
@@ -63,7 +65,14 @@ def examine(
         data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
         date=date,
     )
-    inputs = read_inputs(plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host)
+    inputs = read_inputs(
+        plan,
+        ask_hub=ask_hub,
+        run_code=run_code,
+        read_weights=run_code,
+        host=host,
+        made_profile=find_profile(plan),
+    )
     return plan, host, judge(plan, host=host, inputs=inputs)
 
 

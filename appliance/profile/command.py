@@ -36,7 +36,7 @@ from appliance.preflight.mismatch import expected_of, judge_mismatch, slower_by
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.processes import module_argv
-from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash
+from appliance.profile.job import PROFILES_FOLDER, ProfileJob, find_profile, job_of_plan, job_of_run, model_hash
 from appliance.profile.uaq import SCALING
 from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, place_profile, read_file_header, write_config
 from appliance.recipe.schema import Recipe
@@ -183,13 +183,24 @@ def profile_child(plan: RunPlan) -> Child | None:
     return Child(_COMMAND, "profiling", argv, default_code=4)
 
 
+def made_before(plan: RunPlan) -> Path | None:
+    """The folder in the cache with the profile of an earlier run, which one of this plan would find; else None."""
+    if plan.profile is None or plan.profile.source or not (Path(plan.cache_dir) / PROFILES_FOLDER).is_dir():
+        return None
+    try:
+        return find_profile(job_of_run(plan))
+    except OSError:  # a file that cannot be read is a finding of its own
+        return None
+
+
 def finish_profile(plan: RunPlan) -> None:
     """Write `profile/quantization.yaml` in the run's folder, whatever the scheme, and note what the profile predicts.
     Raises EngineError where the plan has a profile and the folder has none."""
     folder = Path(plan.run_dir) / PROFILE_FOLDER
     folder.mkdir(exist_ok=True)
+    is_resumed = (folder / CONFIG_FILE).is_file()  # preflight has said it of the run's own profile
     _write_config(plan, profile=folder if plan.profile else None, path=folder / CONFIG_FILE)
-    if plan.profile is not None:
+    if plan.profile is not None and not is_resumed:
         _note_prediction(plan, folder=folder)
 
 

@@ -19,6 +19,7 @@ from appliance.record.liveness import Heartbeat
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
+PROFILES_FOLDER = "profiles"  # in the cache
 _RESPONSE_TOKENS = 48  # of the model's own: what they cost is a pass over its weights for each
 _VERSION = 3  # raise it when the same inputs give another profile
 _PLACES = {"schemas_file", "target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
@@ -156,7 +157,7 @@ def find_profile(job: ProfileJob) -> Path | None:
 
 
 def cache_folder(job: ProfileJob, *, key: str) -> Path:
-    return Path(job.cache_dir) / "profiles" / key
+    return Path(job.cache_dir) / PROFILES_FOLDER / key
 
 
 def _digest(value: object) -> str:

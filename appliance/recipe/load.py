@@ -232,7 +232,7 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_
 
 
 def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
-    """Without keys of earlier versions that are null, as the recipe of a run has them that set none: nothing is lost."""
+    """Without keys of earlier versions that are null, as the recipe of a run has them that set none."""
     for section, key in _REPLACED:
         node = tree.get(section)
         if node is not None and isinstance(node.value, dict) and key in node.value and node.value[key].value is None:
@@ -320,7 +320,10 @@ _BOUNDS = {
 }
 
 _REPLACED = {
-    ("quantization", "error_budget"): "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are "
+    (
+        "quantization",
+        "error_budget",
+    ): "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are "
     "predicted to differ by at most, in place of the error of a layer's outputs"
 }
 """Keys of earlier versions, with what to use now."""

@@ -310,7 +310,6 @@ def test_a_contribution_is_the_mismatch_of_that_layer_alone(family: str, tmp_pat
             del module.forward
         kl = (quantised_BTV.exp() * (quantised_BTV - exact_BTV)).sum(dim=-1).mean()
         ratios[names[0]] = float(contribution / kl)
-    print({name: f"{ratio:.2f}" for name, ratio in ratios.items()})
     # 48 sequences by 2 draws are 96 squares: off by sqrt(2 / 96) = 14 %, by three of them at the most.
     # A router behind a layer may choose other experts, which no gradient knows: there the contribution is too low.
     smooth = ["model.layers.1.mlp.experts"] if family == "qwen3-moe" else list(ratios)

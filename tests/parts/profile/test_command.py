@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from appliance.cli import app
 from appliance.errors import EngineError, RecipeError
 from appliance.plan.build import build_plan
+from appliance.preflight.inputs import read_inputs
 from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.child import make_profile, own_samples, read_prompts
@@ -79,6 +80,56 @@ def test_a_run_gets_its_profile_by_a_child_and_the_next_run_from_the_cache(recip
     second = planned(recipe, run="two")
     assert command.profile_child(second) is None
     assert command.is_profiled(second)
+
+
+def notes(plan: RunPlan) -> list[tuple[str, str]]:
+    """(what, why) of the run's notes."""
+    events = map(parse_event, (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines())
+    return [(event.what, event.why) for event in events if event.kind == "note"]
+
+
+def test_a_run_says_before_its_first_step_what_its_profile_predicts_and_check_knows_it(file: str) -> None:
+    recipe = load_recipe(file, sets=("guard.k3_kl=1e-7",))
+    plan = planned(recipe)
+    assert command.made_before(plan) is None
+    make_profile(job_of_plan(plan))
+    command.finish_profile(plan)
+    ((warning, why),) = notes(plan)
+    kl = read_file_header(Path(plan.profile.folder))["predicted"]["kl"]
+    assert why == "mismatch"
+    assert warning.startswith(
+        f"warning: the profile predicts a mismatch of {kl:.2g} nats per token; above 1e-07 a step is bad (guard.k3_kl): "
+        "`quantization.mismatch_budget: 5e-08` would keep "
+    )
+    assert "% of the multiplications in BF16; `trainer.forward: rollout`" in warning
+    assert "or `rollout.scheme: bf16`" in warning
+    command.finish_profile(plan)  # of a run that is resumed, of which preflight says it
+    assert len(notes(plan)) == 1
+    second = planned(recipe, run="two")
+    found = command.made_before(second)
+    facts = read_inputs(second, ask_hub=False, run_code=False, read_weights=False, made_profile=found)
+    assert facts.expected is not None and facts.expected.kl == kl
+    assert read_inputs(second, ask_hub=False, run_code=False, read_weights=False).expected is None
+
+
+def test_a_run_says_which_layers_its_budget_keeps_and_why(file: str) -> None:
+    free = planned(load_recipe(file, sets=()), run="free")
+    make_profile(job_of_plan(free))
+    kl = read_file_header(Path(free.profile.folder))["predicted"]["kl"]
+    plan = planned(load_recipe(file, sets=(f"quantization.mismatch_budget={kl / 2}",)))
+    make_profile(job_of_plan(plan))
+    command.finish_profile(plan)
+    header = read_file_header(Path(plan.profile.folder))
+    kept = [layer for layer in header["layers"] if layer["kept"]]
+    total = sum(layer["multiplications"] for layer in header["layers"])
+    part = sum(layer["multiplications"] for layer in kept) / total
+    ((choice, why),) = notes(plan)
+    assert why == "quantization.mismatch_budget"
+    assert choice.startswith(
+        f"{len(kept)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what they cost "
+        f"in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token instead of {kl:.2g}, at most "
+        f"{kl / 2:g}: model.layers."
+    )
 
 
 def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(recipe: Recipe, tmp_path: Path) -> None:
