@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.preflight.finding import Finding, warning
+from appliance.preflight.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
 from appliance.quant.files import read_file_header
 from appliance.record.plan import RunPlan
@@ -26,6 +26,17 @@ class Expected:
     """The quantised layers whose contributions were measured."""
     kept_multiplications: int = 0
     """In BF16 already, of one token."""
+    kept: tuple[str, ...] = ()
+    """The layers that stay in BF16 for a mismatch budget."""
+    without_budget: float | None = None
+    """Nats per token, if they did not; None where no budget keeps any."""
+    budget: float | None = None
+    """Nats per token."""
+
+    @property
+    def multiplications(self) -> int:
+        """Of one token, in all layers that could be quantised."""
+        return self.kept_multiplications + sum(layer.multiplications for layer in self.candidates)
 
 
 def expected_of(folder: Path) -> Expected | None:
@@ -34,19 +45,35 @@ def expected_of(folder: Path) -> Expected | None:
     if not header["predicted"]:
         return None
     layers = [{"multiplications": 0, "contribution": None, **layer} for layer in header["layers"]]
+    before, kept = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
     return Expected(
         header["predicted"]["kl"],
         candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
-        kept_multiplications=sum(layer["multiplications"] for layer in layers if layer["kept"]),
+        kept_multiplications=sum(layer["multiplications"] for layer in kept),
+        kept=tuple(layer_name(layer["linears"]) for layer in kept),
+        without_budget=before["kl"] if before else None,
+        budget=header["settings"]["mismatch_budget"],
     )
+
+
+def layer_name(linears: Sequence[str]) -> str:
+    """`model.layers.3.self_attn.{q,k,v}_proj` for a fused layer."""
+    first, *others = linears
+    if not others:
+        return first
+    parts = (name.rpartition(".")[2].removesuffix("_proj") for name in linears)
+    return f"{first.rpartition('.')[0]}.{{{','.join(parts)}}}_proj"
 
 
 def judge_mismatch(
     plan: RunPlan, *, expected: Expected | None, shape: ModelShape | None, stored: StoredResult | None
 ) -> Iterator[Finding]:
-    """A warning where the guard would find the first step bad, with what would help. shape: None where the model is
+    """What a mismatch budget keeps in BF16, why and at what cost; and a warning where the guard would find the first
+    step bad, with what would help. shape: None where the model is
     built in, or not known yet.  stored: what `bench` has measured of this plan."""
     bound = plan.guard.k3_kl
+    if expected is not None and expected.without_budget is not None:
+        yield Finding(Severity.INFO, CODE, "quantization.mismatch_budget", _choice(plan, expected, stored))
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
         return
     message = (
@@ -55,6 +82,16 @@ def judge_mismatch(
     )
     ways = [_budget(plan, expected=expected, stored=stored), *_one_flow(plan, shape), *_bf16(plan, stored)]
     yield warning(CODE, "rollout.scheme", message, f"{'; '.join(ways[:-1])}; or {ways[-1]}")
+
+
+def _choice(plan: RunPlan, expected: Expected, stored: StoredResult | None) -> str:
+    part = expected.kept_multiplications / max(1, expected.multiplications)
+    cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
+    return (
+        f"{len(expected.kept)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
+        f"{expected.kl:.2g} nats per token instead of {expected.without_budget:.2g}, at most {expected.budget:g}: "
+        f"{', '.join(expected.kept)}"
+    )
 
 
 def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -> str:
@@ -66,8 +103,7 @@ def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -
     kept = fewest(expected.candidates, kl=expected.kl, budget=budget)
     if not kept:
         return f"{key} keeps as many layers in BF16 as that takes"
-    total = expected.kept_multiplications + sum(layer.multiplications for layer in expected.candidates)
-    part = (expected.kept_multiplications + sum(layer.multiplications for layer in kept)) / total
+    part = (expected.kept_multiplications + sum(layer.multiplications for layer in kept)) / expected.multiplications
     slower = slower_by(part, plan=plan, stored=stored)
     return f"{key} would keep {part:.0%} of the multiplications in BF16{f' ({slower})' if slower else ''}"
 

@@ -30,9 +30,9 @@ from appliance.launch.side_job import (
 )
 from appliance.launch.train import Step
 from appliance.plan.engines import PROFILE_FOLDER
+from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import model_shape, stored_result
-from appliance.preflight.mismatch import CODE as MISMATCH
-from appliance.preflight.mismatch import expected_of, judge_mismatch, slower_by
+from appliance.preflight.mismatch import expected_of, judge_mismatch, layer_name
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.processes import module_argv
@@ -43,7 +43,6 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import StoredResult
 from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
@@ -209,12 +208,13 @@ def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
     profile that is named, it is not said again."""
     run_dir = Path(plan.run_dir)
     stored = stored_result(plan, host=read_host(run_dir))
-    if choice := chosen(read_file_header(folder), plan=plan, stored=stored):
-        append_event(run_dir, kind="note", what=choice, why="quantization.mismatch_budget")
     if plan.profile is None or plan.profile.source:
         return
     for finding in judge_mismatch(plan, expected=expected_of(folder), shape=model_shape(plan), stored=stored):
-        append_event(run_dir, kind="note", what=f"warning: {finding.message}: {finding.remedy}", why=MISMATCH)
+        if finding.severity is Severity.WARNING:
+            append_event(run_dir, kind="note", what=f"warning: {finding.message}: {finding.remedy}", why=finding.code)
+        else:
+            append_event(run_dir, kind="note", what=finding.message, why=finding.place)
 
 
 def is_profiled(plan: RunPlan) -> bool:
@@ -336,7 +336,7 @@ def _errors(layers: list[dict[str, Any]]) -> list[str]:
     worst = sorted(layers, key=lambda each: -each["output_error"])[:_WORST_LAYERS]
     rows = [
         (
-            _name(each),
+            layer_name(each["linears"]),
             *(f"{each[error]:.2%}" for error in ("weight_error", "output_error", "output_error_plain")),
             "" if each.get("contribution") is None else f"{each['contribution']:.1e}",
             "kept in BF16" if each["kept"] else "",
@@ -345,15 +345,6 @@ def _errors(layers: list[dict[str, Any]]) -> list[str]:
     ]
     head = ("layers with the largest error", "weights", "outputs", "not smoothed", "mismatch", "")
     return console.table(rows, head=head, numbers=range(1, 5)).splitlines()
-
-
-def _name(layer: dict[str, Any]) -> str:
-    """`model.layers.3.self_attn.{q,k,v}_proj` for a fused layer."""
-    first, *others = layer["linears"]
-    if not others:
-        return first
-    parts = (name.rpartition(".")[2].removesuffix("_proj") for name in layer["linears"])
-    return f"{first.rpartition('.')[0]}.{{{','.join(parts)}}}_proj"
 
 
 def _smoothing(header: dict[str, Any]) -> str:
@@ -378,20 +369,3 @@ def _kept(header: dict[str, Any]) -> str:
     kept, budget = header["suggested_ignore"], header["settings"]["mismatch_budget"]
     why = f"for a mismatch of {budget:g} nats, or by `ignore`" if budget else "by `ignore`; no mismatch budget is set"
     return f"{', '.join(kept) if kept else 'none'} ({why})"
-
-
-def chosen(header: dict[str, Any], *, plan: RunPlan, stored: StoredResult | None) -> str:
-    """What the mismatch budget keeps in BF16, why and at what cost; empty where it keeps nothing. header: of a profile.
-    stored: what `bench` has measured of this plan."""
-    before, after = header.get("predicted_all"), header["predicted"]
-    if not before or not after:
-        return ""
-    layers, budget = header["layers"], header["settings"]["mismatch_budget"]
-    total = sum(layer["multiplications"] for layer in layers)
-    part = sum(layer["multiplications"] for layer in layers if layer["kept"]) / total
-    names = dict.fromkeys(_name(layer) for layer in layers if layer["kept"])
-    cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
-    return (
-        f"{len(names)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
-        f"{after['kl']:.2g} nats per token instead of {before['kl']:.2g}, at most {budget:g}: {', '.join(names)}"
-    )

@@ -256,8 +256,8 @@ class LayerView:
 
 
 Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int, Tensor], Tensor]
-"""member, inputs [..., K], weight [N, K], bias [N] or None, number of the matrix in its unit, sequence of each row of the
-inputs -> outputs [..., N]."""
+"""member, inputs [..., K], weight [N, K], bias [N] or None, number of the matrix in its unit, sequence of each row
+of the inputs -> outputs [..., N]."""
 Samples = list[tuple[str, int, Tensor]]  # member, number of its matrix, [M, K] inputs
 
 

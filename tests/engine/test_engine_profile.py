@@ -118,9 +118,8 @@ def test_the_predicted_mismatch_comes_true_and_smoothing_lowers_it(family: str, 
 def test_the_layers_that_a_budget_keeps_are_kept_by_the_engine(tmp_path: Path) -> None:
     folder = with_large_channels(make_family(tmp_path / "model", name="qwen3-moe", seed=3))
     free = profile_of(folder, tmp_path / "free")
-    errors = {each.linears[0]: each.output_error for each in free.layers}
-    budget = errors["model.layers.1.mlp.experts.down_proj"] * 0.999
-    profile = profile_of(folder, tmp_path / "kept", error_budget=budget)
+    assert free.predicted is not None
+    profile = profile_of(folder, tmp_path / "kept", mismatch_budget=free.predicted.kl / 3)
     assert "model.layers.1.mlp.experts" in profile.suggested_ignore
     engine = engine_with(folder, profile=tmp_path / "kept")
     kept = {name for name, method in kernels(engine).items() if method.startswith("Kept")}

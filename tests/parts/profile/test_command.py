@@ -98,8 +98,8 @@ def test_a_run_says_before_its_first_step_what_its_profile_predicts_and_check_kn
     kl = read_file_header(Path(plan.profile.folder))["predicted"]["kl"]
     assert why == "mismatch"
     assert warning.startswith(
-        f"warning: the profile predicts a mismatch of {kl:.2g} nats per token; above 1e-07 a step is bad (guard.k3_kl): "
-        "`quantization.mismatch_budget: 5e-08` would keep "
+        f"warning: the profile predicts a mismatch of {kl:.2g} nats per token; above 1e-07 a step is bad "
+        "(guard.k3_kl): `quantization.mismatch_budget: 5e-08` would keep "
     )
     assert "% of the multiplications in BF16; `trainer.forward: rollout`" in warning
     assert "or `rollout.scheme: bf16`" in warning
@@ -126,9 +126,9 @@ def test_a_run_says_which_layers_its_budget_keeps_and_why(file: str) -> None:
     ((choice, why),) = notes(plan)
     assert why == "quantization.mismatch_budget"
     assert choice.startswith(
-        f"{len(kept)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what they cost "
-        f"in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token instead of {kl:.2g}, at most "
-        f"{kl / 2:g}: model.layers."
+        f"{len(kept)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what they "
+        f"cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token instead of {kl:.2g}, at "
+        f"most {kl / 2:g}: model.layers."
     )
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from plans import DISK, HOST, INPUTS
 
-from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.preflight.checks import estimates, judge
