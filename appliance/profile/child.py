@@ -14,6 +14,7 @@ from typing import TypeVar
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from appliance.errors import EngineError
 from appliance.files import whole_folder
 from appliance.profile.job import (
     ProfileJob,
@@ -115,7 +116,8 @@ def own_samples(
 
 def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most
-    job.prompts, and so many that they have at most job.max_tokens together with their responses; at least one."""
+    job.prompts, and so many that they have at most job.max_tokens together with their responses; at least one. Raises
+    EngineError where none fits."""
     rows = pq.read_table(job.parquet, columns=["prompt"]).to_pylist()
     prompts = []
     for row in _spread(rows, number=job.prompts):
@@ -124,7 +126,10 @@ def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list
             tokens = tokens[-job.max_prompt_tokens :]
         if 0 < len(tokens) <= job.max_prompt_tokens:
             prompts.append(tokens)
-    tokens_each = sum(map(len, prompts)) / max(1, len(prompts)) + job.response_tokens
+    if not prompts:
+        hint = "raise task.max_prompt_tokens, or give other data"
+        raise EngineError("no prompt of the task's training data fits task.max_prompt_tokens", hint=hint)
+    tokens_each = sum(map(len, prompts)) / len(prompts) + job.response_tokens
     return _spread(prompts, number=max(1, int(job.max_tokens / tokens_each)))
 
 

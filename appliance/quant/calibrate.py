@@ -8,8 +8,8 @@ quantised engine would have. For each layer:
 2. s_k = a_k^alpha / w_k^(1 - alpha), with a the activations' range and w that of all quantised weights that read
    them, of query heads that share a head of values the largest; centred, so that its median is 1; rounded to a power of
    two. (Xiao et al. 2023, SmoothQuant.)
-3. The same measurement on the same tokens with the scales folded in, for the recipe's alpha and larger ones. Of each
-   layer the best is taken, and none that does not lower the layer's error.
+3. The same measurement on the same tokens with the scales folded in. A group that does not lower the error of the layer
+   that reads it is dropped.
 4. The quantised stream goes on through the quantised layer.
 
 At the end both streams go through the head: the mismatch to expect (`quant/prediction.py`). Where that is above a
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
-from appliance.quant.layer_view import Errors, LayerView, Samples
+from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.mismatch_budget import MismatchBudget
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import (
@@ -46,8 +46,6 @@ from appliance.quant.profile import (
 from appliance.quant.views import Views
 from appliance.terms.families import Unit
 from appliance.terms.schemes import Scheme
-
-_STRENGTHS = (1.0, 1.3, 1.6)  # of smoothing that are tried, times the recipe's
 
 
 @dataclass
@@ -134,16 +132,18 @@ def _one_layer(
     """Of the profile, what the layer adds; the streams go through it."""
     plain, ranges = Errors(), dict[str, Tensor]()
     outputs, samples = view.exact(streams.exact, errors=plain, ranges=ranges)
-    groups = {unit: _groups(view, unit, ranges=ranges, strength=settings.strength) for unit in view.units}
+    groups = _groups(view, ranges=ranges, strength=settings.strength)
     errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
     kept_groups, weight_errors = [], {}
     for unit in view.units:
-        error_of = {group: _smoothed_error(view, unit, group, samples=samples) for group in groups[unit]}
-        best = min(error_of, key=lambda group: error_of[group], default=None)
-        if best is not None and error_of[best] < plain.relative(unit):
-            errors[unit.members[0]] = error_of[best]
-            kept_groups.append(best)
-            view.fold(best)
+        if (group := groups.get(unit)) is not None:
+            view.fold(group)
+            error = view.smoothed(unit, group=group, samples=samples).relative(unit)
+            if error < plain.relative(unit):
+                errors[unit.members[0]] = error
+                kept_groups.append(group)
+            else:
+                view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
         # A unit comes before those that are smoothed through it: its errors are those of rows as they were.
         weight_errors[unit] = view.weight_error(unit)
     streams.quantised = view.quantised(streams.quantised, kept=frozenset())
@@ -166,23 +166,17 @@ def _one_layer(
     return layers, kept_groups, activations
 
 
-def _groups(view: LayerView, unit: Unit, *, ranges: dict[str, Tensor], strength: float) -> list[SmoothingGroup]:
-    """What smooths the unit's input, for each strength to try; nothing where it is not quantised or cannot be smoothed.
-    Scales that are all 1 are left out."""
-    key = unit.members[0]
-    can_smooth = bool(unit.norm or unit.through) and strength > 0
-    if not can_smooth or key in view.ignored or key not in ranges:
-        return []
-    weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
-    activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
-    strengths = sorted({min(times * strength, 1.0) for times in _STRENGTHS})
-    made = [scales(activation_K, weight_K=weight_K, strength=alpha) for alpha in strengths]
-    return [view.group(unit, scale_K=scale_K) for scale_K in made if bool((scale_K != 1).any())]
-
-
-def _smoothed_error(view: LayerView, unit: Unit, group: SmoothingGroup, *, samples: Samples) -> float:
-    """The unit's error on the samples with the group folded in; the weights are then as they were."""
-    view.fold(group)
-    error = view.smoothed(unit, group=group, samples=samples).relative(unit)
-    view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
-    return error
+def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> dict[Unit, SmoothingGroup]:
+    """A group for each quantised unit whose input can be smoothed, where its scales are not all 1."""
+    groups = {}
+    for unit in view.units:
+        key = unit.members[0]
+        can_smooth = bool(unit.norm or unit.through) and strength > 0
+        if not can_smooth or key in view.ignored or key not in ranges:
+            continue
+        weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
+        activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
+        scale_K = scales(activation_K, weight_K=weight_K, strength=strength)
+        if bool((scale_K != 1).any()):
+            groups[unit] = view.group(unit, scale_K=scale_K)
+    return groups
