@@ -17,6 +17,7 @@ def random_smoothing(model: nn.Module, *, seed: int, largest: int = 4, kinds: st
     """
     generator = torch.Generator().manual_seed(seed)
     parameters, config = dict(model.named_parameters()), model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     groups = []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
@@ -34,7 +35,7 @@ def random_smoothing(model: nn.Module, *, seed: int, largest: int = 4, kinds: st
                     source=f"{prefix}{source}.weight",
                     linears=tuple(prefix + name + (name not in (GATE_UP, DOWN)) * ".weight" for name in readers),
                     scale_K=torch.exp2(exponent_K.float()),
-                    head_dim=config.head_dim if heads else 0,
+                    head_dim=head_dim if heads else 0,
                     readers_of_head=config.num_attention_heads // config.num_key_value_heads if heads else 1,
                 )
             )
