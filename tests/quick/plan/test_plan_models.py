@@ -91,6 +91,13 @@ def test_a_gpus_own_memory_decides_there() -> None:
     assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (True, 256)
 
 
+def test_what_is_not_known_is_forwarded_carefully() -> None:
+    trainer = planned("model.builtin=null", "model.path=some/model").trainer
+    assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (True, 256)
+    long = planned("model.builtin=null", "model.path=some/model", "task.max_response_tokens=504").trainer
+    assert (long.gradient_checkpointing, long.micro_batch_sequences) == (True, 8)
+
+
 def test_the_plan_says_where_a_fetched_model_is_from() -> None:
     plan = planned("model.builtin=smollm2-135m")
     assert plan.model.path.startswith("/runs/.cache/models/smollm2-135m-")
