@@ -36,7 +36,15 @@ from appliance.preflight.mismatch import expected_of, judge_mismatch, layer_name
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.processes import module_argv
-from appliance.profile.job import PROFILES_FOLDER, ProfileJob, find_profile, job_of_plan, job_of_run, model_hash
+from appliance.profile.job import (
+    PROFILES_FOLDER,
+    ProfileJob,
+    find_known_profile,
+    find_profile,
+    job_of_plan,
+    job_of_run,
+    model_hash,
+)
 from appliance.profile.uaq import SCALING
 from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, place_profile, read_file_header, write_config
 from appliance.recipe.schema import Recipe
@@ -184,10 +192,10 @@ def profile_child(plan: RunPlan) -> Child | None:
 
 def made_before(plan: RunPlan) -> Path | None:
     """The folder in the cache with the profile of an earlier run, which one of this plan would find; else None."""
-    if plan.profile is None or plan.profile.source or not (Path(plan.cache_dir) / PROFILES_FOLDER).is_dir():
+    if plan.profile is None or plan.profile.source or not os.path.isdir(Path(plan.cache_dir) / PROFILES_FOLDER):
         return None
     try:
-        return find_profile(job_of_run(plan))
+        return find_known_profile(job_of_run(plan))
     except OSError:  # a file that cannot be read is a finding of its own
         return None
 

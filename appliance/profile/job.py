@@ -21,6 +21,7 @@ from appliance.terms.schemes import Scheme
 
 PROFILES_FOLDER = "profiles"  # in the cache
 _RESPONSE_TOKENS = 48  # of the model's own: what they cost is a pass over its weights for each
+_HASHES = "hashes.json"  # in the cache
 _VERSION = 3  # raise it when the same inputs give another profile
 _PLACES = {"schemas_file", "target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
 
@@ -114,21 +115,34 @@ def model_folder(model: str, *, revision: str) -> Path:
 
 def model_hash(folder: Path, *, cache_dir: Path) -> str:
     """sha256 over names and contents of the model's files. Raises OSError when one cannot be read."""
-    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
     heart, hashes = Heartbeat(), []
-    for file in files:
+    for file in _files_of(folder):
         hashes.append([file.name, file_hash(file, cache_dir=cache_dir)])
         heart.beat()
     return _digest(hashes)
 
 
+def _files_of(folder: Path) -> list[Path]:
+    return sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+
+
+def _identity(file: Path) -> tuple[str, list[int]]:
+    """Its name in the memory of hashes, and what changes with its content."""
+    now = file.stat()
+    return str(file.resolve()), [now.st_size, now.st_mtime_ns]
+
+
+def _is_known(file: Path, *, known: dict[str, list]) -> bool:
+    name, state = _identity(file)
+    return name in known and known[name][:2] == state
+
+
 def file_hash(file: Path, *, cache_dir: Path) -> str:
     """sha256 of a file's content, remembered in the cache by its size and time of change."""
-    memory = cache_dir / "hashes.json"
+    memory = cache_dir / _HASHES
     known = _read(memory)
-    now = file.stat()
-    name, state = str(file.resolve()), [now.st_size, now.st_mtime_ns]
-    if name in known and known[name][:2] == state:
+    name, state = _identity(file)
+    if _is_known(file, known=known):
         return known[name][2]
     found = hash_file(file)
     memory.parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +159,14 @@ def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
     tools = file_hash(Path(job.schemas_file), cache_dir=cache_dir) if job.schemas_file else ""
     settings = job.model_dump(mode="json", exclude=_PLACES)
     return _digest({"version": _VERSION, "model": model, "data": data, "tools": tools, **settings})[:16], model, data
+
+
+def find_known_profile(job: ProfileJob) -> Path | None:
+    """As find_profile, but no file of the model is read anew, which takes minutes for a large one: None where the cache
+    does not know the hash of each. A profile's making leaves them there. Raises OSError."""
+    known = _read(Path(job.cache_dir) / _HASHES)
+    files = [file for file in _files_of(Path(job.model)) if not _is_known(file, known=known)]
+    return None if files else find_profile(job)
 
 
 def find_profile(job: ProfileJob) -> Path | None:

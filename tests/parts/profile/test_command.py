@@ -17,7 +17,7 @@ from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.child import make_profile, own_samples, read_prompts
 from appliance.profile.command import table
-from appliance.profile.job import ProfileJob, file_hash, find_profile, job_of_plan, job_of_run
+from appliance.profile.job import ProfileJob, file_hash, find_known_profile, find_profile, job_of_plan, job_of_run
 from appliance.quant.files import read_file_header
 from appliance.quant.profile import load_smoothing
 from appliance.recipe.load import load_recipe
@@ -189,7 +189,7 @@ def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
     plan = planned(recipe)
     job = job_of_plan(plan)
     make_profile(job)
-    assert find_profile(job) is not None
+    assert find_profile(job) == find_known_profile(job) is not None
     if change == "weights":
         file = Path(job.model) / "model.safetensors"
         content = bytearray(file.read_bytes())
@@ -200,7 +200,17 @@ def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
     else:
         changes = {"settings": {"strength": 0.25}, "scheme": {"scheme": Scheme.FP8_CHANNEL}}[change]
         job = job.replace(**changes)
+    assert find_known_profile(job) is None
     assert find_profile(job) is None
+
+
+def test_no_file_of_a_model_is_read_for_a_profile_that_may_be_known(recipe: Recipe) -> None:
+    """A plan says what a profile predicts, and does not read a large model for it."""
+    job = job_of_plan(planned(recipe))
+    make_profile(job)
+    (memory := Path(job.cache_dir) / "hashes.json").unlink()
+    assert find_known_profile(job) is None and not memory.exists()
+    assert find_profile(job) == find_known_profile(job) is not None
 
 
 def test_a_profile_is_made_with_the_recipes_strength_budget_and_ignored_layers(file: str) -> None:
