@@ -1,7 +1,7 @@
 """Rows of docs/results/smollm2.md: `python -m benchmarks.smollm2 RUN...` prints one for each run folder.
 
-Steps, tokens and rewards are the same on any host; minutes are not. A row with `~` was taken while other processes
-worked beside the training: say so with `--loaded`.
+Steps, tokens and rewards do not depend on what else a host does, but on its kernels; minutes depend on both. A row
+with `~` was taken while other processes worked beside the training: say so with `--loaded`.
 """
 
 from __future__ import annotations

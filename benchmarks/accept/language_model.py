@@ -81,7 +81,8 @@ def _model(ground: Ground) -> tuple[tuple[str, ...], bool]:
         folder = make_model(size, folder=ground.folder / "model")
     else:
         return (f"model.builtin={MODEL}", "model.path=null"), True
-    return ("model.builtin=null", f"model.path={folder.absolute()}"), False
+    # Its tokenizer has a token for each byte: all prompts of the task stay.
+    return ("model.builtin=null", f"model.path={folder.absolute()}", "task.max_prompt_tokens=128"), False
 
 
 def _train(ground: Ground, scheme: str, *, model: tuple[str, ...]) -> list[dict[str, Any]]:

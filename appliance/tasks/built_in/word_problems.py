@@ -1,8 +1,8 @@
 """One-step word problems with small numbers. `Tom has 7 apples and gets 5 more. How many apples does Tom have?`: `12`.
 
 The numbers of a problem run from 2 to 11, so its answer is at most 20. There are four forms, two sums and two
-differences: as a story about somebody, and as a bare calculation with things. Each form is met equally often, until it
-has no problem left.
+differences: as a story about somebody, and as a bare calculation with things. Validation meets each form equally often,
+until it has no problem left; in training, which is shuffled, about two of three problems are sums.
 
 Training and validation share no problem. The text of a problem decides on which side it is, not a seed: no seed trains
 on what another one validates. Numbers are not held out: `7 and 5` may be met in both, with other words around them.
