@@ -35,7 +35,7 @@ from appliance.tasks.tools import asked_of, read_tools
 from appliance.tasks.user_code import ChildOutput, heard
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
-from appliance.terms.shapes import ModelShape
+from appliance.terms.shapes import ModelShape, read_shape
 
 _REMEDY = "mend the function, or task.truth, or take a reward that reads such answers"
 _REMEDY_OF_WRONG = f"{_REMEDY}; leave it where your function wants another form"
@@ -313,6 +313,7 @@ def _of_another_model(
         have = tensor_shapes(model) if model.is_absolute() else {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # the model's own finding
+    shape = read_shape(model / "config.json")
     for group in groups if have else ():
         name = group["source"]
         rows = channels[name][0]
@@ -320,6 +321,10 @@ def _of_another_model(
             return f"{source}: of another model: it smooths {name}, which {model} does not have"
         if have[name][:1] != (rows,):
             return f"{source}: of another model: {name} has {rows} channels there and {list(have[name])} in {model}"
+        if shape and group["head_dim"] not in (0, shape.head_size):  # files of the same sizes, and another function
+            return (
+                f"{source}: of another model: its heads have {group['head_dim']} channels, {model}'s {shape.head_size}"
+            )
         columns = rows * group["readers_of_head"]
         for linear in (each for each in group["linears"] if each in have):  # experts have several kinds of names
             if have[linear][-1:] != (columns,):

@@ -104,6 +104,7 @@ def test_the_budget_follows_the_guards_bound_and_a_named_profile_has_to_go() -> 
         ("rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=2"),
         ("rollout.lm_head_fp32=true",),
         ("rollout.top_p=0.9",),
+        ("model.lora={rank: 8}",),
         ("rollout.tensor_parallel=2", "cluster.gpus_per_node=2"),
     ],
 )
@@ -118,4 +119,6 @@ def test_one_flow_is_not_advised_for_experts_and_gpus() -> None:
     shape = dataclasses.replace(KNOWN["Qwen/Qwen2.5-0.5B-Instruct"], experts=8)
     ((_, of_experts),) = warned(model_shape=shape)
     ((_, on_gpu),) = warned(recipe="gsm8k-0.5b-int8")
-    assert "trainer.forward" not in of_experts + on_gpu
+    other = dataclasses.replace(KNOWN["Qwen/Qwen2.5-0.5B-Instruct"], beyond_one_flow="windows in a part of the layers")
+    ((_, of_windows),) = warned(model_shape=other)
+    assert "trainer.forward" not in of_experts + on_gpu + of_windows

@@ -147,6 +147,19 @@ def test_query_heads_that_share_a_head_are_as_many_as_the_model_has(tmp_path, co
     assert bool(problem(tmp_path, model={values: [64, 8], out: [8, columns]})) is bool(said)
 
 
+@pytest.mark.parametrize(("head_dim", "said"), [(16, ""), (32, "its heads have 16 channels, ")])
+def test_heads_of_the_profile_are_of_the_models_size(tmp_path, head_dim, said):
+    """With others every file has the same sizes, and the folded model is another function."""
+    values, out = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "vo")
+    group = {"source": values, "linears": [out], "head_dim": 16, "readers_of_head": 2}
+    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [group]})
+    config = {"num_attention_heads": 128 // head_dim, "hidden_size": 128, "head_dim": head_dim}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = problem(tmp_path, model={values: [64, 8], out: [8, 128]})
+    assert said in found and bool(found) is bool(said)
+
+
 def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):
     write_profile(tmp_path / "p")
     assert facts(tmp_path).expected is None
