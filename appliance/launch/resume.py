@@ -20,6 +20,7 @@ from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.files import partial_prefix, write_whole
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, own_of
+from appliance.plan.derive import Pace
 from appliance.plan.engines import refuse_other_profile
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.uaq import MARK_FILE, read_mark
@@ -181,7 +182,7 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
         return
     kept, problems, missing = target.run_dir / "recipe.yaml", [], []
     if kept.is_file() and target.record.attempt:
-        before, now = _flat(load_recipe(str(kept), by_rules=False)), _flat(recipe)
+        before, now = _flat(_recipe_before(kept)), _flat(recipe)
         problems = [
             f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"
             for key in sorted(before.keys() | now.keys())
@@ -197,6 +198,19 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     hint = "give what the run has, start a new one with another --name, or take the change with --force"
     if told := [*_with_hint(missing, "correct the path"), *_with_hint(problems, hint)]:
         raise RecipeError(told)
+
+
+def _recipe_before(kept: Path) -> Recipe:
+    """The recipe that the run has kept. Raises RecipeError where it has what this version does not know, such as a key
+    of an earlier one: what that key did, no attempt of this version can do."""
+    try:
+        return load_recipe(str(kept), by_rules=False)
+    except RecipeError as error:
+        hint = (
+            "such a run cannot be resumed by this version: finish it with the version that began it, which its "
+            "versions.json names, or start a new run"
+        )
+        raise RecipeError(_with_hint([message for message, _ in error.problems], hint)) from error
 
 
 def _with_hint(problems: list[str], hint: str) -> list[tuple[str, str]]:
@@ -244,6 +258,7 @@ def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None
         data=before.task.own.data if before.task.own else "",
         data_commit=before.task.own.commit if before.task.own else "",
         date=before.task.date,
+        pace=before.trainer.pace,
         code=before.task.sums if alone else {},
     )
 
@@ -377,6 +392,19 @@ class _TaskBefore(BaseModel):
         return {each.copy_name: each.sha256 for each in self.own.code} if self.own else {}
 
 
+class _TrainerBefore(BaseModel):
+    gradient_checkpointing: bool | None = None
+    micro_batch_sequences: int | None = None
+
+    @property
+    def pace(self) -> Pace | None:
+        """None where a plan of another version does not have both."""
+        if self.gradient_checkpointing is None or not self.micro_batch_sequences:
+            return None
+        why = "as the run began, whatever memory there is now"
+        return Pace(self.gradient_checkpointing, 0, why, sequences=self.micro_batch_sequences)
+
+
 class _PlanBefore(BaseModel, strict=True):
     """What is asked of the plan of the attempt before: as little as can be, so that it may be of another version."""
 
@@ -386,6 +414,7 @@ class _PlanBefore(BaseModel, strict=True):
     model: ModelPlan
     task: _TaskBefore
     profile: ProfilePlan | None = None
+    trainer: _TrainerBefore = _TrainerBefore()
     choices: tuple[Choice, ...]
 
 

@@ -20,7 +20,7 @@ from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.plan.model_shape import model_shape
-from appliance.plan.room import UNKNOWN, choose_pace
+from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu, broken_without_profile
 from appliance.recipe.schema import Forward, LongPrompts, Recipe, Reward, SchemeChoice, ValSet
@@ -91,6 +91,8 @@ class OriginalPlan:
     """Its commit, empty where it was not known."""
     date: str = ""
     """The `date` of its TaskPlan."""
+    pace: derive.Pace | None = None
+    """How its trainer forwards, None where its plan does not have that."""
     code: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
     are by now."""
@@ -237,7 +239,10 @@ def build_plan(
         choices=(),
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
-    pace = choose_pace(recipe, draft, shape=model_shape(model), host=host)
+    before = original.pace if original is not None and original.device == device else None
+    pace = keep_pace(recipe, draft, before=before)
+    if pace is None:
+        pace = choose_pace(recipe, draft, shape=model_shape(model), host=host)
     trainer = derive.plan_trainer(recipe, attention=attention, pace=pace, book=book)
     micro = trainer.micro_batch_sequences
     correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=book)

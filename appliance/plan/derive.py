@@ -41,6 +41,8 @@ class Pace:
     forward_tokens: int
     """Tokens of one forward of a rank, at most, unless one sequence is longer."""
     why: str
+    sequences: int = 0
+    """Sequences of one forward as an earlier attempt of the run had them, in place of the tokens; 0: there was none."""
 
 
 class Book:
@@ -107,22 +109,29 @@ def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> T
         gradient_checkpointing=book.note("trainer.gradient_checkpointing", pace.gradient_checkpointing, pace.why),
         mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
         micro_batch_sequences=book.note(
-            "batch.micro_batch_sequences", *micro_batch(recipe, mini_batch_prompts=mini, tokens=pace.forward_tokens)
+            "batch.micro_batch_sequences", *micro_batch(recipe, mini_batch_prompts=mini, pace=pace)
         ),
         max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
         gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
 
 
-def micro_batch(recipe: Recipe, *, mini_batch_prompts: int, tokens: int) -> tuple[int, str]:
-    """The sequences of one forward of the trainer, and why: the largest divisor of a rank's share that fits the
-    tokens."""
+def micro_batch(recipe: Recipe, *, mini_batch_prompts: int, pace: Pace) -> tuple[int, str]:
+    """The sequences of one forward of the trainer, and why: the recipe's, an earlier attempt's, or the largest divisor
+    of a rank's share that fits the tokens."""
     if recipe.batch.micro_batch_sequences:
         return recipe.batch.micro_batch_sequences, "as given"
-    share = mini_batch_prompts * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
-    fits = max(1, tokens // recipe.task.longest)
+    if pace.sequences:
+        return pace.sequences, pace.why
+    share = sequences_of_a_rank(recipe, mini_batch_prompts=mini_batch_prompts)
+    fits = max(1, pace.forward_tokens // recipe.task.longest)
     why = f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
     return _largest_divisor(share, most=fits), why
+
+
+def sequences_of_a_rank(recipe: Recipe, *, mini_batch_prompts: int) -> int:
+    """Sequences of a mini-batch that one rank of the trainer has."""
+    return mini_batch_prompts * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
 
 
 def _largest_divisor(number: int, *, most: int) -> int:

@@ -151,6 +151,9 @@ def refuse_other_profile(now: ProfilePlan | None, *, before: ProfilePlan | None,
     PreflightError."""
     if now is None or before is None or not made.is_file():
         return
+    if before.error_budget is not None and not now.source:
+        message = "the run's profile was made with quantization.error_budget, which this version does not have"
+        raise PreflightError(message, hint="finish it with the version that began it, or start a new run")
     differ = {
         "rollout.scheme": now.scheme is not before.scheme,
         "quantization.profile": _is_other_profile(now.source, before=before.source, made=made),
@@ -159,7 +162,6 @@ def refuse_other_profile(now: ProfilePlan | None, *, before: ProfilePlan | None,
         differ |= {
             "quantization.smoothing": now.smoothing != before.smoothing,
             "quantization.mismatch_budget": now.mismatch_budget != before.mismatch_budget,
-            "quantization.error_budget": now.error_budget != before.error_budget,  # of a run of an earlier version
             "quantization.ignore": now.ignore != before.ignore,
         }
     if keys := [key for key, is_other in differ.items() if is_other]:

@@ -45,6 +45,8 @@ class Limits:
     """Of one process, the hard limit, to which Ray raises the soft one."""
     threads: int = UNLIMITED
     """Of the user (the soft limit) or the control groups, whichever is less."""
+    memory_bytes: int = UNLIMITED
+    """The least that a control group of the process allows, whatever of it is free."""
     memory_free_bytes: int = UNLIMITED
     """What the control groups leave, page cache that they can take back included."""
 
@@ -54,6 +56,7 @@ class HostFacts:
     cores: int
     """That this process may use."""
     memory_bytes: int
+    """Of the host, or what the control groups allow where that is less. It is the same at any time, so plans are."""
     memory_free_bytes: int
     """Of the host, or what the control group leaves."""
     cpu_flags: frozenset[str]

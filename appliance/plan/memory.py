@@ -280,6 +280,7 @@ class Role(StrEnum):
 
 # Imports and the like, of each process of a role; `services` together. Measured: docs/results/memory.md.
 _BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB, Role.SERVICES: 1020 * MIB}
+_BESIDE_WEIGHTS = 6  # bytes per weight that an engine without a GPU holds beside its weights, measured on four models
 
 
 def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
@@ -293,7 +294,8 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     ranks = plan.topology.gpus  # of the trainer, and as many of engines
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
     state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0
-    engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
+    beside = _BESIDE_WEIGHTS * shape.weights // plan.rollout.tensor_parallel
+    engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape) + beside
     return {
         Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + _largest_of_trainer(plan, shape),
         Role.ENGINE: ranks * engine,

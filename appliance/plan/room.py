@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.plan.derive import Pace, micro_batch
+from appliance.plan.derive import Pace, micro_batch, sequences_of_a_rank
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, forward_bytes, room_for_forward
 from appliance.recipe.schema import Recipe
@@ -37,8 +37,20 @@ def choose_pace(recipe: Recipe, draft: RunPlan, *, shape: ModelShape | None, hos
     return Pace(True, _TOKENS_OF_THE_CAREFUL, why)
 
 
+def keep_pace(recipe: Recipe, draft: RunPlan, *, before: Pace | None) -> Pace | None:
+    """The pace of the run's attempt before, so that every step is as without a kill, whatever memory there is by now
+    and whatever is known of the model. None where there is none to keep: where it was not recorded, or `--force` has
+    changed the batch, so that its sequences do not share it out.
+
+    draft: as in choose_pace.
+    """
+    share = sequences_of_a_rank(recipe, mini_batch_prompts=draft.trainer.mini_batch_prompts)
+    return before if before is not None and share % max(1, before.sequences) == 0 else None
+
+
 def _paces(recipe: Recipe, draft: RunPlan) -> Iterator[tuple[RunPlan, int]]:
     for tokens in _TOKENS:
-        micro, _ = micro_batch(recipe, mini_batch_prompts=draft.trainer.mini_batch_prompts, tokens=tokens)
+        pace = Pace(False, tokens, "")
+        micro, _ = micro_batch(recipe, mini_batch_prompts=draft.trainer.mini_batch_prompts, pace=pace)
         changed = {"gradient_checkpointing": False, "micro_batch_sequences": micro}
         yield draft.replace(trainer=draft.trainer.replace(**changed)), tokens

@@ -34,7 +34,7 @@ def read_host(run_root: Path) -> HostFacts:
     memory, limits, cpu = psutil.virtual_memory(), read_limits(), _cpuinfo()
     return HostFacts(
         cores=usable_cores(),
-        memory_bytes=memory.total,
+        memory_bytes=min(memory.total, limits.memory_bytes),
         memory_free_bytes=min(memory.available, limits.memory_free_bytes),
         cpu_flags=frozenset(cpu.get("flags", "").split()),
         gpus=read_gpus(),
@@ -102,8 +102,13 @@ def read_limits(trees: Path = TREES, *, membership: Path = MEMBERSHIP) -> Limits
     paths = paths_of(membership)
     threads, files = resource.getrlimit(resource.RLIMIT_NPROC)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     pids = [number_in(group / "pids.max") for tree in (V2, "pids") for group in groups_of(trees, tree, paths)]
-    memory = [_left(group, *files) for tree, files in _MEMORY_FILES.items() for group in groups_of(trees, tree, paths)]
-    return Limits(open_files=_limit(files), threads=min(_limit(threads), *pids), memory_free_bytes=min(memory))
+    groups = [(group, names) for tree, names in _MEMORY_FILES.items() for group in groups_of(trees, tree, paths)]
+    return Limits(
+        open_files=_limit(files),
+        threads=min(_limit(threads), *pids),
+        memory_bytes=min(number_in(group / most) for group, (most, _, _) in groups),
+        memory_free_bytes=min(_left(group, *names) for group, names in groups),
+    )
 
 
 def _limit(value: int) -> int:

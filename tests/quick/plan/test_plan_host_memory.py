@@ -130,3 +130,13 @@ def test_three_sizes_hold_what_the_estimate_says() -> None:
         assert 0.95 <= peak(plan, shape) / max(sum(each.values()) for each in moments) <= 1.2
         for role, estimated in held(plan, shape).items():
             assert 0.65 <= estimated / max(each[role] for each in moments) <= 1.65, (run["size"], role)
+        engine = held(plan, shape)[Role.ENGINE] / max(each[Role.ENGINE] for each in moments)
+        assert 0.97 <= engine <= 1.05, (run["size"], engine)
+
+
+def test_an_engine_of_a_real_model_holds_what_the_estimate_says() -> None:
+    """SmolLM2-135M in `smollm2-int8`, read from the engine's process in its second step (docs/results/memory.md)."""
+    plan = build_plan(load_recipe("smollm2-int8"), run_dir=Path("/runs/a-1"), host=HOST)
+    shape = shape_on_cpu(plan, None)
+    assert shape is not None
+    assert held(plan, shape)[Role.ENGINE] == pytest.approx(2.19e9, rel=0.05)

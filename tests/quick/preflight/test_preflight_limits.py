@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from appliance.plan.build import build_plan
 from appliance.plan.host import UNLIMITED, Limits
+from appliance.plan.memory import GIB, peak, shape_on_cpu
+from appliance.preflight import probes
 from appliance.preflight.checks import judge_limits
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_limits
+from appliance.recipe.load import load_recipe
 
 
 def test_this_process_has_limits() -> None:
@@ -63,6 +68,37 @@ def test_every_group_from_ours_up_to_the_root_limits(tmp_path: Path, membership:
     assert (limits.memory_free_bytes, limits.threads) == (500, 50)
 
 
+@pytest.mark.parametrize("membership", ["0::/a/b", "4:cpu,memory:/a/b\n0::/\n"])
+def test_what_a_group_allows_does_not_depend_on_what_is_free(tmp_path: Path, membership: str) -> None:
+    """The least of the groups from ours up to the root: plans are made by it, and are the same at any minute."""
+    tree, name = ("memory/", "limit_in_bytes") if "memory" in membership else ("", "max")
+    used = "usage_in_bytes" if tree else "current"
+    for group, limit in (("a/b", 900), ("a", 700), ("a/c", 1)):
+        write(tmp_path, {f"{tree}{group}/memory.{name}": str(limit)})
+    ours = tmp_path / "ours"
+    ours.write_text(membership)
+    for held in (0, 650):
+        write(tmp_path, {f"{tree}{group}/memory.{used}": str(held) for group in ("a/b", "a")})
+        limits = read_limits(tmp_path, membership=ours)
+        assert (limits.memory_bytes, limits.memory_free_bytes) == (700, 700 - held)
+
+
+@pytest.mark.parametrize(("allowed", "total"), [(12 * GIB, 12 * GIB), (1 << 50, 64 * GIB)])
+def test_a_container_has_the_memory_that_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, total: int
+) -> None:
+    """And plans its trainer's forward by that, not by its host's 64 GiB."""
+    monkeypatch.setattr(probes.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
+    monkeypatch.setattr(probes, "read_limits", lambda: Limits(memory_bytes=allowed, memory_free_bytes=allowed // 2))
+    host = probes.read_host(tmp_path)
+    assert host.memory_bytes == total
+    sets = ("model.builtin=smollm2-135m", "cluster.device=cpu", "task.max_response_tokens=24")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*sets, "batch.prompts_per_step=64"))
+    plan = build_plan(recipe, run_dir=tmp_path / "a-1", host=host)
+    shape = shape_on_cpu(plan, None)
+    assert shape is not None and peak(plan, shape) < total
+
+
 def test_a_group_outside_of_a_containers_tree_is_not_followed(tmp_path: Path) -> None:
     write(tmp_path, {"tree/memory.max": "900", "out/memory.max": "1", "out/memory.current": "0", "ours": "0::/../out"})
     write(tmp_path, {"tree/memory.current": "0"})
@@ -80,7 +116,8 @@ def test_no_limit(tmp_path: Path, text: str | None) -> None:
     """The number is what version 1 says where nothing limits."""
     for name in ("memory.max", "memory.current") if text is not None else ():
         (tmp_path / name).write_text(text)
-    assert read_limits(tmp_path).memory_free_bytes == UNLIMITED
+    limits = read_limits(tmp_path)
+    assert (limits.memory_bytes, limits.memory_free_bytes) == (UNLIMITED, UNLIMITED)
 
 
 @pytest.mark.parametrize(

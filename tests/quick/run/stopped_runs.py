@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from appliance.launch.resume import Resume, Target, find_start, find_target
+from appliance.launch.resume import Resume, Target, find_start, find_target, original_plan
+from appliance.plan.build import OriginalPlan
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
@@ -75,6 +77,12 @@ def target_of(run_dir: Path) -> Target:
     found = find_target("auto", root=run_dir.parent, recipe_name="small", name=run_dir.name)
     assert found is not None
     return found
+
+
+def without_pace(target: Target) -> OriginalPlan | None:
+    """What the run began with, but for how its trainer forwards, which test_run_pace.py has."""
+    original = original_plan(target)
+    return replace(original, pace=None) if original else None
 
 
 def events(run_dir: Path, kind: str) -> list[tuple[str, str]]:

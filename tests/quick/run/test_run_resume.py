@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from plans import HOST
-from stopped_runs import events, recipe, resumed, save, stopped, target_of
+from stopped_runs import events, recipe, resumed, save, stopped, target_of, without_pace
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch import command
@@ -257,6 +257,42 @@ def test_another_profile_than_the_one_that_was_made_is_refused(
     assert caught.value.message == f"the run's profile was made with another {key}, and is made once"
 
 
+def test_a_profile_of_a_key_that_is_gone_is_finished_by_the_version_that_began_it(tmp_path: Path) -> None:
+    """With --force, too. One that is named was made without the recipe, whose key said nothing of it."""
+    plan = build_plan(recipe("rollout.scheme=int8", "trainer.steps=9"), run_dir=tmp_path / "small-1", host=HOST)
+    run_dir = stopped(plan)
+    before = json.loads((run_dir / "plan.json").read_text())
+    before["profile"]["error_budget"] = 0.02
+    (run_dir / "plan.json").write_text(json.dumps(before))
+    refuse_misfit(resumed(run_dir), plan=plan)  # none was made yet
+    (run_dir / "profile").mkdir()
+    (run_dir / "profile" / "profile.safetensors").touch()
+    with pytest.raises(PreflightError) as caught:
+        refuse_misfit(resumed(run_dir), plan=plan)
+    message = "the run's profile was made with quantization.error_budget, which this version does not have"
+    assert caught.value.message == message
+    assert caught.value.hint == "finish it with the version that began it, or start a new run"
+
+
+def test_a_run_whose_recipe_has_a_key_that_is_gone_is_finished_by_the_version_that_began_it(tmp_path: Path) -> None:
+    plan = build_plan(recipe("trainer.steps=9"), run_dir=tmp_path / "small-1", host=HOST)
+    run_dir = stopped(plan)
+    kept = run_dir / "recipe.yaml"
+    text = kept.read_text()
+    for key, value in (("error_budget", "0.02"), ("told_by_a_later_version", "1")):
+        kept.write_text(text.replace("quantization:\n", f"quantization:\n  {key}: {value}\n"))
+        with pytest.raises(RecipeError) as caught:
+            refuse_changes(recipe("trainer.steps=9"), target=target_of(run_dir), force=False)
+        ((message, hint),) = caught.value.problems
+        assert message.endswith(f"quantization.{key}: unknown key") and message.startswith(f"{kept}:")
+        assert hint == (
+            "such a run cannot be resumed by this version: finish it with the version that began it, which its "
+            "versions.json names, or start a new run"
+        )
+    kept.write_text(text)
+    refuse_changes(recipe("trainer.steps=9"), target=target_of(run_dir), force=False)
+
+
 def test_a_profile_that_was_named_may_lie_elsewhere_now(tmp_path: Path) -> None:
     run_dir, before, now = (tmp_path / name for name in ("small-1", "before", "now"))
     usual = ("rollout.scheme=int8", "trainer.steps=9")
@@ -302,11 +338,11 @@ def test_a_run_that_was_moved_has_the_problems_it_began_with(tmp_path: Path) -> 
 def test_what_a_run_began_with_is_read_from_its_plan(tmp_path: Path) -> None:
     plan = build_plan(recipe("rollout.scheme=auto"), run_dir=tmp_path / "small-1", host=HOST)
     target = target_of(stopped(plan))
-    assert original_plan(target) == OriginalPlan("cpu", Scheme.INT8) and cache_of(target) is None
+    assert without_pace(target) == OriginalPlan("cpu", Scheme.INT8) and cache_of(target) is None
     (tmp_path / ".cache").mkdir()
     assert cache_of(target) == tmp_path / ".cache"
     plain = build_plan(recipe(), run_dir=tmp_path / "small-2", host=HOST)
-    assert original_plan(target_of(stopped(plain))) == OriginalPlan("cpu", None)
+    assert without_pace(target_of(stopped(plain))) == OriginalPlan("cpu", None)
     (tmp_path / "small-3").mkdir()
     claimed = target_of(tmp_path / "small-3")
     assert original_plan(claimed) is None and cache_of(claimed) is None
@@ -322,7 +358,7 @@ def test_a_run_of_another_version_goes_on_from_what_its_plan_has(tmp_path: Path)
     for key in ("engine", "optimizer", "validate_before"):
         del raw[key]
     file.write_text(json.dumps({**raw, "told_by_another_version": 1}))
-    assert original_plan(target) == OriginalPlan("cpu", Scheme.INT8)
+    assert without_pace(target) == OriginalPlan("cpu", Scheme.INT8)
     refuse_misfit(find_start(target), plan=plan)
     with pytest.raises(RecipeError) as raised:
         read_run(run_dir)

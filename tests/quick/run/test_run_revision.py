@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hub_variables import set_hub
 from plans import HOST
-from stopped_runs import save, stopped
+from stopped_runs import save, stopped, without_pace
 
 from appliance import hub
 from appliance.cluster.node_report import describe_node
@@ -23,7 +23,7 @@ from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resume
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
-from appliance.launch.resume import find_start, find_target, original_plan, refuse_changes, refuse_misfit
+from appliance.launch.resume import find_start, find_target, refuse_changes, refuse_misfit
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
@@ -313,7 +313,7 @@ def begun_run(tmp_path: Path, *sets: str, commit: str) -> Path:
 def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp_path: Path, cache: Path) -> None:
     run_dir = begun_run(tmp_path, commit=OLD)
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
-    assert target is not None and original_plan(target) == OriginalPlan("cpu", None, model=NAME, commit=OLD)
+    assert target is not None and without_pace(target) == OriginalPlan("cpu", None, model=NAME, commit=OLD)
     start = find_start(target)
     refuse_misfit(start, plan=planned(tmp_path, commit=OLD))
     refuse_misfit(start, plan=planned(tmp_path))  # nobody knows: the hub was not there
@@ -402,7 +402,7 @@ def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, 
     run_dir = begun_run(tmp_path, "model.revision=v1", commit=OLD)
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None
-    assert original_plan(target) == OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
+    assert without_pace(target) == OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
     refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=v1"))
     with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
         refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=main"))
