@@ -23,7 +23,6 @@ from appliance.quant.headers import damage
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.signals import handled
 from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
 from appliance.tasks.packaged_model import (
     convert_gguf,
@@ -241,8 +240,8 @@ def prompt_ids(
 def main(arguments: list[str]) -> int:
     keep_stacks(PHASE)
     plan = read_plan(Path(arguments[0]))
-    with handled(_end_tidily):
-        return exit_code_of(lambda: prepare(plan), run_dir=Path(plan.run_dir))
+    signal.signal(signal.SIGTERM, _end_tidily)
+    return exit_code_of(lambda: prepare(plan), run_dir=Path(plan.run_dir))
 
 
 def _end_tidily(number: int, frame: FrameType | None) -> None:
