@@ -7,6 +7,7 @@ transformers halves). Configuration and tokenizer are made here, for transformer
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,12 @@ def load_weights(source: Path, *, config: dict[str, Any], is_tied: bool) -> PreT
     as well.  Raises GgufError where transformers left a weight out, or one is not finite."""
     known = dict(config)
     settings = AutoConfig.for_model(known.pop("model_type"), **known)
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, config=settings, dtype=torch.bfloat16, output_loading_info=True
-    )
+    # Alone in a folder: beside the user's file may lie an adapter or a configuration, which transformers would take.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / source.name).symlink_to(source.absolute())
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=source.name, config=settings, dtype=torch.bfloat16, output_loading_info=True
+        )
     left_out = set(loading["missing_keys"]) - ({"lm_head.weight"} if is_tied else set())
     if left_out:
         message = f"transformers does not read {len(left_out)} of its weights, {min(left_out)} first"

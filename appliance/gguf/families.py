@@ -35,7 +35,6 @@ _OTHERS_WEIGHTS = "take the model's own folder of safetensors from the hub, in m
 # What a family may say beyond its sizes, with the values that say nothing.
 _WITHOUT_EFFECT: Mapping[str, tuple[Value, ...]] = {
     "attention.causal": (True,),
-    "attention.layer_norm_epsilon": (),  # of families with another norm
     "expert_count": (0,),
     "expert_used_count": (0,),
     "pooling_type": (0,),
@@ -145,8 +144,12 @@ def _sizes_of(header: Header, layout: Layout) -> _Sizes:
         return value
 
     heads, hidden = size("attention.head_count"), size("embedding_length")
-    rotated = size("rope.dimension_count", max(1, hidden // heads))
-    head_size = size("attention.key_length", rotated)
+    head_size = size("attention.key_length", size("rope.dimension_count", max(1, hidden // heads)))
+    rotated = size("rope.dimension_count", head_size)  # Qwen3's files do not say it
+    kv_key = f"{header.architecture}.attention.head_count_kv"
+    if header.architecture == "llama" and kv_key not in header.metadata:
+        message = f"its {kv_key} is not there, and without it transformers mixes up the channels of each head"
+        raise GgufError(message, hint="convert the model again")
     embedding = header.tensors.get(EMBEDDING)
     sizes = _Sizes(
         layers=size("block_count"),

@@ -125,11 +125,6 @@ class Header:
         value = self.metadata.get(key)
         return value if isinstance(value, float) else None
 
-    def texts(self, key: str) -> list[str]:
-        """A list of texts of the metadata, empty where there is none."""
-        value = self.metadata.get(key)
-        return value if isinstance(value, list) and all(isinstance(text, str) for text in value) else []
-
     @property
     def types(self) -> tuple[str, ...]:
         """Names of the types of its tensors, the one with most weights first."""

@@ -73,6 +73,13 @@ def check_tokenizer(header: Header) -> None:
     if end is None or not 0 <= end < len(tokens):
         fact = f"it does not say which of its tokens ends an answer ({_PREFIX}eos_token_id)"
         raise GgufError(fact, hint=_WHOLE_MODEL)
+    if (turn_end := header.metadata.get(f"{_PREFIX}eot_token_id", end)) != end:
+        fact = (
+            f"it names two tokens that end an answer ({_PREFIX}eos_token_id is {end}, {_PREFIX}eot_token_id "
+            f"{turn_end!r:.40}); what is read has one"
+        )
+        raise GgufError(fact, hint=_WHOLE_MODEL)
+    special_tokens(header)
 
 
 def _check_merges(header: Header, *, known: set[str]) -> None:
@@ -94,10 +101,12 @@ def _list(header: Header, name: str, *, kind: type) -> list[Any]:
 
 
 def special_tokens(header: Header) -> dict[str, str]:
-    """transformers' names of the special tokens, each with its token. header: that check_tokenizer passed.
+    """transformers' names of the special tokens, each with its token. header: that check_tokenizer passed.  Raises
+    GgufError where no token is left for padding.
 
     Padding is a token that never ends an answer: what is padding would count as said otherwise. A file often has the
-    same for both; then it is another of its control tokens.
+    same for both; then it is another of its control tokens: one of a usual name, else one that the chat template does
+    not write.
     """
     tokens: list[str] = _list(header, "tokens", kind=str)
     kinds: list[int] = _list(header, "token_type", kind=int)
@@ -107,9 +116,15 @@ def special_tokens(header: Header) -> dict[str, str]:
         if number is not None and 0 <= number < len(tokens):
             named[name] = tokens[number]
     if named.get("pad_token", named["eos_token"]) == named["eos_token"]:
-        special = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)}
-        others = (name for name in _PADDING_NAMES if name in special and name != named["eos_token"])
-        named["pad_token"] = next(others, named["eos_token"])
+        special = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+        free = [token for token in special if token not in (named["eos_token"], named.get("bos_token"))]
+        usual = [name for name in _PADDING_NAMES if name in special and name != named["eos_token"]]
+        unwritten = [token for token in free if token not in chat_template(header)]
+        candidates = [*usual, *unwritten, *free]
+        if not candidates:
+            fact = "it has no control token for padding besides those that begin and end a text"
+            raise GgufError(fact, hint=_WHOLE_MODEL)
+        named["pad_token"] = candidates[0]
     return named
 
 

@@ -12,7 +12,14 @@ from appliance.preflight import device
 from appliance.preflight.access import judge_access
 from appliance.preflight.child import REMEDY_OF_LATE
 from appliance.preflight.container import judge_container
-from appliance.preflight.disk import bytes_in_bf16, bytes_of_a_save_by_time, gib, judge_disk, needed_bytes
+from appliance.preflight.disk import (
+    bytes_in_bf16,
+    bytes_of_a_save_by_time,
+    bytes_to_cache,
+    gib,
+    judge_disk,
+    needed_bytes,
+)
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.preflight.mismatch import judge_mismatch
@@ -74,7 +81,14 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         if may_gain and (plan.device == CPU or host.gpus)
         else (),
         _folder(host),
-        judge_disk(plan, inputs.disks, model_bytes=model_bytes, shape=inputs.model_shape, written=inputs.written),
+        judge_disk(
+            plan,
+            inputs.disks,
+            model_bytes=model_bytes,
+            shape=inputs.model_shape,
+            written=inputs.written,
+            to_cache=bytes_to_cache(plan, inputs.model_shape, in_files=inputs.model_bytes),
+        ),
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
@@ -133,9 +147,9 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if model.trust_remote_code:
         message = f"Python code that comes with {model.source or model.builtin} will run"
         yield warning("remote-code", "model.trust_remote_code", message, "read it first")
-    message, remedy = inputs.package
-    if message:
-        yield error("model-package", "model.builtin", message, remedy)
+    if inputs.package.problem:
+        finding = error if inputs.package.is_certain else warning
+        yield finding("model-package", "model.builtin", inputs.package.problem, inputs.package.remedy)
     if inputs.gguf and inputs.gguf.problem:
         yield error("model-gguf", "model.path", f"{model.gguf}: {inputs.gguf.problem}", inputs.gguf.remedy)
         return
@@ -319,8 +333,9 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
     """(what, how much), for people. model_bytes: of its files of weights, 0 when they are not here."""
+    to_cache = bytes_to_cache(plan, shape, in_files=model_bytes)
     model_bytes = bytes_in_bf16(shape, in_files=model_bytes)
-    disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes, shape=shape)))}"
+    disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes, shape=shape, to_cache=to_cache)))}"
     if more := bytes_of_a_save_by_time(plan, model_bytes=model_bytes, shape=shape):
         disk += f", and {gib(more)} more with each save by checkpoint.every_minutes: all of them stay"
     found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]

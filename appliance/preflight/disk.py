@@ -86,14 +86,23 @@ def _bytes_below(folder: Path) -> int:
 
 
 def judge_disk(
-    plan: RunPlan, disks: Disks, *, model_bytes: int, shape: ModelShape | None = None, written: Written
+    plan: RunPlan,
+    disks: Disks,
+    *,
+    model_bytes: int,
+    shape: ModelShape | None = None,
+    written: Written,
+    to_cache: int = 0,
 ) -> Iterator[Finding]:
-    """model_bytes: of the weights in BF16, 0 when unknown.  shape: of the model, None where it is not known."""
+    """model_bytes: of the weights in BF16, 0 when unknown.  shape: of the model, None where it is not known.  to_cache:
+    of bytes_to_cache."""
     if (each := _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)) > plan.guard.save_budget_s * _FAST:
         message = f"a run that is to stop has {plan.guard.save_budget_s:g} s to end its step and save {gib(each)}"
         remedy = f"a disk that takes 1 GB/s is {each / _FAST:.0f} s at it: raise it, and the grace period of the host"
         yield warning("save-budget", "guard.save_budget_s", message, remedy)
-    in_run, in_checkpoints = needed_bytes(plan, model_bytes=model_bytes, shape=shape, written=written)
+    in_run, in_checkpoints = needed_bytes(
+        plan, model_bytes=model_bytes, shape=shape, written=written, to_cache=to_cache
+    )
     if disks.are_one:
         more, needed = " more" if written != Written() else "", in_run + in_checkpoints
         message = f"the run needs about {gib(needed)}{more}"
@@ -115,13 +124,18 @@ def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> It
 
 
 def needed_bytes(
-    plan: RunPlan, *, model_bytes: int, shape: ModelShape | None = None, written: Written = Written()
+    plan: RunPlan,
+    *,
+    model_bytes: int,
+    shape: ModelShape | None = None,
+    written: Written = Written(),
+    to_cache: int = 0,
 ) -> tuple[int, int]:
-    """(to the run's folder, to its checkpoints): about what is still to be written. model_bytes, shape: as judge_disk;
-    without a shape an adapter counts as the whole model."""
+    """(to the run's folder and the cache beside it, to its checkpoints): about what is still to be written. Parameters
+    as of judge_disk; without a shape an adapter counts as the whole model."""
     each = _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
-    run = _FOR_LOGS + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
+    run = _FOR_LOGS + scaled + 2 * model_bytes + to_cache  # `model/`, an earlier one goes to the logs
     return run, max(0, checkpoints_at_once(plan) * each - written.checkpoints)
 
 
@@ -134,6 +148,12 @@ def bytes_in_bf16(shape: ModelShape | None, *, in_files: int) -> int:
     """Of the weights: by the shape where that tells, for files may have them in FP32, as a run's `model/` does.
     in_files: 0 when they are not here."""
     return 2 * shape.weights if shape and shape.is_dense else in_files
+
+
+def bytes_to_cache(plan: RunPlan, shape: ModelShape | None, *, in_files: int) -> int:
+    """Of a model that is made of a GGUF file or a package on first use, 0 where it is made already. shape, in_files: as
+    of bytes_in_bf16."""
+    return bytes_in_bf16(shape, in_files=0) if plan.model.is_cached and not in_files else 0
 
 
 def checkpoints_at_once(plan: RunPlan) -> int:

@@ -28,7 +28,7 @@ from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
 from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan
 from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, is_from_hub, splits_of, task_of, too_few_problems
-from appliance.tasks.packaged_model import package_problem
+from appliance.tasks.packaged_model import PackageFacts, package_facts
 from appliance.tasks.sample import Verdict
 from appliance.tasks.templates import TemplateFacts
 from appliance.tasks.tools import asked_of, read_tools
@@ -99,8 +99,8 @@ class InputFacts:
     """Why the hub, which answers, does not give the model."""
     gguf: GgufFacts | None = None
     """Facts about the GGUF file that the model is converted from, where it is one."""
-    package: tuple[str, str] = ("", "")
-    """(why the package of a built-in model is not to be had, what to do)."""
+    package: PackageFacts = field(default_factory=PackageFacts)
+    """Facts about the package of a built-in model that is not made yet."""
     revision_problem: str = ""
     """Why it is not known which commit `model.revision` is."""
     reward_problem: RewardProblem | None = None
@@ -204,7 +204,7 @@ def _read(
         access=access,
         stack=read_stack(plan),
         gguf=gguf,
-        package=_package_problem(plan, ask_index=ask_hub),
+        package=_package_facts(plan, ask_index=ask_hub),
         stored=stored_result(plan, host=host) if host and not plan.trainer.one_flow else None,
         written=read_written(plan),
     )
@@ -240,11 +240,11 @@ def _is_made(model: ModelPlan) -> bool:
     return model.builtin in PACKAGED_MODELS and os.path.isdir(model.path)
 
 
-def _package_problem(plan: RunPlan, *, ask_index: bool) -> tuple[str, str]:
+def _package_facts(plan: RunPlan, *, ask_index: bool) -> PackageFacts:
     packaged = PACKAGED_MODELS.get(plan.model.builtin)
     if packaged is None or _is_made(plan.model):
-        return "", ""
-    return package_problem(packaged, cache_dir=Path(plan.cache_dir), ask_index=ask_index)
+        return PackageFacts()
+    return package_facts(packaged, cache_dir=Path(plan.cache_dir), ask_index=ask_index)
 
 
 def _has_chat_template(model: ModelPlan) -> bool:

@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,17 @@ _PIP = (
 )
 _ASK = ("--no-input", "--disable-pip-version-check", "--retries", "0", "--timeout", "5")
 _ANSWERS_WITHIN_S = 30
+
+
+@dataclass(frozen=True)
+class PackageFacts:
+    """What can be said of a model's package before it is fetched."""
+
+    problem: str = ""
+    """Why the package is not to be had; empty where it is, or nobody asked."""
+    remedy: str = ""
+    is_certain: bool = True
+    """Whether fetching it must fail. An index that did not answer one short question may still give it."""
 
 
 def wheel_folders(cache_dir: Path) -> tuple[Path, ...]:
@@ -142,14 +154,14 @@ def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Call
     return wheel
 
 
-def package_problem(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -> tuple[str, str]:
-    """(why the package is not to be had, what to do) for a model that is not made yet; two empty texts where it is.
-    ask_index: whether pip may ask its index, which takes seconds."""
+def package_facts(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -> PackageFacts:
+    """Facts about the package of a model that is not made yet. ask_index: whether pip may ask its index, which takes
+    seconds."""
     try:
         if find_wheel(model, cache_dir=cache_dir) is not None or not ask_index:
-            return "", ""
+            return PackageFacts()
     except PreflightError as error:
-        return error.message, error.hint
+        return PackageFacts(error.message, remedy=error.hint)
     command = module_argv("pip", "index", "versions", model.package, *_ASK)
     try:
         asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_ANSWERS_WITHIN_S)
@@ -157,11 +169,15 @@ def package_problem(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -
     except subprocess.TimeoutExpired:
         versions, reason = "", f"no answer within {_ANSWERS_WITHIN_S} s"
     if re.search(rf"(?<![\w.]){re.escape(model.version)}(?![\w.])", versions):
-        return "", ""
-    reason = f"it has other versions alone ({versions.split(':')[-1].strip()[:100]})" if versions else reason
-    package = f"the package {model.package} {model.version}, which has the model,"
-    message = f"{package} is not here, and pip's index does not have it: {reason}"
-    return message, remedy_without_index(model, cache_dir=cache_dir)
+        return PackageFacts()
+    message = f"the package {model.package} {model.version}, which has the model, is not here, and pip's index "
+    if versions.strip():
+        message += f"does not have it: it has other versions alone ({versions.split(':')[-1].strip()[:100]})"
+    else:
+        message += f"did not say at once that it has it: {reason}"
+    return PackageFacts(
+        message, remedy=remedy_without_index(model, cache_dir=cache_dir), is_certain=bool(versions.strip())
+    )
 
 
 def remedy_without_index(model: PackagedModel, *, cache_dir: Path) -> str:

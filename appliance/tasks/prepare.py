@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import os.path
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from appliance.errors import EngineError, PreflightError, RecipeError, first_line
@@ -238,7 +240,14 @@ def prompt_ids(
 def main(arguments: list[str]) -> int:
     keep_stacks(PHASE)
     plan = read_plan(Path(arguments[0]))
+    signal.signal(signal.SIGTERM, _end_tidily)
     return exit_code_of(lambda: prepare(plan), run_dir=Path(plan.run_dir))
+
+
+def _end_tidily(number: int, frame: FrameType | None) -> None:
+    """Ends this process by an exception, so that what is half made in the cache is removed on the way out."""
+    signal.signal(number, signal.SIG_IGN)  # a second one would break off the removal
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

