@@ -31,7 +31,7 @@ from appliance.quant.own_samples import Sample, Sampling, draw_samples
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.liveness import keep_stacks
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import read_plan
 from appliance.terms.clock import ANY_DAY, clock_of
 
@@ -53,7 +53,7 @@ def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
         scheme=job.scheme,
         settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
         origin=origin,
-        on_layer=functools.partial(report, "layer"),
+        on_layer=report,
     )
 
 
@@ -111,7 +111,8 @@ def own_samples(
         max_tokens=job.response_tokens,
         stop=ends_of_responses(folder, tokenizer=tokenizer),
     )
-    return draw_samples(StreamedModel(Checkpoint(folder)), prompts=prompts, sampling=sampling, on_token=on_token)
+    model = StreamedModel(Checkpoint(folder), beat=Heartbeat().beat)
+    return draw_samples(model, prompts=prompts, sampling=sampling, on_token=on_token)
 
 
 def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
