@@ -44,7 +44,8 @@ class Views:
 
     @contextmanager
     def open(self, index: int, *, pass_name: str, is_back: bool = False) -> Iterator[LayerView]:
-        """A decoder layer with its weights, while the block lasts. is_back: whether the pass begins at the last layer."""
+        """A decoder layer with its weights, while the block lasts. is_back: whether the pass begins at the
+        last layer."""
         with self.model.layer(index) as layer:
             view = LayerView(
                 layer,

@@ -414,6 +414,25 @@ def test_a_model_beats_at_every_layer_of_a_token(qwen2: tuple[nn.Module, Path]) 
     assert len(beats) == 4 * model.num_layers
 
 
+def test_prompts_of_like_lengths_are_answered_together_within_a_bound(
+    qwen2: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt of 4,000 tokens among 500 of 20 would have all of them padded to 4,000."""
+    prompts = [[1] * 3, [2] * 20, [3] * 3, [4] * 5, [5] * 3]
+    monkeypatch.setattr("appliance.quant.own_samples._PROMPT_TOKENS", 10)
+    model, shapes, done = StreamedModel(Checkpoint(qwen2[1])), [], []
+    run = model.run
+    monkeypatch.setattr(
+        model, "run", lambda hidden, **how: shapes.append(tuple(hidden.shape[:2])) or run(hidden, **how)
+    )
+    sampling = Sampling(max_tokens=2)
+    samples = draw_samples(model, prompts=prompts, sampling=sampling, on_token=lambda *counts: done.append(counts))
+    assert [shape for shape in shapes if shape[1] > 1] == [(1, 20), (2, 5), (2, 3)]
+    assert done == [(number, 6) for number in range(1, 7)]
+    assert [list(sample.tokens[: sample.prompt_tokens]) for sample in samples] == prompts
+    assert {len(sample.tokens) - sample.prompt_tokens for sample in samples} == {2}
+
+
 def test_a_profile_is_read_as_it_was_written(qwen2: tuple[nn.Module, Path], tmp_path: Path) -> None:
     made = profile_of(qwen2[1], mismatch_budget=0.01, ignore=("model.layers.0.mlp.down_proj",))
     write_profile(made, folder=tmp_path)
