@@ -14,6 +14,7 @@ from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.shapes import ModelShape
 
 CODE = "mismatch"
+FEW_TOKENS = 256  # below it a predicted mean is uncertain
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Expected:
 
     kl: float
     """Nats per token, with the layers in BF16 that the profile keeps there."""
+    tokens: int
+    """Compared tokens, on which the prediction rests."""
     candidates: tuple[Candidate, ...] = ()
     """The quantised layers whose contributions were measured."""
     kept_multiplications: int = 0
@@ -32,6 +35,11 @@ class Expected:
     """Nats per token, if they did not; None where no budget keeps any."""
     budget: float | None = None
     """Nats per token."""
+
+    @property
+    def basis(self) -> str:
+        """`by 900 tokens`: what the prediction rests on."""
+        return f"by {self.tokens} tokens" if self.tokens >= FEW_TOKENS else f"by few tokens ({self.tokens})"
 
     @property
     def multiplications(self) -> int:
@@ -48,6 +56,7 @@ def expected_of(folder: Path) -> Expected | None:
     before, kept = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
     return Expected(
         header["predicted"]["kl"],
+        tokens=header["predicted"]["tokens"],
         candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
         kept_multiplications=sum(layer["multiplications"] for layer in kept),
         kept=tuple(layer_name(layer["linears"]) for layer in kept),
@@ -77,8 +86,8 @@ def judge_mismatch(
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
         return
     message = (
-        f"the profile predicts a mismatch of {expected.kl:.2g} nats per token; above {bound:g} a step is bad "
-        "(guard.k3_kl)"
+        f"the profile predicts a mismatch of {expected.kl:.2g} nats per token, {expected.basis}; above {bound:g} a "
+        "step is bad (guard.k3_kl)"
     )
     ways = [_budget(plan, expected=expected, stored=stored), *_one_flow(plan, shape), *_bf16(plan, stored)]
     yield warning(CODE, "rollout.scheme", message, f"{'; '.join(ways[:-1])}; or {ways[-1]}")
@@ -89,8 +98,8 @@ def _choice(plan: RunPlan, expected: Expected, stored: StoredResult | None) -> s
     cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
     return (
         f"{len(expected.kept)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
-        f"{expected.kl:.2g} nats per token instead of {expected.without_budget:.2g}, at most {expected.budget:g}: "
-        f"{', '.join(expected.kept)}"
+        f"{expected.kl:.2g} nats per token, {expected.basis}, instead of {expected.without_budget:.2g}, at most "
+        f"{expected.budget:g}: {', '.join(expected.kept)}"
     )
 
 

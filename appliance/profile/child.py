@@ -37,6 +37,7 @@ from appliance.terms.clock import ANY_DAY, clock_of
 
 T = TypeVar("T")
 _PHASE = "profile"
+_FEWEST_PROMPTS = 16
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
@@ -117,8 +118,8 @@ def own_samples(
 
 def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most
-    job.prompts, and so many that they have at most job.max_tokens together with their responses; at least one. Raises
-    EngineError where none fits."""
+    job.prompts, and so many that they have at most job.max_tokens together with their responses; but _FEWEST_PROMPTS
+    whatever their length, because only responses are compared. Raises EngineError where none fits."""
     rows = pq.read_table(job.parquet, columns=["prompt"]).to_pylist()
     prompts = []
     for row in _spread(rows, number=job.prompts):
@@ -131,7 +132,7 @@ def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list
         hint = "raise task.max_prompt_tokens, or give other data"
         raise EngineError("no prompt of the task's training data fits task.max_prompt_tokens", hint=hint)
     tokens_each = sum(map(len, prompts)) / len(prompts) + job.response_tokens
-    return _spread(prompts, number=max(1, int(job.max_tokens / tokens_each)))
+    return _spread(prompts, number=max(_FEWEST_PROMPTS, int(job.max_tokens / tokens_each)))
 
 
 def _spread(items: list[T], *, number: int) -> list[T]:

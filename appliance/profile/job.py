@@ -64,7 +64,7 @@ class ProfileJob(Frozen):
     prompts: int = 64
     """Of the task."""
     max_tokens: int = 2048
-    """Of all prompts and responses together."""
+    """Of all prompts and responses together, where that leaves enough prompts."""
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:
