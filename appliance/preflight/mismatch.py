@@ -8,7 +8,7 @@ from pathlib import Path
 
 from appliance.preflight.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
-from appliance.quant.files import read_file_header
+from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.shapes import ModelShape
@@ -48,9 +48,9 @@ class Expected:
 
 
 def expected_of(folder: Path) -> Expected | None:
-    """Of the profile in a folder; None where it predicts nothing. Raises EngineError when there is none."""
+    """Of the profile in a folder; None where it predicts nothing of rollouts. Raises EngineError when there is none."""
     header = read_file_header(folder)
-    if not header["predicted"]:
+    if not header["predicted"] or not is_by_own_samples(header):
         return None
     layers = [{"multiplications": 0, "contribution": None, **layer} for layer in header["layers"]]
     before, kept = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
