@@ -152,11 +152,29 @@ def _tokens(row: dict, *, job: ProfileJob, tokenizer: PreTrainedTokenizerBase) -
 
 
 def ends_of_responses(folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens at which an engine ends a response: those of generation_config.json and the tokenizer's."""
-    file = folder / "generation_config.json"
-    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ends = named if isinstance(named, list) else [named]
-    return frozenset(token for token in (*ends, tokenizer.eos_token_id) if isinstance(token, int))
+    """The tokens at which an engine ends a response: the tokenizer's, and those of generation_config.json or, as vLLM
+    does where there is none, of config.json. Raises EngineError for a file that cannot be read."""
+    named = next((file for file in (folder / "generation_config.json", folder / "config.json") if file.is_file()), None)
+    return frozenset({*(_named_ends(named) if named else ()), *_whole_numbers(tokenizer.eos_token_id)})
+
+
+def _named_ends(file: Path) -> list[int]:
+    hint = "mend the file, or take it from where the model is from"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineError(f"{file}: not JSON that can be read: {error}", hint=hint) from error
+    if not isinstance(content, dict):
+        raise EngineError(f"{file}: not a mapping", hint=hint)
+    named = content.get("eos_token_id")
+    ends = _whole_numbers(named)
+    if named is not None and len(ends) != (len(named) if isinstance(named, list) else 1):
+        raise EngineError(f"{file}: eos_token_id: {named!r} is neither a token's number nor a list of them", hint=hint)
+    return ends
+
+
+def _whole_numbers(named: object) -> list[int]:
+    return [number for number in (named if isinstance(named, list) else [named]) if type(number) is int]
 
 
 def main(arguments: list[str]) -> int:

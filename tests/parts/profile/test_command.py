@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from appliance.plan.build import build_plan
 from appliance.preflight.inputs import read_inputs
 from appliance.preflight.probes import read_host
 from appliance.profile import command
-from appliance.profile.child import make_profile, own_samples, read_prompts
+from appliance.profile.child import ends_of_responses, make_profile, own_samples, read_prompts
 from appliance.profile.command import table
 from appliance.profile.job import ProfileJob, file_hash, find_known_profile, find_profile, job_of_plan, job_of_run
 from appliance.quant.files import read_file_header
@@ -279,6 +280,37 @@ def test_prompts_that_are_too_long_are_left_out_or_cut_as_in_a_run(recipe: Recip
     assert read_prompts(short, tokenizer=tokenizer) == fitting
     cut = read_prompts(short.replace(truncate_prompts=True), tokenizer=tokenizer)
     assert cut == [prompt[-(longest - 1) :] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": '{"eos_token_id": [5, 6]}', "config.json": '{"eos_token_id": 7}'}, {2, 5, 6}),
+        ({"config.json": '{"eos_token_id": 7}'}, {2, 7}),
+        ({"generation_config.json": "{}", "config.json": '{"eos_token_id": 7}'}, {2}),
+        ({}, {2}),
+    ],
+)
+def test_responses_end_where_an_engine_ends_them(tmp_path: Path, files: dict[str, str], ends: set[int]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert ends_of_responses(tmp_path, tokenizer=SimpleNamespace(eos_token_id=2)) == ends
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"eos_token_id"', "not JSON that can be read: "),
+        (b"\xff\xfe", "not JSON that can be read: "),
+        (b"[1]", "not a mapping"),
+        (b'{"eos_token_id": "</s>"}', "eos_token_id: '</s>' is neither a token's number nor a list of them"),
+        (b'{"eos_token_id": [1, true]}', "eos_token_id: [1, True] is neither"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (file := tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(EngineError, match=re.escape(f"{file}: {reason}")):
+        ends_of_responses(tmp_path, tokenizer=SimpleNamespace(eos_token_id=2))
 
 
 def test_the_text_of_a_profile_is_of_no_day(recipe: Recipe) -> None:
