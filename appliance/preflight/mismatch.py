@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,8 +100,14 @@ def _choice(plan: RunPlan, expected: Expected, stored: StoredResult | None) -> s
     return (
         f"{len(expected.kept)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
         f"{expected.kl:.2g} nats per token, {expected.basis}, instead of {expected.without_budget:.2g}, at most "
-        f"{expected.budget:g}: {', '.join(expected.kept)}"
+        f"{expected.budget:g}: {_by_kind(expected.kept)}; the run's profile/quantization.yaml names them"
     )
+
+
+def _by_kind(layers: Iterable[str]) -> str:
+    """`12 down_proj, 3 o_proj`. layers: as `layer_name` names them."""
+    numbers = Counter(layer.rpartition(".")[2] for layer in layers)
+    return ", ".join(f"{number} {kind}" for kind, number in numbers.most_common())
 
 
 def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -> str:

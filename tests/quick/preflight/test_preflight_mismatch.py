@@ -46,10 +46,13 @@ def warned(
 
 
 def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
-    chosen = dataclasses.replace(FAR, kl=0.009, kept=("x", "y"), without_budget=0.02, budget=0.01)
+    chosen = dataclasses.replace(
+        FAR, kl=0.009, kept=("a.0.o_proj", "a.0.{q,k,v}_proj", "a.1.{q,k,v}_proj"), without_budget=0.02, budget=0.01
+    )
     choice = (
-        "2 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, by "
-        "900 tokens, instead of 0.02, at most 0.01: x, y"
+        "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, by "
+        "900 tokens, instead of 0.02, at most 0.01: 2 {{q,k,v}}_proj, 1 o_proj; the run's profile/quantization.yaml "
+        "names them"
     )
     assert warned(expected=chosen) == [(choice.format("`appliance bench` measures what they cost in time"), "")]
     stored = StoredResult(ratios=((Scheme.INT8, 2.0),), what="measured")
