@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.preflight.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
-from appliance.quant.files import read_file_header
+from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.shapes import ModelShape
 
 CODE = "mismatch"
+FEW_TOKENS = 256  # below it a predicted mean is uncertain
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Expected:
 
     kl: float
     """Nats per token, with the layers in BF16 that the profile keeps there."""
+    tokens: int
+    """Compared tokens, on which the prediction rests."""
     candidates: tuple[Candidate, ...] = ()
     """The quantised layers whose contributions were measured."""
     kept_multiplications: int = 0
@@ -34,20 +38,26 @@ class Expected:
     """Nats per token."""
 
     @property
+    def basis(self) -> str:
+        """`by 900 tokens`: what the prediction rests on."""
+        return f"by {self.tokens} tokens" if self.tokens >= FEW_TOKENS else f"by few tokens ({self.tokens})"
+
+    @property
     def multiplications(self) -> int:
         """Of one token, in all layers that could be quantised."""
         return self.kept_multiplications + sum(layer.multiplications for layer in self.candidates)
 
 
 def expected_of(folder: Path) -> Expected | None:
-    """Of the profile in a folder; None where it predicts nothing. Raises EngineError when there is none."""
+    """Of the profile in a folder; None where it predicts nothing of rollouts. Raises EngineError when there is none."""
     header = read_file_header(folder)
-    if not header["predicted"]:
+    if not header["predicted"] or not is_by_own_samples(header):
         return None
     layers = [{"multiplications": 0, "contribution": None, **layer} for layer in header["layers"]]
     before, kept = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
     return Expected(
         header["predicted"]["kl"],
+        tokens=header["predicted"]["tokens"],
         candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
         kept_multiplications=sum(layer["multiplications"] for layer in kept),
         kept=tuple(layer_name(layer["linears"]) for layer in kept),
@@ -77,8 +87,8 @@ def judge_mismatch(
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
         return
     message = (
-        f"the profile predicts a mismatch of {expected.kl:.2g} nats per token; above {bound:g} a step is bad "
-        "(guard.k3_kl)"
+        f"the profile predicts a mismatch of {expected.kl:.2g} nats per token, {expected.basis}; above {bound:g} a "
+        "step is bad (guard.k3_kl)"
     )
     ways = [_budget(plan, expected=expected, stored=stored), *_one_flow(plan, shape), *_bf16(plan, stored)]
     yield warning(CODE, "rollout.scheme", message, f"{'; '.join(ways[:-1])}; or {ways[-1]}")
@@ -89,9 +99,15 @@ def _choice(plan: RunPlan, expected: Expected, stored: StoredResult | None) -> s
     cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
     return (
         f"{len(expected.kept)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
-        f"{expected.kl:.2g} nats per token instead of {expected.without_budget:.2g}, at most {expected.budget:g}: "
-        f"{', '.join(expected.kept)}"
+        f"{expected.kl:.2g} nats per token, {expected.basis}, instead of {expected.without_budget:.2g}, at most "
+        f"{expected.budget:g}: {_by_kind(expected.kept)}; the run's profile/quantization.yaml names them"
     )
+
+
+def _by_kind(layers: Iterable[str]) -> str:
+    """`12 down_proj, 3 o_proj`. layers: as `layer_name` names them."""
+    numbers = Counter(layer.rpartition(".")[2] for layer in layers)
+    return ", ".join(f"{number} {kind}" for kind, number in numbers.most_common())
 
 
 def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -> str:

@@ -31,12 +31,13 @@ from appliance.quant.own_samples import Sample, Sampling, draw_samples
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.liveness import keep_stacks
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import read_plan
 from appliance.terms.clock import ANY_DAY, clock_of
 
 T = TypeVar("T")
 _PHASE = "profile"
+_FEWEST_PROMPTS = 16
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
@@ -53,7 +54,7 @@ def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
         scheme=job.scheme,
         settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
         origin=origin,
-        on_layer=functools.partial(report, "layer"),
+        on_layer=report,
     )
 
 
@@ -111,13 +112,14 @@ def own_samples(
         max_tokens=job.response_tokens,
         stop=ends_of_responses(folder, tokenizer=tokenizer),
     )
-    return draw_samples(StreamedModel(Checkpoint(folder)), prompts=prompts, sampling=sampling, on_token=on_token)
+    model = StreamedModel(Checkpoint(folder), beat=Heartbeat().beat)
+    return draw_samples(model, prompts=prompts, sampling=sampling, on_token=on_token)
 
 
 def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most
-    job.prompts, and so many that they have at most job.max_tokens together with their responses; at least one. Raises
-    EngineError where none fits."""
+    job.prompts, and so many that they have at most job.max_tokens together with their responses; but _FEWEST_PROMPTS
+    whatever their length, because only responses are compared. Raises EngineError where none fits."""
     rows = pq.read_table(job.parquet, columns=["prompt"]).to_pylist()
     prompts = []
     for row in _spread(rows, number=job.prompts):
@@ -130,7 +132,7 @@ def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list
         hint = "raise task.max_prompt_tokens, or give other data"
         raise EngineError("no prompt of the task's training data fits task.max_prompt_tokens", hint=hint)
     tokens_each = sum(map(len, prompts)) / len(prompts) + job.response_tokens
-    return _spread(prompts, number=max(1, int(job.max_tokens / tokens_each)))
+    return _spread(prompts, number=max(_FEWEST_PROMPTS, int(job.max_tokens / tokens_each)))
 
 
 def _spread(items: list[T], *, number: int) -> list[T]:
@@ -150,11 +152,29 @@ def _tokens(row: dict, *, job: ProfileJob, tokenizer: PreTrainedTokenizerBase) -
 
 
 def ends_of_responses(folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens at which an engine ends a response: those of generation_config.json and the tokenizer's."""
-    file = folder / "generation_config.json"
-    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ends = named if isinstance(named, list) else [named]
-    return frozenset(token for token in (*ends, tokenizer.eos_token_id) if isinstance(token, int))
+    """The tokens at which an engine ends a response: the tokenizer's, and those of generation_config.json or, as vLLM
+    does where there is none, of config.json. Raises EngineError for a file that cannot be read."""
+    named = next((file for file in (folder / "generation_config.json", folder / "config.json") if file.is_file()), None)
+    return frozenset({*(_named_ends(named) if named else ()), *_whole_numbers(tokenizer.eos_token_id)})
+
+
+def _named_ends(file: Path) -> list[int]:
+    hint = "mend the file, or take it from where the model is from"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineError(f"{file}: not JSON that can be read: {error}", hint=hint) from error
+    if not isinstance(content, dict):
+        raise EngineError(f"{file}: not a mapping", hint=hint)
+    named = content.get("eos_token_id")
+    ends = _whole_numbers(named)
+    if named is not None and len(ends) != (len(named) if isinstance(named, list) else 1):
+        raise EngineError(f"{file}: eos_token_id: {named!r} is neither a token's number nor a list of them", hint=hint)
+    return ends
+
+
+def _whole_numbers(named: object) -> list[int]:
+    return [number for number in (named if isinstance(named, list) else [named]) if type(number) is int]
 
 
 def main(arguments: list[str]) -> int:

@@ -46,7 +46,15 @@ from appliance.profile.job import (
     model_hash,
 )
 from appliance.profile.uaq import SCALING
-from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, place_profile, read_file_header, write_config
+from appliance.quant.files import (
+    CONFIG_FILE,
+    PROFILE_FILE,
+    engine_named,
+    is_by_own_samples,
+    place_profile,
+    read_file_header,
+    write_config,
+)
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
@@ -327,7 +335,8 @@ def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
         numbers = f"KL {predicted['kl']:.1e} nats per token"
         if before := header.get("predicted_all"):
             numbers += f"; {before['kl']:.1e} with all layers quantised"
-        rows.append(("mismatch", f"predicted against BF16, over {predicted['tokens']} tokens of its own: {numbers}"))
+        basis = f"{predicted['tokens']} tokens{' of its own' if is_by_own_samples(header) else ''}"
+        rows.append(("mismatch", f"predicted against BF16, over {basis}: {numbers}"))
     if memory := header["memory"]:
         parts = (memory["peak_bytes"], memory["largest_layer_bytes"], memory["model_bytes"])
         peak, layer, whole = (f"{each / 2**20:.1f} MiB" for each in parts)
@@ -374,6 +383,11 @@ def _sources(header: dict[str, Any]) -> str:
 
 
 def _kept(header: dict[str, Any]) -> str:
-    kept, budget = header["suggested_ignore"], header["settings"]["mismatch_budget"]
-    why = f"for a mismatch of {budget:g} nats, or by `ignore`" if budget else "by `ignore`; no mismatch budget is set"
+    kept, settings = header["suggested_ignore"], header["settings"]
+    if settings["mismatch_budget"] is not None:
+        why = f"for a mismatch of {settings['mismatch_budget']:g} nats, or by `ignore`"
+    elif settings["error_budget"] is not None:  # of an earlier version
+        why = f"for an error of at most {settings['error_budget']:g} in a layer's outputs, or by `ignore`"
+    else:
+        why = "by `ignore`; no mismatch budget is set"
     return f"{', '.join(kept) if kept else 'none'} ({why})"

@@ -64,13 +64,14 @@ def calibrate(
     settings: Settings,
     origin: Origin,
     prompt_tokens: Sequence[int] = (),
-    on_layer: Callable[[int, int], None] = lambda done, total: None,
+    on_layer: Callable[[str, int, int], None] = lambda name, done, total: None,
     ledger: Ledger | None = None,
 ) -> Profile:
     """Profile the model in `folder` on tokenised text, on the CPU.
 
     sequences: token ids, each of at least one token.  prompt_tokens: of each sequence, how many no response has; empty:
-    the mismatch of all but the first counts.  on_layer: called with the layers done and their number.
+    the mismatch of all but the first counts.  on_layer: called after every layer of every pass over the text, as
+    `Views` has it.
     Raises EngineError for a model of an unknown family or a checkpoint that is not whole, NumericsError when a weight
     or an activation is not finite.
     """
@@ -78,21 +79,20 @@ def calibrate(
     checkpoint = Checkpoint(folder, ledger=ledger)
     model = StreamedModel(checkpoint)
     batches = batches_of(sequences, prompt_tokens=prompt_tokens)
-    views = Views(model, batches=batches, scheme=scheme, ignore=settings.ignore, ledger=ledger)
+    views = Views(model, batches=batches, scheme=scheme, ignore=settings.ignore, ledger=ledger, on_layer=on_layer)
     streams = _Streams(views.embedded, list(views.embedded))
     layers: list[LayerError] = []
     groups: list[SmoothingGroup] = []
     activations: dict[str, Tensor] = {}
     exact = [streams.exact]
     for index in range(model.num_layers):
-        with views.open(index) as view:
+        with views.open(index, pass_name="layer") as view:
             layers_here, groups_here, activations_here = _one_layer(view, streams, settings=settings)
             del view
         layers += layers_here
         groups += groups_here
         activations |= activations_here
         exact.append(streams.exact)
-        on_layer(index + 1, model.num_layers)
     views.groups = tuple(groups)
     mismatch = MismatchBudget(views, exact=exact, settings=settings)
     predicted = mismatch.predict(streams.quantised)

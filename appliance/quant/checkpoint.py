@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +131,9 @@ class _Streamed(nn.Module):
 
 class StreamedModel:
     """A causal language model of a known family, without its weights. Raises EngineError for a family that this program
-    does not know."""
+    does not know. beat: called whenever a layer's weights are in memory, as a sign of life."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, beat: Callable[[], None] = lambda: None) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
 
         folder = checkpoint.folder
@@ -145,6 +145,7 @@ class StreamedModel:
             message = f"{folder}: a profile of `{config.model_type}` cannot be made"
             raise EngineError(message, hint=f"known are {', '.join(_FAMILIES)}")
         self.checkpoint = checkpoint
+        self._beat = beat
         self.family = _FAMILIES[config.model_type]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -214,6 +215,7 @@ class StreamedModel:
             value = self._parameter(prefix + name, shape=tuple(parameter.shape))
             place(layer, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
             del value
+        self._beat()
         try:
             yield layer
         finally:

@@ -1,14 +1,16 @@
 """Which layers stay in BF16, so that the mismatch meets a budget with the fewest multiplications in BF16. No torch.
 
 A layer's contribution is what quantising it alone adds to the mismatch. Contributions nearly add up, so what is left
-when some layers stay in BF16 is estimated as the share of the others. The estimate proposes, and a measurement of the
-whole model decides.
+when some layers stay in BF16 is estimated by their share of all contributions. Two values are exact: with none kept the
+whole mismatch is left, and with all kept nothing is. Between them, and every trial that was measured, the estimate is a
+line. It proposes the next trial, and a measurement of the whole model decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from appliance.quant.files import Predicted
@@ -48,22 +50,36 @@ def candidates_of(layers: Iterable[Mapping[str, Any]]) -> list[Candidate]:
     ]
 
 
-def fewest(candidates: Sequence[Candidate], *, kl: float, budget: float) -> tuple[Candidate, ...]:
-    """Layers to keep in BF16, the most useful first. kl: nats per token with none of them kept.  budget: at most."""
+def fewest(
+    candidates: Sequence[Candidate], *, kl: float, budget: float, measured: Mapping[float, float] | None = None
+) -> tuple[Candidate, ...]:
+    """Layers to keep in BF16, the most useful first. kl: nats per token with none of them kept.  budget: at most.
+    measured: nats per token of trials, by the share of all contributions that their kept layers have."""
+    points = sorted({**(measured or {}), 0.0: kl, 1.0: 0.0}.items())
     total = sum(candidate.contribution for candidate in candidates)
     kept: list[Candidate] = []
     in_order = sorted(candidates, key=lambda candidate: (-candidate.gain, candidate.layer))
-    while _left(kept, total=total, kl=kl) > budget and len(kept) < len(in_order):
+    while _left(kept, total=total, points=points) > budget and len(kept) < len(in_order):
         kept.append(in_order[len(kept)])
     for candidate in reversed(kept):  # the last one may have made up for some of those before it
         others = [other for other in kept if other is not candidate]
-        if _left(others, total=total, kl=kl) <= budget:
+        if _left(others, total=total, points=points) <= budget:
             kept = others
     return tuple(kept)
 
 
-def _left(kept: Collection[Candidate], *, total: float, kl: float) -> float:
-    return kl * (1 - sum(candidate.contribution for candidate in kept) / total) if total > 0 else kl
+def _left(kept: Iterable[Candidate], *, total: float, points: Sequence[tuple[float, float]]) -> float:
+    """Nats per token, on the line between two points of (share, nats per token), which begin at 0 and end at 1."""
+    kept_share = _contributed(kept, total=total)
+    for (low, kl_low), (high, kl_high) in pairwise(points):
+        if kept_share <= high:
+            return kl_low + (kl_high - kl_low) * (kept_share - low) / (high - low)
+    return points[-1][1]  # a sum that is rounded to more than 1
+
+
+def _contributed(kept: Iterable[Candidate], *, total: float) -> float:
+    """Share of all contributions, 0..1."""
+    return sum(candidate.contribution for candidate in kept) / total if total > 0 else 0.0
 
 
 def share(kept: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
@@ -84,9 +100,10 @@ def meet(
     measure: the mismatch with these names kept.  With all candidates kept there is none, so that any budget is met.
     """
     tried: dict[frozenset[str], tuple[float, Predicted]] = {frozenset(): (0.0, all_quantised)}
-    kl = all_quantised.kl
+    total = sum(candidate.contribution for candidate in candidates)
+    points: dict[float, float] = {}
     for _ in range(_TRIALS):
-        kept = fewest(candidates, kl=kl, budget=_AIM * budget)
+        kept = fewest(candidates, kl=all_quantised.kl, budget=_AIM * budget, measured=points)
         names = frozenset(name for candidate in kept for name in candidate.layer)
         if names in tried:
             break
@@ -94,10 +111,7 @@ def meet(
         tried[names] = (share(kept, candidates=candidates), measured)
         if _NEAR_ENOUGH * budget <= measured.kl <= budget:
             break
-        expected = _left(kept, total=sum(candidate.contribution for candidate in candidates), kl=kl)
-        if expected <= 0:
-            break
-        kl *= measured.kl / expected  # the estimate of the next proposal agrees with this measurement
+        points[_contributed(kept, total=total)] = measured.kl
     met = [(cost, sorted(names), measured) for names, (cost, measured) in tried.items() if measured.kl <= budget]
     if met:
         _, names, measured = min(met, key=lambda trial: trial[:2])

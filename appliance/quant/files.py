@@ -23,6 +23,7 @@ SMOOTHING = "smoothing."  # before the name of a group's source: the tensor of i
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
 SCHEMA_VERSION = 2
 _READABLE = (1, SCHEMA_VERSION)  # in version 1 every source of smoothing is a norm, and is called so
+_OWN_SAMPLES_SINCE = 2  # before, a prediction was on reference answers
 _LENGTH_BYTES = 8
 _NAME_DIGITS = 16
 _LONGEST_HEADER = 64 << 20
@@ -54,6 +55,12 @@ def read_file_header(folder: Path) -> dict[str, Any]:
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
     return header | completed  # with the defaults of what is left out
+
+
+def is_by_own_samples(header: dict[str, Any]) -> bool:
+    """Whether a profile's prediction is on answers of the model itself, as rollouts are. Earlier versions predicted on
+    reference answers, by which a run cannot be judged. header: as `read_file_header` returns it."""
+    return header["schema_version"] >= _OWN_SAMPLES_SINCE and header["settings"]["response_tokens"] > 0
 
 
 def kept_layers(folder: Path) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ class MismatchBudget:
         self._exact_MH = at_counted(views.model, exact[-1], batches=views.batches)
         self._settings = settings
         self._target_M = targets_of(views.batches)
+        self._num_choices = 0
 
     def predict(self, quantised: Sequence[Tensor]) -> Predicted | None:
         """quantised: [B, T, H] of each batch, behind the last layer. None where no token is compared."""
@@ -64,9 +65,10 @@ class MismatchBudget:
 
     def measure(self, kept: frozenset[str]) -> Predicted:
         """The mismatch when the layers of these names stay in BF16."""
+        self._num_choices += 1
         stream = list(self._views.embedded)
         for index in range(self._views.model.num_layers):
-            with self._views.open(index) as view:
+            with self._views.open(index, pass_name=f"choice {self._num_choices}, layer") as view:
                 units = frozenset(
                     unit.members[0] for unit in view.units if kept & {view.prefix + name for name in unit.layer}
                 )
@@ -96,7 +98,7 @@ class MismatchBudget:
             first += number
         found: Contributions = {}
         for index in reversed(range(model.num_layers)):
-            with self._views.open(index) as view:
+            with self._views.open(index, pass_name="contributions, layer", is_back=True) as view:
                 gradients, sums = pass_back(view, inputs=self._exact[index], gradients=gradients)
                 names = {unit.layer: tuple(view.prefix + name for name in unit.layer) for unit in view.units}
                 del view

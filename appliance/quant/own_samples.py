@@ -12,6 +12,7 @@ Legend: B sequences of T tokens, H the width of the residual stream, V words.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from appliance.errors import NumericsError
 from appliance.quant.checkpoint import StreamedModel
+
+_PROMPT_TOKENS = 2048  # of prompts with their padding in one forward: bounds the activations inside a layer
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,52 @@ def draw_samples(
 ) -> list[Sample]:
     """One response to each prompt, in the order of the prompts; the same for the same seed.
 
-    prompts: token ids, at least one of each.  on_token: called with the tokens done of each response, and the most.
+    prompts: token ids, at least one of each.  on_token: called with the tokens done, of one response for each group of
+    prompts that are answered together, and the most.
     Raises NumericsError when a logit is not finite.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
+    responses: dict[int, list[int]] = {}
+    groups = _groups(prompts)
+    for number, group in enumerate(groups):
+        drawn = _draw_group(
+            model,
+            prompts=[prompts[index] for index in group],
+            sampling=sampling,
+            generator=generator,
+            on_token=functools.partial(
+                _report, on_token, number * sampling.max_tokens, len(groups) * sampling.max_tokens
+            ),
+        )
+        responses |= zip(group, drawn, strict=True)
+    return [Sample((*prompt, *responses[index]), prompt_tokens=len(prompt)) for index, prompt in enumerate(prompts)]
+
+
+def _report(on_token: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    on_token(before + done, total)
+
+
+def _groups(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Places of prompts of like lengths, the longest first: they go through a layer together, padded to the longest of
+    their group."""
+    ordered = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    groups = []
+    while ordered:
+        size = max(1, _PROMPT_TOKENS // len(prompts[ordered[0]]))
+        groups.append(ordered[:size])
+        ordered = ordered[size:]
+    return groups
+
+
+def _draw_group(
+    model: StreamedModel,
+    *,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    generator: torch.Generator,
+    on_token: Callable[[int], None],
+) -> list[list[int]]:
+    """One response to each prompt; all are drawn together."""
     longest = max(map(len, prompts))
     ids_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask_BT = torch.zeros_like(ids_BT)
@@ -81,16 +126,13 @@ def draw_samples(
         for row in is_open_B.nonzero().flatten().tolist():
             responses[row].append(int(token_B[row]))
         is_open_B &= ~torch.isin(token_B, stop)
-        on_token(number + 1, sampling.max_tokens)
+        on_token(number + 1)
         if number + 1 == sampling.max_tokens or not bool(is_open_B.any()):
             break
         mask_BT = torch.cat([mask_BT, torch.ones_like(position_B1)], dim=1)
         hidden_BTH = model.run(model.embed(token_B[:, None]), mask_BT=mask_BT, position_BT=position_B1, cache=cache)
         position_B1 = position_B1 + 1
-    return [
-        Sample((*prompt, *response), prompt_tokens=len(prompt))
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
+    return responses
 
 
 def _logits(model: StreamedModel, hidden_BH: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Legend: B sequences of T tokens, H the width of the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from appliance.quant.checkpoint import Ledger, StreamedModel
@@ -16,7 +16,11 @@ from appliance.terms.schemes import Scheme
 
 
 class Views:
-    """embedded: [B, T, H] BF16 of each batch.  groups: the smoothing that `open` folds in, none at first."""
+    """embedded: [B, T, H] BF16 of each batch.  groups: the smoothing that `open` folds in, none at first.
+
+    on_layer: called after every layer of every pass, so that a run can tell a slow pass from none at all: with the name
+    of the pass, the layers done in it, and their number.
+    """
 
     def __init__(
         self,
@@ -26,6 +30,7 @@ class Views:
         scheme: Scheme,
         ignore: tuple[str, ...],
         ledger: Ledger,
+        on_layer: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> None:
         self.model = model
         self.batches = batches
@@ -35,10 +40,12 @@ class Views:
         self._scheme = scheme
         self._ignore = ignore
         self._ledger = ledger
+        self._on_layer = on_layer
 
     @contextmanager
-    def open(self, index: int) -> Iterator[LayerView]:
-        """A decoder layer with its weights, while the block lasts."""
+    def open(self, index: int, *, pass_name: str, is_back: bool = False) -> Iterator[LayerView]:
+        """A decoder layer with its weights, while the block lasts. is_back: whether the pass begins at the
+        last layer."""
         with self.model.layer(index) as layer:
             view = LayerView(
                 layer,
@@ -56,3 +63,5 @@ class Views:
                     view.fold(group)
             yield view
             del view, layer
+        total = self.model.num_layers
+        self._on_layer(pass_name, total - index if is_back else index + 1, total)

@@ -19,6 +19,7 @@ from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.mismatch_budget import MismatchBudget
+from appliance.quant.own_samples import Sampling, draw_samples
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import Origin, Profile, Settings, fold, write_profile
 from appliance.terms.schemes import Scheme
@@ -363,7 +364,7 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path: Path) -> None:
     tiny("qwen2", num_hidden_layers=24).save_pretrained(tmp_path)
     ledger, alive = Ledger(), []
 
-    def look(done: int, total: int) -> None:
+    def look(name: str, done: int, total: int) -> None:
         alive.append(ledger.alive_bytes)
 
     profile = calibrate(
@@ -383,6 +384,53 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path: Path) -> None:
     assert memory.largest_layer_bytes < memory.peak_bytes <= 1.5 * memory.largest_layer_bytes + largest_tensor
     assert memory.model_bytes > 24 * memory.largest_layer_bytes
     assert profile.layers[-1].linears == ("model.layers.23.mlp.down_proj",)
+
+
+def test_every_layer_of_every_pass_is_reported(qwen2: tuple[nn.Module, Path]) -> None:
+    """Else a run cuts the profiling of a large model as stalled."""
+    reports: list[tuple[str, int, int]] = []
+    profile = calibrate(
+        qwen2[1],
+        sequences=tokens().tolist(),
+        scheme=Scheme.INT8,
+        settings=Settings(mismatch_budget=1e-12),
+        origin=ORIGIN,
+        on_layer=lambda *report: reports.append(report),
+    )
+    assert profile.predicted_all is not None
+    layers = len({layer.linears[0].split(".")[2] for layer in profile.layers})
+    by_pass = [reports[first : first + layers] for first in range(0, len(reports), layers)]
+    assert [[done for _, done, _ in passed] for passed in by_pass] == [list(range(1, layers + 1))] * len(by_pass)
+    assert {total for _, _, total in reports} == {layers}
+    names = [{name for name, _, _ in passed} for passed in by_pass]
+    choices = [{f"choice {number}, layer"} for number in range(1, len(by_pass) - 1)]
+    assert choices and names == [{"layer"}, {"contributions, layer"}, *choices]
+
+
+def test_a_model_beats_at_every_layer_of_a_token(qwen2: tuple[nn.Module, Path]) -> None:
+    beats: list[int] = []
+    model = StreamedModel(Checkpoint(qwen2[1]), beat=lambda: beats.append(1))
+    draw_samples(model, prompts=[[1, 2, 3]], sampling=Sampling(max_tokens=4))
+    assert len(beats) == 4 * model.num_layers
+
+
+def test_prompts_of_like_lengths_are_answered_together_within_a_bound(
+    qwen2: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt of 4,000 tokens among 500 of 20 would have all of them padded to 4,000."""
+    prompts = [[1] * 3, [2] * 20, [3] * 3, [4] * 5, [5] * 3]
+    monkeypatch.setattr("appliance.quant.own_samples._PROMPT_TOKENS", 10)
+    model, shapes, done = StreamedModel(Checkpoint(qwen2[1])), [], []
+    run = model.run
+    monkeypatch.setattr(
+        model, "run", lambda hidden, **how: shapes.append(tuple(hidden.shape[:2])) or run(hidden, **how)
+    )
+    sampling = Sampling(max_tokens=2)
+    samples = draw_samples(model, prompts=prompts, sampling=sampling, on_token=lambda *counts: done.append(counts))
+    assert [shape for shape in shapes if shape[1] > 1] == [(1, 20), (2, 5), (2, 3)]
+    assert done == [(number, 6) for number in range(1, 7)]
+    assert [list(sample.tokens[: sample.prompt_tokens]) for sample in samples] == prompts
+    assert {len(sample.tokens) - sample.prompt_tokens for sample in samples} == {2}
 
 
 def test_a_profile_is_read_as_it_was_written(qwen2: tuple[nn.Module, Path], tmp_path: Path) -> None:

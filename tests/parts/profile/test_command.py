@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from appliance.plan.build import build_plan
 from appliance.preflight.inputs import read_inputs
 from appliance.preflight.probes import read_host
 from appliance.profile import command
-from appliance.profile.child import make_profile, own_samples, read_prompts
+from appliance.profile.child import ends_of_responses, make_profile, own_samples, read_prompts
 from appliance.profile.command import table
 from appliance.profile.job import ProfileJob, file_hash, find_known_profile, find_profile, job_of_plan, job_of_run
 from appliance.quant.files import read_file_header
@@ -96,10 +97,11 @@ def test_a_run_says_before_its_first_step_what_its_profile_predicts_and_check_kn
     command.finish_profile(plan)
     ((warning, why),) = notes(plan)
     kl = read_file_header(Path(plan.profile.folder))["predicted"]["kl"]
+    tokens = read_file_header(Path(plan.profile.folder))["predicted"]["tokens"]
     assert why == "mismatch"
     assert warning.startswith(
-        f"warning: the profile predicts a mismatch of {kl:.2g} nats per token; above 1e-07 a step is bad "
-        "(guard.k3_kl): `quantization.mismatch_budget: 5e-08` would keep "
+        f"warning: the profile predicts a mismatch of {kl:.2g} nats per token, by {tokens} tokens; above 1e-07 a step "
+        "is bad (guard.k3_kl): `quantization.mismatch_budget: 5e-08` would keep "
     )
     assert "% of the multiplications in BF16; `trainer.forward: rollout`" in warning
     assert "or `rollout.scheme: bf16`" in warning
@@ -127,9 +129,11 @@ def test_a_run_says_which_layers_its_budget_keeps_and_why(file: str) -> None:
     assert why == "quantization.mismatch_budget"
     assert choice.startswith(
         f"{len(kept)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what they "
-        f"cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token instead of {kl:.2g}, at "
-        f"most {kl / 2:g}: model.layers."
+        f"cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token, by "
+        f"{header['predicted']['tokens']} tokens, instead of {kl:.2g}, at "
+        f"most {kl / 2:g}"
     )
+    assert choice.endswith("; the run's profile/quantization.yaml names them") and "model.layers" not in choice
 
 
 def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(recipe: Recipe, tmp_path: Path) -> None:
@@ -236,13 +240,13 @@ def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch
 def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recipe) -> None:
     from transformers import AutoTokenizer
 
-    job = job_of_plan(planned(recipe)).replace(prompts=5, max_tokens=40)
+    job = job_of_plan(planned(recipe)).replace(prompts=40, max_tokens=240)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     prompts = read_prompts(job, tokenizer=tokenizer)
     samples = own_samples(job, folder=Path(job.model))
-    assert 1 < len(prompts) < 5  # so many that they have 40 tokens at most, with responses of 6
+    assert 16 < len(prompts) < 40  # so many that they have 240 tokens at most, with responses of 6
     assert [list(sample.tokens[: sample.prompt_tokens]) for sample in samples] == prompts
-    assert sum(len(sample.tokens) for sample in samples) <= 40
+    assert sum(len(sample.tokens) for sample in samples) <= 240
     for prompt in prompts:
         a, b = tokenizer.decode(prompt).removesuffix("=").split("+")
         assert a.isdigit() and b.isdigit()
@@ -252,6 +256,15 @@ def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recip
         assert tokenizer.eos_token_id not in response[:-1]
     assert own_samples(job, folder=Path(job.model)) == samples
     assert own_samples(job.replace(temperature=0.01), folder=Path(job.model)) != samples
+
+
+def test_long_prompts_leave_sixteen_answers_to_compare(recipe: Recipe) -> None:
+    from transformers import AutoTokenizer
+
+    job = job_of_plan(planned(recipe)).replace(prompts=20, max_tokens=40)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    assert len(read_prompts(job, tokenizer=tokenizer)) == 16
+    assert len(read_prompts(job.replace(prompts=5), tokenizer=tokenizer)) == 5
 
 
 def test_prompts_that_are_too_long_are_left_out_or_cut_as_in_a_run(recipe: Recipe) -> None:
@@ -268,6 +281,37 @@ def test_prompts_that_are_too_long_are_left_out_or_cut_as_in_a_run(recipe: Recip
     assert read_prompts(short, tokenizer=tokenizer) == fitting
     cut = read_prompts(short.replace(truncate_prompts=True), tokenizer=tokenizer)
     assert cut == [prompt[-(longest - 1) :] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": '{"eos_token_id": [5, 6]}', "config.json": '{"eos_token_id": 7}'}, {2, 5, 6}),
+        ({"config.json": '{"eos_token_id": 7}'}, {2, 7}),
+        ({"generation_config.json": "{}", "config.json": '{"eos_token_id": 7}'}, {2}),
+        ({}, {2}),
+    ],
+)
+def test_responses_end_where_an_engine_ends_them(tmp_path: Path, files: dict[str, str], ends: set[int]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert ends_of_responses(tmp_path, tokenizer=SimpleNamespace(eos_token_id=2)) == ends
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"eos_token_id"', "not JSON that can be read: "),
+        (b"\xff\xfe", "not JSON that can be read: "),
+        (b"[1]", "not a mapping"),
+        (b'{"eos_token_id": "</s>"}', "eos_token_id: '</s>' is neither a token's number nor a list of them"),
+        (b'{"eos_token_id": [1, true]}', "eos_token_id: [1, True] is neither"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (file := tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(EngineError, match=re.escape(f"{file}: {reason}")):
+        ends_of_responses(tmp_path, tokenizer=SimpleNamespace(eos_token_id=2))
 
 
 def test_the_text_of_a_profile_is_of_no_day(recipe: Recipe) -> None:

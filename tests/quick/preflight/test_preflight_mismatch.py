@@ -23,8 +23,10 @@ from appliance.terms.shapes import KNOWN
 
 # Of 400 multiplications 100 are in BF16 already; the first of these layers has most of the mismatch.
 LAYERS = (Candidate(("a",), 0.015, 60), Candidate(("b",), 0.004, 100), Candidate(("c",), 0.001, 140))
-FAR = Expected(0.02, candidates=LAYERS, kept_multiplications=100)
-MESSAGE = "the profile predicts a mismatch of 0.02 nats per token; above 0.015 a step is bad (guard.k3_kl)"
+FAR = Expected(0.02, tokens=900, candidates=LAYERS, kept_multiplications=100)
+MESSAGE = (
+    "the profile predicts a mismatch of 0.02 nats per token, by 900 tokens; above 0.015 a step is bad (guard.k3_kl)"
+)
 ONE_FLOW = "`trainer.forward: rollout`, with `trainer.attention: auto`, has exactly none (docs/one-flow.md)"
 BF16 = "`rollout.scheme: bf16` has only what BF16 rounds in other places"
 
@@ -44,10 +46,13 @@ def warned(
 
 
 def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
-    chosen = dataclasses.replace(FAR, kl=0.009, kept=("x", "y"), without_budget=0.02, budget=0.01)
+    chosen = dataclasses.replace(
+        FAR, kl=0.009, kept=("a.0.o_proj", "a.0.{q,k,v}_proj", "a.1.{q,k,v}_proj"), without_budget=0.02, budget=0.01
+    )
     choice = (
-        "2 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token instead of "
-        "0.02, at most 0.01: x, y"
+        "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, by "
+        "900 tokens, instead of 0.02, at most 0.01: 2 {{q,k,v}}_proj, 1 o_proj; the run's profile/quantization.yaml "
+        "names them"
     )
     assert warned(expected=chosen) == [(choice.format("`appliance bench` measures what they cost in time"), "")]
     stored = StoredResult(ratios=((Scheme.INT8, 2.0),), what="measured")
@@ -58,6 +63,13 @@ def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
 def test_a_mismatch_outside_the_guards_bound_names_three_ways_with_their_numbers() -> None:
     budget = "`quantization.mismatch_budget: 0.0075` would keep 40% of the multiplications in BF16"
     assert warned() == [(MESSAGE, f"{budget}; {ONE_FLOW}; or {BF16}")]
+
+
+def test_a_prediction_by_few_tokens_is_called_so() -> None:
+    ((message, _),) = warned(expected=dataclasses.replace(FAR, tokens=255))
+    assert message == MESSAGE.replace("by 900 tokens", "by few tokens (255)")
+    ((message, _),) = warned(expected=dataclasses.replace(FAR, tokens=256))
+    assert message == MESSAGE.replace("900", "256")
 
 
 def test_what_the_budget_costs_in_time_comes_from_bench() -> None:
@@ -87,12 +99,12 @@ def test_nothing_is_said_within_the_bound_and_where_there_is_no_mismatch(
 
 
 def test_a_profile_without_contributions_names_the_budget_without_its_cost() -> None:
-    ((_, remedy),) = warned(expected=Expected(0.02))
+    ((_, remedy),) = warned(expected=Expected(0.02, tokens=900))
     assert remedy.startswith("`quantization.mismatch_budget: 0.0075` keeps as many layers in BF16 as that takes; ")
 
 
 def test_the_budget_follows_the_guards_bound_and_a_named_profile_has_to_go() -> None:
-    ((message, remedy),) = warned("guard.k3_kl=0.004", "quantization.profile=/p", expected=Expected(0.02))
+    ((message, remedy),) = warned("guard.k3_kl=0.004", "quantization.profile=/p", expected=Expected(0.02, tokens=900))
     assert "above 0.004 a step is bad" in message
     assert remedy.startswith("`quantization.mismatch_budget: 0.002` in place of `quantization.profile` keeps ")
 

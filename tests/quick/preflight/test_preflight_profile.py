@@ -8,6 +8,8 @@ import pytest
 from appliance.plan.build import build_plan
 from appliance.preflight import probes
 from appliance.preflight.inputs import InputFacts, read_inputs
+from appliance.preflight.mismatch import expected_of
+from appliance.profile.command import table
 from appliance.quant.files import read_file_header
 from appliance.recipe.load import load_recipe
 
@@ -67,6 +69,26 @@ def problem(tmp_path: Path, *sets: str, model: dict[str, list[int]] | None = Non
 def test_a_profile_of_this_model_and_scheme_is_taken_without_a_yaml_file(tmp_path):
     write_profile(tmp_path / "p")
     assert problem(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "is_by_rollouts"), [(2, {}, True), (2, {"response_tokens": 0}, False), (1, {}, False)]
+)
+def test_a_prediction_on_reference_answers_is_none_of_rollouts(tmp_path, version, settings, is_by_rollouts):
+    """Profiles of schema version 1 were made so, with a budget for the error of each layer's outputs."""
+    settings = {**HEADER["settings"], "error_budget": 0.05, **settings}
+    smoothing = [{"source" if version == 2 else "norm": NORM, "linears": []}]
+    layer = {
+        **{"layer": ["a"], "linears": ["a"], "kept": True},
+        **{"weight_error": 0.0, "output_error": 0.1, "output_error_plain": 0.1},
+    }
+    changes = {"predicted": PREDICTED, "settings": settings, "smoothing": smoothing, "layers": [layer]}
+    folder = write_profile(tmp_path, header={**HEADER, "schema_version": version, **changes})
+    assert (expected_of(folder) is not None) == is_by_rollouts
+    text = "\n".join(table(read_file_header(folder), folder="p"))
+    basis = "over 8 tokens of its own: KL" if is_by_rollouts else "over 8 tokens: KL"
+    assert f"predicted against BF16, {basis}" in text
+    assert "none (for an error of at most 0.05 in a layer's outputs, or by `ignore`)" in text
 
 
 def test_a_folder_without_a_profile(tmp_path):

@@ -83,3 +83,24 @@ def test_of_the_choices_that_meet_the_budget_the_cheapest_one_counts() -> None:
     assert trials[0] == frozenset({"worst", "q", "k", "v"})
     assert kept == trials[1] == frozenset({"worst"})
     assert predicted.kl == pytest.approx(0.0075)
+
+
+def test_a_first_choice_that_measures_far_below_the_budget_ends_in_the_fewest_layers() -> None:
+    """Ten layers have nine times the mismatch of the others, and their contributions do not say so. The
+    mismatch with none kept is known exactly, and a trial does not change it."""
+    layers = [Candidate((f"{number:02}",), 0.001, 1) for number in range(20)]
+    real = {f"{number:02}": 0.0018 if number < 10 else 0.0002 for number in range(20)}
+    trials: list[frozenset[str]] = []
+    kept, predicted = meet(layers, all_quantised=PREDICTED, budget=0.0105, measure=measured_by(real, trials))
+    assert [len(trial) for trial in trials] == [11, 7, 6]
+    assert (len(kept), predicted.kl) == (6, pytest.approx(0.0092))
+
+
+def test_a_first_choice_that_takes_nothing_off_does_not_end_in_every_layer_kept() -> None:
+    """With all kept nothing is left, which is known exactly too."""
+    layers = [Candidate((f"{number:02}",), 0.001, 1) for number in range(20)]
+    real = {f"{number:02}": 0.0 if number < 11 else 0.02 / 9 for number in range(20)}
+    trials: list[frozenset[str]] = []
+    kept, predicted = meet(layers, all_quantised=PREDICTED, budget=0.0105, measure=measured_by(real, trials))
+    assert [len(trial) for trial in trials] == [11, 16]
+    assert (len(kept), predicted.kl) == (16, pytest.approx(0.08 / 9))
