@@ -167,7 +167,7 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
         uaq = None if raw["uaq"] is None else UaqPlan.model_validate(raw["uaq"])
         one_flow = raw.get("trainer", {}).get("one_flow")
         model = ModelPlan.model_validate(raw["model"]) if raw.get("lora") or one_flow else None
-        provenance = raw["model"].get("provenance", "")
+        provenance = raw.get("model", {}).get("provenance", "")  # plans of earlier versions say none
         flow = Quantisation.model_validate(raw["rollout"]["replicas"][0], strict=False) if one_flow else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "export it with the version that made the run"
