@@ -14,7 +14,7 @@ from typing import Any
 
 from appliance.plan.build import CACHE_NAME
 from appliance.tasks.library import PACKAGED_MODELS
-from appliance.tasks.packaged_model import package_problem
+from appliance.tasks.packaged_model import package_facts
 from benchmarks.accept.ground import Ground
 from benchmarks.accept.training import TINY, hold_proofs, read_taken, run_training
 from benchmarks.memory import Size, make_model
@@ -66,7 +66,7 @@ def _model(ground: Ground) -> tuple[tuple[str, ...], bool]:
     packaged, cache_dir = PACKAGED_MODELS[MODEL], ground.folder.absolute() / "runs" / CACHE_NAME
     if ground.rehearsal:
         folder = make_model(TINY, folder=ground.folder / "model")
-    elif problem := package_problem(packaged, cache_dir=cache_dir, ask_index=True)[0]:
+    elif problem := package_facts(packaged, cache_dir=cache_dir, ask_index=True).problem:
         ground.stand_in(f"{MODEL}: its shapes with random weights, which learn nothing: {problem}")
         shape = packaged.shape
         size = Size(
