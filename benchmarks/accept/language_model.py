@@ -35,6 +35,7 @@ TINY_BATCH = (
     "rollout.samples_per_prompt=2",
     "batch.prompts_per_step=4",
     "batch.mini_batch_prompts=4",
+    "batch.micro_batch_sequences=8",
 )
 
 
