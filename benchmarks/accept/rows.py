@@ -320,7 +320,10 @@ ROWS: tuple[Row, ...] = (
         "SmolLM2-135M learns by BF16 and by INT8 rollouts: reward, mismatch, speed of both, proof",
         "benchmarks.accept.language_model:train",
         2 * (_TRAINING_S + _CAPTURED_S + _SMOLLM2_STEPS_S),
-        covers=("`smollm2-int8`: a real language model",),
+        covers=(
+            "`smollm2-int8`: a real language model",
+            "the trainer's forward by memory: activations kept where they fit, and its micro-batch",
+        ),
         arguments=(("schemes", ("bf16", "int8")),),
         scheme=Scheme.INT8,
     ),
