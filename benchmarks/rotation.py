@@ -63,16 +63,18 @@ class Llama:
     @classmethod
     def load(cls, folder: Path) -> Llama:
         config = AutoConfig.from_pretrained(folder)
-        held = {
+        weights = {
             name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
         }
         layers = []
         for number in range(config.num_hidden_layers):
             prefix = f"model.layers.{number}."
-            layer = {norm: held[f"{prefix}{norm}_layernorm.weight"] for norm in READ_BY}
-            layers.append(layer | {name: held[f"{prefix}{at}.{name}_proj.weight"] for name, at in PLACES.items()})
-        embedding_VH = held["model.embed_tokens.weight"]
-        return cls(config, embedding_VH, held.get("lm_head.weight", embedding_VH), held["model.norm.weight"], layers)
+            layer = {norm: weights[f"{prefix}{norm}_layernorm.weight"] for norm in READ_BY}
+            layers.append(layer | {name: weights[f"{prefix}{at}.{name}_proj.weight"] for name, at in PLACES.items()})
+        embedding_VH = weights["model.embed_tokens.weight"]
+        return cls(
+            config, embedding_VH, weights.get("lm_head.weight", embedding_VH), weights["model.norm.weight"], layers
+        )
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -315,7 +317,7 @@ def answers(folder: Path, problems: Path) -> list[Answer]:
     tokenizer.pad_token_id = end
     questions = [json.loads(line)["question"] for line in problems.read_text().splitlines()[:PROBLEMS]]
     torch.manual_seed(0)
-    made: list[Answer] = []
+    answers: list[Answer] = []
     for start in range(0, len(questions), AT_ONCE):
         chats = [[{"role": "user", "content": question}] for question in questions[start : start + AT_ONCE]]
         texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
@@ -323,8 +325,8 @@ def answers(folder: Path, problems: Path) -> list[Answer]:
         sampled = model.generate(**prompts, max_new_tokens=ANSWER_TOKENS, do_sample=True, top_k=0, pad_token_id=end)
         for row, mask in zip(sampled.tolist(), prompts["attention_mask"], strict=True):
             prompt, answer = row[len(mask) - int(mask.sum()) : len(mask)], row[len(mask) :]
-            made.append((prompt, answer[: answer.index(end) + 1] if end in answer else answer))
-    return made
+            answers.append((prompt, answer[: answer.index(end) + 1] if end in answer else answer))
+    return answers
 
 
 @dataclass(frozen=True)
@@ -344,7 +346,7 @@ def batches_of(pairs: Iterable[Answer], *, skip: int) -> list[Batch]:
     ordered = sorted(
         ((prompt[skip:], answer) for prompt, answer in pairs), key=lambda pair: len(pair[0]) + len(pair[1])
     )
-    made = []
+    batches = []
     for start in range(0, len(ordered), AT_ONCE):
         part = ordered[start : start + AT_ONCE]
         tokens_BT = torch.zeros(len(part), max(len(prompt) + len(answer) for prompt, answer in part), dtype=torch.int64)
@@ -353,8 +355,8 @@ def batches_of(pairs: Iterable[Answer], *, skip: int) -> list[Batch]:
             end = len(prompt) + len(answer)
             tokens_BT[row, :end] = torch.tensor(prompt + answer)
             valid_BT[row, :end] = answer_BT[row, len(prompt) - 1 : end - 1] = True
-        made.append(Batch(tokens_BT, valid_BT, answer_BT))
-    return made
+        batches.append(Batch(tokens_BT, valid_BT, answer_BT))
+    return batches
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -50,14 +50,14 @@ class Layout:
     """How llama.cpp writes one family."""
 
     architecture: str
-    """Of `terms.families.FAMILIES`."""
+    """Name of the family in `terms.families.FAMILIES`."""
     layer: tuple[str, ...]
     """Tensors of a decoder layer."""
     experts: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
-        """What is true of every model of the family, and a file does not say."""
+        """Entries of config.json that every model of the family has, and a file does not say."""
         # llama.cpp's graph for it divides the chosen experts' weights by their sum.
         return {"norm_topk_prob": True} if self.experts else {}
 
@@ -270,7 +270,7 @@ def _rope(header: Header, *, sizes: _Sizes, factors: tuple[float, ...]) -> dict[
 
 
 def _llama3_factors(rope: Mapping[str, Any], *, head_size: int) -> list[float]:
-    """What Llama 3.1 divides each frequency by: 1 for short wavelengths, `factor` for long ones, between them from one
+    """Divisors of the frequencies in Llama 3.1: 1 for short wavelengths, `factor` for long ones, between them from one
     to the other."""
     low, high, before = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []

@@ -21,7 +21,7 @@ SUFFIX = ".gguf"
 @dataclass(frozen=True)
 class GgufFacts:
     sha256: str = ""
-    """Of the file, 64 hex digits; empty where it cannot be read."""
+    """SHA-256 of the file, 64 hex digits; empty where it cannot be read."""
     problem: str = ""
     """Why it is not read, or empty."""
     remedy: str = ""
@@ -29,7 +29,7 @@ class GgufFacts:
     chat_template: str = ""
     """How a prompt is put to the model, empty where the file does not say."""
     provenance: str = ""
-    """Where the model is from, under which licence, and what was done to its weights, as the file says."""
+    """Origin and licence of the model, and what was done to its weights, as the file says."""
 
 
 def is_gguf(path: str) -> bool:

@@ -142,19 +142,19 @@ def load_tokenizer(header: Header) -> PreTrainedTokenizerFast:
 
 
 def make_tokenizer(header: Header) -> Tokenizer:
-    """header: that check_tokenizer passed."""
+    """Build the tokenizer. header: that check_tokenizer passed."""
     from tokenizers import AddedToken
 
     is_byte_level = header.text(f"{_PREFIX}model") == _BYTE_LEVEL
-    made = _byte_level(header) if is_byte_level else _of_pieces(header)
+    tokenizer = _byte_level(header) if is_byte_level else _of_pieces(header)
     kinds = _list(header, "token_type", kind=int)
     for token, kind in zip(_list(header, "tokens", kind=str), kinds, strict=True):
         if kind in (_CONTROL, _UNKNOWN):
-            made.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         elif kind == _USER_DEFINED:
-            made.add_tokens([AddedToken(token, normalized=False, special=False)])
-    _frame(made, header, usual=not is_byte_level)
-    return made
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    _frame(tokenizer, header, usual=not is_byte_level)
+    return tokenizer
 
 
 def _vocabulary(header: Header) -> dict[str, int]:
@@ -169,14 +169,14 @@ def _byte_level(header: Header) -> Tokenizer:
     pre = header.text(f"{_PREFIX}pre")
     pairs = [merge.partition(" ") for merge in _list(header, "merges", kind=str)]
     merges = [(left, right) for left, _, right in pairs]
-    made = Tokenizer(models.BPE(_vocabulary(header), merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    tokenizer = Tokenizer(models.BPE(_vocabulary(header), merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     if pre in _COMPOSED:
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _WORDS[pre]]
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, in_bytes])
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _of_pieces(header: Header) -> Tokenizer:
@@ -192,16 +192,16 @@ def _of_pieces(header: Header) -> Tokenizer:
     ]
     merges.sort(key=lambda merge: -merge[1])  # the piece with the highest score is merged first
     pairs = [pair for pair, _ in merges]
-    made = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     is_prefixed = header.metadata.get(f"{_PREFIX}add_space_prefix", True) is True
     spaces = normalizers.Replace(" ", _SPACE)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if is_prefixed else spaces
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if is_prefixed else spaces
     back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if is_prefixed else [])])
-    return made
+    tokenizer.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if is_prefixed else [])])
+    return tokenizer
 
 
-def _frame(made: Tokenizer, header: Header, *, usual: bool) -> None:
+def _frame(tokenizer: Tokenizer, header: Header, *, usual: bool) -> None:
     """Have a text begin and end as the file says. A chat template writes its own tokens, and is not framed. usual:
     whether a tokenizer of this kind begins a text with its first token where the file does not say."""
     from tokenizers import processors
@@ -211,5 +211,5 @@ def _frame(made: Tokenizer, header: Header, *, usual: bool) -> None:
     ends = header.metadata.get(f"{_PREFIX}add_eos_token", False) is True
     around = [*([named["bos_token"]] if begins else []), "$A", *([named["eos_token"]] if ends else [])]
     if len(around) > 1:
-        ids = [(token, made.token_to_id(token)) for token in around if token != "$A"]
-        made.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+        ids = [(token, tokenizer.token_to_id(token)) for token in around if token != "$A"]
+        tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)

@@ -424,7 +424,7 @@ def keep_ray_logs(ray_dir: Path, *, target: Path) -> None:
 
 
 def _show_answers(plan: RunPlan) -> None:
-    """What the model answered before and after, of a run that validated at both ends."""
+    """Print the answers before and after, of a run that validated at both ends."""
     try:
         samples = SampleReader(Path(plan.run_dir)).read()
     except OSError as error:

@@ -54,13 +54,13 @@ def expected_of(folder: Path) -> Expected | None:
     if not header["predicted"] or not is_by_own_samples(header):
         return None
     layers = [{"multiplications": 0, "contribution": None, **layer} for layer in header["layers"]]
-    before, kept = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
+    before, kept_layers = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
     return Expected(
         header["predicted"]["kl"],
         tokens=header["predicted"]["tokens"],
         candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
-        kept_multiplications=sum(layer["multiplications"] for layer in kept),
-        kept=tuple(layer_name(layer["linears"]) for layer in kept),
+        kept_multiplications=sum(layer["multiplications"] for layer in kept_layers),
+        kept=tuple(layer_name(layer["linears"]) for layer in kept_layers),
         without_budget=before["kl"] if before else None,
         budget=header["settings"]["mismatch_budget"],
     )
@@ -116,10 +116,10 @@ def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -
     key = f"`quantization.mismatch_budget: {budget:g}`"
     if plan.profile is not None and plan.profile.source:
         key += " in place of `quantization.profile`"
-    kept = fewest(expected.candidates, kl=expected.kl, budget=budget)
-    if not kept:
+    chosen = fewest(expected.candidates, kl=expected.kl, budget=budget)
+    if not chosen:
         return f"{key} keeps as many layers in BF16 as that takes"
-    part = (expected.kept_multiplications + sum(layer.multiplications for layer in kept)) / expected.multiplications
+    part = (expected.kept_multiplications + sum(layer.multiplications for layer in chosen)) / expected.multiplications
     slower = slower_by(part, plan=plan, stored=stored)
     return f"{key} would keep {part:.0%} of the multiplications in BF16{f' ({slower})' if slower else ''}"
 

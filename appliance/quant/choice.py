@@ -57,35 +57,35 @@ def fewest(
     measured: nats per token of trials, by the share of all contributions that their kept layers have."""
     points = sorted({**(measured or {}), 0.0: kl, 1.0: 0.0}.items())
     total = sum(candidate.contribution for candidate in candidates)
-    kept: list[Candidate] = []
+    chosen: list[Candidate] = []
     in_order = sorted(candidates, key=lambda candidate: (-candidate.gain, candidate.layer))
-    while _left(kept, total=total, points=points) > budget and len(kept) < len(in_order):
-        kept.append(in_order[len(kept)])
-    for candidate in reversed(kept):  # the last one may have made up for some of those before it
-        others = [other for other in kept if other is not candidate]
+    while _left(chosen, total=total, points=points) > budget and len(chosen) < len(in_order):
+        chosen.append(in_order[len(chosen)])
+    for candidate in reversed(chosen):  # the last one may have made up for some of those before it
+        others = [other for other in chosen if other is not candidate]
         if _left(others, total=total, points=points) <= budget:
-            kept = others
-    return tuple(kept)
+            chosen = others
+    return tuple(chosen)
 
 
-def _left(kept: Iterable[Candidate], *, total: float, points: Sequence[tuple[float, float]]) -> float:
+def _left(layers: Iterable[Candidate], *, total: float, points: Sequence[tuple[float, float]]) -> float:
     """Nats per token, on the line between two points of (share, nats per token), which begin at 0 and end at 1."""
-    kept_share = _contributed(kept, total=total)
+    kept_share = _contributed(layers, total=total)
     for (low, kl_low), (high, kl_high) in pairwise(points):
         if kept_share <= high:
             return kl_low + (kl_high - kl_low) * (kept_share - low) / (high - low)
     return points[-1][1]  # a sum that is rounded to more than 1
 
 
-def _contributed(kept: Iterable[Candidate], *, total: float) -> float:
+def _contributed(layers: Iterable[Candidate], *, total: float) -> float:
     """Share of all contributions, 0..1."""
-    return sum(candidate.contribution for candidate in kept) / total if total > 0 else 0.0
+    return sum(candidate.contribution for candidate in layers) / total if total > 0 else 0.0
 
 
-def share(kept: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
+def share(layers: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
     """Multiplications in BF16 of all that could be quantised, 0..1."""
     total = sum(candidate.multiplications for candidate in candidates)
-    return sum(candidate.multiplications for candidate in kept) / total if total else 0.0
+    return sum(candidate.multiplications for candidate in layers) / total if total else 0.0
 
 
 def meet(
@@ -103,15 +103,15 @@ def meet(
     total = sum(candidate.contribution for candidate in candidates)
     points: dict[float, float] = {}
     for _ in range(_TRIALS):
-        kept = fewest(candidates, kl=all_quantised.kl, budget=_AIM * budget, measured=points)
-        names = frozenset(name for candidate in kept for name in candidate.layer)
+        chosen = fewest(candidates, kl=all_quantised.kl, budget=_AIM * budget, measured=points)
+        names = frozenset(name for candidate in chosen for name in candidate.layer)
         if names in tried:
             break
         measured = measure(names)
-        tried[names] = (share(kept, candidates=candidates), measured)
+        tried[names] = (share(chosen, candidates=candidates), measured)
         if _NEAR_ENOUGH * budget <= measured.kl <= budget:
             break
-        points[_contributed(kept, total=total)] = measured.kl
+        points[_contributed(chosen, total=total)] = measured.kl
     met = [(cost, sorted(names), measured) for names, (cost, measured) in tried.items() if measured.kl <= budget]
     if met:
         _, names, measured = min(met, key=lambda trial: trial[:2])

@@ -1,4 +1,4 @@
-"""What the model answered to a few validation problems before the training and after it, side by side, as text."""
+"""Table of a few validation problems with the answers before the training and after it, side by side, as text."""
 
 from __future__ import annotations
 

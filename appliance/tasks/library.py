@@ -113,13 +113,13 @@ class PackagedModel:
     wheel: str
     """File of the package."""
     sha256: str
-    """Of that file, 64 hex digits."""
+    """SHA-256 of that file, 64 hex digits."""
     member: str
     """The GGUF file in it."""
     shape: ModelShape
     """Sizes of the model, for a plan that is made before it is fetched."""
     provenance: str
-    """Where the model is from, under which licence, and what was done to its weights."""
+    """Origin and licence of the model, and what was done to its weights."""
 
     @property
     def max_positions(self) -> int:

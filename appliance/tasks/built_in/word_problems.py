@@ -68,8 +68,8 @@ def pools() -> tuple[Pools, Pools]:
         for (a, b), thing in itertools.product(operands, THINGS):
             name = NAMES[int(_share(f"{text.__name__} {a} {b} {thing}") * len(NAMES))]
             prompt = text(a, b, thing=thing, name=name)
-            made = Problem(prompt=prompt, truth=str(a + sign * b), before=(("system", SYSTEM),))
-            sides[_share(prompt) < VALIDATION_SHARE].append(made)
+            problem = Problem(prompt=prompt, truth=str(a + sign * b), before=(("system", SYSTEM),))
+            sides[_share(prompt) < VALIDATION_SHARE].append(problem)
         train.append(tuple(sides[False]))
         validation.append(tuple(sides[True]))
     return tuple(train), tuple(validation)

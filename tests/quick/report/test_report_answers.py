@@ -1,4 +1,4 @@
-"""What the model answered before and after, at the end of a run."""
+"""Table of the answers before and after, at the end of a run."""
 
 from __future__ import annotations
 
