@@ -26,7 +26,7 @@ _VLLM_FP8 = "vLLM's own online FP8, one scale per weight"
 _NO_FAST = "there is one path for every sync, so it is the same as `{same}`"
 _INT8 = (
     "scales are taken anew from the weights at every sync; a profile is optional: it smooths, and keeps the layers of "
-    "its error budget in BF16; codes end at ±127, not -128"
+    "its mismatch budget in BF16; codes end at ±127, not -128"
 )
 
 NAMES: tuple[Name, ...] = (
