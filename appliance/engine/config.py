@@ -144,7 +144,7 @@ class ApplianceConfig(QuantizationConfig):
                 hint="use int8, or ask for the scheme as emulated: for numerics only, it is slow",
             )
         self.quantisation = quantisation
-        self._kept = kept_layers(Path(quantisation.profile)) if quantisation.profile else ()  # by its mismatch budget, or `ignore`
+        self._kept = kept_layers(Path(quantisation.profile)) if quantisation.profile else ()  # or by `ignore`
 
     def get_name(self) -> str:
         return METHOD_NAME
