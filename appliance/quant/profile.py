@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ class SmoothingGroup:
         if self.head_dim and len(self.scale_K) % self.head_dim:
             raise ValueError(f"{self.source}: {len(self.scale_K)} channels are no heads of {self.head_dim}")
         leaf = self.source.removesuffix(".weight").rpartition(".")[2]
-        if any(leaf in parts[:-1] for parts in FUSED_LAYERS.values()):
+        if not (leaf.endswith("norm") or any(leaf == parts[-1] for parts in FUSED_LAYERS.values())):
             raise ValueError(f"{self.source}: what it gives is not read channel by channel")
 
     @functools.cached_property
@@ -100,6 +101,13 @@ class Smoothing:
     """All groups of a model; none changes nothing."""
 
     groups: tuple[SmoothingGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        sources = [group.source for group in self.groups]
+        readers = [name for group in self.groups for name in {_key(linear) for linear in group.linears}]
+        for names in (sources, readers):
+            if repeated := [name for name, number in Counter(names).items() if number > 1]:
+                raise ValueError(f"{repeated[0]}: two groups of smoothing have it")
 
     def column_factor_of(self, name: str) -> Tensor | None:
         """[K] float32: what the parameter's last dimension is multiplied by; None for one that no group reads."""

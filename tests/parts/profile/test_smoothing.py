@@ -136,10 +136,26 @@ def test_rows_or_columns_of_another_number_are_refused(name: str) -> None:
             fold(name, torch.ones(shape), smoothing=Smoothing((group,)))
 
 
-@pytest.mark.parametrize("source", ["q_proj", "k_proj", "gate_proj"])
+@pytest.mark.parametrize("source", ["q_proj", "k_proj", "gate_proj", "o_proj", "embed_tokens"])
 def test_what_is_not_read_channel_by_channel_is_no_source(source: str) -> None:
     with pytest.raises(ValueError, match=rf"^l\.{source}\.weight: what it gives is not read channel by channel"):
         SmoothingGroup(f"l.{source}.weight", ("l.o_proj.weight",), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("sources", "readers", "named"),
+    [
+        (("l.norm", "l.norm"), ("l.q_proj", "l.k_proj"), "l.norm"),
+        (("l.norm", "l.other_norm"), ("l.q_proj", "l.q_proj"), "l.q_proj"),
+    ],
+)
+def test_nothing_is_smoothed_by_two_groups(sources: tuple[str, ...], readers: tuple[str, ...], named: str) -> None:
+    groups = [
+        SmoothingGroup(f"{source}.weight", (f"{reader}.weight",), torch.ones(4))
+        for source, reader in zip(sources, readers, strict=True)
+    ]
+    with pytest.raises(ValueError, match=rf"^{named}\.weight: two groups of smoothing have it$"):
+        Smoothing(tuple(groups))
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
