@@ -1,0 +1,42 @@
+"""Loops over rows on several threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from appliance.quant import row_threads
+from appliance.quant.row_threads import for_parts_of_rows
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, [(0, 1)]), (8, [(0, 4), (4, 8)]), (9, [(0, 8), (8, 9)])])
+def test_each_row_is_in_one_part_of_whole_multiples(rows: int, parts: list[tuple[int, int]]) -> None:
+    threads, met = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for_parts_of_rows(lambda part: met.append((part.start, part.stop)), rows=rows, multiple=4)
+    finally:
+        torch.set_num_threads(threads)
+    assert sorted(met) == parts
+
+
+def test_an_error_of_another_thread_is_raised() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            for_parts_of_rows(lambda part: 1 // (part.start == 0), rows=2, multiple=1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    row_threads._pool(2).submit(threading.get_ident).result()
+    child = os.fork()
+    if not child:
+        row_threads._pool(2).submit(threading.get_ident).result(timeout=20)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
