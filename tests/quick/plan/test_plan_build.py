@@ -210,12 +210,21 @@ def test_the_recipe_decides_and_not_this_host():
 
 def test_every_worker_and_the_trainer_must_attest():
     plan = planned("cluster.gpus_per_node=4", "rollout.tensor_parallel=2")
-    patches = ("chunked-log-probs", "cpu-no-amx-tiles", "cpu-process-group", "cpu-seeded-requests", "cpu-seeded-sampling", "whole-checkpoint")
+    patches = (
+        "chunked-log-probs",
+        "cpu-no-amx-tiles",
+        "cpu-process-group",
+        "cpu-seeded-requests",
+        "cpu-seeded-sampling",
+        "whole-checkpoint",
+    )
     rollout = tuple(
         ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.INT8, patches=patches) for rank in range(4)
     )
     trainers = tuple(
-        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=(patches[0], patches[2], patches[-1]))
+        ExpectedAttestation(
+            role="trainer", rank=rank, scheme=Scheme.BF16, patches=(patches[0], patches[2], patches[-1])
+        )
         for rank in range(4)
     )
     driver = ExpectedAttestation(
