@@ -9,7 +9,7 @@ neighbouring seeds and positions have unrelated numbers. u = (its upper 52 bits 
 
 The cumulative probability, in one read of the row from memory and two from the cache: the largest logit m; the sums of
 e^(x - m) over blocks of 256 words; then only the block in which u falls, word by word. Exponentials are float32, to
-2 * 2^-23 (a polynomial, so that they are the same on every processor). A block is summed in float32 in 16 lanes of 16
+2^-23 (a polynomial, so that they are the same on every processor). A block is summed in float32 in 16 lanes of 16
 additions, so that its relative error is at most 20 * 2^-24, whatever the vocabulary; blocks are summed in float64.
 
 Legend: B rows, V words of the vocabulary.
