@@ -164,3 +164,17 @@ def test_top_p_of_a_large_vocabulary_has_its_distribution() -> None:
     expected *= len(ranks_N) / expected.sum()
     statistic = ((torch.bincount(tenths_N, minlength=10) - expected) ** 2 / expected).sum()
     assert statistic < 44.8  # chi-square of 9 degrees exceeds it once in a million
+
+
+def chosen_log_probs(sample: object) -> list[float]:
+    return [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)]
+
+
+def test_a_prompt_read_in_parts_gives_the_bits_of_one_read_whole(
+    crowded: Engine, checkpoints: tuple[Path, Path]
+) -> None:
+    whole = start_engine(checkpoints[0], scheme="int8", enable_chunked_prefill=False, max_logprobs=VOCABULARY)
+    in_parts, at_once = (generate(engine, PROMPTS, seeds=SEEDS, logprobs=0) for engine in (crowded, whole))
+    for sample, other in zip(in_parts, at_once, strict=True):
+        assert list(sample.token_ids) == list(other.token_ids)
+        assert chosen_log_probs(sample) == chosen_log_probs(other)
