@@ -68,6 +68,7 @@ def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], 
         "cpu-process-group",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
+        "cpu-token-ranks",
         "whole-checkpoint",
     ]
     assert said["detail"]["kernels"] == {KERNEL: 12, "UnquantizedEmbeddingMethod": 2}

@@ -178,3 +178,14 @@ def test_a_prompt_read_in_parts_gives_the_bits_of_one_read_whole(
     for sample, other in zip(in_parts, at_once, strict=True):
         assert list(sample.token_ids) == list(other.token_ids)
         assert chosen_log_probs(sample) == chosen_log_probs(other)
+
+
+def test_ranks_are_those_of_the_log_probs(crowded: Engine) -> None:
+    every_word, chosen_alone = (
+        generate(crowded, PROMPTS[:2], seeds=SEEDS[:2], logprobs=number) for number in (VOCABULARY, 0)
+    )
+    for sample, alone in zip(every_word, chosen_alone, strict=True):
+        for token, by_word, chosen in zip(alone.token_ids, sample.logprobs, alone.logprobs, strict=True):
+            (entry,) = chosen.values()
+            assert entry.logprob == by_word[token].logprob
+            assert entry.rank == sum(other.logprob >= entry.logprob for other in by_word.values())

@@ -95,6 +95,7 @@ def test_every_worker_attests_int8(short: Finished) -> None:
         "cpu-process-group",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
+        "cpu-token-ranks",
         "whole-checkpoint",
     ]
     kernels = rollout["detail"]["kernels"]

@@ -216,6 +216,7 @@ def test_every_worker_and_the_trainer_must_attest():
         "cpu-process-group",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
+        "cpu-token-ranks",
         "whole-checkpoint",
     )
     rollout = tuple(

@@ -34,6 +34,7 @@ def test_every_record_fits_what_is_installed() -> None:
         "cpu-process-group",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
+        "cpu-token-ranks",
         "no-load-balancer",
         "whole-checkpoint",
     }
