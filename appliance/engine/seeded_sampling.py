@@ -6,7 +6,8 @@ depends on how often it was asked, and on a CPU it cannot be wound back after a 
 
 Here each row takes one number, of its request's seed and its position (inverse_cdf.py). Temperature, min-p, top-k and
 top-p are applied by vLLM, before; log-probs are computed by vLLM, of the same logits. Greedy requests and batches in
-which no request has a seed are vLLM's own. Speculative decoding draws from the generators as before.
+which no request has a seed are vLLM's own. Speculative decoding draws from the generators as before, but for the token
+after the accepted ones.
 """
 
 from __future__ import annotations
