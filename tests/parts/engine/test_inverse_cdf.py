@@ -105,15 +105,13 @@ def test_what_is_beside_a_row_changes_nothing() -> None:
     assert torch.equal(draw(strided_BV, uniform_B), words_B)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_change_nothing(threads: int) -> None:
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits_BV = torch.stack([sharp(49_152, seed=seed) for seed in range(20)])
-    uniform_B, before = numbers(20), torch.get_num_threads()
-    words = []
+    uniform_B, words = numbers(20), []
     for count in (1, threads):
-        torch.set_num_threads(count)
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         words.append(draw(logits_BV, uniform_B))
-    torch.set_num_threads(before)
     assert torch.equal(*words)
 
 
