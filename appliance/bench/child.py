@@ -126,15 +126,19 @@ def _prompts(workload: Workload, *, model_path: str) -> Prompts:
 
 
 def _measure(engine: LLM, *, prompts: Prompts, workload: Workload, pair: int, scheme: Scheme) -> Measurement:
-    params = SamplingParams(
-        n=workload.samples_per_prompt,
-        temperature=workload.temperature,
-        top_p=workload.top_p,
-        max_tokens=workload.new_tokens,
-        ignore_eos=workload.shapes is not None,
-        logprobs=0,
-        detokenize=False,
-    )
+    params = [
+        SamplingParams(
+            n=workload.samples_per_prompt,
+            seed=place * workload.samples_per_prompt if workload.temperature else None,  # as a run's samples have one
+            temperature=workload.temperature,
+            top_p=workload.top_p,
+            max_tokens=workload.new_tokens,
+            ignore_eos=workload.shapes is not None,
+            logprobs=0,
+            detokenize=False,
+        )
+        for place in range(len(prompts))
+    ]
     started = time.perf_counter()
     outputs: list[Any] = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - started

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from appliance import console
-from appliance.bench.job import GIB, EngineFacts, Job, Measurement, Workload, judge, parse_shapes, read_lines
+from appliance.bench.job import GIB, EngineFacts, Job, Measurement, Shapes, Workload, judge, parse_shapes, read_lines
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.side_job import (
     OF_AN_ENGINE,
@@ -62,6 +62,9 @@ def run_bench(
             make_inputs(plan, command="bench")
         else:
             env |= {THREADS_VARIABLE: str(host.cores)}  # the plan's threads are for the recipe's own model
+            if plan.is_cpu:
+                kv_bytes = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=None)
+                _refuse_without_memory(parsed, engines=len(schemes), kv_bytes=kv_bytes, host=host)
         job = Job(
             workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
@@ -90,6 +93,17 @@ def _refuse_without_kernels(schemes: tuple[Scheme, ...], *, plan: RunPlan, host:
         message = "bench: " + "; ".join(filter(None, reasons))
         hint = f"use {', '.join(map(str, able))}; an emulated scheme has no speed to compare"
         raise PreflightError(message, hint=hint)
+
+
+def _refuse_without_memory(shapes: Shapes, *, engines: int, kv_bytes: int, host: HostFacts) -> None:
+    """All engines stand at once, and each had its weights in BF16 at first. Raises PreflightError."""
+    needed, free = engines * (shapes.weight_bytes + kv_bytes), host.memory_free_bytes
+    if needed > free:
+        raise PreflightError(
+            f"bench: {engines} engines of {shapes.layers} layers and {shapes.vocabulary:,} words take "
+            f"{needed / GIB:.1f} GiB, this host has {free / GIB:.1f} GiB free",
+            hint="measure fewer layers or words: `layers=1`; with `vocabulary=1024` it is the layers' ratio alone",
+        )
 
 
 def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
@@ -162,7 +176,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     model = "the recipe's model"
     if shapes:
         key = dataclasses.replace(key, shapes=shapes.model.layer_slug)
-        model = f"random weights, {shapes.layers} layers"
+        model = f"random weights, {shapes.layers} layers, {shapes.vocabulary:,} words"
     if why := _why_not_kept(key, plan=plan, host=host, job=job):
         console.say(f"not kept for `auto`: {why}")
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -19,8 +20,11 @@ PROMPT_WORDS = 500  # of a vocabulary, from word 1 on: prompts of `shapes` are m
 
 
 class Shapes(Frozen):
-    """A Qwen2 of these dimensions with random weights. The vocabulary is small: the layers are what is measured, and
-    embedding, head and sampling of a full vocabulary would weigh on few layers as they do not on all of them."""
+    """A Qwen2 of these dimensions with random weights.
+
+    With the usual vocabulary, which is small, layers are what is measured. That of a model adds its embedding, head and
+    sampling, which weigh more on few layers than on all of the model's: `parse_shapes` gives a name the model's own.
+    """
 
     hidden: int
     intermediate: int
@@ -34,6 +38,12 @@ class Shapes(Frozen):
     @property
     def model(self) -> ModelShape:
         return ModelShape(hidden=self.hidden, intermediate=self.intermediate, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in BF16; embedding and head are two."""
+        sizes = {"layers": self.layers, "vocab": self.vocabulary, "head_size": self.hidden // self.heads}
+        return 2 * dataclasses.replace(self.model, **sizes).weights
 
     @property
     def workload(self) -> Workload:
@@ -65,6 +75,15 @@ class Workload(Frozen):
         return min(whole, self.most_at_once or whole)
 
 
+_MODELS = {
+    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", 4),
+    "qwen2.5-1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", 4),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", 6),
+    "qwen2.5-32b": ("Qwen/Qwen2.5-32B", 1),
+}
+"""Name of the model and the number of its layers that are measured."""
+
+
 def _layers_of(name: str, *, layers: int) -> Shapes:
     """Some layers of a model that we know."""
     whole = KNOWN[name]
@@ -72,12 +91,7 @@ def _layers_of(name: str, *, layers: int) -> Shapes:
     return Shapes(**width, heads=whole.heads, kv_heads=whole.kv_heads, layers=layers)
 
 
-NAMED_SHAPES = {
-    "qwen2.5-0.5b": _layers_of("Qwen/Qwen2.5-0.5B-Instruct", layers=4),
-    "qwen2.5-1.5b": _layers_of("Qwen/Qwen2.5-1.5B-Instruct", layers=4),
-    "qwen2.5-7b": _layers_of("Qwen/Qwen2.5-7B-Instruct", layers=6),
-    "qwen2.5-32b": _layers_of("Qwen/Qwen2.5-32B", layers=1),
-}
+NAMED_SHAPES = {short: _layers_of(name, layers=layers) for short, (name, layers) in _MODELS.items()}
 
 
 class Job(Frozen):
@@ -161,11 +175,11 @@ def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[S
 
 def parse_shapes(text: str) -> Shapes:
     """`qwen2.5-7b`, or `hidden=...,intermediate=...,heads=...,kv_heads=...,layers=...`, or a name and changes:
-    `qwen2.5-7b,layers=1,batch=16`. Raises RecipeError with every problem."""
+    `qwen2.5-7b,layers=1,batch=16`. A name has its model's vocabulary. Raises RecipeError with every problem."""
     first, *rest = text.split(",")
     base = NAMED_SHAPES.get(first)
     fields = Shapes.model_fields
-    values = dict(base or ())
+    values = dict(base.replace(vocabulary=KNOWN[_MODELS[first][0]].vocab)) if base else {}
     problems: list[tuple[str, str]] = []
     for change in rest if base else [first, *rest]:
         name, _, value = change.partition("=")

@@ -69,7 +69,13 @@ GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
 VERL_PATCHES = ("chunked-log-probs", "whole-checkpoint")  # of every process
 DRIVER_PATCHES = ("no-load-balancer",)
 CPU_TRAINER_PATCHES = ("cpu-process-group",)
-CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
+CPU_ROLLOUT_PATCHES = (
+    "cpu-no-amx-tiles",
+    "cpu-process-group",
+    "cpu-seeded-requests",
+    "cpu-seeded-sampling",
+    "cpu-token-ranks",
+)
 
 
 @dataclass(frozen=True)

@@ -155,22 +155,13 @@ def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
         max_batched_tokens=book.note(
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
         ),
-        chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
+        chunked_prefill=recipe.rollout.chunked_prefill,
         bucket_mib=_BUCKET_MIB[recipe.model.builtin in TINY_MODELS],
     )
 
 
 def _sequences_of_a_step(recipe: Recipe) -> int:
     return recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
-
-
-def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
-    """Not noted where it is as given. vLLM 0.28's V1 runner, the one of a CPU, winds a sample's generator back after a
-    part of a prompt; the V2 runner, CUDA's for dense models, draws by seed and position."""
-    if not (is_cpu and recipe.rollout.chunked_prefill):
-        return recipe.rollout.chunked_prefill
-    why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
-    return book.note("rollout.chunked_prefill", False, why)
 
 
 def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:

@@ -15,9 +15,6 @@ Legend: N rows, K input channels; R rows and B columns of blocks.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
@@ -27,6 +24,7 @@ from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, require_finite
 from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8, quantise_fp8_by, reciprocals, spread, weight_block
+from appliance.quant.row_threads import for_parts_of_rows
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 # The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,
@@ -60,7 +58,9 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
     rows, columns = block = weight_block(scheme, shape=tuple(weight_NK.shape))
     if scheme.spec.scales is Scales.CHANNEL:
         scale_N1 = scale.contiguous().numpy()
-        _in_parts(lambda part: _divided(bits_NK[part], scale_N1[part], codes_NK[part]), rows=len(bits_NK))
+        for_parts_of_rows(
+            lambda part: _divided(bits_NK[part], scale_N1[part], codes_NK[part]), rows=len(bits_NK), multiple=BLOCK
+        )
     else:
         factor = reciprocals(scale)
         if bool(factor.isinf().any()):  # 0 * inf has a rule of its own, and weights of this size no use
@@ -72,7 +72,7 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
             own_RK = factor_RK[part.start // rows : -(-part.stop // rows)]
             _multiplied(bits_NK[part], own_RK, rows, codes_NK[part])
 
-        _in_parts(some, rows=len(bits_NK))
+        for_parts_of_rows(some, rows=len(bits_NK), multiple=BLOCK)
     return QuantisedWeight(codes.view(torch.float8_e4m3fn), scale=scale, block=block, scheme=scheme)
 
 
@@ -85,28 +85,9 @@ def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
     def some(part: slice) -> None:
         _largest(bits_NK[part], rows, columns, most_RB[part.start // rows : -(-part.stop // rows)])
 
-    _in_parts(some, rows=len(bits_NK))
+    for_parts_of_rows(some, rows=len(bits_NK), multiple=BLOCK)
     absmax = torch.from_numpy(most_RB).view(torch.bfloat16).float()
     return absmax.amax(dim=0, keepdim=True) if scales is Scales.TENSOR else absmax
-
-
-def _in_parts(work: Callable[[slice], None], *, rows: int) -> None:
-    """`work` on parts of whole blocks of rows, one for each thread that PyTorch has."""
-    threads = torch.get_num_threads()
-    step = max(1, -(-rows // (threads * BLOCK))) * BLOCK
-    first, *others = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-    running = [_pool(threads).submit(work, part) for part in others]
-    work(first)
-    for each in running:
-        each.result()
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="quantise")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
 
 
 @_compiled()

@@ -145,6 +145,7 @@ def start_engine(
     quantisation = Quantisation(
         scheme=Scheme(scheme), emulated=emulated, ignore=tuple(ignore), lm_head_fp32=lm_head_fp32
     )
+    usual = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
     torch.set_num_threads(1)  # where torch was imported before the line above
     forget_engines()
     with own_worker_class():
@@ -152,9 +153,8 @@ def start_engine(
             str(folder),
             enforce_eager=True,
             max_model_len=128,
-            kv_cache_memory_bytes=64 << 20,
             logprobs_mode="processed_logprobs",
-            **({"skip_tokenizer_init": True} | quantisation.engine_arguments() | settings),
+            **(usual | quantisation.engine_arguments() | settings),
         )
     return Engine(llm=llm, scheme=scheme)
 

@@ -62,7 +62,15 @@ def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], 
     assert child.returncode == 0, child.stderr[-3000:]
     said = json.loads((tmp_path / "attest" / "rollout-0-0.json").read_text())
     assert said["scheme"] == "int8"
-    assert said["patches"] == ["chunked-log-probs", "cpu-no-amx-tiles", "cpu-process-group", "whole-checkpoint"]
+    assert said["patches"] == [
+        "chunked-log-probs",
+        "cpu-no-amx-tiles",
+        "cpu-process-group",
+        "cpu-seeded-requests",
+        "cpu-seeded-sampling",
+        "cpu-token-ranks",
+        "whole-checkpoint",
+    ]
     assert said["detail"]["kernels"] == {KERNEL: 12, "UnquantizedEmbeddingMethod": 2}
     tokens = next(line for line in child.stdout.splitlines() if line.startswith("tokens "))
     assert len(json.loads(tokens.removeprefix("tokens "))) == 16

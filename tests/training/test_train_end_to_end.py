@@ -89,7 +89,15 @@ def test_every_worker_attests_int8(short: Finished) -> None:
     assert sorted(said) == ["driver-0", "rollout-0-0", "trainer-0"]
     rollout, trainer = said["rollout-0-0"], said["trainer-0"]
     assert (rollout["scheme"], rollout["emulated"], rollout["role"]) == ("int8", False, "rollout")
-    assert rollout["patches"] == ["chunked-log-probs", "cpu-no-amx-tiles", "cpu-process-group", "whole-checkpoint"]
+    assert rollout["patches"] == [
+        "chunked-log-probs",
+        "cpu-no-amx-tiles",
+        "cpu-process-group",
+        "cpu-seeded-requests",
+        "cpu-seeded-sampling",
+        "cpu-token-ranks",
+        "whole-checkpoint",
+    ]
     kernels = rollout["detail"]["kernels"]
     assert sum(count for name, count in kernels.items() if "Int8" in name) == 4 * 4  # 4 layers of 4 linear layers
     assert (trainer["scheme"], trainer["detail"]["parameters"]) == ("bf16", "torch.float32")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +9,6 @@ from hypothesis import strategies as st
 from test_codec import random_weight
 
 from appliance.errors import NumericsError
-from appliance.quant import numba_fp8
 from appliance.quant.codec import quantise, weight_absmax
 from appliance.quant.numba_fp8 import quantise_fp8_numba
 from appliance.terms.schemes import Scheme
@@ -114,12 +110,3 @@ def test_a_value_that_is_not_finite_raises(bad: float, scheme: Scheme) -> None:
     with pytest.raises(NumericsError) as raised:
         quantise_fp8_numba(weight_NK, scheme=scheme)
     assert raised.value.message == "a weight to quantise has a value that is not finite"
-
-
-def test_a_fork_has_threads_of_its_own() -> None:
-    numba_fp8._pool(2).submit(threading.get_ident).result()
-    child = os.fork()
-    if not child:
-        numba_fp8._pool(2).submit(threading.get_ident).result(timeout=20)
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from plans import HOST, make_plan
 
-from appliance.bench.command import _kv_bytes, _recipe_workload, _why_not_kept, table
+from appliance.bench.command import _kv_bytes, _recipe_workload, _refuse_without_memory, _why_not_kept, table
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
-from appliance.errors import EngineError, RecipeError
+from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.plan.bench_results import ResultKey
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts, HostGpu
@@ -182,8 +182,28 @@ def test_half_a_line_is_not_read(tmp_path: Path) -> None:
 
 
 def test_shapes_by_name_with_changes() -> None:
-    expected = Shapes(hidden=3584, intermediate=18944, heads=28, kv_heads=4, layers=1, batch=16)
+    expected = Shapes(hidden=3584, intermediate=18944, heads=28, kv_heads=4, layers=1, batch=16, vocabulary=152_064)
     assert parse_shapes("qwen2.5-7b,layers=1,batch=16") == expected
+    assert parse_shapes("qwen2.5-7b,vocabulary=1024").vocabulary == 1024
+    assert parse_shapes("qwen2.5-0.5b").vocabulary == 151_936
+
+
+def test_shapes_count_their_weights() -> None:
+    """7B's 28 layers are 6.53e9 weights in its GEMMs, embedding and head 2 x 152,064 x 3,584; two bytes each."""
+    assert parse_shapes("qwen2.5-7b,layers=28").weight_bytes == 2 * KNOWN["Qwen/Qwen2.5-7B-Instruct"].weights
+    assert parse_shapes("qwen2.5-7b,layers=28").weight_bytes // 10**8 == 152
+
+
+def test_engines_that_do_not_fit_the_memory_are_refused() -> None:
+    shapes, host = parse_shapes("qwen2.5-7b"), dataclasses.replace(HOST, memory_free_bytes=8 * GIB)
+    with pytest.raises(PreflightError) as raised:
+        _refuse_without_memory(shapes, engines=2, kv_bytes=GIB, host=host)
+    assert (raised.value.message, raised.value.hint) == (
+        "bench: 2 engines of 6 layers and 152,064 words take 11.3 GiB, this host has 8.0 GiB free",
+        "measure fewer layers or words: `layers=1`; with `vocabulary=1024` it is the layers' ratio alone",
+    )
+    few = parse_shapes("qwen2.5-7b,vocabulary=1024")
+    _refuse_without_memory(few, engines=2, kv_bytes=GIB, host=host)
 
 
 def test_shapes_report_every_problem() -> None:

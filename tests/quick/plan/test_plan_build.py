@@ -210,12 +210,22 @@ def test_the_recipe_decides_and_not_this_host():
 
 def test_every_worker_and_the_trainer_must_attest():
     plan = planned("cluster.gpus_per_node=4", "rollout.tensor_parallel=2")
-    patches = ("chunked-log-probs", "cpu-no-amx-tiles", "cpu-process-group", "whole-checkpoint")
+    patches = (
+        "chunked-log-probs",
+        "cpu-no-amx-tiles",
+        "cpu-process-group",
+        "cpu-seeded-requests",
+        "cpu-seeded-sampling",
+        "cpu-token-ranks",
+        "whole-checkpoint",
+    )
     rollout = tuple(
         ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.INT8, patches=patches) for rank in range(4)
     )
     trainers = tuple(
-        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=(patches[0], *patches[2:]))
+        ExpectedAttestation(
+            role="trainer", rank=rank, scheme=Scheme.BF16, patches=(patches[0], patches[2], patches[-1])
+        )
         for rank in range(4)
     )
     driver = ExpectedAttestation(
@@ -309,11 +319,8 @@ def test_in_fp16_auto_may_not_mean_a_scheme_that_engines_have_in_bf16_alone():
     assert planned("cluster.device=b200", *fp16[:1]).rollout.scheme is Scheme.FP8
 
 
-def test_no_part_of_a_prompt_is_read_where_a_generator_has_no_offset():
-    plan = planned("rollout.chunked_prefill=true")
-    why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
-    assert choice(plan, "rollout.chunked_prefill") == ("false", why)
-    assert f"{ROLLOUT}.enable_chunked_prefill=false" in plan.argv
+def test_prompts_are_read_in_parts_where_the_recipe_says_so():
+    assert f"{ROLLOUT}.enable_chunked_prefill=true" in planned().argv
     assert f"{ROLLOUT}.enable_chunked_prefill=true" in planned(recipe="gsm8k-0.5b-int8").argv
     as_given = planned("rollout.chunked_prefill=false")
     assert all(each.key != "rollout.chunked_prefill" for each in as_given.choices)

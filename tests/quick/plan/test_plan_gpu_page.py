@@ -37,7 +37,7 @@ def test_the_page_has_every_setting_that_differs() -> None:
     names = (
         differing(overrides(cpu), overrides(gpu)) | differing(dict(cpu.env), dict(gpu.env)) | patches[0] ^ patches[1]
     )
-    assert names >= {"enforce_eager", "enable_chunked_prefill", "VLLM_ENABLE_V1_MULTIPROCESSING", "cpu-no-amx-tiles"}
+    assert names >= {"enforce_eager", "enable_sleep_mode", "VLLM_ENABLE_V1_MULTIPROCESSING", "cpu-no-amx-tiles"}
     said = {
         part for quoted in re.findall(r"`([^`]+)`", PAGE.read_text()) for part in {quoted, quoted.rsplit(".", 1)[-1]}
     }

@@ -32,6 +32,9 @@ def test_every_record_fits_what_is_installed() -> None:
         "chunked-log-probs",
         "cpu-no-amx-tiles",
         "cpu-process-group",
+        "cpu-seeded-requests",
+        "cpu-seeded-sampling",
+        "cpu-token-ranks",
         "no-load-balancer",
         "whole-checkpoint",
     }
