@@ -1,18 +1,13 @@
-"""What benchmarks/zero_point.py compares: its asymmetric GEMM against float64, its checkpoint, its k3."""
+"""What benchmarks/zero_point.py compares: its asymmetric GEMM against float64."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from appliance.quant.codec_int8 import quantise_int8
 from appliance.quant.cpu_gemm import load_kernels, saturates
-from benchmarks import rotation, zero_point
+from benchmarks import zero_point
 
 
 @pytest.mark.parametrize("low", [-255, -128, -31, 0])
@@ -61,29 +56,3 @@ def test_a_token_of_equal_channels_becomes_zero() -> None:
     quantised = quantise_int8(torch.eye(64).bfloat16())
     gemm = zero_point.AsymmetricGemm(quantised.codes_NK, scale_N1=quantised.scale)
     assert torch.equal(gemm(torch.full((1, 64), 3.0).bfloat16(), None), torch.zeros(1, 64).bfloat16())
-
-
-def test_the_smoothed_checkpoint_is_the_same_function(tmp_path: Path) -> None:
-    load_kernels()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=True, dtype="bfloat16", **sizes)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-
-    def logits() -> Tensor:
-        with torch.no_grad():
-            return LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(torch.tensor([[1, 7, 5, 3]])).logits
-
-    wanted = logits()
-    model = rotation.Llama.load(tmp_path)
-    batches = rotation.batches_of([([1, 7, 5, 3], [9, 4, 2]), ([1, 7, 8], [6, 30])], skip=2)
-    ranges = rotation.ranges_of(model, batches, prefix=[1, 7])
-    smoothed = rotation.smooth_down(rotation.smooth_norms(model, ranges), ranges)
-    assert not torch.equal(smoothed.layers[0]["down"], model.layers[0]["down"])
-    zero_point.save_as_checkpoint(smoothed, tmp_path)
-    torch.testing.assert_close(logits(), wanted, rtol=0, atol=1e-5)  # factors are powers of two
-
-
-def test_k3_is_that_of_two_probabilities() -> None:
-    k3_M = zero_point.k3_of(torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.25]).log())
-    torch.testing.assert_close(k3_M, torch.tensor([0.5 - 1 + math.log(2), 0.0]).double(), rtol=0, atol=1e-7)
