@@ -27,6 +27,7 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES
 from appliance.record.correction import CorrectionPlan
+from appliance.terms.settings import OldLogProbs
 from appliance.trainer import metrics
 from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
 
@@ -154,7 +155,7 @@ def test_without_a_pass_the_old_log_probs_are_the_rollouts(
     verls.config.algorithm = {"rollout_correction": {"bypass_mode": True}}
     verls.actor_rollout_wg.compute_log_prob = None
     plan = make_plan(tmp_path)
-    plan = plan.replace(trainer=plan.trainer.replace(reuses_log_probs=True))
+    plan = plan.replace(trainer=plan.trainer.replace(old_log_probs=OldLogProbs.ROLLOUT))
     trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
     kept = trainer._step.fetched

@@ -24,6 +24,7 @@ from appliance.record.attestations import Attestation, fingerprint, write_attest
 from appliance.record.checkpoints import checkpoint_folder, read_manifest
 from appliance.record.plan import ExpectedAttestation
 from appliance.terms.schemes import AS_PLANNED, Scheme
+from appliance.terms.settings import OldLogProbs
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import Step
@@ -197,7 +198,7 @@ def test_a_layer_is_searched_for_where_all_log_probs_are_finite(
 
 
 def reuse(trainer: Trainer) -> None:
-    trainer.plan = trainer.plan.replace(trainer=trainer.plan.trainer.replace(reuses_log_probs=True))
+    trainer.plan = trainer.plan.replace(trainer=trainer.plan.trainer.replace(old_log_probs=OldLogProbs.ROLLOUT))
 
 
 def test_without_a_pass_there_is_no_phase_of_it_and_no_entropy_yet(trainer: Trainer, said: list[str]) -> None:
