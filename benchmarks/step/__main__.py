@@ -41,6 +41,7 @@ OURS = {
     "ours": (),
     "ours-bf16": ("rollout.scheme=bf16",),
     "one-flow": ("trainer.forward=rollout",),
+    "with-pass": ("trainer.old_log_probs=recompute",),
 }
 TRL = {"trl": (), "trl-vllm": ("--vllm",)}
 OLD = "old"

@@ -28,7 +28,7 @@ from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES
 from appliance.record.correction import CorrectionPlan
 from appliance.terms.settings import OldLogProbs
-from appliance.trainer import metrics
+from appliance.trainer import correction, metrics
 from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
@@ -58,7 +58,8 @@ def written(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         kv_batch_get=lambda *, keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
         kv_batch_put=put,
     )
-    monkeypatch.setattr(metrics, "transfer_queue", queue)
+    for room in (metrics, correction):
+        monkeypatch.setattr(room, "transfer_queue", queue)
     return back
 
 
