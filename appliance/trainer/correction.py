@@ -140,7 +140,7 @@ class BatchCorrection:
         data = _get(batch, names)
         sequences = Sequences(*(data[name].unbind() for name in names))
         correction = correction.for_step(_parts(sequences), fitted=fitted)
-        fields, sums = _fields_of(sequences, correction=correction)
+        fields, sums = fields_of(sequences, correction=correction)
         batch = with_fields(batch, fields)
         if not _carries(batch, fields):
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
@@ -182,7 +182,7 @@ def _parts(sequences: Sequences) -> Iterator[Part]:
         yield Part(log_ratio(trainer_BT, rollout_BT=rollout_BT, real_BT=real_BT), real_BT, advantages_BT)
 
 
-def _fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
+def fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
     """What the correction makes of a step: rows by the batch's names, and the sums of Correction.count."""
     names = (KEPT, WEIGHTS, CLIP_LOWER, CLIP_UPPER) if correction.clips else (KEPT, WEIGHTS)
     fields: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -275,7 +275,7 @@ def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Corr
     if not is_finite:
         trainer, rollout = zip(*(with_finite_pairs(*pair) for pair in pairs), strict=True)
     sequences = Sequences(trainer, rollout, real, advantages=data["advantages"].unbind())
-    fields, _ = _fields_of(sequences, correction=correction)
+    fields, _ = fields_of(sequences, correction=correction)
     fields |= {"old_log_probs": [*trainer], "rollout_log_probs": [*rollout]}
     data = data.clone(recurse=False)
     for name, rows in fields.items():

@@ -64,9 +64,13 @@ _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 class ApplianceEngine(FSDPEngineWithLMHead):
     """Raises EngineError for a model without the pattern of norms and layers."""
 
+    _gives_old_log_probs = False
+    """Whether each update holds the log-probs of its forward: `trainer.old_log_probs: update` in the plan."""
+
     def _build_module(self) -> Module:
         module = super()._build_module()
         self._flow: RolloutForward | None = None
+        self._gives_old_log_probs = _plan().trainer.old_log_probs is OldLogProbs.UPDATE
         if _plan().trainer.quantises:
             flow = RolloutForward(
                 module,
@@ -117,7 +121,7 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         return built
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
-        if _plan().trainer.old_log_probs is OldLogProbs.UPDATE:
+        if self._gives_old_log_probs:
             HELD.begin()
         if self.scaler is None:
             return super().train_batch(data, loss_function)
