@@ -125,7 +125,7 @@ def find_model() -> Path:
     """SmolLM2-135M as a folder, which any commit and any peer loads by its path. Made where it is missing."""
     _run([sys.executable, "-m", "appliance", "profile", "smollm2-int8"], folder=ROOT, name="the model")
     plan = _run([sys.executable, "-m", "appliance", "plan", "smollm2-int8", "--json"], folder=ROOT, name="the model")
-    return Path(json.loads(plan)["model"]["path"]).absolute()
+    return Path(json.loads(plan)["plan"]["model"]["path"]).absolute()
 
 
 def _trainings(
