@@ -40,8 +40,8 @@ _IN_FP16 = (
 )
 _OF_ROLLOUTS = "the engines': no pass over the batch before an update; a correction has nothing to act on"
 _IN_UPDATE = (
-    "the update's own forward, one a step, gives them: no pass over the batch before it; the loss corrects there, and "
-    "what it used is checked against the log-probs that the trainer's processes held"
+    "a step's only update gives them: no pass over the batch before it; the loss corrects by them, and what it used is "
+    "checked against the log-probs that the workers held"
 )
 
 
@@ -142,7 +142,7 @@ def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int) -> str:
     nothing does."""
     method, lora = METHODS[recipe.correction.method], recipe.model.lora
     if mini_batch_prompts != recipe.batch.prompts_per_step:
-        return "a step has several updates, and only the first one's forward is of the policy before it"
+        return "a step has several updates, and only the first one's forward is of the policy before them"
     if lora is not None and lora.dropout:
         return "an update's forward drops what `model.lora` says, and the policy does not"
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
