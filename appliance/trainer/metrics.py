@@ -216,11 +216,13 @@ def measure_step(
     return batch, replace(telemetry, seconds=time.perf_counter() - started)
 
 
-def mean_entropy(batch: KVBatchMeta) -> float:
-    """Nats, of the batch's tokens, whatever the loss aggregates. After a pass for log-probs, or `write_held`."""
+def mean_entropy(batch: KVBatchMeta, *, fetched: TensorDict | None = None) -> float:
+    """Nats, of the batch's tokens, whatever the loss aggregates. After a pass for log-probs, or `write_held`, which
+    has fetched it."""
     names = ["entropy", "response_mask"]
-    found = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-    entropy_N, real_N = (found[name].values() for name in names)
+    if fetched is None:
+        fetched = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+    entropy_N, real_N = (fetched[name].values() for name in names)
     return float(entropy_N[real_N.bool()].double().mean())
 
 
@@ -256,12 +258,17 @@ def measure_held(
     return replace(step, **compared, seconds=seconds), float(entropy_T.double().mean())
 
 
-def write_held(batch: KVBatchMeta, *, held: Sequence[Held]) -> KVBatchMeta:
-    """The batch with old log-probs and entropies as a pass would have left them. held: of all ranks, of an update of
-    the whole batch.  Raises TrainingError as rows_by_key."""
+def write_held(batch: KVBatchMeta, *, held: Sequence[Held]) -> tuple[KVBatchMeta, TensorDict]:
+    """(the batch with old log-probs and entropies as a pass would have left them, what verl fetches after a pass).
+
+    held: of all ranks, of an update of the whole batch.  Raises TrainingError as rows_by_key.
+    """
     rows = rows_by_key(held, keys=batch.keys, sequences=len(batch))
     log_probs, entropy = zip(*(rows[key] for key in batch.keys), strict=True)
-    return with_fields(batch, {"old_log_probs": log_probs, "entropy": entropy})
+    batch = with_fields(batch, {"old_log_probs": log_probs, "entropy": entropy})
+    names = [*_FIELDS, "entropy"]
+    fetched = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+    return batch, fetched
 
 
 def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:

@@ -245,9 +245,9 @@ class Trainer(PPOTrainerSync):
     def _note_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """After an update that gave the old log-probs: the batch, mismatch and correction as a pass before it would
         have left them. Raises TrainingError when the update was made with log-probs that are not finite."""
-        batch = write_held(batch, held=self._take_held())
-        metrics["actor/entropy"] = mean_entropy(batch)
-        batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap)
+        batch, fetched = write_held(batch, held=self._take_held())
+        metrics["actor/entropy"] = mean_entropy(batch, fetched=fetched)
+        batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched)
         if self._step.telemetry.nonfinite_fraction:
             if math.isfinite(metrics["actor/grad_norm"]):
                 what = f"step {self.global_steps} was learned from log-probabilities that are not finite"

@@ -281,14 +281,16 @@ def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_use
     sent = run.send(queue.batch(), correction=correction)
     assert sent.extra_info[CORRECTION] == correction and not queue.written
     reported = reported_by_loss(queue, parts, correction=correction)
-    batch = write_held(queue.batch(), held=held_by(queue, parts))
+    batch, fetched = write_held(queue.batch(), held=held_by(queue, parts))
     assert all(
         torch.equal(*pair)
         for pair in zip(queue.columns["old_log_probs"], queue.case.rows(queue.case.trainer_BT), strict=True)
     )
     lengths = queue.case.mask_BT.sum(dim=-1).double()
-    assert mean_entropy(batch) == pytest.approx(float((lengths * torch.arange(SEQUENCES)).sum() / lengths.sum()))
-    batch, telemetry = measure_step(batch, cap=2.0)
+    assert mean_entropy(batch, fetched=fetched) == pytest.approx(
+        float((lengths * torch.arange(SEQUENCES)).sum() / lengths.sum())
+    )
+    batch, telemetry = measure_step(batch, cap=2.0, fetched=fetched)
     assert telemetry.mismatch.k3_kl > 0.01 and not telemetry.nonfinite_fraction
     run.prepare(batch, step=1, correction=correction)
     bounds = {CLIP_LOWER, CLIP_UPPER} if correction.clips else set()
@@ -302,7 +304,8 @@ def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_use
 
 def test_log_probs_that_are_not_finite_are_counted_and_leave_the_queue(queue: Queue) -> None:
     parts = in_parts(SEQUENCES, of=9)
-    _, telemetry = measure_step(write_held(queue.batch(), held=held_by(queue, parts, spoil={5: float("nan")})), cap=2.0)
+    batch, fetched = write_held(queue.batch(), held=held_by(queue, parts, spoil={5: float("nan")}))
+    _, telemetry = measure_step(batch, cap=2.0, fetched=fetched)
     assert telemetry.nonfinite_fraction == 1 / int(queue.case.mask_BT.sum())
     assert queue.columns["old_log_probs"][5][0] == queue.columns["rollout_log_probs"][5][0] == 0
 

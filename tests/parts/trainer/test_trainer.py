@@ -224,7 +224,7 @@ def test_an_update_that_gives_the_old_log_probs_is_measured_after_it_as_a_pass_b
         monkeypatch.setattr(room, name, lambda *_, **how: said.append(name) or told.update(how) or result)
 
     told: dict[str, Any] = {}
-    step("write_held", BATCH)
+    step("write_held", (BATCH, None))
     step("mean_entropy", 0.25)
     step("measure_step", (BATCH, telemetry))
     step("left_out", {"actor/grad_norm": math.nan, "actor/lr": math.nan})
