@@ -147,7 +147,6 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
             attention="appliance_packed",
             one_flow=False,
             fp8_backward=False,
-            reuses_log_probs=False,
             sequence_parallel=1,
             offload_parameters=False,
             offload_optimizer=False,

@@ -44,6 +44,7 @@ class Adaptive(Correction):
     source = "the cap of tis"
     cuts_tokens = True
     of_tokens = True
+    reads_step = True
 
     share: float | None = None
     """How much of the correction this step gets; None before it is measured."""

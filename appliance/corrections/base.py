@@ -84,6 +84,8 @@ class Correction:
     ratio_to: ClassVar[str] = "old_log_probs"
     """The field of the batch with the policy that the probability ratio is to."""
     has_shadow_pass: ClassVar[bool] = False
+    reads_step: ClassVar[bool] = False
+    """Whether `for_step` reads the step's sequences, so that no part of them can be corrected before all are known."""
     of_tokens: ClassVar[bool] = False
     """Whether it weighs or clips the tokens of a response one by one."""
 
@@ -115,7 +117,8 @@ class Correction:
         return replace(found, weights_BT=weights_BT.masked_fill(~real_BT, 0.0), kept_BT=kept_BT, acted_BT=acted_BT)
 
     def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
-        """As it is for one step, whose sequences are `parts`. fitted: clip range of the last shadow pass."""
+        """The correction of one step, whose sequences are `parts`; a method that reads them says so by `reads_step`.
+        fitted: clip range of the last shadow pass."""
         return self
 
     def count(self, found: Corrected, *, real_BT: Tensor) -> dict[str, float]:

@@ -54,7 +54,7 @@ from appliance.terms.clock import CLOCK
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype, Schedule
+from appliance.terms.settings import Dtype, OldLogProbs, Schedule
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -232,6 +232,7 @@ def build_plan(
             backends=backends,
             own_engine=(
                 trainer.quantises
+                or trainer.old_log_probs is OldLogProbs.UPDATE
                 or lora is not None
                 or trainer.dtype is Dtype.FP16
                 or recipe.optimizer.norm_fed_lr_scale != 1

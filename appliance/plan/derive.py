@@ -7,15 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from appliance.corrections.objective import Aggregate
-from appliance.corrections.registry import correction_of
+from appliance.corrections.objective import Aggregate, KlPlace
+from appliance.corrections.registry import METHODS, correction_of
 from appliance.recipe.rules import shadow_sequences
-from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Checkpoint, Forward, OldLogProbs, Recipe
+from appliance.recipe.schema import (
+    AlgorithmKind,
+    Attention,
+    Backward,
+    Checkpoint,
+    Forward,
+    OldLogProbsChoice,
+    Recipe,
+)
 from appliance.record.correction import CorrectionPlan, ShadowPlan
 from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, KlPlan, LoraPlan, TrainerPlan, UaqPlan
 from appliance.tasks.library import OWN, TINY_MODELS
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
-from appliance.terms.settings import ATTENTION_NAME, Dtype
+from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs
 from appliance.terms.shapes import Linear
 
 Value = TypeVar("Value", int, str, bool)
@@ -30,7 +38,11 @@ _ATTENTIONS = {
 _IN_FP16 = (
     "engines and what they are sent, too; losses are scaled: an update that overflows is left out and halves that"
 )
-_REUSES = "the engines': no pass over the batch before an update; a correction has nothing to act on"
+_OF_ROLLOUTS = "the engines': no pass over the batch before an update; a correction has nothing to act on"
+_IN_UPDATE = (
+    "a step's only update gives them: no pass over the batch before it; the loss corrects by them, and what it used is "
+    "checked against the log-probs that the workers held"
+)
 
 
 @dataclass(frozen=True)
@@ -93,16 +105,13 @@ def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> T
         book.note("trainer.dtype", recipe.trainer.dtype, _IN_FP16)
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
-    reuses = recipe.trainer.old_log_probs is OldLogProbs.ROLLOUT
-    if reuses:
-        book.note("trainer.old_log_probs", recipe.trainer.old_log_probs, _REUSES)
     return TrainerPlan(
         attention=attention,
         dtype=recipe.trainer.dtype,
         one_flow=one_flow,
         linears=recipe.trainer.forward is Forward.LINEARS,
         fp8_backward=fp8_backward,
-        reuses_log_probs=reuses,
+        old_log_probs=book.note("trainer.old_log_probs", *old_log_probs_of(recipe, mini_batch_prompts=mini)),
         sequence_parallel=recipe.trainer.sequence_parallel,
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,
@@ -114,6 +123,39 @@ def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> T
         max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
         gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
+
+
+def old_log_probs_of(recipe: Recipe, *, mini_batch_prompts: int) -> tuple[OldLogProbs, str]:
+    """(where a step's old log-probs come from, why)."""
+    asked = recipe.trainer.old_log_probs
+    if asked is OldLogProbsChoice.ROLLOUT:
+        return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
+    if asked is OldLogProbsChoice.RECOMPUTE:
+        return OldLogProbs.RECOMPUTE, "as given: a pass over the batch before the update"
+    if reason := why_a_pass(recipe, mini_batch_prompts=mini_batch_prompts):
+        return OldLogProbs.RECOMPUTE, f"a pass over the batch before the update: {reason}"
+    return OldLogProbs.UPDATE, _IN_UPDATE
+
+
+def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int) -> str:
+    """What needs old log-probs before a step's update, or needs others than that update's forward gives; empty where
+    nothing does."""
+    method, lora = METHODS[recipe.correction.method], recipe.model.lora
+    if mini_batch_prompts != recipe.batch.prompts_per_step:
+        return "a step has several updates, and only the first one's forward is of the policy before them"
+    if lora is not None and lora.dropout:
+        return "an update's forward drops what `model.lora` says, and the policy does not"
+    if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
+        return "flash-attn may drop in an update, as the model's config.json says, and the policy does not"
+    if recipe.algorithm.kl and recipe.algorithm.kl_in is KlPlace.REWARD:
+        return "`algorithm.kl` is in the reward, which the advantages are made of"
+    if method.reads_step:
+        return f"`{method.name}` weighs a sequence by the whole step"
+    if method.has_shadow_pass:
+        return f"`{method.name}` has a shadow pass that compares with them"
+    if recipe.trainer.forward is Forward.ROLLOUT:
+        return "they are compared with the rollouts' while the weights that sampled are there to search for a layer"
+    return ""
 
 
 def micro_batch(recipe: Recipe, *, mini_batch_prompts: int, pace: Pace) -> tuple[int, str]:

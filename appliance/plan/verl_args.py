@@ -11,7 +11,7 @@ from pathlib import Path
 from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
-from appliance.terms.settings import LOAD_FORMAT, Dtype, Schedule
+from appliance.terms.settings import LOAD_FORMAT, Dtype, OldLogProbs, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
 REFERENCE = "actor_rollout_ref.ref"
@@ -81,8 +81,9 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     """Everything verl is told, (key, value) in the order of its configuration. `+` before a key: verl's has it not.
 
     verl's own correction is off, key by key: trainer/correction.py corrects, and no default of verl's may. Its
-    `bypass_mode` is the old log-probs taken from the rollouts, and nothing else without its own loss. What each engine
-    quantises is not here: verl has one place for all replicas, see engine/replica.py.
+    `bypass_mode` is that no pass gives old log-probs: verl then takes the rollouts', unless trainer/trainer.py leaves
+    that out, and does nothing else without its own loss. What each engine quantises is not here: verl has one place for
+    all replicas, see engine/replica.py.
 
     Never verl's own search for a checkpoint: it crashes on an empty tracker file and starts anew on one that names no
     folder. A step that is resumed from was validated, where it was due, before it was saved.
@@ -117,7 +118,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{correction}.rollout_is_batch_normalize", False),
         (f"{correction}.rollout_rs", None),
         (f"{correction}.rollout_rs_threshold", None),
-        (f"{correction}.bypass_mode", trainer.reuses_log_probs),
+        (f"{correction}.bypass_mode", trainer.old_log_probs is not OldLogProbs.RECOMPUTE),
         ("data.train_files", glob.escape(plan.task.train_parquet)),  # `datasets` takes a path for a pattern
         ("data.val_files", glob.escape(plan.task.val_parquet)),
         ("data.train_batch_size", plan.prompts_per_step),

@@ -19,7 +19,7 @@ from appliance.recipe.schema import (
     Backward,
     Correction,
     Forward,
-    OldLogProbs,
+    OldLogProbsChoice,
     Quantization,
     Recipe,
     Reward,
@@ -273,7 +273,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
 
 def _old_log_probs(recipe: Recipe) -> Iterator[Broken]:
     """What asks how far the rollouts' log-probs are from the trainer's, which are then the same numbers."""
-    if recipe.trainer.old_log_probs is not OldLogProbs.ROLLOUT:
+    if recipe.trainer.old_log_probs is not OldLogProbsChoice.ROLLOUT:
         return
     key, hint = "trainer.old_log_probs", "or trainer.old_log_probs: recompute"
     if recipe.trainer.forward is not Forward.ROLLOUT:

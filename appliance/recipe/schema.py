@@ -64,7 +64,8 @@ class Backward(StrEnum):
     FP8_BLOCK = "fp8-block"
 
 
-class OldLogProbs(StrEnum):
+class OldLogProbsChoice(StrEnum):
+    AUTO = "auto"
     RECOMPUTE = "recompute"
     ROLLOUT = "rollout"
 
@@ -403,8 +404,8 @@ class Trainer(Section):
     """of forward, backward and engines; masters are in FP32"""
     backward: Lax[Backward] = Backward.BF16
     """`fp8-block`: gradients of such layers in FP8, too"""
-    old_log_probs: Lax[OldLogProbs] = OldLogProbs.RECOMPUTE
-    """`rollout`: the engines' own, no pass for them; with that forward only"""
+    old_log_probs: Lax[OldLogProbsChoice] = OldLogProbsChoice.AUTO
+    """`recompute`: a pass before the update; `auto`: none where one update gives them; `rollout`: the engines'"""
     attention: Lax[Attention] = Attention.AUTO
     """`auto`: ours, which needs no package; `flash_attention_2`: the package flash-attn"""
     offload_parameters: bool = False

@@ -19,7 +19,7 @@ from appliance.guard.policy import Action
 from appliance.record.correction import CorrectionPlan
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype, Quantisation, Schedule
+from appliance.terms.settings import Dtype, OldLogProbs, Quantisation, Schedule
 
 SCHEMA_VERSION = 1
 CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
@@ -384,8 +384,8 @@ class TrainerPlan(Frozen):
     """Whether the whole forward is the rollouts' own, or its quantised layers alone (rollout_forward.py)."""
     fp8_backward: bool = False
     """Whether gradients of quantised layers are computed in FP8, too."""
-    reuses_log_probs: bool = False
-    """Whether the rollouts' log-probs are the old ones, so that nothing is computed before a step's first update."""
+    old_log_probs: OldLogProbs = OldLogProbs.RECOMPUTE
+    """Where the old log-probs come from. Unless it is `recompute`, no pass over the batch precedes a step's update."""
     sequence_parallel: int
     """GPUs that share a sequence."""
     offload_parameters: bool

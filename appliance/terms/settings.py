@@ -26,6 +26,17 @@ class Dtype(StrEnum):
         return {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}[self]
 
 
+class OldLogProbs(StrEnum):
+    """Where the old log-probs of a step come from: those of the policy before its update."""
+
+    RECOMPUTE = "recompute"
+    """A pass over the batch before the update."""
+    UPDATE = "update"
+    """The forward of the step's only update, whose weights are still those that the pass would use."""
+    ROLLOUT = "rollout"
+    """The engines, whose log-probs the rollouts carry."""
+
+
 class Schedule(StrEnum):
     """Of the learning rate, after the warm-up."""
 

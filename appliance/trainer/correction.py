@@ -5,6 +5,13 @@ the batch, rounded to float32; verl's own correction stays off. What was written
 to the loss, and after the update the sums that the loss had in hand are held against it. The fields travel with their
 batch: mini-batches, micro-batches and ranks share them, no worker has a state that a restart could lose.
 
+Where the update's own forward gives the old log-probs (`trainer.old_log_probs: update` in the plan), the correction
+itself travels with the batch instead, as tight as the governor has it. The loss takes the micro-batch's log-probs,
+detached, for the old ones, so that the ratio is 1 and has a gradient, and computes the same fields from them by the
+same code. After the update the driver does with the log-probs that the workers held what it otherwise does before it
+(`BatchCorrection.prepare`), and the sums are compared as ever. Log-probs that are not finite make the loss NaN, and
+every gradient: no optimizer step is made with those.
+
 verl hands a policy loss a frozen configuration and a fixed list of tensors, but which function a worker calls as its
 loss is set by a call of verl's (`set_loss_fn`), and that function gets the whole micro-batch. Ours takes out of it
 which policy the ratio is to and, of a method that clips by itself, the two bounds of each token, puts them where verl's
@@ -50,6 +57,7 @@ from verl.trainer.ppo.core_algos import (
 )
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
@@ -59,6 +67,7 @@ from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
 from appliance.corrections.objective import Advantage, ClipRange, Estimator, KlPlace, Loss
 from appliance.errors import NumericsError, TrainingError
+from appliance.quant.mismatch import finite_pairs, with_finite_pairs
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
@@ -67,6 +76,7 @@ from appliance.tasks.grading import exact_in_sums
 SEQUENCES_AT_ONCE = 64  # float64 copies of a batch of long sequences would not fit beside it
 REAL, KEPT, WEIGHTS = "loss_mask", "response_mask", "rollout_is_weights"  # verl's names; the first is never changed
 CLIP_LOWER, CLIP_UPPER = "clip_lower", "clip_upper"  # float32, the bounds themselves
+CORRECTION = "appliance_correction"  # of a batch, no tensor: what the loss makes the fields by
 USED = "actor/correction_"  # nothing with `max` or `min` in it: verl would not take the mean over mini-batches
 NEGATIVE, CLIPPED_NEGATIVE = "actor/negative_tokens", "actor/negative_tokens_clipped"  # as USED
 DIVERGENCE = "actor/divergence"  # as USED
@@ -88,7 +98,11 @@ class Sequences(NamedTuple):
 
 
 class BatchCorrection:
-    """Writes each step's correction into its batch, and follows it into the loss."""
+    """Writes each step's correction into its batch, and follows it into the loss.
+
+    Of a step: `prepare`, the update, `after_update`. Where the update gives the old log-probs: `send`, the update,
+    `prepare` of what it gave, `after_update`.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         self._planned = plan.correction.resolved
@@ -109,9 +123,15 @@ class BatchCorrection:
         how = {"ratio_to": self._planned.ratio_to, "clips": self._planned.clips, "kind": self._planned.loss}
         workers.set_loss_fn(partial(corrected_loss, config=omega_conf_to_dataclass(actor), **how))
 
+    def send(self, batch: KVBatchMeta, *, correction: Correction) -> KVBatchMeta:
+        """The batch for a loss that corrects by itself. correction: as for prepare."""
+        batch.extra_info[CORRECTION] = correction
+        return batch
+
     def prepare(self, batch: KVBatchMeta, *, step: int, correction: Correction) -> KVBatchMeta:
-        """The batch for the loss. correction: the plan's, as tight as it is now. Raises TrainingError when the batch
-        does not carry what was written, NumericsError when a number that the correction needs is not finite."""
+        """The batch for the loss, or as the loss has had it. correction: the plan's, as tight as it is now. Raises
+        TrainingError when the batch does not carry what was written, NumericsError when a number that the correction
+        needs is not finite."""
         fitted_at, fitted = self._shadow.last_fit(before=step) if self._shadow else (None, None)
         names = ["old_log_probs", "rollout_log_probs", REAL, "advantages"]
         told = (
@@ -120,8 +140,8 @@ class BatchCorrection:
         data = _get(batch, names)
         sequences = Sequences(*(data[name].unbind() for name in names))
         correction = correction.for_step(_parts(sequences), fitted=fitted)
-        fields, sums = _fields_of(sequences, correction=correction)
-        batch = _with_fields(batch, fields)
+        fields, sums = fields_of(sequences, correction=correction)
+        batch = with_fields(batch, fields)
         if not _carries(batch, fields):
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
             raise TrainingError(what, hint=_HINT)
@@ -162,7 +182,7 @@ def _parts(sequences: Sequences) -> Iterator[Part]:
         yield Part(log_ratio(trainer_BT, rollout_BT=rollout_BT, real_BT=real_BT), real_BT, advantages_BT)
 
 
-def _fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
+def fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
     """What the correction makes of a step: rows by the batch's names, and the sums of Correction.count."""
     names = (KEPT, WEIGHTS, CLIP_LOWER, CLIP_UPPER) if correction.clips else (KEPT, WEIGHTS)
     fields: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -191,7 +211,7 @@ def _get(batch: KVBatchMeta, names: list[str]) -> TensorDict:
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
 
 
-def _with_fields(batch: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> KVBatchMeta:
+def with_fields(batch: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> KVBatchMeta:
     """fields: rows without padding."""
     nested = {name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in fields.items()}
     values = TensorDict(nested, batch_size=len(batch))
@@ -211,8 +231,13 @@ def corrected_loss(
     clips: bool = False,
     kind: Loss = Loss.PPO,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """verl's signature of a loss, and as Correction has them: ratio_to, clips, kind (its loss). Raises TrainingError
-    for a batch that lacks what this loss reads, NumericsError when a number there is not finite."""
+    """verl's signature of a loss, and as Correction has them: ratio_to, clips, kind (its loss). NaN where the batch
+    brings its correction and a log-prob is not finite.  Raises TrainingError for a batch that lacks what this loss
+    reads, NumericsError when a number there is not finite."""
+    correction = get_non_tensor_data(data, CORRECTION, None)
+    is_finite = True
+    if correction is not None:
+        data, is_finite = corrected_by_itself(data, log_probs=model_output["log_probs"], correction=correction)
     bounds = (CLIP_LOWER, CLIP_UPPER) if clips else ()
     reads = (WEIGHTS, ratio_to, *bounds)
     if missing := [name for name in (REAL, *reads) if name not in data.keys()]:  # noqa: SIM118
@@ -231,7 +256,31 @@ def corrected_loss(
     used |= clipped_negatives(config, model_output, data, kind=kind)
     if config.use_kl_loss:
         used[DIVERGENCE] = _divergence(config, model_output, data)
+    if not is_finite:  # whatever the loss makes of it: a clipped token would have no gradient
+        loss = model_output["log_probs"].values().sum() * math.nan
     return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
+
+
+def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Correction) -> tuple[TensorDict, bool]:
+    """(a micro-batch with the fields that the driver would have made of these log-probs, whether all of them are
+    finite). Where they are not, both sides of a pair are 0 nats, as in the driver's metrics.
+
+    data: with the rollouts' log-probs.  log_probs: nested, of prompt and response, nats, of the policy before the
+    update.
+    """
+    trainer = response_from_nested(log_probs.detach(), data[REAL]).unbind()
+    rollout, real = data["rollout_log_probs"].unbind(), data[REAL].unbind()
+    pairs = [*zip(trainer, rollout, strict=True)]
+    is_finite = all(bool(finite_pairs(*pair)[mask.bool()].all()) for pair, mask in zip(pairs, real, strict=True))
+    if not is_finite:
+        trainer, rollout = zip(*(with_finite_pairs(*pair) for pair in pairs), strict=True)
+    sequences = Sequences(trainer, rollout, real, advantages=data["advantages"].unbind())
+    fields, _ = fields_of(sequences, correction=correction)
+    fields |= {"old_log_probs": [*trainer], "rollout_log_probs": [*rollout]}
+    data = data.clone(recurse=False)
+    for name, rows in fields.items():
+        data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return data, is_finite
 
 
 def _as_offsets(lower_BT: Tensor, *, upper_BT: Tensor) -> dict[str, Tensor]:
@@ -485,11 +534,11 @@ def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weigh
     uids = [key.rsplit("_", 2)[0] for key in batch.keys]
     found_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
     cut = [found[: len(row)] for found, row in zip(found_BT, rows, strict=True)]
-    return _with_fields(batch, {"advantages": cut, "returns": cut})
+    return with_fields(batch, {"advantages": cut, "returns": cut})
 
 
 def without_advantage(batch: KVBatchMeta, *, places: Set[int]) -> KVBatchMeta:
     """The batch where the samples at these places teach nothing, whatever their advantage was made of."""
     rows = _get(batch, ["advantages"])["advantages"].unbind()
     told = [torch.zeros_like(row) if place in places else row for place, row in enumerate(rows)]
-    return _with_fields(batch, {"advantages": told})
+    return with_fields(batch, {"advantages": told})

@@ -6,8 +6,9 @@ be finite there is written back. verl fetches log-probs, masks and responses of 
 adds `old_log_probs` to what it got. To fetch them a second time takes ten times as long as to measure them, so
 `keeping_fetched` keeps verl's.
 
-Where the rollouts' log-probs are the old ones (`trainer.old_log_probs: rollout`) they equal themselves. What is then
-held against them are those of the step's first update, whose weights are still those that sampled: `measure_held`.
+Where a step's only update gives the old log-probs (`update` in the plan), they are written into the queue after it
+(`write_held`), and measured there. Where the rollouts' are the old ones (`rollout`) they equal themselves. What is then
+compared with them are those of the step's first update, whose weights are still those that sampled: `measure_held`.
 
 Legend: S sequences; N their response positions, sequence after sequence; T those of them that count.
 """
@@ -35,14 +36,20 @@ from transfer_queue import KVBatchMeta
 from appliance.corrections.objective import KlPlace
 from appliance.errors import TrainingError
 from appliance.guard.policy import Action
-from appliance.quant.mismatch import FARTHEST, Mismatch, MismatchByLength, measure_by_length
+from appliance.quant.mismatch import (
+    Mismatch,
+    MismatchByLength,
+    finite_pairs,
+    measure_by_length,
+    with_finite_pairs,
+)
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
-from appliance.terms.settings import Dtype
-from appliance.trainer.correction import clipped_negative_fraction, mean_divergence
+from appliance.terms.settings import Dtype, OldLogProbs
+from appliance.trainer.correction import clipped_negative_fraction, mean_divergence, with_fields
+from appliance.trainer.held import Held, rows_by_key
 from appliance.trainer.precision import Live
-from appliance.trainer.rollout_forward import Held
 
 RATE = "actor/lr"
 _FROM_VERL = {
@@ -150,18 +157,6 @@ def _compared(trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: fl
     }
 
 
-def finite_pairs(trainer: Tensor, rollout: Tensor) -> Tensor:
-    """Where both log-probs are what measure_by_length takes."""
-    return (trainer.abs() <= FARTHEST) & (rollout.abs() <= FARTHEST)
-
-
-def with_finite_pairs(trainer: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
-    """Both at 0 nats where they are no finite pair: nothing may be learned from such a step, but its numbers must
-    pass through what follows."""
-    good = finite_pairs(trainer, rollout)
-    return trainer.where(good, 0.0), rollout.where(good, 0.0)
-
-
 def equal_groups(responses: Iterable[Tensor], *, prompts: Iterable[str]) -> float:
     """Share of prompts with more than one sample of which all are the same; 0 when there is no such prompt."""
     kinds: dict[str, set[bytes]] = defaultdict(set)
@@ -221,11 +216,13 @@ def measure_step(
     return batch, replace(telemetry, seconds=time.perf_counter() - started)
 
 
-def mean_entropy(batch: KVBatchMeta) -> float:
-    """Nats, of the batch's tokens, whatever the loss aggregates. After the pass for log-probs."""
+def mean_entropy(batch: KVBatchMeta, *, fetched: TensorDict | None = None) -> float:
+    """Nats, of the batch's tokens, whatever the loss aggregates. After a pass for log-probs, or `write_held`, which
+    has fetched it."""
     names = ["entropy", "response_mask"]
-    found = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-    entropy_N, real_N = (found[name].values() for name in names)
+    if fetched is None:
+        fetched = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+    entropy_N, real_N = (fetched[name].values() for name in names)
     return float(entropy_N[real_N.bool()].double().mean())
 
 
@@ -242,17 +239,10 @@ def measure_held(
 
     step: as `measure_step` says it.  keys: of its sequences.  fetched: what that was said of.  held: of all ranks.
     sequences: of an update.  cap: of a token's weight.
-    Raises TrainingError when not so many were held, or a sequence's log-probs are not as many as its rollout's.
+    Raises TrainingError as rows_by_key, and when a sequence's log-probs are not as many as its rollout's.
     """
     started = time.perf_counter()
-    rows = {
-        key: values
-        for each in held
-        for key, *values in zip(each.keys, *(_rows(each, of) for of in (each.log_probs_N, each.entropy_N)), strict=True)
-    }
-    if not sum(key in rows for key in keys) == len(rows) == sequences:
-        what = f"{len(rows)} sequences of this step's first update were held against the rollouts, of {sequences}"
-        raise TrainingError(what, hint="report it with the log; trainer.old_log_probs: recompute goes on without it")
+    rows = rows_by_key(held, keys=keys, sequences=sequences)
     columns = (fetched[name].unbind() for name in ("rollout_log_probs", "response_mask"))
     length_S, found = [], []
     for key, rollout, real in zip(keys, *columns, strict=True):
@@ -268,17 +258,24 @@ def measure_held(
     return replace(step, **compared, seconds=seconds), float(entropy_T.double().mean())
 
 
-def _rows(held: Held, values_N: Tensor) -> tuple[Tensor, ...]:
-    return values_N.split(held.length_S.tolist())
+def write_held(batch: KVBatchMeta, *, held: Sequence[Held]) -> tuple[KVBatchMeta, TensorDict]:
+    """(the batch with old log-probs and entropies as a pass would have left them, what verl fetches after a pass).
+
+    held: of all ranks, of an update of the whole batch.  Raises TrainingError as rows_by_key.
+    """
+    rows = rows_by_key(held, keys=batch.keys, sequences=len(batch))
+    log_probs, entropy = zip(*(rows[key] for key in batch.keys), strict=True)
+    batch = with_fields(batch, {"old_log_probs": log_probs, "entropy": entropy})
+    names = [*_FIELDS, "entropy"]
+    fetched = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+    return batch, fetched
 
 
 def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
     both = (fetched[name] for name in _FIELDS[:2])
     pairs = [with_finite_pairs(one, other) for one, other in zip(*(rows.unbind() for rows in both), strict=True)]
     columns = {name: [pair[place] for pair in pairs] for place, name in enumerate(_FIELDS[:2])}
-    nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
-    fields = TensorDict(nested, batch_size=len(batch))
-    return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    return with_fields(batch, columns)
 
 
 @dataclass
@@ -324,7 +321,8 @@ def step_metrics(
         **_scaled(verl, plan=plan),
         "response_tokens_mean": length,
         **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
-        **({"logprob_s": 0.0} if plan.trainer.reuses_log_probs else {}),  # there is no pass; what took time fetched
+        # Without a pass: what verl's timer has then is another fetch.
+        **({} if plan.trainer.old_log_probs is OldLogProbs.RECOMPUTE else {"logprob_s": 0.0}),
         "rollout_tokens_per_s": tokens / timing_s["gen"],
         **sync,
         "telemetry_s": round(sync["telemetry_s"] + step.telemetry.seconds, 6),

@@ -16,16 +16,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
-from verl.utils.tensordict_utils import get
-from verl.workers.utils.padding import response_from_nested
 
 from appliance.errors import SyncError, TrainingError
 from appliance.quant.files import kept_layers
@@ -37,6 +34,7 @@ from appliance.terms.families import FAMILIES, Unit, beyond_one_flow
 from appliance.terms.ropes import DEFAULT_ROPE
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
+from appliance.trainer.held import HELD
 from appliance.trainer.rollout_ops import (
     Batch,
     EngineWeight,
@@ -50,7 +48,6 @@ from appliance.trainer.rollout_ops import (
 
 HEAD = "lm_head"
 _HINT = "use trainer.forward: bf16"
-_KEY = ("uid", "session_id")  # of a sequence: trainer/rollouts.py makes its key of them
 
 
 class EngineLayer:
@@ -195,22 +192,9 @@ class DecoderLayer:
         return batch.note(name, x), residual
 
 
-class Held(NamedTuple):
-    """What forwards of an update gave of sequences while the weights were those that the engines have."""
-
-    keys: list[str]
-    """Of the sequences, as the queue has them."""
-    length_S: Tensor
-    """Response positions of each, sum N."""
-    log_probs_N: Tensor
-    """Nats, float32."""
-    entropy_N: Tensor
-    """Nats, float32."""
-
-
 class RolloutForward:
-    """Of one model. `forget` after each change of its weights. held: of the forwards with gradients since `note_sent`,
-    where `keeps`, until the weights changed."""
+    """Of one model. `forget` after each change of its weights. Where it `keeps`, log-probs of the forwards with
+    gradients are held from `note_sent` until the weights change (trainer/held.py)."""
 
     def __init__(
         self,
@@ -228,8 +212,7 @@ class RolloutForward:
         fp8_backward: as EngineLayer.  keeps: whether updates are the proof that log-probs are the rollouts'.
         linears_alone: leave all but the quantised layers as transformers has it, for comparisons.
         """
-        self.held: list[Held] = []
-        self._keeps, self._is_sent = keeps, False
+        self._keeps = keeps
         profile = Path(quantisation.profile) if quantisation.profile else None
         smoothing = Smoothing() if profile is None else load_smoothing(profile)
         self._quantisation = quantisation
@@ -269,7 +252,7 @@ class RolloutForward:
     def follow(self, precision: Precision) -> None:
         """From now on compute in what an engine with the plan's settings does that is told this with an update."""
         told = quantisation_at(self._quantisation, precision)
-        self._is_sent = False
+        HELD.end()
         ignore = (*told.ignore, *self._kept)
         for layer in self.linears():
             layer.forget()
@@ -281,7 +264,7 @@ class RolloutForward:
         sent = {one.name: one.digest for one in manifest.records}
         for layer in self.linears():
             layer.sent = {name: sent.get(f"{name}.weight", "none") for name in layer.part_names}
-        self._is_sent, self.held = True, []
+        HELD.begin(is_open=self._keeps)
 
     def linears(self) -> list[EngineLayer]:
         return self._linears
@@ -291,21 +274,9 @@ class RolloutForward:
         return self._quantisation.emulated
 
     def forget(self) -> None:
-        self._is_sent = False
+        HELD.end()
         for layer in self.linears():
             layer.forget()
-
-    @property
-    def holds(self) -> bool:
-        """Whether what the forward gives now is to be held against the rollouts."""
-        return self._keeps and self._is_sent and torch.is_grad_enabled()
-
-    def hold(self, data: TensorDict, *, log_probs: Tensor, entropy: Tensor) -> None:
-        """data: of verl's update, of these sequences.  log_probs, entropy: nested, of prompt and response each."""
-        mask = data["response_mask"]
-        keys = [f"{uid}_{session}_0" for uid, session in zip(*(get(data, name) for name in _KEY), strict=True)]
-        found = (response_from_nested(each.detach(), mask).values().cpu() for each in (log_probs, entropy))
-        self.held.append(Held(keys, mask.offsets().diff().cpu(), *found))
 
     def __call__(
         self,
@@ -349,7 +320,7 @@ class RolloutForward:
             shift_labels[0],
             num_tokens=self._num_tokens,
             temperature=temperature,
-            with_entropy=self.holds or not torch.is_grad_enabled(),
+            with_entropy=HELD.is_open or not torch.is_grad_enabled(),
         )
         return CausalLMOutputForPPO(log_probs=log_probs_T[None], entropy=None if entropy_T is None else entropy_T[None])
 
@@ -389,14 +360,6 @@ def backward() -> str:
         for layer in flow.linears()
     }
     return ", ".join(sorted(schemes))
-
-
-def take_held(_worker: Any = None) -> list[Held]:
-    """What is held in this process, each once."""
-    taken = [each for flow in _PRESENT for each in flow.held]
-    for flow in _PRESENT:
-        flow.held = []
-    return taken
 
 
 def quantised_layers() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from appliance.corrections.objective import Aggregate
-from appliance.errors import ApplianceError, GuardStop, RecipeError
+from appliance.errors import ApplianceError, GuardStop, RecipeError, TrainingError
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
 from appliance.record.code import attested_code
@@ -27,6 +28,7 @@ from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import too_few_problems
 from appliance.terms.devices import CPU
+from appliance.terms.settings import OldLogProbs
 from appliance.trainer.attest import (
     SEARCH_EVERY,
     attest_driver,
@@ -41,6 +43,7 @@ from appliance.trainer.correction import BatchCorrection, gdpo_weights, with_gdp
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
+from appliance.trainer.held import Held, take_held
 from appliance.trainer.metrics import (
     RATE,
     Step,
@@ -53,11 +56,11 @@ from appliance.trainer.metrics import (
     step_metrics,
     tell_differing,
     tracked,
+    write_held,
 )
 from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
 from appliance.trainer.rewards import RewardFaults
-from appliance.trainer.rollout_forward import take_held
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
 
@@ -174,14 +177,18 @@ class Trainer(PPOTrainerSync):
         self.stopping.check()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        if self.plan.trainer.reuses_log_probs:
+        """None, where the update gives them: `_note_update`."""
+        source = self.plan.trainer.old_log_probs
+        if source is OldLogProbs.UPDATE:
+            return batch
+        if source is OldLogProbs.ROLLOUT:
             metrics["actor/entropy"] = math.nan  # until the update has said one
         else:
             self._phase("log-probs")
         with keeping_fetched() as fetched:
             batch = super()._compute_old_log_prob(batch, metrics=metrics)
             batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched.data)
-        if self.plan.trainer.reuses_log_probs:
+        if source is OldLogProbs.ROLLOUT:
             self._step.fetched = fetched.data  # of measure_step: verl fetched one field
         elif self.plan.algorithm.aggregate is not Aggregate.TOKEN_MEAN:
             metrics["actor/entropy"] = mean_entropy(batch)
@@ -197,9 +204,9 @@ class Trainer(PPOTrainerSync):
             batch = with_gdpo(batch, parts=self.rollouts.reward_parts(batch.keys), weights=weights)
         if ungraded := self.rollouts.take_ungraded(batch.keys, step=self.global_steps):
             batch = without_advantage(batch, places=ungraded)
-        batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
-        self._step.correction = self.correction.metrics()
-        return batch
+        if self.plan.trainer.old_log_probs is OldLogProbs.UPDATE:
+            return self.correction.send(batch, correction=self.governor.correction)
+        return self._prepare_correction(batch)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self.stopping.check()
@@ -211,8 +218,12 @@ class Trainer(PPOTrainerSync):
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
         self._rate, metrics[RATE] = metrics[RATE], self._rate  # verl reports the next step's
-        if self.plan.trainer.reuses_log_probs:
+        if self.plan.trainer.old_log_probs is OldLogProbs.ROLLOUT:
             self._hold_update(batch, metrics)
+        if self.plan.trainer.old_log_probs is OldLogProbs.UPDATE:
+            batch = self._note_update(batch, metrics)
+            if self._step.telemetry.nonfinite_fraction:
+                return batch
         self.correction.after_update(
             batch, step=self.global_steps, reported=metrics, log_probs=self.actor_rollout_wg.compute_log_prob
         )
@@ -220,16 +231,40 @@ class Trainer(PPOTrainerSync):
 
     def _hold_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
         """Log-probs of the first update against the rollouts': its weights were still those that sampled."""
-        trainer, workers = self.plan.trainer, self.actor_rollout_wg.workers
+        trainer = self.plan.trainer
         self._step.telemetry, metrics["actor/entropy"] = measure_held(
             self._step.telemetry,
             keys=batch.keys,
             fetched=self._step.fetched,
-            held=[each for found in ray.get([one.__ray_call__.remote(take_held) for one in workers]) for each in found],
+            held=self._take_held(),
             sequences=trainer.mini_batch_prompts * self.plan.rollout.samples_per_prompt,
             cap=self.correction.token_cap,
         )
         self._step.fetched = None
+
+    def _note_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """After an update that gave the old log-probs: the batch, mismatch and correction as a pass before it would
+        have left them. Raises TrainingError when the update was made with log-probs that are not finite."""
+        batch, fetched = write_held(batch, held=self._take_held())
+        metrics["actor/entropy"] = mean_entropy(batch, fetched=fetched)
+        batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched)
+        if self._step.telemetry.nonfinite_fraction:
+            if math.isfinite(metrics["actor/grad_norm"]):
+                what = f"step {self.global_steps} was learned from log-probabilities that are not finite"
+                raise TrainingError(what, hint="report it with the log; trainer.old_log_probs: recompute prevents it")
+            metrics.update(left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
+        return self._prepare_correction(batch)
+
+    def _prepare_correction(self, batch: KVBatchMeta) -> KVBatchMeta:
+        batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
+        self._step.correction = self.correction.metrics()
+        return batch
+
+    def _take_held(self) -> list[Held]:
+        """Of all ranks."""
+        workers = self.actor_rollout_wg.workers
+        held_by_rank = ray.get([worker.__ray_call__.remote(take_held) for worker in workers])
+        return list(chain(*held_by_rank))
 
     def on_step_end(self) -> None:
         self._phase("sync")

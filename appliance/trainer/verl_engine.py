@@ -4,8 +4,10 @@ verl looks for an engine by device and vendor, and lets VERL_ENGINE_VENDOR name 
 is one.
 
 The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps the model, and told by the sender of
-weights what the engines compute in from an update on. Without a pass for log-probs before the update
-(`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
+weights what the engines compute in from an update on.
+
+Without a pass for log-probs before the update, those of its forward are held for the driver (trainer/held.py), with
+the entropies that the pass would have brought.
 
 LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
@@ -46,11 +48,13 @@ from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
-from appliance.terms.settings import Schedule
+from appliance.terms.settings import OldLogProbs, Schedule
+from appliance.trainer.held import HELD
 from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
+_LEAST_TEMPERATURE = 1e-8  # as verl divides logits
 _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 
 
@@ -60,16 +64,20 @@ _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 class ApplianceEngine(FSDPEngineWithLMHead):
     """Raises EngineError for a model without the pattern of norms and layers."""
 
+    _gives_old_log_probs = False
+    """Whether each update holds the log-probs of its forward: `trainer.old_log_probs: update` in the plan."""
+
     def _build_module(self) -> Module:
         module = super()._build_module()
         self._flow: RolloutForward | None = None
+        self._gives_old_log_probs = _plan().trainer.old_log_probs is OldLogProbs.UPDATE
         if _plan().trainer.quantises:
             flow = RolloutForward(
                 module,
                 quantisation=_plan().rollout.replicas[0],
                 num_tokens=len(self.model_config.tokenizer),
                 fp8_backward=_plan().trainer.fp8_backward,
-                keeps=_plan().trainer.reuses_log_probs,
+                keeps=_plan().trainer.old_log_probs is OldLogProbs.ROLLOUT,
                 linears_alone=not _plan().trainer.one_flow,
             )
             self._flow = put_in(flow)
@@ -113,6 +121,8 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         return built
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
+        if self._gives_old_log_probs:
+            HELD.begin()
         if self.scaler is None:
             return super().train_batch(data, loss_function)
         before, outputs = self.scaler.get_scale(), super().train_batch(data, loss_function)
@@ -124,15 +134,32 @@ class ApplianceEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """verl gives an update's log-probs to its loss, and then drops them."""
+        """verl gives an update's log-probs to its loss, and then drops them: here they are held. Their entropies have
+        no gradient but where the loss asks for one (`algorithm.entropy_bonus`)."""
         found: dict[str, Tensor] = super().prepare_model_outputs(
             output, output_args, micro_batch, logits_processor_func
         )
-        if self._flow is not None and self._flow.holds:
-            entropy_T = self._gather_and_unpad_packed(output.entropy[0], output_args["pad_size"])
-            entropy = torch.nested.nested_tensor_from_jagged(entropy_T, micro_batch["input_ids"].offsets())
-            self._flow.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy)
+        if HELD.is_open:
+            entropy = found.get("entropy")
+            if entropy is None:
+                entropy_T = self._gather_and_unpad_packed(self._entropy(output, output_args), output_args["pad_size"])
+                entropy = torch.nested.nested_tensor_from_jagged(entropy_T, micro_batch["input_ids"].offsets())
+            HELD.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy)
         return found
+
+    def _entropy(self, output: Any, output_args: dict[str, Any]) -> Tensor:
+        """[T] nats, without a gradient, of all tokens of this rank, by verl's function of its passes."""
+        given_1T = getattr(output, "entropy", None)
+        if given_1T is not None:  # of the rollouts' forward
+            return given_1T[0]
+        logits_TV = output.logits.detach()[0]
+        if not output_args.get("temperature_is_one", False):
+            temperature_T1 = output_args["temperature_rmpad"].unsqueeze(-1)
+            logits_TV = logits_TV / temperature_T1.clamp(min=_LEAST_TEMPERATURE).to(logits_TV.dtype)
+        chunks = self.engine_config.entropy_from_logits_with_chunking
+        how = {"chunk_size": self.engine_config.entropy_from_logits_chunk_size} if chunks else {}
+        entropy_T: Tensor = self.compute_entropy_from_logits(logits_TV, **how)
+        return entropy_T
 
     def _build_optimizer(self, module: Module) -> Optimizer:
         optimizer = super()._build_optimizer(module)
@@ -154,6 +181,7 @@ class ApplianceEngine(FSDPEngineWithLMHead):
 
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()
+        HELD.end()
         if self._flow is not None:
             self._flow.forget()
         return norm

@@ -41,6 +41,7 @@ OURS = {
     "ours": (),
     "ours-bf16": ("rollout.scheme=bf16",),
     "one-flow": ("trainer.forward=rollout",),
+    "with-pass": ("trainer.old_log_probs=recompute",),
 }
 TRL = {"trl": (), "trl-vllm": ("--vllm",)}
 OLD = "old"
@@ -124,7 +125,7 @@ def find_model() -> Path:
     """SmolLM2-135M as a folder, which any commit and any peer loads by its path. Made where it is missing."""
     _run([sys.executable, "-m", "appliance", "profile", "smollm2-int8"], folder=ROOT, name="the model")
     plan = _run([sys.executable, "-m", "appliance", "plan", "smollm2-int8", "--json"], folder=ROOT, name="the model")
-    return Path(json.loads(plan)["model"]["path"]).absolute()
+    return Path(json.loads(plan)["plan"]["model"]["path"]).absolute()
 
 
 def _trainings(

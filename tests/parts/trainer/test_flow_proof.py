@@ -34,9 +34,10 @@ from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
 from appliance.trainer.attest import first_differing, search
 from appliance.trainer.governor import Governor, signals_of
+from appliance.trainer.held import Held, take_held
 from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
 from appliance.trainer.precision import Live
-from appliance.trainer.rollout_forward import Held, RolloutForward, put_in, quantised_layers, take_held
+from appliance.trainer.rollout_forward import RolloutForward, put_in, quantised_layers
 from appliance.trainer.sender import DigestingAdapter
 from appliance.trainer.verl_engine import ApplianceEngine
 
@@ -525,17 +526,17 @@ def test_a_log_prob_of_the_update_that_is_no_number_is_counted() -> None:
 @pytest.mark.parametrize(
     ("held", "sequences", "message"),
     [
-        ((), 2, "0 sequences of this step's first update were held against the rollouts, of 2"),
-        (RANKS, 3, "2 sequences of this step's first update were held against the rollouts, of 3"),
+        ((), 2, "0 sequences of this step's first update were held for its metrics, of 2"),
+        (RANKS, 3, "2 sequences of this step's first update were held for its metrics, of 3"),
         (
             (*RANKS, held_of(c_0_0=[-1.0])),
             2,
-            "3 sequences of this step's first update were held against the rollouts, of 2",
+            "3 sequences of this step's first update were held for its metrics, of 2",
         ),
         (
             (*RANKS[:1], held_of(c_0_0=[-1.0])),
             2,
-            "2 sequences of this step's first update were held against the rollouts, of 2",
+            "2 sequences of this step's first update were held for its metrics, of 2",
         ),
         ((held_of(a_0_0=[-1.0]),), 1, "log-probs of this step's first update have not the rollouts' lengths"),
     ],

@@ -31,8 +31,8 @@ def engine_of(module: torch.nn.Module) -> Any:
     return engine
 
 
-def one_rank(rank: int, folder: str) -> None:
-    """A rank's process: its updates, and what it saw of them, in `<folder>/<rank>.pt`."""
+def one_rank(rank: int, folder: str, bad: float) -> None:
+    """A rank's process: its updates, and what it saw of them, in `<folder>/<rank>.pt`. bad: what one loss is times."""
     os.environ["VERL_PLATFORM"] = "cpu"
     import appliance.trainer.worker  # noqa: F401  (verl's platform)
 
@@ -41,7 +41,7 @@ def one_rank(rank: int, folder: str) -> None:
     module = under_fsdp(tiny(), ranks=RANKS, dtype=torch.float16)
     engine, seen = engine_of(module), []
     for update in range(UPDATES):
-        factor = 1e9 if update == OVERFLOWS_IN and rank == RANKS - 1 else 1.0
+        factor = bad if update == OVERFLOWS_IN and rank == RANKS - 1 else 1.0
 
         def forward_backward(data: Any, loss_function: Any, forward_only: bool, factor: float = factor) -> Any:
             ids = torch.arange(12)[None] + rank
@@ -57,8 +57,10 @@ def one_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_an_overflow_of_one_rank_leaves_the_update_out_on_all(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(one_rank, args=(str(tmp_path),), nprocs=RANKS)
+@pytest.mark.parametrize("bad", [1e9, float("nan")])
+def test_an_overflow_of_one_rank_leaves_the_update_out_on_all(tmp_path: Path, bad: float) -> None:
+    """Or a loss that is NaN, as where log-probs are not finite (trainer/correction.py)."""
+    torch.multiprocessing.spawn(one_rank, args=(str(tmp_path), bad), nprocs=RANKS)
     first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     seen, state = first
     assert seen == [(2.0**10, 0.0, True), (2.0**9, 1.0, False), (2.0**9, 0.0, True), (2.0**10, 0.0, True)]

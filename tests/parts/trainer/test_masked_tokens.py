@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 from appliance.corrections.base import Correction
 from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import METHODS, correction_of
-from appliance.trainer.correction import Sequences, _fields_of, _parts, corrected_loss, sums_of
+from appliance.trainer.correction import Sequences, _parts, corrected_loss, fields_of, sums_of
 from appliance.trainer.metrics import measure_batch
 
 LENGTHS = (12, 7, 20, 5)
@@ -58,7 +58,7 @@ def corrections() -> list[Correction]:
 def step(correction: Correction, given: Sequences) -> dict[str, object]:
     """Everything that a step makes of its log-probs: what is written into the batch, metrics, loss and gradient."""
     correction = correction.for_step(_parts(given), fitted=FITTED)
-    fields, sums = _fields_of(given, correction=correction)
+    fields, sums = fields_of(given, correction=correction)
     columns = {REAL: given.real, "old_log_probs": given.trainer, "rollout_log_probs": given.rollout, **fields}
     columns |= {"advantages": given.advantages, "responses": given.real}
     nested = {name: jagged(rows) for name, rows in columns.items()}
@@ -108,7 +108,7 @@ def test_no_correction_sees_what_stands_under_mask_0(correction: Correction) -> 
 def test_no_method_has_a_bound_in_its_sums_that_is_of_a_tool() -> None:
     for correction in corrections():
         if correction.clips:
-            made = [_fields_of(sequences(size), correction=correction)[0] for size in (0.0, 9.0)]
+            made = [fields_of(sequences(size), correction=correction)[0] for size in (0.0, 9.0)]
             for name in (CLIP_LOWER, CLIP_UPPER):
                 assert all(torch.isfinite(row).all() for row in made[1][name])
 

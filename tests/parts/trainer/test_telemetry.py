@@ -27,7 +27,8 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES
 from appliance.record.correction import CorrectionPlan
-from appliance.trainer import metrics
+from appliance.terms.settings import OldLogProbs
+from appliance.trainer import correction, metrics
 from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
@@ -57,7 +58,8 @@ def written(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         kv_batch_get=lambda *, keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
         kv_batch_put=put,
     )
-    monkeypatch.setattr(metrics, "transfer_queue", queue)
+    for room in (metrics, correction):
+        monkeypatch.setattr(room, "transfer_queue", queue)
     return back
 
 
@@ -154,7 +156,7 @@ def test_without_a_pass_the_old_log_probs_are_the_rollouts(
     verls.config.algorithm = {"rollout_correction": {"bypass_mode": True}}
     verls.actor_rollout_wg.compute_log_prob = None
     plan = make_plan(tmp_path)
-    plan = plan.replace(trainer=plan.trainer.replace(reuses_log_probs=True))
+    plan = plan.replace(trainer=plan.trainer.replace(old_log_probs=OldLogProbs.ROLLOUT))
     trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
     kept = trainer._step.fetched

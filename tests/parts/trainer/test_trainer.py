@@ -24,6 +24,7 @@ from appliance.record.attestations import Attestation, fingerprint, write_attest
 from appliance.record.checkpoints import checkpoint_folder, read_manifest
 from appliance.record.plan import ExpectedAttestation
 from appliance.terms.schemes import AS_PLANNED, Scheme
+from appliance.terms.settings import OldLogProbs
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import Step
@@ -111,7 +112,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     made.updates.last = "proven"
     made.validation = Part("validation", said, make=VALIDATED, take={})
     made.validation.scheme = "int8"
-    made.correction = Part("correction", said, prepare=BATCH, metrics={})
+    made.correction = Part("correction", said, prepare=BATCH, send=BATCH, metrics={})
     made.correction.token_cap = 2.0
     made.reward_faults = Part("reward_faults", said, end=2)
     made.actor_rollout_wg = SimpleNamespace(workers=[], compute_log_prob=None)
@@ -196,12 +197,59 @@ def test_a_layer_is_searched_for_where_all_log_probs_are_finite(
     assert len(calls) == searched
 
 
-def reuse(trainer: Trainer) -> None:
-    trainer.plan = trainer.plan.replace(trainer=trainer.plan.trainer.replace(reuses_log_probs=True))
+def take_from(source: OldLogProbs, trainer: Trainer) -> None:
+    trainer.plan = trainer.plan.replace(trainer=trainer.plan.trainer.replace(old_log_probs=source))
+
+
+def give_held(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, each of which holds its function's name."""
+    worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda what: [what.__name__]))
+    monkeypatch.setattr(room.ray, "get", lambda answers: answers)
+    trainer.actor_rollout_wg.workers = [worker, worker]
+
+
+AS_WITH_A_PASS = ["write_held", "mean_entropy", "measure_step", "correction.prepare", "correction.metrics"]
+
+
+@pytest.mark.parametrize(("broken", "norm"), [(0.0, 1.0), (0.25, math.nan), (0.25, 1.0)])
+def test_an_update_that_gives_the_old_log_probs_is_measured_after_it_as_a_pass_before_it(
+    trainer: Trainer, said: list[str], monkeypatch: pytest.MonkeyPatch, broken: float, norm: float
+) -> None:
+    """And a step whose log-probs are not finite is left out by its gradient, which must then be NaN."""
+    take_from(OldLogProbs.UPDATE, trainer)
+    give_held(trainer, monkeypatch)
+    telemetry = SimpleNamespace(nonfinite_fraction=broken)
+
+    def step(name: str, result: object) -> None:
+        monkeypatch.setattr(room, name, lambda *_, **how: said.append(name) or told.update(how) or result)
+
+    told: dict[str, Any] = {}
+    step("write_held", (BATCH, None))
+    step("mean_entropy", 0.25)
+    step("measure_step", (BATCH, telemetry))
+    step("left_out", {"actor/grad_norm": math.nan, "actor/lr": math.nan})
+    metrics = {"actor/grad_norm": norm}
+    assert trainer._compute_old_log_prob(BATCH, {}) is BATCH and said == []
+    trainer._compute_advantage(BATCH, {})
+    assert said == ["verl", "correction.send"]
+    said.clear()
+    begin = ["stopping.check", "stopping.begin_change", "phase update", "checkpoints.begin_update", "verl"]
+    if broken and math.isfinite(norm):
+        with pytest.raises(TrainingError, match="step 3 was learned from log-probabilities that are not finite"):
+            trainer._update_actor(BATCH, metrics)
+        return
+    trainer._update_actor(BATCH, metrics)
+    assert told["held"] == ["take_held"] * 2 and told["cap"] == 2.0
+    assert (trainer._step.telemetry, metrics["actor/entropy"]) == (telemetry, 0.25)
+    if broken:
+        assert said == [*begin, *AS_WITH_A_PASS[:3], "left_out", *AS_WITH_A_PASS[3:]]
+        assert math.isnan(metrics["actor/lr"]) and trainer._rate == 4e-4
+    else:
+        assert said == [*begin, *AS_WITH_A_PASS, "correction.after_update"]
 
 
 def test_without_a_pass_there_is_no_phase_of_it_and_no_entropy_yet(trainer: Trainer, said: list[str]) -> None:
-    reuse(trainer)
+    take_from(OldLogProbs.ROLLOUT, trainer)
     metrics: dict[str, float] = {}
     trainer._compute_old_log_prob(BATCH, metrics)
     assert said == ["verl", "measure_step", "stopping.check"]
@@ -212,7 +260,7 @@ def test_without_a_pass_the_update_is_the_proof(
     trainer: Trainer, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all ranks, at once: the shadow pass and whatever else comes later is of other weights."""
-    reuse(trainer)
+    take_from(OldLogProbs.ROLLOUT, trainer)
     before, found, told = trainer._step.telemetry, SimpleNamespace(), {}
 
     def measure_held(step: object, **how: object) -> tuple[object, float]:
@@ -221,9 +269,7 @@ def test_without_a_pass_the_update_is_the_proof(
         return found, 0.25
 
     monkeypatch.setattr(room, "measure_held", measure_held)
-    asked = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda what: [what.__name__]))
-    monkeypatch.setattr(room.ray, "get", lambda answers: answers)
-    trainer.actor_rollout_wg.workers = [asked, asked]
+    give_held(trainer, monkeypatch)
     metrics = {"actor/entropy": math.nan}
     trainer._update_actor(BATCH, metrics)
     assert said[-3:] == ["verl", "measure_held", "correction.after_update"]

@@ -15,7 +15,7 @@ from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.quant.mismatch import Mismatch
 from appliance.record.events import append_failure
 from appliance.sync.records import Acknowledgement, Sent, SyncRecord, Telemetry
-from appliance.terms.settings import Dtype
+from appliance.terms.settings import Dtype, OldLogProbs
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import Step, append_metrics, step_metrics, tracked
 from appliance.trainer.precision import Live, mean_of
@@ -66,11 +66,17 @@ STEP = Step(
     correction=CORRECTED,
     sync=SYNC,
 )
+
+
+def trainer_plan(source: OldLogProbs = OldLogProbs.RECOMPUTE, *, dtype: Dtype = Dtype.BF16) -> SimpleNamespace:
+    return SimpleNamespace(dtype=dtype, old_log_probs=source)
+
+
 PLAN = SimpleNamespace(
     prompts_per_step=32,
     task=SimpleNamespace(tools=""),
     algorithm=SimpleNamespace(kl=None),
-    trainer=SimpleNamespace(dtype=Dtype.BF16, reuses_log_probs=False),
+    trainer=trainer_plan(),
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
 
@@ -89,8 +95,9 @@ def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
     assert (line["step"], line["reward_mean"], line["sync_s"], line["is_weight_max"]) == (3, 0.5, 0.1, 3.0)
 
 
-def test_there_are_no_seconds_of_a_pass_that_is_not_made() -> None:
-    plan = SimpleNamespace(**{**vars(PLAN), "trainer": SimpleNamespace(dtype=Dtype.BF16, reuses_log_probs=True)})
+@pytest.mark.parametrize("source", [OldLogProbs.UPDATE, OldLogProbs.ROLLOUT])
+def test_there_are_no_seconds_of_a_pass_that_is_not_made(source: OldLogProbs) -> None:
+    plan = SimpleNamespace(**{**vars(PLAN), "trainer": trainer_plan(source)})
     assert (written(VERL)["logprob_s"], written(VERL, plan=plan)["logprob_s"]) == (0.5, 0.0)
 
 
@@ -113,7 +120,7 @@ def test_a_divergence_in_the_loss_is_in_the_line() -> None:
 
 def test_in_fp16_what_losses_are_scaled_by_is_in_the_line() -> None:
     said = {"actor/grad_scale": 32768.0, "actor/overflow_fraction": 0.5}
-    plan = SimpleNamespace(**{**vars(PLAN), "trainer": SimpleNamespace(dtype=Dtype.FP16, reuses_log_probs=False)})
+    plan = SimpleNamespace(**{**vars(PLAN), "trainer": trainer_plan(dtype=Dtype.FP16)})
     line = written(VERL | said, plan=plan)
     assert (line["grad_scale"], line["overflow_fraction"]) == (32768.0, 0.5)
     assert math.isnan(written(VERL, plan=plan)["grad_scale"])  # no update was made

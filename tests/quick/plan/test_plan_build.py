@@ -16,7 +16,7 @@ from appliance.recipe.load import load_recipe
 from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, read_plan
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import OldLogProbs, Quantisation
 
 RUN_DIR = Path("/runs/arithmetic-1")
 BY_RULE = "by rule, not measured: `appliance bench` measures it"
@@ -133,10 +133,72 @@ def test_auto_that_finds_a_cpu_judges_as_for_a_cpu():
 def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
     plan = planned("trainer.forward=linears")
     assert (plan.trainer.one_flow, plan.trainer.quantises) == (False, True)
-    assert "VERL_ENGINE_VENDOR" in dict(plan.env) and "VERL_ENGINE_VENDOR" not in dict(planned().env)
+    assert "VERL_ENGINE_VENDOR" in dict(plan.env) and "VERL_ENGINE_VENDOR" not in dict(
+        planned("trainer.old_log_probs=recompute").env
+    )
     with pytest.raises(RecipeError) as raised:
         planned("trainer.forward=linears", "cluster.device=h100")
     assert raised.value.problems == [("trainer.forward: `linears` runs on a CPU only", "use `bf16`")]
+
+
+def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
+    for method in ("none", "tis", "tis-sequence", "icepop", "sequence-mask", "geometric-mask", "k3-reject", "acr"):
+        plan = planned(f"correction.method={method}", "correction.cap=null", "trainer.forward=linears")
+        assert plan.trainer.old_log_probs is OldLogProbs.UPDATE
+        assert dict(plan.env)["VERL_ENGINE_VENDOR"] == "appliance"
+        assert "algorithm.rollout_correction.bypass_mode=true" in plan.argv
+    why = (
+        "a step's only update gives them: no pass over the batch before it; the loss corrects by them, and what it "
+        "used is checked against the log-probs that the workers held"
+    )
+    assert choice(plan, "trainer.old_log_probs") == ("update", why)
+
+
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        (
+            ("batch.mini_batch_prompts=16",),
+            "a step has several updates, and only the first one's forward is of the policy before them",
+        ),
+        (
+            ("model.lora={rank: 4, dropout: 0.1}",),
+            "an update's forward drops what `model.lora` says, and the policy does not",
+        ),
+        (
+            ("cluster.device=h100", "trainer.attention=flash_attention_2"),
+            "flash-attn may drop in an update, as the model's config.json says, and the policy does not",
+        ),
+        (
+            ("algorithm.kl=0.1", "algorithm.kl_in=reward"),
+            "`algorithm.kl` is in the reward, which the advantages are made of",
+        ),
+        (("correction.method=adaptive",), "`adaptive` weighs a sequence by the whole step"),
+        (
+            ("correction.method=calibrated-clipping",),
+            "`calibrated-clipping` has a shadow pass that compares with them",
+        ),
+        (
+            ("trainer.forward=rollout",),
+            "they are compared with the rollouts' while the weights that sampled are there to search for a layer",
+        ),
+    ],
+)
+def test_what_needs_old_log_probs_before_the_update_keeps_the_pass(sets: tuple[str, ...], reason: str):
+    plan = planned(*sets)
+    assert choice(plan, "trainer.old_log_probs") == (
+        "recompute",
+        f"a pass over the batch before the update: {reason}",
+    )
+    assert plan.trainer.old_log_probs is OldLogProbs.RECOMPUTE
+    assert "algorithm.rollout_correction.bypass_mode=false" in plan.argv
+
+
+def test_a_pass_that_is_asked_for_is_made():
+    plan = planned("trainer.old_log_probs=recompute")
+    assert choice(plan, "trainer.old_log_probs") == ("recompute", "as given: a pass over the batch before the update")
+    for harmless in ("algorithm.kl=0.1", "model.lora={rank: 4}", "batch.mini_batch_prompts=32"):
+        assert planned(harmless).trainer.old_log_probs is OldLogProbs.UPDATE
 
 
 def test_a_flow_on_a_gpu_has_eager_engines_in_the_batch_invariant_mode():

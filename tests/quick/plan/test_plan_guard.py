@@ -16,6 +16,7 @@ from appliance.preflight.finding import Finding
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching
+from appliance.terms.settings import OldLogProbs
 from appliance.terms.shapes import ModelShape
 
 USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
@@ -196,9 +197,9 @@ def test_with_the_engines_log_probs_there_is_no_correction_to_tighten() -> None:
     assert plan.guard.actions == (Action.WARN, Action.BF16, Action.STOP)
     why = "without `tighten`: a correction has nothing to act on"
     assert choice(plan, "guard.actions") == ("warn, bf16, stop", why)
-    assert plan.trainer.reuses_log_probs
+    assert plan.trainer.old_log_probs is OldLogProbs.ROLLOUT
     why = "the engines': no pass over the batch before an update; a correction has nothing to act on"
     assert choice(plan, "trainer.old_log_probs") == ("rollout", why)
     recomputes = planned("trainer.forward=rollout")
-    assert (recomputes.trainer.reuses_log_probs, recomputes.guard.actions) == (False, USUAL)
-    assert not any(each.key == "trainer.old_log_probs" for each in recomputes.choices)
+    assert (recomputes.trainer.old_log_probs, recomputes.guard.actions) == (OldLogProbs.RECOMPUTE, USUAL)
+    assert choice(recomputes, "trainer.old_log_probs")[0] == "recompute"
