@@ -7,6 +7,8 @@ The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps
 weights what the engines compute in from an update on. Without a pass for log-probs before the update
 (`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
 
+Prompts that several sequences share are computed once on a CPU (trainer/shared_prompts.py).
+
 LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
 
@@ -39,17 +41,17 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
-from appliance.terms.families import norm_fed
+from appliance.terms.families import FAMILIES, norm_fed
 from appliance.terms.settings import Schedule
 from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
+from appliance.trainer.shared_prompts import SharedPromptsEngine
 
 _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 
@@ -57,11 +59,12 @@ _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 @EngineRegistry.register(
     model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"], vendor=ENGINE_VENDOR
 )
-class ApplianceEngine(FSDPEngineWithLMHead):
+class ApplianceEngine(SharedPromptsEngine):
     """Raises EngineError for a model without the pattern of norms and layers."""
 
     def _build_module(self) -> Module:
         module = super()._build_module()
+        self.shares_prompts = _plan().shares_prompts and type(module).__name__ in FAMILIES
         self._flow: RolloutForward | None = None
         if _plan().trainer.quantises:
             flow = RolloutForward(
