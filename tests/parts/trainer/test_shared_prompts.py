@@ -10,6 +10,7 @@ Legend: T tokens of verl's row, U tokens of ours, R response tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from appliance.trainer.sequences import Sequences
 from appliance.trainer.shared_prompts import SharedPromptsEngine, SharedRow
 
 BOUND = 1.2e-10
+ROUTER_BOUND = 2.0**-23  # a router's softmax rounds its gradient to float32 (2^-24), in each of two layers
 TEMPERATURE = 0.75  # float32 has it
 # (prompt, response lengths): a prompt that begins as another one, responses of one token first, last and alone
 GROUPS = ((5, (4, 1, 9)), (3, (2,)), (7, (1, 1, 6)), (2, (1,)))
@@ -89,9 +91,17 @@ def outputs_of(engine: SharedPromptsEngine, data: TensorDict) -> dict[str, Tenso
 def model_of(family: str, *, attention: str = ATTENTION_NAME, checkpointing: bool = False, **changes: Any) -> Any:
     model = tiny(family, dtype=torch.float64, attn_implementation=attention, **changes).train()
     model.set_experts_implementation("eager")  # torch's grouped GEMM takes no float64
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(exact_norm, module)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def exact_norm(module: Any, x: Tensor) -> Tensor:
+    """In float64: transformers rounds a norm's gradients to float32, and ours are sums over a prompt's responses."""
+    return module.weight * (x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + module.variance_epsilon))
 
 
 def weighed(log_probs_R: Tensor) -> Tensor:
@@ -130,7 +140,7 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(
     wanted_R, _, wanted = one_by_one(family, **changes)
     assert_close(log_probs_R.detach(), wanted_R, "log-probs")
     for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, wanted[name], name)
+        assert_close(parameter.grad, wanted[name], name, bound=ROUTER_BOUND if "moe" in family else BOUND)
 
 
 def test_outputs_lie_as_verls_and_are_zero_elsewhere() -> None:
