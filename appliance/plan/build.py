@@ -231,13 +231,13 @@ def build_plan(
             offline=not is_from_hub(task) and not hub_name(recipe),
             backends=backends,
             own_engine=(
-                trainer.quantises
+                is_cpu
+                or trainer.quantises
                 or trainer.old_log_probs is OldLogProbs.UPDATE
                 or lora is not None
                 or trainer.dtype is Dtype.FP16
                 or recipe.optimizer.norm_fed_lr_scale != 1
                 or recipe.optimizer.schedule is Schedule.LINEAR
-                or (is_cpu and algorithm.kl is not None)
             ),
             one_flow=trainer.one_flow,
             capability=capability,

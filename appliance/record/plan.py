@@ -19,7 +19,7 @@ from appliance.guard.policy import Action
 from appliance.record.correction import CorrectionPlan
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype, OldLogProbs, Quantisation, Schedule
+from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs, Quantisation, Schedule
 
 SCHEMA_VERSION = 1
 CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
@@ -531,6 +531,14 @@ class RunPlan(Frozen):
     @property
     def is_cpu(self) -> bool:
         return self.device == CPU
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the trainer computes a prompt once for all of its samples in a micro-batch, in models of the families
+        that it knows. With dropout they differ; one flow computes as the engines do; the rest is of GPUs."""
+        has_dropout = self.lora is not None and self.lora.dropout > 0
+        attends = self.trainer.attention == ATTENTION_NAME and self.trainer.sequence_parallel == 1
+        return self.is_cpu and attends and not self.trainer.one_flow and not has_dropout
 
     @property
     def topology(self) -> Topology:

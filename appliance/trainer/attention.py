@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
 from itertools import accumulate
@@ -40,26 +39,10 @@ from verl.utils.ulysses import (
 
 from appliance.errors import TrainingError
 from appliance.terms.settings import ATTENTION_NAME
+from appliance.trainer.sequences import Sequences
 
 _logger = logging.getLogger(__name__)
 _NEWER = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}  # by compute capability
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Where they lie in a row."""
-
-    lengths: list[int]
-    """Of each."""
-    starts_S1: Tensor
-    """[S + 1] int32, on the row's device, the last one is T."""
-
-    @staticmethod
-    def of(positions_T: Tensor) -> Sequences:
-        """positions_T: int64, from 0 at each sequence's start."""
-        starts_S = torch.nonzero(positions_T == 0).flatten()
-        starts_S1 = functional.pad(starts_S, (0, 1), value=len(positions_T))
-        return Sequences(starts_S1.diff().tolist(), starts_S1.int())
 
 
 def attend_row(
@@ -109,7 +92,7 @@ def _sequences(positions_1T: Tensor) -> Sequences:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None) -> Tensor:
-    """As attend_each."""
+    """As attend_each; prefixes on a CPU only."""
     by_device = _attend_on_cuda if q.is_cuda else attend_each
     return by_device(q, k, v, sequences=sequences, scale=scale, window=window)
 
@@ -118,10 +101,15 @@ def attend_each(
     q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None
 ) -> Tensor:
     """[T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the gradients
-    take half the time then that they take in BF16.
+    take half the time then that they take in BF16. A segment with a prefix is attended to whole, and what comes out for
+    the prefix is dropped.
 
     q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
     """
+    if sequences.has_prefixes:
+        whole = sequences.whole
+        own = (tensor[whole.places_W] for tensor in (q, k, v))
+        return attend_each(*own, sequences=whole.sequences, scale=scale, window=window)[whole.own_T]
     wide, parts = torch.promote_types(q.dtype, torch.float32), []
     with torch.autocast(q.device.type, enabled=False):
         for q_, k_, v_ in zip(*(each.to(wide).split(sequences.lengths) for each in (q, k, v)), strict=True):
@@ -153,7 +141,9 @@ def _shared_heads(attend: Callable[..., Tensor]) -> dict[str, bool]:
 def _attend_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None
 ) -> Tensor:
-    """As attend_each, in FP16 or BF16."""
+    """As attend_each, in FP16 or BF16. Raises TrainingError for shared prefixes."""
+    if sequences.has_prefixes:
+        raise TrainingError("attention on CUDA got sequences that share a prefix, which it does not know")
     _take_newer(torch.cuda.get_device_capability(q.device)[0])
     shared = _shared_heads(varlen_attn)
     if not shared:

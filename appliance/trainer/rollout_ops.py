@@ -38,14 +38,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from appliance.errors import NumericsError
+from appliance.errors import NumericsError, TrainingError
 from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
 from appliance.quant.cpu_gemm import quantise_weight
 from appliance.terms.schemes import Scheme
-from appliance.trainer.attention import Sequences, attend
+from appliance.trainer.attention import attend
 from appliance.trainer.rollout_kernels import Gemm, kernels_of, plain_norm
+from appliance.trainer.sequences import Sequences
 
 Note = Callable[[str, Tensor], None]  # LayerTrace.note itself: of a dataclass FSDP hands on a copy
 _HEAD_CHUNKS = 4  # of a thread at once: a row of a large vocabulary is half of one
@@ -157,6 +158,8 @@ class Batch:
         self.positions_T, self.cos_sin, self.scale, self.window = positions_T, cos_sin, scale, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self._sequences = Sequences.of(positions_T)
+        if self._sequences.has_prefixes:
+            raise TrainingError("the rollouts' forward got sequences that share a prefix, which it does not know")
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         self._kernel = kernels.attention(self._sequences, positions_T, **sizes, scale=scale, window=window)
 

@@ -9,6 +9,8 @@ weights what the engines compute in from an update on.
 Without a pass for log-probs before the update, those of its forward are held for the driver (trainer/held.py), with
 the entropies that the pass would have brought.
 
+Prompts that several sequences share are computed once on a CPU (trainer/shared_prompts.py).
+
 LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
 
@@ -41,18 +43,18 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
-from appliance.terms.families import norm_fed
+from appliance.terms.families import FAMILIES, norm_fed
 from appliance.terms.settings import OldLogProbs, Schedule
 from appliance.trainer.held import HELD
 from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
+from appliance.trainer.shared_prompts import SharedPromptsEngine
 
 _LEAST_TEMPERATURE = 1e-8  # as verl divides logits
 _GROWS_AFTER = 400  # updates without an overflow, as in verl's
@@ -61,7 +63,7 @@ _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 @EngineRegistry.register(
     model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"], vendor=ENGINE_VENDOR
 )
-class ApplianceEngine(FSDPEngineWithLMHead):
+class ApplianceEngine(SharedPromptsEngine):
     """Raises EngineError for a model without the pattern of norms and layers."""
 
     _gives_old_log_probs = False
@@ -69,6 +71,7 @@ class ApplianceEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> Module:
         module = super()._build_module()
+        self.shares_prompts = _plan().shares_prompts and type(module).__name__ in FAMILIES
         self._flow: RolloutForward | None = None
         self._gives_old_log_probs = _plan().trainer.old_log_probs is OldLogProbs.UPDATE
         if _plan().trainer.quantises:
@@ -142,13 +145,12 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         if HELD.is_open:
             entropy = found.get("entropy")
             if entropy is None:
-                entropy_T = self._gather_and_unpad_packed(self._entropy(output, output_args), output_args["pad_size"])
-                entropy = torch.nested.nested_tensor_from_jagged(entropy_T, micro_batch["input_ids"].offsets())
+                entropy = self.in_sequences(self._entropy(output, output_args), output_args, micro_batch)
             HELD.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy)
         return found
 
     def _entropy(self, output: Any, output_args: dict[str, Any]) -> Tensor:
-        """[T] nats, without a gradient, of all tokens of this rank, by verl's function of its passes."""
+        """[T] nats, without a gradient, of this rank's tokens that have logits, by verl's function of its passes."""
         given_1T = getattr(output, "entropy", None)
         if given_1T is not None:  # of the rollouts' forward
             return given_1T[0]

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from appliance.errors import TrainingError
 from appliance.terms.settings import ATTENTION_NAME
 from appliance.trainer import attention
-from appliance.trainer.attention import Sequences, attend, attend_each, attend_row
+from appliance.trainer.attention import attend, attend_each, attend_row
+from appliance.trainer.sequences import Sequences
 
 LENGTHS = (3, 1, 40, 8, 19)
 BOUND = 1.2e-10
@@ -113,6 +114,13 @@ def test_where_sequences_lie() -> None:
     found = Sequences.of(positions_T())
     assert found.lengths == list(LENGTHS)
     assert found.starts_S1.tolist() == [0, 3, 4, 44, 52, 71] and found.starts_S1.dtype is torch.int32
+
+
+def test_a_shared_prefix_is_refused_on_cuda() -> None:
+    q, k, v = (torch.zeros(4, 1, 16) for _ in range(3))
+    with pytest.raises(TrainingError) as raised:
+        attention._attend_on_cuda(q, k, v, sequences=Sequences.of(torch.tensor([0, 1, 2, 1])), scale=1.0, window=None)
+    assert raised.value.message == "attention on CUDA got sequences that share a prefix, which it does not know"
 
 
 def test_more_than_one_row_is_refused() -> None:
@@ -210,7 +218,9 @@ def test_torchs_own_varlen_attn_takes_the_call(window: int | None, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with FakeTensorMode():
         q, k, v = (torch.empty(71, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
-        sequences = Sequences(list(LENGTHS), torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32))
+        starts_S1 = torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32)
+        prefixes = [range(0) for _ in LENGTHS]
+        sequences = Sequences(list(LENGTHS), starts_S1, prefixes, torch.empty(71, device="cuda", dtype=torch.int64))
         found = attend(q, k, v, sequences=sequences, scale=0.25, window=window)
         assert (found.shape, found.dtype, found.device.type) == (q.shape, torch.bfloat16, "cuda")
         three = torch.empty(71, 3, 64, device="cuda", dtype=torch.bfloat16)

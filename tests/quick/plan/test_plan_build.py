@@ -133,9 +133,8 @@ def test_auto_that_finds_a_cpu_judges_as_for_a_cpu():
 def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
     plan = planned("trainer.forward=linears")
     assert (plan.trainer.one_flow, plan.trainer.quantises) == (False, True)
-    assert "VERL_ENGINE_VENDOR" in dict(plan.env) and "VERL_ENGINE_VENDOR" not in dict(
-        planned("trainer.old_log_probs=recompute").env
-    )
+    on_gpu = planned("cluster.device=h100", "trainer.old_log_probs=recompute")
+    assert "VERL_ENGINE_VENDOR" in dict(plan.env) and "VERL_ENGINE_VENDOR" not in dict(on_gpu.env)
     with pytest.raises(RecipeError) as raised:
         planned("trainer.forward=linears", "cluster.device=h100")
     assert raised.value.problems == [("trainer.forward: `linears` runs on a CPU only", "use `bf16`")]

@@ -1,0 +1,198 @@
+"""An update of the trainer, with prompts computed once and without: `python -m benchmarks.train_step`.
+
+verl's FSDP engine of one rank over float32 masters, computing in BF16 under autocast, with our attention and log-probs;
+random weights of SmolLM2-135M's shapes. The two sides are one engine whose `shares_prompts` is on or off, in turns, on
+the same batch: forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both.
+Seconds are wall time; processor seconds are of all threads, and depend less on what else the host does. A time is the
+median of the turns, a ratio that of single turns with its range. The first turn of each side is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from appliance import console
+from appliance.control_groups import usable_cores
+from appliance.tasks.library import PACKAGED_MODELS
+from appliance.terms.settings import ATTENTION_NAME
+from benchmarks.demo import processor
+from benchmarks.one_flow import on_one_rank, ratios
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from appliance.trainer.shared_prompts import SharedPromptsEngine
+
+SIDES = {"whole sequences": False, "prompts once": True}
+
+
+@dataclass
+class Times:
+    """Of one side, turn by turn."""
+
+    update_s: list[float] = field(default_factory=list)
+    """Forward and backward of all micro-batches."""
+    update_processor_s: list[float] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
+
+
+def batch(*, prompts: int, samples: int, prompt_tokens: int, response_tokens: int, micro_batch: int) -> TensorDict:
+    """As verl's worker gets it. Prompts of three quarters to five quarters of `prompt_tokens`, responses of three
+    quarters of `response_tokens` up to all."""
+    import torch
+    from tensordict import TensorDict
+    from verl.utils.tensordict_utils import assign_non_tensor
+
+    generator = torch.Generator().manual_seed(0)
+    words = PACKAGED_MODELS["smollm2-135m"].shape.vocab
+
+    def some(least: int, most: int) -> list[int]:
+        length = int(torch.randint(least, most + 1, (1,), generator=generator))
+        return torch.randint(0, words, (length,), generator=generator).tolist()
+
+    pairs = []
+    for _ in range(prompts):
+        prompt = some(prompt_tokens * 3 // 4, prompt_tokens * 5 // 4)
+        pairs += [(prompt, some(max(1, response_tokens * 3 // 4), response_tokens)) for _ in range(samples)]
+
+    def nested(rows: list[list[int]]) -> Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    data = TensorDict(
+        {
+            "input_ids": nested([prompt + response for prompt, response in pairs]),
+            "position_ids": nested([[*range(len(prompt + response))] for prompt, response in pairs]),
+            "prompts": nested([prompt for prompt, _ in pairs]),
+            "responses": nested([response for _, response in pairs]),
+            "response_mask": nested([[1] * len(response) for _, response in pairs]),
+            "loss_mask": nested([[1] * len(response) for _, response in pairs]),
+        },
+        batch_size=len(pairs),
+    )
+    assign_non_tensor(
+        data,
+        use_remove_padding=True,
+        temperature=1.0,
+        calculate_entropy=False,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=micro_batch,
+        max_response_len=response_tokens,
+    )
+    return data
+
+
+def engine() -> SharedPromptsEngine:
+    """With what an update needs and nothing else."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import appliance.trainer.worker  # noqa: F401  our attention and log-probs
+    from appliance.trainer.shared_prompts import SharedPromptsEngine
+
+    shape = PACKAGED_MODELS["smollm2-135m"].shape
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tied,
+        attn_implementation=ATTENTION_NAME,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    on_one_rank(model)
+    made = SharedPromptsEngine.__new__(SharedPromptsEngine)
+    made.module, made.use_ulysses_sp, made.pad_to_length = model, False, None
+    made.ulysses_device_mesh, made.ulysses_sequence_parallel_size = None, 1
+    made.scaler, made._qat_enabled, made._autocast_dtype = None, False, torch.bfloat16
+    made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
+    made.optimizer_config = SimpleNamespace(clip_grad=1.0)
+    made.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
+    return made
+
+
+def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    """A policy gradient with made-up advantages."""
+    import torch
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    log_probs = no_padding_2_padding(model_output["log_probs"], data)
+    return (log_probs * torch.linspace(-1, 1, len(log_probs))[:, None]).mean(), {}
+
+
+def timed(data: TensorDict, *, turns: int) -> dict[str, Times]:
+    """By side."""
+    one, times = engine(), {side: Times() for side in SIDES}
+    for turn in range(-1, turns):
+        for side, shares in SIDES.items():
+            one.shares_prompts = shares
+            one.optimizer_zero_grad()
+            start, processor_start = time.perf_counter(), time.process_time()
+            one.forward_backward_batch(data, loss)
+            done, processor_done = time.perf_counter(), time.process_time()
+            one.optimizer_step()
+            if turn >= 0:
+                times[side].update_s.append(done - start)
+                times[side].update_processor_s.append(processor_done - processor_start)
+                times[side].optimizer_s.append(time.perf_counter() - done)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=33)
+    parser.add_argument("--response-tokens", type=int, default=24)
+    parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("-o", "--output", type=Path, help="a file for the page")
+    given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(given.threads)
+    data = batch(
+        prompts=given.prompts,
+        samples=given.samples,
+        prompt_tokens=given.prompt_tokens,
+        response_tokens=given.response_tokens,
+        micro_batch=given.micro_batch,
+    )
+    times = timed(data, turns=given.turns)
+    whole, once = (times[side] for side in SIDES)
+    tokens = int(data["input_ids"].offsets()[-1])
+    lines = [
+        f"{processor()}, {given.threads} threads. {given.prompts} prompts of {given.samples} samples, {tokens} tokens, "
+        f"{tokens / len(data):.0f} of a sequence.",
+        "",
+        f"| | {' | '.join(SIDES)} | ratio |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, key in (
+        ("forward and backward, s", "update_s"),
+        ("the same, processor s", "update_processor_s"),
+        ("optimizer, s", "optimizer_s"),
+    ):
+        before, after = getattr(whole, key), getattr(once, key)
+        lines.append(f"| {name} | {median(before):.2f} | {median(after):.2f} | {ratios(before, after)} |")
+    page = "\n".join(lines) + "\n"
+    console.out(page)
+    if given.output is not None:
+        given.output.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
