@@ -199,7 +199,7 @@ def test_engines_that_do_not_fit_the_memory_are_refused() -> None:
     with pytest.raises(PreflightError) as raised:
         _refuse_without_memory(shapes, engines=2, kv_bytes=GIB, host=host)
     assert (raised.value.message, raised.value.hint) == (
-        "bench: 2 engines of 6 layers and 152,064 words take 11.3 GiB, this host has 8.0 GiB free",
+        "bench: 2 engines of 6 layers and 152,064 words take 13.3 GiB, this host has 8.0 GiB free",
         "measure fewer layers or words: `layers=1`; with `vocabulary=1024` it is the layers' ratio alone",
     )
     few = parse_shapes("qwen2.5-7b,vocabulary=1024")
