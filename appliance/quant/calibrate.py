@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
-from appliance.quant.layer_view import Errors, LayerView
+from appliance.quant.layer_view import Errors, LayerView, Views
 from appliance.quant.mismatch_budget import MismatchBudget
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import (
@@ -43,7 +43,6 @@ from appliance.quant.profile import (
     SmoothingGroup,
     power_of_two,
 )
-from appliance.quant.views import Views
 from appliance.terms.families import Unit
 from appliance.terms.schemes import Scheme
 

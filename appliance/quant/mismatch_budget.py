@@ -17,8 +17,8 @@ from torch import Tensor
 from appliance.quant.choice import candidates_of, meet
 from appliance.quant.contribution import Contributions, pass_back
 from appliance.quant.files import LayerError, Predicted, Settings
+from appliance.quant.layer_view import Views
 from appliance.quant.prediction import at_counted, head_gradients, predict, targets_of
-from appliance.quant.views import Views
 
 _DRAWS = 2  # words at each position; a choice by more of them is no cheaper
 _SEED = 0

@@ -244,7 +244,7 @@ class Rollout(Section):
     kv_cache_gb: int = Field(1, ge=1, le=1024)
     """KV cache of an engine on a CPU, GiB"""
     chunked_prefill: bool = True
-    """long prompts are read in parts, between steps of generation; never on a CPU"""
+    """long prompts are read in parts, between steps of generation"""
     lm_head_fp32: bool = False
     """the engine's last projection in FP32 instead of BF16"""
 

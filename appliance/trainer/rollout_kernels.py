@@ -33,7 +33,7 @@ from appliance.quant.cpu_gemm import (
     quantise_weight,
 )
 from appliance.terms.schemes import BLOCK, Scales, Scheme
-from appliance.trainer.sequences import Sequences
+from appliance.trainer.attention import Sequences
 
 Gemm = Callable[[Tensor, Tensor | None], Tensor]  # [T, N] of activations [T, K] and a bias [N]
 _WHOLE_ROWS = 32  # channels that a head has to be a multiple of for the wide form of the CPU's attention

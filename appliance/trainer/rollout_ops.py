@@ -44,9 +44,8 @@ from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
 from appliance.quant.cpu_gemm import quantise_weight
 from appliance.terms.schemes import Scheme
-from appliance.trainer.attention import attend
+from appliance.trainer.attention import Sequences, attend
 from appliance.trainer.rollout_kernels import Gemm, kernels_of, plain_norm
-from appliance.trainer.sequences import Sequences
 
 Note = Callable[[str, Tensor], None]  # LayerTrace.note itself: of a dataclass FSDP hands on a copy
 _HEAD_CHUNKS = 4  # of a thread at once: a row of a large vocabulary is half of one

@@ -6,7 +6,7 @@ What comes out is the same formula; its gradients add up over the responses, as 
 
     prompt, response 1, response 2, ...; next prompt, response, ...
 
-positions alone say what continues what (trainer/sequences.py): the first response goes on where the prompt ends, each
+positions alone say what continues what (trainer/attention.py): the first response goes on where the prompt ends, each
 other one starts again at that position. A sequence's last token is left out: nothing is predicted after it. Logits are
 computed at the tokens before response tokens only, and log-probs elsewhere are 0: nobody reads them.
 

@@ -212,7 +212,7 @@ def test_attention_of_another_scale(ground: Ground, monkeypatch: pytest.MonkeyPa
 
 
 def test_packed_attention_that_sees_the_sequence_before(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    from appliance.trainer.sequences import Sequences
+    from appliance.trainer.attention import Sequences
 
     right = Sequences.of
     monkeypatch.setattr(Sequences, "of", lambda positions_T: right(torch.arange(len(positions_T))))

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from appliance.errors import TrainingError
 from appliance.terms.settings import ATTENTION_NAME
 from appliance.trainer import attention
-from appliance.trainer.attention import attend, attend_each, attend_row
-from appliance.trainer.sequences import Sequences
+from appliance.trainer.attention import Sequences, attend, attend_each, attend_row
 
 LENGTHS = (3, 1, 40, 8, 19)
 BOUND = 1.2e-10

@@ -30,8 +30,8 @@ import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
 from appliance.errors import TrainingError
 from appliance.record.plan import LoraPlan
 from appliance.terms.settings import ATTENTION_NAME
+from appliance.trainer.attention import Sequences
 from appliance.trainer.rollout_ops import Batch
-from appliance.trainer.sequences import Sequences
 from appliance.trainer.shared_prompts import SharedPromptsEngine, SharedRow
 
 BOUND = 1.2e-10
