@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainings import FEW, Finished, train
 
-pytestmark = pytest.mark.e2e(minutes=2)
+pytestmark = [pytest.mark.e2e(minutes=3), pytest.mark.long]
 
 # What a clock says. The entropy is a mean in float64 in one, and in float32 in the other.
 DIFFERS = ("_s", "_per_s")
