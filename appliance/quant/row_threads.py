@@ -17,6 +17,8 @@ def for_parts_of_rows(work: Callable[[slice], None], *, rows: int, multiple: int
     """
     threads = torch.get_num_threads()
     step = max(1, -(-rows // (threads * multiple))) * multiple
+    if not rows:
+        return
     first, *others = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
     running = [_pool(threads).submit(work, part) for part in others]
     work(first)

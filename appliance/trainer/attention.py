@@ -163,35 +163,44 @@ def attend_each(
     q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None
 ) -> Tensor:
     """[T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the gradients
-    take half the time then that they take in BF16. A segment with a prefix is attended to whole, and what comes out for
-    the prefix is dropped.
+    take half the time then that they take in BF16. A segment with a prefix is attended to whole, once more for each
+    segment with this prefix, and what comes out for the prefix is dropped; gradients of a prefix are summed before they
+    are rounded, in a fixed order.
 
     q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
     """
-    if sequences.has_prefixes:
-        whole = sequences.whole
-        own = (tensor[whole.places_W] for tensor in (q, k, v))
-        return attend_each(*own, sequences=whole.sequences, scale=scale, window=window)[whole.own_T]
-    wide, parts = torch.promote_types(q.dtype, torch.float32), []
+    wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        for q_, k_, v_ in zip(*(each.to(wide).split(sequences.lengths) for each in (q, k, v)), strict=True):
-            mask = None
-            if window is not None and len(q_) > window:
-                places = torch.arange(len(q_), device=q.device)
-                behind = places[:, None] - places
-                mask = (behind >= 0) & (behind < window)
-            parts.append(
-                functional.scaled_dot_product_attention(
-                    q_.transpose(0, 1)[None],
-                    k_.transpose(0, 1)[None],
-                    v_.transpose(0, 1)[None],
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    scale=scale,
-                    enable_gqa=True,
-                )[0].transpose(0, 1)
-            )
-        return torch.cat(parts).to(q.dtype)
+        q_T, k_T, v_T = (tensor.to(wide) for tensor in (q, k, v))
+        if not sequences.has_prefixes:
+            return _attend_whole(q_T, k_T, v_T, lengths=sequences.lengths, scale=scale, window=window).to(q.dtype)
+        whole = sequences.whole
+        q_W, k_W, v_W = (tensor.index_select(0, whole.places_W) for tensor in (q_T, k_T, v_T))
+        out_W = _attend_whole(q_W, k_W, v_W, lengths=whole.sequences.lengths, scale=scale, window=window)
+        return out_W.index_select(0, whole.own_T).to(q.dtype)
+
+
+def _attend_whole(q: Tensor, k: Tensor, v: Tensor, *, lengths: list[int], scale: float, window: int | None) -> Tensor:
+    """As attend_each, in the type of `q`. lengths: of the sequences, which have no prefixes."""
+    parts = []
+    for q_, k_, v_ in zip(*(tensor.split(lengths) for tensor in (q, k, v)), strict=True):
+        mask = None
+        if window is not None and len(q_) > window:
+            places = torch.arange(len(q_), device=q.device)
+            behind = places[:, None] - places
+            mask = (behind >= 0) & (behind < window)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                q_.transpose(0, 1)[None],
+                k_.transpose(0, 1)[None],
+                v_.transpose(0, 1)[None],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        )
+    return torch.cat(parts)
 
 
 @functools.cache

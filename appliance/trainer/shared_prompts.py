@@ -1,14 +1,17 @@
-"""Prompts that several sequences of a micro-batch share are computed once, and what no log-prob depends on not at all.
+"""A prompt that several sequences of a micro-batch share is computed once; logits only where a response token is
+predicted.
 
 The samples of a prompt are sequences that begin alike, and verl packs each of them whole. Causal layers give equal
-tokens after equal tokens the same, so a prompt stands in our row once, with the responses behind one another after it.
-What comes out is the same formula; its gradients add up over the responses, as they do over whole sequences. In the row
+tokens after equal tokens the same, so that a prompt needs to stand in our row once, up to its last token, with the
+responses behind one another after it. Each response begins with the prompt's last token, at which its own first token
+is predicted, and lacks its last token, after which nothing is predicted:
 
-    prompt, response 1, response 2, ...; next prompt, response, ...
+    prompt, [end of prompt, response 1], [end of prompt, response 2], ...; next prompt, ...
 
-positions alone say what continues what (trainer/attention.py): the first response goes on where the prompt ends, each
-other one starts again at that position. A sequence's last token is left out: nothing is predicted after it. Logits are
-computed at the tokens before response tokens only, and log-probs elsewhere are 0: nobody reads them.
+What comes out is the same formula; its gradients add up over the responses, as they do over whole sequences. Only
+attention computes a prompt again for each of its responses. Which segment continues which tokens follows from the
+positions alone (`Sequences` of trainer/attention.py): the first response goes on where the prompt ends, each other one
+starts again at that position. Log-probs are 0 at all other tokens: nobody reads them.
 
 Legend: S sequences, T tokens of verl's row, U tokens of ours, R response tokens.
 """
@@ -36,8 +39,7 @@ class SharedRow:
     places_U: Tensor
     """Places of its tokens in verl's row, int64."""
     predicting_R: Tensor
-    """Places in our row of the token before each response token, sequence by sequence, int64. A prompt's last token
-    stands here once for each of its responses."""
+    """Places in our row of the token before each response token, sequence by sequence, int64, none of them twice."""
     predicted_R: Tensor
     """Places in verl's row where the log-prob of each response token belongs: of the token before it, int64."""
     offsets_S1: Tensor
@@ -49,30 +51,28 @@ class SharedRow:
         sequence without a prompt."""
         ids = micro_batch["input_ids"].values().tolist()
         ends = micro_batch["input_ids"].offsets()[1:].tolist()
-        responses = micro_batch["response_mask"].offsets().diff().tolist()
-        sharing: dict[tuple[int, ...], list[range]] = {}  # places of the responses by prompt
+        response_lengths = micro_batch["response_mask"].offsets().diff().tolist()
+        responses: list[range] = []  # places in verl's row of each sequence's response
+        by_prompt: dict[tuple[int, ...], list[range]] = {}
         start = 0
-        for end, response in zip(ends, responses, strict=True):
-            if end - start <= response:
-                raise TrainingError(f"a sequence of {end - start} tokens has a response of {response} and no prompt")
-            sharing.setdefault(tuple(ids[start : end - response]), []).append(range(end - response, end))
+        for end, length in zip(ends, response_lengths, strict=True):
+            if end - start <= length:
+                raise TrainingError(f"a sequence of {end - start} tokens has a response of {length} and no prompt")
+            responses.append(range(end - length, end))
+            by_prompt.setdefault(tuple(ids[start : end - length]), []).append(responses[-1])
             start = end
         places: list[int] = []
-        predicting: dict[int, list[int]] = {}  # by the place where a response starts
-        for prompt, of_prompt in sharing.items():
-            first = of_prompt[0].start
-            places += range(first - len(prompt), first)
-            before = len(places) - 1
-            for response_places in of_prompt:
-                seen = range(len(places), len(places) + max(0, len(response_places) - 1))
-                places += response_places[:-1]
-                predicting[response_places.start] = [before, *seen] if response_places else []
-        starts = [end - response for end, response in zip(ends, responses, strict=True)]
-        predicted = [range(end - response - 1, end - 1) for end, response in zip(ends, responses, strict=True)]
+        predicting: dict[int, range] = {}  # by the place in verl's row where a response starts
+        for prompt, responses_of_prompt in by_prompt.items():
+            first = responses_of_prompt[0].start
+            places += range(first - len(prompt), first - 1)
+            for response in responses_of_prompt:
+                predicting[response.start] = range(len(places), len(places) + len(response))
+                places += range(response.start - 1, response.stop - 1)
         return SharedRow(
             torch.tensor(places),
-            torch.tensor([place for start in starts for place in predicting[start]]),
-            torch.tensor([place for response_places in predicted for place in response_places]),
+            torch.tensor([place for response in responses for place in predicting[response.start]]),
+            torch.tensor([place - 1 for response in responses for place in response]),
             micro_batch["response_mask"].offsets(),
         )
 

@@ -30,15 +30,16 @@ import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
 from appliance.errors import TrainingError
 from appliance.record.plan import LoraPlan
 from appliance.terms.settings import ATTENTION_NAME
-from appliance.trainer.attention import Sequences
+from appliance.trainer.attention import Sequences, attend_each
 from appliance.trainer.rollout_ops import Batch
 from appliance.trainer.shared_prompts import SharedPromptsEngine, SharedRow
 
 BOUND = 1.2e-10
 ROUTER_BOUND = 2.0**-23  # a router's softmax rounds its gradient to float32 (2^-24), in each of two layers
 TEMPERATURE = 0.75  # float32 has it
-# (prompt, response lengths): a prompt that begins as another one, responses of one token first, last and alone
-GROUPS = ((5, (4, 1, 9)), (3, (2,)), (7, (1, 1, 6)), (2, (1,)))
+# (prompt, response lengths): a prompt that begins as another one, responses of one token first, last and alone, a
+# prompt of one token
+GROUPS = ((5, (4, 1, 9)), (3, (2,)), (7, (1, 1, 6)), (2, (1,)), (1, (3, 2)))
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}  # Qwen: of the second layer
 CASES = [*((name, {}) for name in FAMILIES), ("qwen2", WINDOWS)]
 
@@ -166,9 +167,9 @@ def test_a_prompt_is_computed_once_and_logits_of_responses_alone() -> None:
     model.model.norm.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[1]))
     model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[1]))
     outputs_of(engine_of(model), micro_batch(sequences()))
-    prompts = sum(prompt for prompt, _ in GROUPS)
+    prompts = sum(prompt - 1 for prompt, _ in GROUPS)  # its last token begins each response
     responses = [response for _, lengths in GROUPS for response in lengths]
-    assert shapes == [prompts + sum(responses) - len(responses), sum(responses)]
+    assert shapes == [prompts + sum(responses), sum(responses)]
 
 
 def test_positions_alone_say_what_continues_what() -> None:
@@ -176,11 +177,31 @@ def test_positions_alone_say_what_continues_what() -> None:
     data = micro_batch(pairs)
     row = SharedRow.of(data)
     places = row.places_U
-    assert data["input_ids"].values()[places].tolist() == [1, 2, 3, 4, 5, 7, 9, 9, 1, 2]
+    assert data["input_ids"].values()[places].tolist() == [1, 2, 3, 4, 5, 3, 7, 9, 9, 1, 2]
     found = Sequences.of(data["position_ids"].values()[places])
-    assert (found.lengths, found.prefixes) == ([5, 1, 4], [range(0), range(3), range(6, 6)])
-    assert row.predicting_R.tolist() == [2, 3, 4, 2, 5, 7, 8, 9]
+    assert (found.lengths, found.prefixes) == ([5, 2, 4], [range(0), range(2), range(7, 7)])
+    assert row.predicting_R.tolist() == [2, 3, 4, 5, 6, 8, 9, 10]
     assert row.predicted_R.tolist() == [2, 3, 4, 8, 9, 12, 13, 14]
+
+
+def test_a_prefix_gets_its_gradients_rounded_once() -> None:
+    """Of 128 responses, in BF16: sums in float32 of numbers of one sign are off by 128 x 2^-24, their rounding by 2^-8.
+    A sum in BF16 would be off by percents."""
+    responses, prefix, heads, channels = 128, 4, 2, 16
+    generator = torch.Generator().manual_seed(1)
+    positions_T = torch.cat([torch.arange(prefix), *[torch.arange(prefix, prefix + 3)] * responses])
+    sequences, shape_T = Sequences.of(positions_T), (len(positions_T), heads, channels)
+    q, k = (0.01 * torch.randn(shape_T, generator=generator) for _ in range(2))
+    v, grad = torch.randn(shape_T, generator=generator), torch.rand(shape_T, generator=generator)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        value = v.bfloat16().to(dtype).requires_grad_()
+        out = attend_each(q.bfloat16().to(dtype), k.bfloat16().to(dtype), value, sequences=sequences, scale=0.25)
+        out.backward(grad.bfloat16().to(dtype))
+        return value.grad[:prefix]
+
+    found, wanted = gradient(torch.bfloat16), gradient(torch.float64)
+    assert float(((found.double() - wanted) / wanted).abs().max()) <= 2.0**-8 + 2.0**-16
 
 
 def test_a_sequence_without_a_prompt_is_refused() -> None:
