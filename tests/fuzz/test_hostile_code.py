@@ -80,7 +80,12 @@ def test_a_control_character_is_refused(room: Path, key: str, text: str) -> None
 
 def test_a_recipe_gives_the_child_no_variable_of_its_own(room: Path) -> None:
     """Names are ours; of a recipe's texts only the path of the run's folder is in a value."""
-    known = {name for name, _ in child_env(room, is_cpu=True, threads=1, kv_cache_gb=1, offline=True, backends=())}
+    known = {
+        name
+        for name, _ in child_env(
+            room, is_cpu=True, threads=1, kv_cache_gb=1, offline=True, backends=(), own_engine=True
+        )
+    }
     plain = dict(planned(room, model="./a", train_file="b").env)
     for text in ("LD_PRELOAD=/tmp/x.so", "x PYTHONPATH=/tmp", "${PATH}"):
         made = dict(planned(room, model=f"./{text}", train_file=text).env)
