@@ -15,7 +15,6 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from appliance import console
 from appliance.tasks.graders import number
@@ -62,6 +61,8 @@ def main() -> int:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--vllm", action="store_true")
     asked = parser.parse_args()
+    from trl import GRPOConfig, GRPOTrainer  # fetched by the benchmark, and by it alone
+
     rows = [json.loads(line) for line in asked.problems.read_text().splitlines()]
     problems = [
         {
