@@ -127,10 +127,10 @@ def measure(shapes: Shapes, *, scheme: Scheme, rows: int, steps: int, vllms: For
 def table_row(name: str, shapes: Shapes, *, rows: int, steps: Sequence[Step]) -> str:
     cells = [f"{name}, {shapes.layers} layers", f"{shapes.vocabulary:,}", str(rows)]
     for sampler in (VLLMS, OURS):
-        own = [step for step in steps if step.sampler == sampler]
-        cells.append(f"{1e3 * median(step.draw_s for step in own):.1f} ms")
-        cells.append(f"{1e3 * median(step.seconds for step in own):.0f} ms")
-        cells.append(f"{100 * median(step.share for step in own):.1f} %")
+        of_sampler = [step for step in steps if step.sampler == sampler]
+        cells.append(f"{1e3 * median(step.draw_s for step in of_sampler):.1f} ms")
+        cells.append(f"{1e3 * median(step.seconds for step in of_sampler):.0f} ms")
+        cells.append(f"{100 * median(step.share for step in of_sampler):.1f} %")
     return "| " + " | ".join(cells) + " |"
 
 

@@ -138,8 +138,9 @@ def old_log_probs_of(recipe: Recipe, *, mini_batch_prompts: int) -> tuple[OldLog
 
 
 def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int) -> str:
-    """What needs old log-probs before a step's update, or needs others than that update's forward gives; empty where
-    nothing does."""
+    """Say what needs old log-probs before a step's update, or needs others than that update's forward gives.
+
+    Empty where nothing does."""
     method, lora = METHODS[recipe.correction.method], recipe.model.lora
     if mini_batch_prompts != recipe.batch.prompts_per_step:
         return "a step has several updates, and only the first one's forward is of the policy before them"

@@ -220,12 +220,12 @@ def first_difference(ours: Mapping[str, list[str]], *, theirs: Mapping[str, list
 
 
 def finite_pairs(trainer: Tensor, rollout: Tensor) -> Tensor:
-    """Where both log-probs are what measure_by_length takes."""
+    """Find where both log-probs are what `measure_by_length` takes."""
     return (trainer.abs() <= FARTHEST) & (rollout.abs() <= FARTHEST)
 
 
 def with_finite_pairs(trainer: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
-    """Both at 0 nats where they are no finite pair: nothing may be learned from such a step, but its numbers must
+    """Put both at 0 nats where they are no finite pair: nothing may be learned from such a step, but its numbers must
     pass through what follows."""
     good = finite_pairs(trainer, rollout)
     return trainer.where(good, 0.0), rollout.where(good, 0.0)

@@ -385,7 +385,7 @@ class TrainerPlan(Frozen):
     fp8_backward: bool = False
     """Whether gradients of quantised layers are computed in FP8, too."""
     old_log_probs: OldLogProbs = OldLogProbs.RECOMPUTE
-    """Where the old log-probs come from. Unless it is `recompute`, no pass over the batch precedes a step's update."""
+    """Source of the old log-probs. Unless it is `recompute`, no pass over the batch precedes a step's update."""
     sequence_parallel: int
     """GPUs that share a sequence."""
     offload_parameters: bool

@@ -27,7 +27,7 @@ class Dtype(StrEnum):
 
 
 class OldLogProbs(StrEnum):
-    """Where the old log-probs of a step come from: those of the policy before its update."""
+    """Sources of a step's old log-probs, which are of the policy before its update."""
 
     RECOMPUTE = "recompute"
     """A pass over the batch before the update."""

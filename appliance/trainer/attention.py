@@ -85,14 +85,16 @@ class Sequences:
     @functools.cached_property
     def whole(self) -> WholeSequences:
         """The same with each prefix before its segment, once for each of them."""
-        places, own, start = [], [], 0
+        places, segment_places, start = [], [], 0
         for length, prefix in zip(self.lengths, self.prefixes, strict=True):
-            own += range(len(places) + len(prefix), len(places) + len(prefix) + length)
+            segment_places += range(len(places) + len(prefix), len(places) + len(prefix) + length)
             places += [*prefix, *range(start, start + length)]
             start += length
         device = self.positions_T.device
         places_W = torch.tensor(places, device=device)
-        return WholeSequences(places_W, torch.tensor(own, device=device), Sequences.of(self.positions_T[places_W]))
+        return WholeSequences(
+            places_W, torch.tensor(segment_places, device=device), Sequences.of(self.positions_T[places_W])
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +156,7 @@ def _sequences(positions_1T: Tensor) -> Sequences:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None) -> Tensor:
-    """As attend_each; prefixes on a CPU only."""
+    """Attend as `attend_each` does; prefixes on a CPU only."""
     by_device = _attend_on_cuda if q.is_cuda else attend_each
     return by_device(q, k, v, sequences=sequences, scale=scale, window=window)
 

@@ -233,8 +233,8 @@ def _run(command: list[str], *, folder: Path, name: str, environment: dict[str, 
     """Its stdout. Raises TrainingError with the end of what it said."""
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-        raise TrainingError(f"{name} ended with code {done.returncode}: {' '.join(command)}\n{said}")
+        last_lines = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise TrainingError(f"{name} ended with code {done.returncode}: {' '.join(command)}\n{last_lines}")
     return done.stdout
 
 
