@@ -35,9 +35,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from appliance import console
-from appliance.quant.calibrate import scales
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
 from appliance.quant.cpu_gemm import OneDnnGemm, load_kernels
+from appliance.quant.smoothing_factors import by_rule, refine
 from benchmarks.demo import processor
 
 PROBLEMS, ANSWER_TOKENS = 112, 40
@@ -87,25 +87,34 @@ class Llama:
 
 
 Ranges = dict[tuple[int, str], Tensor]  # [K], the largest |x| at the input of a layer's fused matrix
+Inputs = dict[tuple[int, str], list[Tensor]]  # [M, K] of each batch, there
 
 
-def smooth_norms(model: Llama, ranges: Ranges) -> Llama:
-    """As the profile does it: between a norm and what it feeds."""
+def smooth_norms(model: Llama, ranges: Ranges, inputs: Inputs | None = None) -> Llama:
+    """Between a norm and what it feeds: by the rule, and with inputs, which then are of the same model, as the profile
+    does it for INT8."""
 
     def change(number: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         changed = {}
         for norm, fused in zip(READ_BY, ("qkv", "gate_up"), strict=True):
             weight_K = torch.stack([layer[name].abs().amax(0) for name in READ_BY[norm]]).amax(0)
-            scale_K = scales(ranges[number, fused], weight_K=weight_K, strength=0.5)
+            scale_K = by_rule(ranges[number, fused], weight_K=weight_K, strength=0.5)
+            if inputs is not None:
+                weight_NK = torch.cat([layer[name] for name in READ_BY[norm]])
+                scale_K = refine(scale_K, x_MK=torch.cat(inputs[number, fused]), weight_NK=weight_NK)
             changed |= {norm: layer[norm] / scale_K} | {name: layer[name] * scale_K for name in READ_BY[norm]}
         return changed
 
     return model.with_layers(change)
 
 
-def smooth_down(model: Llama, ranges: Ranges) -> Llama:
+def smooth_down(model: Llama, ranges: Ranges, inputs: Inputs | None = None) -> Llama:
+    """By the rule; with inputs, of a model whose `up_proj` is as this one's, refined."""
+
     def change(number: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        scale_K = scales(ranges[number, "down"], weight_K=layer["down"].abs().amax(0), strength=0.5)
+        scale_K = by_rule(ranges[number, "down"], weight_K=layer["down"].abs().amax(0), strength=0.5)
+        if inputs is not None:
+            scale_K = refine(scale_K, x_MK=torch.cat(inputs[number, "down"]), weight_NK=layer["down"])
         return {"down": layer["down"] * scale_K, "up": layer["up"] / scale_K[:, None]}
 
     return model.with_layers(change)
@@ -120,7 +129,7 @@ def smooth_values(model: Llama, ranges: Ranges) -> Llama:
         range_K, weight_K = (
             each.view(shape).amax(1).flatten() for each in (ranges[number, "o"], layer["o"].abs().amax(0))
         )
-        scale_K = scales(range_K, weight_K=weight_K, strength=0.5)
+        scale_K = by_rule(range_K, weight_K=weight_K, strength=0.5)
         wide_K = scale_K.view(kv_heads, 1, width).expand(shape).flatten()
         return {"v": layer["v"] / scale_K[:, None], "o": layer["o"] * wide_K}
 
@@ -218,9 +227,16 @@ def formats_of(how: str) -> torch.dtype:
 class Forward:
     """A model as one engine has it. how: as Gemm's, by fused matrix or of all."""
 
-    def __init__(self, model: Llama, how: str | dict[str, str], *, ranges: Ranges | None = None) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        how: str | dict[str, str],
+        *,
+        ranges: Ranges | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
         ways = dict.fromkeys(FUSED, how) if isinstance(how, str) else how
-        self.model, self._ranges = model, ranges
+        self.model, self._ranges, self._inputs = model, ranges, inputs
         self.dtype = formats_of(ways["qkv"])
         self._embedding_VH = model.embedding_VH.to(self.dtype)
         self._gemms = [
@@ -254,6 +270,8 @@ class Forward:
                     range_K = x_MK[valid_BT.flatten()].abs().amax(0).float()
                     known_K = self._ranges.get((number, fused), range_K)
                     self._ranges[number, fused] = torch.maximum(known_K, range_K)
+                if self._inputs is not None:
+                    self._inputs.setdefault((number, fused), []).append(x_MK[valid_BT.flatten()])
                 return gemms[fused](x_MK)
 
             normed_MH, stream_MH = self._norm(x_MH, stream_MH, self._norms[number]["input"])
@@ -304,6 +322,12 @@ def ranges_of(model: Llama, batches: Sequence[Batch], *, prefix: Sequence[int]) 
     ranges: Ranges = {}
     Forward(model, "bf16", ranges=ranges).states(batches, prefix=prefix)
     return ranges
+
+
+def inputs_of(model: Llama, batches: Sequence[Batch], *, prefix: Sequence[int]) -> Inputs:
+    inputs: Inputs = {}
+    Forward(model, "bf16", inputs=inputs).states(batches, prefix=prefix)
+    return inputs
 
 
 Answer = tuple[list[int], list[int]]  # tokens of a prompt and of what was sampled
@@ -404,6 +428,10 @@ def fill(table: Table, model: Llama, calibration: Sequence[Batch], *, prefix: Se
     ranges = ranges_of(model, calibration, prefix=prefix)
     norms = smooth_norms(model, ranges)
     smoothed = smooth_values(smooth_down(norms, ranges), ranges)
+    inputs = inputs_of(model, calibration, prefix=prefix)
+    found = smooth_norms(model, ranges, inputs)
+    refined = smooth_values(smooth_down(found, ranges), ranges)
+    refined_down = smooth_values(smooth_down(found, ranges, inputs), ranges)
     down_kept = dict.fromkeys(FUSED, "int8") | {"down": "bf16"}
 
     def rotated(kind: str, seed: int) -> Llama:
@@ -413,8 +441,11 @@ def fill(table: Table, model: Llama, calibration: Sequence[Batch], *, prefix: Se
     blocks = rotated("blocks", 0)
     table.add("BF16", model, "bf16")
     table.add("*smoothed*: norms, `down_proj` through `up_proj`, `o_proj` through `v_proj`", smoothed, "int8")
+    table.add("*refined*: the same with factors behind norms found by their error", refined, "int8")
+    table.add("*refined*, and those before `down_proj`, too", refined_down, "int8")
     table.add("*rotated*: stream in blocks, values, `down_proj` smoothed; seed 0", blocks, "int8")
     table.add("*smoothed*, asymmetric", smoothed, "asymmetric")
+    table.add("*refined*, asymmetric", refined, "asymmetric")
     table.add("*rotated*, asymmetric", blocks, "asymmetric")
     table.add("norms smoothed", norms, "int8")
     table.add("INT8, no smoothing", model, "int8")

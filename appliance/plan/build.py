@@ -19,6 +19,7 @@ from appliance.gguf.source import gguf_facts, is_gguf
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
+from appliance.plan.memory import BLOCK, kv_cache_blocks
 from appliance.plan.model_shape import model_shape
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.verl_args import argv
@@ -247,13 +248,17 @@ def build_plan(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     before = original.pace if original is not None and original.device == device else None
+    shape = model_shape(model)
     pace = keep_pace(recipe, draft, before=before)
     if pace is None:
-        pace = choose_pace(recipe, draft, shape=model_shape(model), host=host)
+        pace = choose_pace(recipe, draft, shape=shape, host=host)
+    if shape is not None and (blocks := kv_cache_blocks(draft, shape)) is not None:
+        why = f"blocks of {BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
+        engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
     trainer = derive.plan_trainer(recipe, attention=attention, pace=pace, book=book)
     micro = trainer.micro_batch_sequences
     correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=book)
-    plan = draft.replace(trainer=trainer, correction=correction, choices=tuple(book.choices))
+    plan = draft.replace(engine=engine, trainer=trainer, correction=correction, choices=tuple(book.choices))
     return plan.replace(argv=argv(plan))
 
 

@@ -34,9 +34,12 @@ MIB, GIB = 1 << 20, 1 << 30
 _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes on a GPU
 _GRAPHS = 2 * GIB  # the engine's captured graphs and work space
 _GRAPHS_ASLEEP = GIB  # of them, what sleep mode does not free
+BLOCK = 128  # tokens of a block of the KV cache on a CPU, vLLM's own
+_SPARE_BLOCKS = 2  # vLLM's block for padding, and one more
 _COUNT = 4  # bytes per sequence and word: vLLM's V2 runner counts what was said, penalties or not
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight that is trained, FP32, shared by all ranks
 _FROZEN = 2  # bytes per weight that is not, BF16, shared by all ranks
+_COPY = 2  # bytes per weight, BF16, of those that compute during an update: `RunPlan.keeps_copies`
 _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
@@ -231,9 +234,10 @@ def _activations(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes of what one forward of a rank keeps for its backward: activations and logits."""
+    """Bytes of what one forward of a rank keeps for its backward: activations, logits, and copies of weights."""
     per_logit = _LOGITS_ON_CPU if plan.device == CPU else _LOGITS
-    return _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * per_logit
+    copies = _COPY * shape.weights if plan.keeps_copies else 0
+    return _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * per_logit + copies
 
 
 def room_for_forward(plan: RunPlan, shape: ModelShape, *, host_memory: int) -> int | None:
@@ -295,7 +299,7 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
     state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0
     beside = _BESIDE_WEIGHTS * shape.weights // plan.rollout.tensor_parallel
-    engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape) + beside
+    engine = _BASE[Role.ENGINE] + kv_cache_bytes(plan, shape) + engine_weights(plan, shape) + beside
     return {
         Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + _largest_of_trainer(plan, shape),
         Role.ENGINE: ranks * engine,
@@ -318,8 +322,27 @@ def peak(plan: RunPlan, shape: ModelShape) -> int:
     return sum(held(plan, shape).values())
 
 
-def kv_cache_gib(plan: RunPlan) -> int:
+def kv_cache_blocks(plan: RunPlan, shape: ModelShape) -> int | None:
+    """Blocks that all sequences of an engine on a CPU need when none shares a prompt; None where `rollout.kv_cache_gb`
+    has no room for them, and elsewhere."""
+    if plan.device != CPU:
+        return None
+    blocks = plan.engine.max_concurrent_sequences * -(-plan.engine.max_model_tokens // BLOCK) + _SPARE_BLOCKS
+    return blocks if blocks * _block_bytes(plan, shape) < _kv_cache_gib(plan) * GIB else None
+
+
+def kv_cache_bytes(plan: RunPlan, shape: ModelShape) -> int:
     """Of an engine's worker on a CPU: vLLM fills it with zeros at its start, so all of it is held from then on."""
+    blocks = kv_cache_blocks(plan, shape)
+    return _kv_cache_gib(plan) * GIB if blocks is None else blocks * _block_bytes(plan, shape)
+
+
+def _block_bytes(plan: RunPlan, shape: ModelShape) -> int:
+    return BLOCK * shape.kv_bytes_per_token // max(1, min(plan.rollout.tensor_parallel, shape.kv_heads))
+
+
+def _kv_cache_gib(plan: RunPlan) -> int:
+    """The most that an engine's worker on a CPU has."""
     return int(dict(plan.env).get(KV_CACHE_VARIABLE, 0))
 
 
@@ -410,7 +433,7 @@ def _shares_out(plan: RunPlan) -> bool:
 
 
 def _smaller_cache(plan: RunPlan) -> Iterator[Changed]:
-    for gib in range(kv_cache_gib(plan) - 1, 0, -1):
+    for gib in range(_kv_cache_gib(plan) - 1, 0, -1):
         env = {**dict(plan.env), KV_CACHE_VARIABLE: str(gib)}
         yield plan.replace(env=tuple(env.items())), f"rollout.kv_cache_gb: {gib}"
 

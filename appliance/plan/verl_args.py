@@ -186,6 +186,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ROLLOUT}.max_model_len", plan.engine.max_model_tokens),
         (f"{ROLLOUT}.max_num_seqs", plan.engine.max_concurrent_sequences),
         (f"{ROLLOUT}.max_num_batched_tokens", plan.engine.max_batched_tokens),
+        *_blocks(plan),
         (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", plan.engine.bucket_mib),
         (f"+{VLLM}.worker_extension_cls", WORKER_EXTENSION),
         (f"+{VLLM}.config_format", "hf"),  # what the trainer reads; vLLM would prefer Mistral's own
@@ -206,6 +207,12 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("trainer.val_before_train", plan.validate_before and not plan.resume_from),
         *resume,
     ]
+
+
+def _blocks(plan: RunPlan) -> list[tuple[str, Value]]:
+    """Of the KV cache, where it is smaller than `rollout.kv_cache_gb`. The name is vLLM's, on a CPU, too."""
+    blocks = plan.engine.kv_cache_blocks
+    return [] if blocks is None else [(f"+{VLLM}.num_gpu_blocks_override", blocks)]
 
 
 def _kl_in(plan: RunPlan) -> KlPlace | None:

@@ -5,9 +5,9 @@ quantised engine would have. For each layer:
 
 1. The exact stream gives the largest |x| of every input channel, and, on a sample of tokens, the error that quantising
    each GEMM alone makes.
-2. s_k = a_k^alpha / w_k^(1 - alpha), with a the activations' range and w that of all quantised weights that read
-   them, of query heads that share a head of values the largest; centred, so that its median is 1; rounded to a power of
-   two. (Xiao et al. 2023, SmoothQuant.)
+2. SmoothQuant's rule gives factors from the activations' ranges and those of all quantised weights that read them, of
+   query heads that share a head of values the largest. For INT8, what a norm feeds gets better ones from the same
+   sample of tokens (`quant/smoothing_factors.py`).
 3. The same measurement on the same tokens with the scales folded in. A group that does not lower the error of the layer
    that reads it is dropped.
 4. The quantised stream goes on through the quantised layer.
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
-from appliance.quant.layer_view import Errors, LayerView, Views
+from appliance.quant.layer_view import Errors, LayerView, Samples, Views
 from appliance.quant.mismatch_budget import MismatchBudget
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import (
@@ -41,9 +41,9 @@ from appliance.quant.profile import (
     Settings,
     Smoothing,
     SmoothingGroup,
-    power_of_two,
 )
-from appliance.terms.families import Unit
+from appliance.quant.smoothing_factors import by_rule, refine
+from appliance.terms.families import GATE_UP, Unit
 from appliance.terms.schemes import Scheme
 
 
@@ -113,25 +113,13 @@ def calibrate(
     )
 
 
-def scales(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tensor:
-    """[K] float32, powers of two with median 1 (of those channels that have both); 1 where a channel has no range.
-    activation_K, weight_K: >= 0, the largest |x| and |w| of each channel.  strength: alpha, in (0, 1]."""
-    has_both_K = (activation_K > 0) & (weight_K > 0)
-    ones_K = torch.ones_like(activation_K, dtype=torch.float64)
-    if not bool(has_both_K.any()):
-        return ones_K.float()
-    log_K = strength * activation_K.double().log2() - (1 - strength) * weight_K.double().log2()
-    log_K = torch.where(has_both_K, log_K - log_K[has_both_K].median(), torch.zeros_like(log_K))
-    return power_of_two(torch.exp2(log_K))
-
-
 def _one_layer(
     view: LayerView, streams: _Streams, *, settings: Settings
 ) -> tuple[list[LayerError], list[SmoothingGroup], dict[str, Tensor]]:
     """Of the profile, what the layer adds; the streams go through it."""
     plain, ranges = Errors(), dict[str, Tensor]()
     outputs, samples = view.exact(streams.exact, errors=plain, ranges=ranges)
-    groups = _groups(view, ranges=ranges, strength=settings.strength)
+    groups = _groups(view, ranges=ranges, samples=samples, strength=settings.strength)
     errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
     kept_groups, weight_errors = [], {}
     for unit in view.units:
@@ -165,7 +153,9 @@ def _one_layer(
     return layers, kept_groups, activations
 
 
-def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> dict[Unit, SmoothingGroup]:
+def _groups(
+    view: LayerView, *, ranges: dict[str, Tensor], samples: Samples, strength: float
+) -> dict[Unit, SmoothingGroup]:
     """A group for each quantised unit whose input can be smoothed, where its scales are not all 1."""
     groups = {}
     for unit in view.units:
@@ -175,7 +165,10 @@ def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> d
             continue
         weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
         activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
-        scale_K = scales(activation_K, weight_K=weight_K, strength=strength)
+        scale_K = by_rule(activation_K, weight_K=weight_K, strength=strength)
+        if unit.norm and key != GATE_UP and view.scheme is Scheme.INT8:
+            x_MK = torch.cat([some_MK for member, _, some_MK in samples if member == key])
+            scale_K = refine(scale_K, x_MK=x_MK, weight_NK=torch.cat(view.weights(unit)))
         if bool((scale_K != 1).any()):
             groups[unit] = view.group(unit, scale_K=scale_K)
     return groups

@@ -242,7 +242,7 @@ class Rollout(Section):
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """part of GPU memory for the engine"""
     kv_cache_gb: int = Field(1, ge=1, le=1024)
-    """KV cache of an engine on a CPU, GiB"""
+    """KV cache of an engine on a CPU, GiB at most: it takes no more than its sequences need"""
     chunked_prefill: bool = True
     """long prompts are read in parts, between steps of generation"""
     lm_head_fp32: bool = False

@@ -293,6 +293,9 @@ class EnginePlan(Frozen):
     """Whether long prompts are read in parts, between steps of generation."""
     bucket_mib: int
     """Weights are sent in parts of this size; shared memory of this size is held."""
+    kv_cache_blocks: int | None = None
+    """Of the KV cache of an engine on a CPU, of memory.BLOCK tokens each: what all its sequences need at most. None:
+    as many as `rollout.kv_cache_gb` has room for."""
 
 
 class ProfilePlan(Frozen):
@@ -539,6 +542,12 @@ class RunPlan(Frozen):
         has_dropout = self.lora is not None and self.lora.dropout > 0
         attends = self.trainer.attention == ATTENTION_NAME and self.trainer.sequence_parallel == 1
         return self.is_cpu and attends and not self.trainer.one_flow and not has_dropout
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether a trainer of one rank keeps the BF16 copies of all its weights during an update, rather than make
+        those of each layer anew in each forward and backward. Where activations are recomputed memory is short."""
+        return self.is_cpu and self.topology.gpus == 1 and not self.trainer.gradient_checkpointing
 
     @property
     def topology(self) -> Topology:

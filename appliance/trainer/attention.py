@@ -6,7 +6,7 @@ a segment may also continue tokens that lie before it in the row (`Sequences`).
 transformers finds this one by its name, in every process that imports trainer/worker.py.
 
 On CUDA it is torch's own `varlen_attn`, FlashAttention 2 inside torch; where the package of a newer one is installed,
-that one. On a CPU it is torch's attention, sequence by sequence.
+that one. On a CPU it is torch's attention of some sequences at once (`Block`).
 
 With several GPUs to a sequence (Ulysses) each has a part of the row and all heads; for the attention they exchange, so
 that each has the whole row and a part of the heads. verl does that in transformers' flash attention only, so it is done
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from appliance.errors import TrainingError
 from appliance.terms.settings import ATTENTION_NAME
 
 _logger = logging.getLogger(__name__)
+_SCORES_AT_ONCE = 1 << 20  # of queries and keys in a block, padding among them: of more, a call costs little
 _NEWER = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}  # by compute capability
 
 
@@ -83,30 +84,83 @@ class Sequences:
         return any(self.prefixes)
 
     @functools.cached_property
-    def whole(self) -> WholeSequences:
-        """The same with each prefix before its segment, once for each of them."""
-        places, segment_places, start = [], [], 0
-        for length, prefix in zip(self.lengths, self.prefixes, strict=True):
-            segment_places += range(len(places) + len(prefix), len(places) + len(prefix) + length)
-            places += [*prefix, *range(start, start + length)]
-            start += length
-        device = self.positions_T.device
-        places_W = torch.tensor(places, device=device)
-        return WholeSequences(
-            places_W, torch.tensor(segment_places, device=device), Sequences.of(self.positions_T[places_W])
-        )
+    def blocks(self) -> Blocks:
+        return Blocks.of(self)
 
 
 @dataclass(frozen=True, eq=False)
-class WholeSequences:
-    """Sequences without prefixes, made of segments with them. W: tokens, those of a prefix once for each segment."""
+class Block:
+    """Segments that are attended to at once, on a CPU, padded to the longest. B segments, Q tokens of the longest one,
+    K of the longest with its prefix."""
 
-    places_W: Tensor
-    """Places in the segments' row, int64."""
-    own_T: Tensor
-    """Places in W of the segments' own tokens, int64."""
-    sequences: Sequences
-    """How they lie in W."""
+    queries_BQ: Tensor
+    """Places in the row of the segments' tokens, 0 behind a shorter one's end. int64."""
+    keys_BK: Tensor
+    """The same of their prefixes and tokens."""
+    prefix_B: Tensor
+    """Tokens of each prefix, int64."""
+    own: Tensor
+    """Places in the flattened [B, Q] of what is no padding, int64."""
+
+    def mask_BQK(self, window: int | None) -> Tensor | None:
+        """What a token may see; None where that is all tokens up to itself by their places in Q and K. Padding comes
+        last and so is not seen, and what it sees itself is dropped. window: as in attend_each."""
+        (_, queries), (_, keys) = self.queries_BQ.shape, self.keys_BK.shape
+        sees_all = window is None or queries <= window
+        if sees_all and not bool(self.prefix_B.any()):
+            return None
+        device = self.keys_BK.device
+        query_BQ1 = (self.prefix_B[:, None] + torch.arange(queries, device=device)).unsqueeze(2)
+        behind_BQK = query_BQ1 - torch.arange(keys, device=device)
+        return (behind_BQK >= 0) if window is None else (behind_BQK >= 0) & (behind_BQK < window)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """All segments of a row, shared out over blocks."""
+
+    blocks: list[Block]
+    of_row_T: Tensor
+    """For each token of the row its place in what the blocks give one after the other, int64."""
+
+    @staticmethod
+    def of(sequences: Sequences) -> Blocks:
+        device = sequences.positions_T.device
+        starts = sequences.starts_S1.tolist()
+        segments = [range(start, end) for start, end in pairwise(starts)]
+        by_size = sorted(
+            zip(sequences.prefixes, segments, strict=True),
+            key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0])),
+        )
+        groups: list[list[tuple[range, range]]] = []
+        for pair in by_size:
+            group = [*groups[-1], pair] if groups and bool(groups[-1][0][0]) == bool(pair[0]) else [pair]
+            queries, keys = max(len(segment) for _, segment in group), max(len(one) + len(two) for one, two in group)
+            fits = len(group) > 1 and len(group) * queries * keys <= _SCORES_AT_ONCE
+            groups[-1:] = [group] if fits else [*groups[-1:], [pair]]
+        blocks = [_block(group, device=device) for group in groups]
+        places = [place for group in groups for _, segment in group for place in segment]
+        of_row_T = torch.empty(len(places), dtype=torch.int64)
+        of_row_T[torch.tensor(places)] = torch.arange(len(places))
+        return Blocks(blocks, of_row_T.to(device))
+
+
+def _block(group: list[tuple[range, range]], *, device: torch.device) -> Block:
+    """group: (prefix, segment) pairs."""
+
+    def padded(rows: list[list[int]]) -> Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+
+    queries_BQ = padded([[*segment] for _, segment in group])
+    length_B1 = torch.tensor([[len(segment)] for _, segment in group], device=device)
+    is_own_BQ = torch.arange(queries_BQ.shape[1], device=device) < length_B1
+    return Block(
+        queries_BQ,
+        padded([[*prefix, *segment] for prefix, segment in group]),
+        torch.tensor([len(prefix) for prefix, _ in group], device=device),
+        is_own_BQ.flatten().nonzero().flatten(),
+    )
 
 
 def attend_row(
@@ -165,44 +219,33 @@ def attend_each(
     q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None
 ) -> Tensor:
     """[T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the gradients
-    take half the time then that they take in BF16. A segment with a prefix is attended to whole, once more for each
-    segment with this prefix, and what comes out for the prefix is dropped; gradients of a prefix are summed before they
-    are rounded, in a fixed order.
+    take half the time then that they take in BF16. A segment with a prefix sees that, too; gradients of a prefix are
+    summed over its segments before they are rounded, in a fixed order. Short segments are attended to together, for a
+    call costs more than what it computes of one.
 
     q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide, blocks, parts = torch.promote_types(q.dtype, torch.float32), sequences.blocks, []
     with torch.autocast(q.device.type, enabled=False):
         q_T, k_T, v_T = (tensor.to(wide) for tensor in (q, k, v))
-        if not sequences.has_prefixes:
-            return _attend_whole(q_T, k_T, v_T, lengths=sequences.lengths, scale=scale, window=window).to(q.dtype)
-        whole = sequences.whole
-        q_W, k_W, v_W = (tensor.index_select(0, whole.places_W) for tensor in (q_T, k_T, v_T))
-        out_W = _attend_whole(q_W, k_W, v_W, lengths=whole.sequences.lengths, scale=scale, window=window)
-        return out_W.index_select(0, whole.own_T).to(q.dtype)
-
-
-def _attend_whole(q: Tensor, k: Tensor, v: Tensor, *, lengths: list[int], scale: float, window: int | None) -> Tensor:
-    """As attend_each, in the type of `q`. lengths: of the sequences, which have no prefixes."""
-    parts = []
-    for q_, k_, v_ in zip(*(tensor.split(lengths) for tensor in (q, k, v)), strict=True):
-        mask = None
-        if window is not None and len(q_) > window:
-            places = torch.arange(len(q_), device=q.device)
-            behind = places[:, None] - places
-            mask = (behind >= 0) & (behind < window)
-        parts.append(
-            functional.scaled_dot_product_attention(
-                q_.transpose(0, 1)[None],
-                k_.transpose(0, 1)[None],
-                v_.transpose(0, 1)[None],
-                attn_mask=mask,
-                is_causal=mask is None,
+        for block in blocks.blocks:
+            mask_BQK = block.mask_BQK(window)
+            out_BHQD = functional.scaled_dot_product_attention(
+                _heads_first(q_T, block.queries_BQ),
+                _heads_first(k_T, block.keys_BK),
+                _heads_first(v_T, block.keys_BK),
+                attn_mask=None if mask_BQK is None else mask_BQK[:, None],
+                is_causal=mask_BQK is None,
                 scale=scale,
                 enable_gqa=True,
-            )[0].transpose(0, 1)
-        )
-    return torch.cat(parts)
+            )
+            parts.append(out_BHQD.transpose(1, 2).flatten(0, 1).index_select(0, block.own))
+        return torch.cat(parts).index_select(0, blocks.of_row_T).to(q.dtype)
+
+
+def _heads_first(values_THD: Tensor, places_BP: Tensor) -> Tensor:
+    """[B, H, P, D] of the tokens at these places."""
+    return values_THD.index_select(0, places_BP.flatten()).unflatten(0, places_BP.shape).transpose(1, 2)
 
 
 @functools.cache

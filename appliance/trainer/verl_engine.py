@@ -11,6 +11,10 @@ the entropies that the pass would have brought.
 
 Prompts that several sequences share are computed once on a CPU (trainer/shared_prompts.py).
 
+On one rank nothing is gathered from others, but FSDP still makes the BF16 copy of each layer's FP32 masters anew for
+each forward and each backward of each micro-batch. Where memory allows (it is then that activations are kept, too), the
+copies made by an update's first forward serve all of its micro-batches.
+
 LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
 
@@ -30,6 +34,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +73,8 @@ class ApplianceEngine(SharedPromptsEngine):
 
     _gives_old_log_probs = False
     """Whether each update holds the log-probs of its forward: `trainer.old_log_probs: update` in the plan."""
+    _keeps_copies = False
+    """Whether the BF16 copies of weights last from an update's first forward to its last backward."""
 
     def _build_module(self) -> Module:
         module = super()._build_module()
@@ -121,7 +128,25 @@ class ApplianceEngine(SharedPromptsEngine):
             self.engine_config = given
         if self.scaler is not None and _plan().is_cpu:
             self.scaler = ShardedGradScaler("cpu", growth_interval=_GROWS_AFTER)
+        self._keeps_copies = _plan().keeps_copies
         return built
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        if forward_only or not self._keeps_copies:
+            return super().forward_backward_batch(data, loss_function, forward_only=forward_only)
+        self.module.set_reshard_after_forward(False)
+        try:
+            return super().forward_backward_batch(data, loss_function)
+        finally:
+            self.module.set_reshard_after_forward(True)
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        """verl's, around a forward and its backward; the last backward drops the copies."""
+        with super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch):
+            if self._keeps_copies:
+                self.module.set_reshard_after_backward(is_last_micro_batch)
+            yield
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
         if self._gives_old_log_probs:

@@ -1,0 +1,104 @@
+"""A trainer of one rank that keeps the BF16 copies of its weights during an update: the same weights and gradients bit
+for bit, and each copy made once for all micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plans import make_plan
+from tensordict import TensorDict
+from test_lora import under_fsdp
+from test_shared_prompts import micro_batch, sequences
+from tiny_models import tiny
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from verl.utils.tensordict_utils import assign_non_tensor
+
+import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
+from appliance.trainer.verl_engine import ApplianceEngine
+
+UPDATES, MICRO_BATCHES = 2, 5
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def engine_of(*, keeps_copies: bool, checkpointing: bool) -> Any:
+    """Of a tiny Llama with tied embeddings, with what an update needs of verl's and no configuration."""
+    torch.manual_seed(0)
+    model = tiny("llama", tie_word_embeddings=True).float().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine: Any = ApplianceEngine.__new__(ApplianceEngine)
+    engine.module, engine._keeps_copies, engine.shares_prompts = under_fsdp(model, ranks=1), keeps_copies, True
+    engine.use_ulysses_sp, engine.ulysses_device_mesh, engine.ulysses_sequence_parallel_size = False, None, 1
+    engine.pad_to_length, engine.scaler, engine._flow, engine._qat_enabled = None, None, None, False
+    engine._autocast_dtype = torch.bfloat16
+    engine.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
+    engine.optimizer_config = SimpleNamespace(clip_grad=1.0)
+    engine.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine.is_mp_src_rank_with_outputs = lambda: False
+    return engine
+
+
+def batch() -> TensorDict:
+    pairs = sequences()
+    data = micro_batch(pairs)
+    data["loss_mask"] = data["response_mask"]
+    for name, index in (("prompts", 0), ("responses", 1)):
+        rows = [torch.tensor(pair[index]) for pair in pairs]
+        data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=len(pairs) // MICRO_BATCHES)
+    return data
+
+
+def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    return (model_output["log_probs"].values() * 0.1).sum(), {}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_copies_that_are_kept_change_no_bit_and_are_made_once_an_update(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    casts: Counter[str] = Counter()
+    original = FSDPParam.init_unsharded_param
+    monkeypatch.setattr(
+        FSDPParam, "init_unsharded_param", lambda param: (casts.update([param._param_fqn]), original(param))[1]
+    )
+    weights, counts = [], []
+    for keeps_copies in (False, True):
+        engine = engine_of(keeps_copies=keeps_copies, checkpointing=checkpointing)
+        casts.clear()
+        for _ in range(UPDATES):
+            engine.train_batch(batch(), loss)
+            states = {group.sharded_state for group in groups_of(engine.module)}
+            assert states == {ShardedState.SHARDED}, "a copy outlives its weight"
+        weights.append({name: each.full_tensor().clone() for name, each in engine.module.named_parameters()})
+        counts.append(dict(casts))
+    anew, kept = counts
+    assert set(kept) == set(anew) and set(kept.values()) == {UPDATES}
+    assert set(anew.values()) == {2 * UPDATES * MICRO_BATCHES}
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def groups_of(module: torch.nn.Module) -> list[Any]:
+    states = [part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state")]
+    return [param for state in states for group in state._fsdp_param_groups for param in group.fsdp_params]
+
+
+def test_copies_are_kept_on_one_rank_of_a_cpu_where_activations_are() -> None:
+    plan = make_plan(Path("/runs/a-1"))
+    assert not plan.trainer.gradient_checkpointing and plan.keeps_copies
+    assert not plan.replace(trainer=plan.trainer.replace(gradient_checkpointing=True)).keeps_copies
+    assert not plan.replace(gpus_per_node=2).keeps_copies
+    assert not plan.replace(device="h100-80gb").keeps_copies
