@@ -156,6 +156,39 @@ def test_attention_in_bf16_against_float64(window: int | None) -> None:
     assert bool(((found - wanted).abs() <= 1.1 * U * magnitude).all())
 
 
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("scores", [0, 500, 1 << 20])
+def test_segments_that_are_attended_to_at_once_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch, scores: int, window: int | None
+) -> None:
+    """Each alone, some at once, or all of a kind; against every token's own sum over what it sees, in float64, and the
+    gradients, too. Of the row only the segments' own tokens and those of their prefixes are read: sums of at most 20
+    terms round 2^-53 each."""
+    monkeypatch.setattr(attention, "_SCORES_AT_ONCE", scores)
+    torch.manual_seed(0)
+    segments = ((0, 9), (8, 4), (8, 1), (5, 12), (0, 20), (0, 3), (2, 7))  # (position of its first token, tokens)
+    positions = torch.cat([torch.arange(first, first + length) for first, length in segments])
+    q, k, v = (random(len(positions), heads, 16) for heads in (4, 2, 2))
+    sequences = Sequences.of(positions)
+    assert {0: 7, 500: 4, 1 << 20: 2}[scores] == len(sequences.blocks.blocks)
+    rows, start = [], 0
+    for (first, length), prefix in zip(segments, sequences.prefixes, strict=True):
+        for place in range(start, start + length):
+            sees = [*prefix, *range(start, place + 1)]
+            sees = sees if window is None else sees[-window:]
+            keys, values = (each[sees].repeat_interleave(2, dim=1) for each in (k, v))
+            weights = (torch.einsum("hd,jhd->hj", q[place], keys) * 0.25).softmax(dim=-1)
+            rows.append(torch.einsum("hj,jhd->hd", weights, values))
+        start += length
+    wanted = torch.stack(rows)
+    found = attend_each(q, k, v, sequences=sequences, scale=0.25, window=window)
+    factor = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
+    gradients = [torch.autograd.grad((each * factor).sum(), (q, k, v)) for each in (found, wanted)]
+    assert_close(found.detach(), wanted.detach(), "attention", bound=1e-13)
+    for name, one, other in zip("qkv", *gradients, strict=True):
+        assert_close(one, other, name, bound=1e-13)
+
+
 # --- CUDA: torch's kernel is stood in for by what its page says it does
 
 
