@@ -226,6 +226,28 @@ def test_smoothing_that_does_not_help_is_dropped(
     assert profile.predicted == plain.predicted  # what was tried is out of the weights again
 
 
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8])
+def test_factors_are_refined_behind_norms_and_in_int8_alone(
+    saved: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch, scheme: Scheme
+) -> None:
+    """By weights that a refined factor shows in: those of each matrix that the norm feeds, one after the other."""
+    refined: list[tuple[int, ...]] = []
+
+    def doubled(scale_K: Tensor, *, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        refined.append((*weight_NK.shape, x_MK.shape[1]))
+        return 2 * scale_K
+
+    monkeypatch.setattr("appliance.quant.calibrate.by_rule", lambda activation_K, **_: torch.ones_like(activation_K))
+    monkeypatch.setattr("appliance.quant.calibrate.refine", doubled)
+    model, folder = saved
+    groups = profile_of(folder, scheme=scheme).smoothing.groups
+    config = model.config
+    width = config.head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
+    fed = [(width, 64, 64)] if hasattr(config, "num_experts") else [(width, 64, 64), (2 * 96, 64, 64)]
+    assert refined == (fed * config.num_hidden_layers if scheme is Scheme.INT8 else [])
+    assert all("norm" in group.source and bool((group.scale_K == 2).all()) for group in groups)
+
+
 def test_strength_0_smooths_nothing(qwen2: tuple[nn.Module, Path]) -> None:
     assert profile_of(qwen2[1], strength=0.0).smoothing.groups == ()
 
