@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from appliance.errors import EngineError
 from appliance.quant.calibrate import calibrate
+from appliance.quant.smoothing_factors import refine
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
@@ -230,22 +231,22 @@ def test_smoothing_that_does_not_help_is_dropped(
 def test_factors_are_refined_behind_norms_and_in_int8_alone(
     saved: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch, scheme: Scheme
 ) -> None:
-    """By weights that a refined factor shows in: those of each matrix that the norm feeds, one after the other."""
+    """Of all rows that a norm feeds, one matrix after the other. The rule is made to give no factors at all."""
     refined: list[tuple[int, ...]] = []
 
-    def doubled(scale_K: Tensor, *, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    def noted(scale_K: Tensor, *, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         refined.append((*weight_NK.shape, x_MK.shape[1]))
-        return 2 * scale_K
+        return refine(scale_K, x_MK=x_MK, weight_NK=weight_NK)
 
     monkeypatch.setattr("appliance.quant.calibrate.by_rule", lambda activation_K, **_: torch.ones_like(activation_K))
-    monkeypatch.setattr("appliance.quant.calibrate.refine", doubled)
+    monkeypatch.setattr("appliance.quant.calibrate.refine", noted)
     model, folder = saved
     groups = profile_of(folder, scheme=scheme).smoothing.groups
     config = model.config
     width = config.head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
     fed = [(width, 64, 64)] if hasattr(config, "num_experts") else [(width, 64, 64), (2 * 96, 64, 64)]
     assert refined == (fed * config.num_hidden_layers if scheme is Scheme.INT8 else [])
-    assert all("norm" in group.source and bool((group.scale_K == 2).all()) for group in groups)
+    assert len(groups) == len(refined) and all("norm" in group.source for group in groups)
 
 
 def test_strength_0_smooths_nothing(qwen2: tuple[nn.Module, Path]) -> None:
