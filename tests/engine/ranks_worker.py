@@ -1,8 +1,8 @@
 """What the test of two ranks runs outside its own process: an engine over several ranks, and a reader inside each.
 
-python ranks_worker.py RANKS SCHEME FOLDER...: generates with FOLDER/1, updates to FOLDER/2, to FOLDER/1 again, and
-saves it all in FOLDER/two.pt. One engine after the other. In the first one updates follow that each leave one layer of
-one rank as it was.
+python ranks_worker.py RANKS SCHEME FOLDER...: generates with FOLDER/1, updates to FOLDER/2, to FOLDER/1 again, to
+FOLDER/1 smoothed by FOLDER/profile, and saves it all in FOLDER/two.pt. One engine after the other. In the first one
+updates follow that have each quantised layer in BF16, and some that leave one layer of one rank as it was.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from appliance.engine.quantised import Quantising
 from appliance.engine.sync import SyncWorkerExtension
 from appliance.engine.update import WeightUpdate
 from appliance.errors import SyncError
+from appliance.quant.profile import load_smoothing
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, directive, record
+from appliance.terms.schemes import Precision
 
 STALE = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.down_proj")
 PROMPTS = [[(7 * place + 31 * number) % 500 for place in range(24)] for number in range(4)]
@@ -34,14 +37,32 @@ class ReadingWorker(SyncWorkerExtension):
     def held_int8(self) -> dict[str, tuple[Tensor, Tensor]]:
         return held_int8(self.model_runner.model)
 
-    def update_from(self, folder: str) -> int:
-        """A whole update in each rank. Number of its tensors."""
+    def update_from(
+        self, folder: str, profile: str = "", bf16_layers: tuple[str, ...] | None = None
+    ) -> tuple[int, int, int]:
+        """A whole update in each rank. Number of its tensors, of the layers, and of those proven.
+
+        profile: folder of the one whose smoothing is folded in.  bf16_layers: the ones that the sender wants in BF16;
+        None where it lists nothing.
+        """
         runner = self.model_runner
-        update = WeightUpdate(runner.model, model_config=runner.vllm_config.model_config, rank=self.rank)
+        stream = read_checkpoint(Path(folder))
+        if bf16_layers is not None:
+            stream = [(DIRECTIVE_NAME, directive(Precision(bf16_layers=bf16_layers))), *stream]
+            manifest = Manifest(sync=1, records=tuple(record(name, tensor) for name, tensor in stream))
+            stream.append((MANIFEST_NAME, manifest.to_tensor()))
+        update = WeightUpdate(
+            runner.model,
+            model_config=runner.vllm_config.model_config,
+            rank=self.rank,
+            needs_manifest=bf16_layers is not None,
+            smoothing=load_smoothing(Path(profile)) if profile else None,
+        )
         with set_current_vllm_config(runner.vllm_config), torch.no_grad():
             update.begin()
-            update.load(read_checkpoint(Path(folder)))
-            return update.finish().tensors
+            update.load(stream)
+            report = update.finish()
+        return report.tensors, report.layers, report.layers_proven
 
     def update_but(self, folder: str, layer: str, stale_rank: int) -> str:
         """A whole update, after which `layer` has its old kernel on one rank. What this rank says of it, or nothing."""
@@ -105,11 +126,21 @@ def look(ranks: int, *, scheme: str, old: Path, new: Path, leaves_stale: bool) -
     )
     llm = engine.llm
     found = {"held_old": llm.collective_rpc("held_int8"), "old": prompt_log_probs(engine)}
-    tensors = llm.collective_rpc("update_from", args=(str(new),))
-    assert tensors == [len(read_checkpoint(new))] * ranks
+    reports = llm.collective_rpc("update_from", args=(str(new),))
+    tensors = len(read_checkpoint(new))
+    assert [report[0] for report in reports] == [tensors] * ranks
     found |= {"held_new": llm.collective_rpc("held_int8"), "new": prompt_log_probs(engine)}
     llm.collective_rpc("update_from", args=(str(old),))
     found |= {"old_again": prompt_log_probs(engine), "stale": []}
+    profile = str(old.parent / "profile")
+    reports = llm.collective_rpc("update_from", args=(str(old), profile))
+    assert all(report[0] == tensors and 0 < report[1] == report[2] for report in reports), reports
+    found |= {"held_smoothed": llm.collective_rpc("held_int8"), "smoothed": prompt_log_probs(engine)}
+    if leaves_stale:
+        for name, arguments in {"raised": (str(old), ""), "raised_smoothed": (str(old), profile)}.items():
+            llm.collective_rpc("update_from", args=(*arguments, tuple(found["held_old"][0])))
+            found[name] = prompt_log_probs(engine)
+        llm.collective_rpc("update_from", args=(str(old), "", ()))
     for rank in range(ranks) if leaves_stale else ():
         for layer in STALE:
             messages = llm.collective_rpc("update_but", args=(str(new), layer, rank))

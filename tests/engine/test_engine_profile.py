@@ -109,6 +109,7 @@ def test_the_predicted_mismatch_comes_true_and_smoothing_lowers_it(family: str, 
         free_engine(engine)
     k3 = {name: measure_mismatch(found["bf16"], rollout_T=found[name], cap=None).k3_kl for name in ("plain", "smooth")}
     assert profile.predicted and plain.predicted
+    assert any(group.source.endswith("_proj.weight") for group in profile.smoothing.groups)
     # The engine rounds in other places (BF16 logits, its own attention), and 936 tokens sample a mean of squares.
     assert k3["smooth"] == pytest.approx(profile.predicted.k3_kl, rel=0.5)
     assert k3["plain"] == pytest.approx(plain.predicted.k3_kl, rel=0.5)

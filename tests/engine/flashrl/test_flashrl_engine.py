@@ -147,21 +147,25 @@ def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:
     return to
 
 
-def write_smoothing(folder: Path, *, hidden: int, layer: int = 0) -> Path:
-    """A profile with nothing but the smoothing of one layer's two norms, by 1/2, 1 and 4 in turn."""
-    import torch
+def write_smoothing(folder: Path, *, model: Path, layer: int = 0) -> Path:
+    """A profile that smooths all that can be. layer: the number that the model's first one has in it."""
+    from smoothings import random_smoothing
+    from transformers import AutoModelForCausalLM
 
     from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, write_profile
 
-    scale_K = torch.tensor([0.5, 1.0, 4.0]).repeat(hidden)[:hidden].contiguous()
-    readers = {"input_layernorm": ("self_attn", "qkv"), "post_attention_layernorm": ("mlp", ("gate", "up"))}
+    def named(name: str) -> str:
+        return name.replace("layers.0.", f"layers.{layer}.")
+
     groups = tuple(
         SmoothingGroup(
-            source=f"model.layers.{layer}.{norm}.weight",
-            linears=tuple(f"model.layers.{layer}.{block}.{part}_proj.weight" for part in parts),
-            scale_K=scale_K,
+            named(group.source),
+            tuple(map(named, group.linears)),
+            group.scale_K,
+            head_dim=group.head_dim,
+            readers_of_head=group.readers_of_head,
         )
-        for norm, (block, parts) in readers.items()
+        for group in random_smoothing(AutoModelForCausalLM.from_pretrained(model), seed=5).groups
     )
     origin = Origin(kind="calibrated", model="none")
     profile = Profile(origin=origin, scheme=Scheme.INT8, settings=Settings(), smoothing=Smoothing(groups))
@@ -173,9 +177,10 @@ def write_smoothing(folder: Path, *, hidden: int, layer: int = 0) -> Path:
 def test_smoothing_is_folded_in_when_weights_are_read(
     two_checkpoints, told, tmp_path: Path, flashrl: pytest.MonkeyPatch, reloaded: bool
 ) -> None:
-    """On the first load from disk and on every later one: the engine is that of the folded checkpoint, bit for bit."""
+    """On the first load from disk and on every later one: the engine is that of the folded checkpoint, bit for bit.
+    Rows of `v_proj` and `up_proj` are divided, and the biases of `v_proj`."""
     first, second = two_checkpoints
-    profile = write_smoothing(tmp_path / "profile", hidden=64)
+    profile = write_smoothing(tmp_path / "profile", model=first)
     wanted = start_engine(folded_checkpoint(second, profile=profile, to=tmp_path / "folded"), scheme="int8").generate()
     assert wanted != told["int8 b"]
     (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
@@ -192,7 +197,7 @@ def test_smoothing_is_folded_in_once_by_vllms_own_loader(
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
 
-    write_smoothing(tmp_path / "profile", hidden=64)
+    write_smoothing(tmp_path / "profile", model=two_checkpoints[0])
     (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
     flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
     first, second = two_checkpoints
@@ -214,7 +219,7 @@ def test_a_profile_of_another_model_is_refused_when_weights_are_read(
 
     from appliance.errors import EngineError
 
-    write_smoothing(tmp_path / "profile", hidden=64, layer=9)
+    write_smoothing(tmp_path / "profile", model=two_checkpoints[0], layer=9)
     (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
     flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
     try:
