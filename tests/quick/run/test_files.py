@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,3 +80,52 @@ def test_who_was_first_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(Path, "exists", lambda path: False)
         make("fourth", others_count=True)
     assert [each.name for each in tmp_path.rglob("*")] == ["model", "first"]
+
+
+def test_what_a_killed_process_left_in_the_cache_goes_and_what_another_makes_stays(tmp_path: Path) -> None:
+    """Of a target in a folder of the user's own nothing is removed: a folder there may have any name."""
+    target = tmp_path / "model"
+
+    def half_made(*, others_count: bool) -> subprocess.Popen[str]:
+        code = f"""
+import sys, time
+from pathlib import Path
+from appliance.files import whole_folder
+with whole_folder(Path(sys.argv[1]), others_count={others_count}) as folder:
+    (folder / "half").touch()
+    print(folder.name, flush=True)
+    time.sleep(60)
+"""
+        return subprocess.Popen([sys.executable, "-c", code, target], stdout=subprocess.PIPE, text=True)
+
+    (tmp_path / ".model-file").touch()
+    with half_made(others_count=True) as living, half_made(others_count=False) as killed:
+        names = [process.stdout.readline().strip() for process in (living, killed)]
+        killed.kill()
+        killed.wait()
+        with whole_folder(target):
+            assert {path.name for path in tmp_path.iterdir()} > {*names}
+        with whole_folder(target, others_count=True) as folder:
+            assert {path.name for path in tmp_path.iterdir()} == {"model", ".model-file", folder.name, names[0]}
+        living.kill()
+    with whole_folder(target, others_count=True):
+        assert not (tmp_path / names[0]).exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model", ".model-file"}
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, removed = tempfile.mkdtemp, []
+
+    def mkdtemp(**how: object) -> str:
+        folder = real(**how)
+        if len(removed) < 1:
+            removed.append(folder)
+            Path(folder).rmdir()
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with whole_folder(tmp_path / "model", others_count=True) as folder:
+        (folder / "all").touch()
+    assert removed and [path.name for path in (tmp_path / "model").iterdir()] == ["all"]
