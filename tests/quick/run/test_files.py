@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -113,19 +114,22 @@ with whole_folder(Path(sys.argv[1]), others_count={others_count}) as folder:
     assert {path.name for path in tmp_path.iterdir()} == {"model", ".model-file"}
 
 
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    real, removed = tempfile.mkdtemp, []
+    """By another process, which found nobody's lock on it."""
+    owner, name = (tempfile, "mkdtemp") if moment == "before it is opened" else (fcntl, "flock")
+    real, removed = getattr(owner, name), []
 
-    def mkdtemp(**how: object) -> str:
-        folder = real(**how)
-        if len(removed) < 1:
-            removed.append(folder)
-            Path(folder).rmdir()
-        return folder
+    def removing(*given: object, **named: object) -> object:
+        result = real(*given, **named)
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].rmdir()
+        return result
 
-    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(owner, name, removing)
     with whole_folder(tmp_path / "model", others_count=True) as folder:
         (folder / "all").touch()
     assert removed and [path.name for path in (tmp_path / "model").iterdir()] == ["all"]
