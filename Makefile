@@ -17,7 +17,7 @@ smollm2: setup ## set up, then train a real model of 135 M parameters on word pr
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
 test: setup ## set up, then all tests but the longest, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
-	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" $(ARGS)
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" --durations 25 --durations-min 5 $(ARGS)
 
 quick: SHELL := /bin/bash
 quick: setup ## no engine, no training, no torch: what to run while you work, under 90 s on two cores

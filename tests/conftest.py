@@ -43,8 +43,10 @@ os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 pytest_plugins = ["report_fixtures", "run_fixtures", "verify_fixtures"]  # fixtures of rooms in two folders
 collect_ignore = ["gpu_lock"]  # for the environment of the other flavour: make test-gpu-lock
 SKIPS = Path(__file__).parent / "skips.txt"
+QUICK_FOLDER = Path(__file__).parent / "quick"
 UNTIL_VARIABLE = "APPLIANCE_LONG_UNTIL"  # epoch seconds, CI's: what of the longest has not begun by then is left out
 NO_TIME = "there was no time left for it"
+QUICK_RAN_VARIABLE = "APPLIANCE_QUICK_RAN"  # CI's: `make quick` has passed on this very checkout, and is not run again
 USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
@@ -68,8 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = trainings_first(items)
     not_asked = [marker for marker in ("torture", "long") if marker not in config.option.markexpr]
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in not_asked)]
+    if os.environ.get(QUICK_RAN_VARIABLE):
+        left_out += [item for item in items if _is_quick(item) and item not in left_out]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Whether `make quick` runs it."""
+    is_in_folder = QUICK_FOLDER in item.path.parents
+    return is_in_folder and not any(item.get_closest_marker(marker) for marker in ("slow", "engine"))
 
 
 @pytest.hookimpl(optionalhook=True)

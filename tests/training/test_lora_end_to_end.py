@@ -16,7 +16,7 @@ from appliance.record.checkpoints import checkpoint_folder, read_manifest, read_
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.shapes import Linear
 
-pytestmark = pytest.mark.e2e(minutes=3)
+pytestmark = [pytest.mark.e2e(minutes=3), pytest.mark.long]
 
 STEPS = 20  # the recipe has 30
 SHAPE = TINY_MODELS["tiny-arithmetic"].shape
@@ -74,7 +74,6 @@ def test_a_checkpoint_has_the_adapter_and_its_optimizer_and_no_more(run: Finishe
     assert 0 < adam - 8 * ADAPTER < OTHER_FILES and 0 < full_adam - 8 * SHAPE.weights < OTHER_FILES  # two FP32 of each
 
 
-@pytest.mark.long
 def test_the_governor_and_the_best_checkpoint_go_with_an_adapter(
     with_tiny_cache: Callable[[Path], Path], tmp_path: Path
 ) -> None:
