@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from appliance.errors import EngineError
 from appliance.quant.calibrate import calibrate
-from appliance.quant.smoothing_factors import refine
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
@@ -23,6 +22,7 @@ from appliance.quant.mismatch_budget import MismatchBudget
 from appliance.quant.own_samples import Sampling, draw_samples
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import Origin, Profile, Settings, fold, write_profile
+from appliance.quant.smoothing_factors import refine
 from appliance.terms.schemes import Scheme
 
 ORIGIN = Origin(kind="calibrated", model="tiny")

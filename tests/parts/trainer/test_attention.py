@@ -172,7 +172,7 @@ def test_segments_that_are_attended_to_at_once_do_not_meet(
     sequences = Sequences.of(positions)
     assert {0: 7, 500: 4, 1 << 20: 2}[scores] == len(sequences.blocks.blocks)
     rows, start = [], 0
-    for (first, length), prefix in zip(segments, sequences.prefixes, strict=True):
+    for (_, length), prefix in zip(segments, sequences.prefixes, strict=True):
         for place in range(start, start + length):
             sees = [*prefix, *range(start, place + 1)]
             sees = sees if window is None else sees[-window:]
