@@ -1,11 +1,13 @@
-"""An update of the trainer, with prompts computed once and without: `python -m benchmarks.train_step`. With `--one-flow`:
-with the rollouts' INT8 forward, and in BF16.
+"""An update of the trainer, with prompts computed once and without: `python -m benchmarks.train_step`.
+
+With `--one-flow`: an update with the rollouts' INT8 forward and one in BF16, prompts computed once in both.
 
 verl's FSDP engine of one rank over float32 masters, computing in BF16 under autocast, with our attention and log-probs;
-random weights of SmolLM2-135M's shapes. The two sides are one engine whose `shares_prompts` is on or off, or whose
-model's forward is the one or the other with prompts computed once, in turns, on the same batch: forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both.
-Seconds are wall time; processor seconds are of all threads, and depend less on what else the host does. A time is the
-median of the turns, a ratio that of single turns with its range. The first turn of each side is not counted.
+random weights of SmolLM2-135M's shapes. The two sides are one engine and one model, which take turns on the same batch:
+forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both. Seconds are wall
+time; processor seconds are of all threads, and depend less on what else the host does. A time is the median of the
+turns, a ratio that of single turns with its range. The first turn of each side is not counted. On a CPU verl has to be
+told so: VERL_PLATFORM=cpu.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from appliance.trainer.rollout_forward import RolloutForward
-
     from appliance.trainer.shared_prompts import SharedPromptsEngine
 
 SIDES = ("whole sequences", "prompts once")

@@ -9,7 +9,8 @@ CUDA is read only: written from vLLM's and torch's sources, never run. `fp8-bloc
 Hopper, which is not the engine's.
 
 Legend: T tokens of all sequences in a row, S sequences, D channels of a head, N output and K input channels of a layer,
-H width of the residual stream, V vocabulary; W what all segments of a row see, prefixes once for each (Sequences.keys_W).
+H width of the residual stream, V vocabulary; W what all segments of a row see, a prefix once for each of its segments
+(Sequences.keys_W).
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _CudaAttention:
         window: int | None,
     ) -> None:
         if sequences.has_prefixes:
-            raise TrainingError("the rollouts' forward on CUDA got sequences that share a prefix, which it does not know")
+            raise TrainingError("the rollouts' forward got sequences that share a prefix: on CUDA it knows none")
         self._pages, self._sequences = Pages(sequences, size=self.size), sequences
         self._scale, self._window = scale, [-1, -1] if window is None else [window - 1, 0]
 

@@ -135,7 +135,8 @@ class _Linear(Function):
 class Batch:
     """Sequences in one row, and what rotary embedding and attention need to know of them.
 
-    positions_T: int64, from 0 at each sequence's start; segments may share a prefix (Sequences).  cos_sin: [positions, D], D / 2 cosines and then as many sines.
+    positions_T: int64, from 0 at each sequence's start; segments may share a prefix (Sequences).  cos_sin:
+    [positions, D], D / 2 cosines and then as many sines.
     window: tokens that a token sees at most; None, all before it.  trace: of a single sequence, what gets its layers.
     """
 

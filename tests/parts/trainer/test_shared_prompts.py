@@ -228,8 +228,8 @@ LONG_GROUPS = ((70, (4, 1, 9)), (31, (2, 40)), (32, (1, 1, 6)), (33, (5,)), (1, 
 def test_the_rollouts_forward_gives_each_response_token_the_same_bits(
     family: str, changes: dict[str, Any], scheme: Scheme, checkpointing: bool
 ) -> None:
-    """Of one flow: log-probs and entropies. Gradients are other sums of the same numbers in BF16: 24 roundings of a path
-    through two layers, here and there, each of 2^-8 uniform, so sqrt(48) 2^-8 / sqrt(3) = 0.016 of the norm as in
+    """Log-probs and entropies of one flow. Gradients are other sums of the same numbers in BF16: 24 roundings of a
+    path through two layers, here and there, each of 2^-8 uniform, so sqrt(48) 2^-8 / sqrt(3) = 0.016 of the norm as in
     test_rollout_forward.py; twice that is allowed."""
     found, kept_tokens = {}, {}
     for shares in (True, False):
