@@ -1,10 +1,13 @@
 """An update of the trainer, with prompts computed once and without: `python -m benchmarks.train_step`.
 
+With `--one-flow`: an update with the rollouts' INT8 forward and one in BF16, prompts computed once in both.
+
 verl's FSDP engine of one rank over float32 masters, computing in BF16 under autocast, with our attention and log-probs;
-random weights of SmolLM2-135M's shapes. The two sides are one engine whose `shares_prompts` is on or off, in turns, on
-the same batch: forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both.
-Seconds are wall time; processor seconds are of all threads, and depend less on what else the host does. A time is the
-median of the turns, a ratio that of single turns with its range. The first turn of each side is not counted.
+random weights of SmolLM2-135M's shapes. The two sides are one engine and one model, which take turns on the same batch:
+forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both. Seconds are wall
+time; processor seconds are of all threads, and depend less on what else the host does. A time is the median of the
+turns, a ratio that of single turns with its range. The first turn of each side is not counted. On a CPU verl has to be
+told so: VERL_PLATFORM=cpu.
 """
 
 from __future__ import annotations
@@ -23,15 +26,20 @@ from appliance.control_groups import usable_cores
 from appliance.tasks.library import PACKAGED_MODELS
 from appliance.terms.settings import ATTENTION_NAME
 from benchmarks.demo import processor
-from benchmarks.one_flow import on_one_rank, ratios
+from benchmarks.one_flow import on_one_rank, put_in, ratios
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tensordict import TensorDict
     from torch import Tensor
+    from torch.nn import Module
 
+    from appliance.trainer.rollout_forward import RolloutForward
     from appliance.trainer.shared_prompts import SharedPromptsEngine
 
-SIDES = {"whole sequences": False, "prompts once": True}
+SIDES = ("whole sequences", "prompts once")
+FORWARDS = ("one flow", "BF16")
 
 
 @dataclass
@@ -89,8 +97,30 @@ def batch(*, prompts: int, samples: int, prompt_tokens: int, response_tokens: in
     return data
 
 
-def engine() -> SharedPromptsEngine:
-    """With what an update needs and nothing else."""
+class Engine:
+    """verl's, with what an update needs and nothing else, on either side of either pair."""
+
+    def __init__(self, *, layers: int) -> None:
+        self.engine, self._forwards, self._flow = engine(layers=layers)
+
+    def use(self, side: str, data: TensorDict) -> None:
+        from verl.utils.tensordict_utils import assign_non_tensor
+
+        is_flow = side == "one flow"
+        self.engine.shares_prompts = side != "whole sequences"
+        for module, forward in self._forwards["one flow" if is_flow else "BF16"]:
+            module.forward = forward
+        assign_non_tensor(data, use_fused_kernels=is_flow)
+
+    def step(self) -> None:
+        self.engine.optimizer_step()
+        self._flow.forget()
+
+
+def engine(
+    *, layers: int
+) -> tuple[SharedPromptsEngine, dict[str, list[tuple[Module, Callable[..., Any]]]], RolloutForward]:
+    """(verl's engine, modules and their forwards by name, the rollouts' forward)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,7 +132,7 @@ def engine() -> SharedPromptsEngine:
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
+        num_hidden_layers=layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.max_positions,
@@ -111,6 +141,10 @@ def engine() -> SharedPromptsEngine:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).train()
+    modules = [model, *model.model.layers, model.lm_head]
+    forwards = {"BF16": [(module, module.forward) for module in modules]}
+    flow = put_in(model)
+    forwards["one flow"] = [(module, module.forward) for module in modules]
     on_one_rank(model)
     made = SharedPromptsEngine.__new__(SharedPromptsEngine)
     made.module, made.use_ulysses_sp, made.pad_to_length = model, False, None
@@ -119,7 +153,7 @@ def engine() -> SharedPromptsEngine:
     made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
     made.optimizer_config = SimpleNamespace(clip_grad=1.0)
     made.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
-    return made
+    return made, forwards, flow
 
 
 def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
@@ -131,17 +165,18 @@ def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
     return (log_probs * torch.linspace(-1, 1, len(log_probs))[:, None]).mean(), {}
 
 
-def timed(data: TensorDict, *, turns: int) -> dict[str, Times]:
+def timed(data: TensorDict, *, sides: tuple[str, str], turns: int, layers: int) -> dict[str, Times]:
     """By side."""
-    one, times = engine(), {side: Times() for side in SIDES}
+    trainer, times = Engine(layers=layers), {side: Times() for side in sides}
+    one = trainer.engine
     for turn in range(-1, turns):
-        for side, shares in SIDES.items():
-            one.shares_prompts = shares
+        for side in sides:
+            trainer.use(side, data)
             one.optimizer_zero_grad()
             start, processor_start = time.perf_counter(), time.process_time()
             one.forward_backward_batch(data, loss)
             done, processor_done = time.perf_counter(), time.process_time()
-            one.optimizer_step()
+            trainer.step()
             if turn >= 0:
                 times[side].update_s.append(done - start)
                 times[side].update_processor_s.append(processor_done - processor_start)
@@ -156,6 +191,8 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=33)
     parser.add_argument("--response-tokens", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward")
+    parser.add_argument("--layers", type=int, default=PACKAGED_MODELS["smollm2-135m"].shape.layers)
+    parser.add_argument("--one-flow", action="store_true", help="its forward against BF16's, prompts once in both")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="a file for the page")
@@ -170,14 +207,15 @@ def main() -> int:
         response_tokens=given.response_tokens,
         micro_batch=given.micro_batch,
     )
-    times = timed(data, turns=given.turns)
-    whole, once = (times[side] for side in SIDES)
+    sides = FORWARDS if given.one_flow else SIDES
+    times = timed(data, sides=sides, turns=given.turns, layers=given.layers)
+    left, right = (times[side] for side in sides)
     tokens = int(data["input_ids"].offsets()[-1])
     lines = [
         f"{processor()}, {given.threads} threads. {given.prompts} prompts of {given.samples} samples, {tokens} tokens, "
         f"{tokens / len(data):.0f} of a sequence.",
         "",
-        f"| | {' | '.join(SIDES)} | ratio |",
+        f"| | {' | '.join(sides)} | ratio |",
         "| --- | --- | --- | --- |",
     ]
     for name, key in (
@@ -185,7 +223,7 @@ def main() -> int:
         ("the same, processor s", "update_processor_s"),
         ("optimizer, s", "optimizer_s"),
     ):
-        before, after = getattr(whole, key), getattr(once, key)
+        before, after = getattr(left, key), getattr(right, key)
         lines.append(f"| {name} | {median(before):.2f} | {median(after):.2f} | {ratios(before, after)} |")
     page = "\n".join(lines) + "\n"
     console.out(page)

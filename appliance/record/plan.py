@@ -538,10 +538,10 @@ class RunPlan(Frozen):
     @property
     def shares_prompts(self) -> bool:
         """Whether the trainer computes a prompt once for all of its samples in a micro-batch, in models of the families
-        that it knows. With dropout they differ; one flow computes as the engines do; the rest is of GPUs."""
+        that it knows. With dropout they differ; the rest is of GPUs."""
         has_dropout = self.lora is not None and self.lora.dropout > 0
         attends = self.trainer.attention == ATTENTION_NAME and self.trainer.sequence_parallel == 1
-        return self.is_cpu and attends and not self.trainer.one_flow and not has_dropout
+        return self.is_cpu and attends and not has_dropout
 
     @property
     def keeps_copies(self) -> bool:

@@ -84,6 +84,17 @@ class Sequences:
         return any(self.prefixes)
 
     @functools.cached_property
+    def keys_W(self) -> Tensor:
+        """Places in the row of what each segment sees, segment after segment: its prefix and itself. int64."""
+        if not self.has_prefixes:
+            return torch.arange(len(self.positions_T), device=self.positions_T.device)
+        starts = self.starts_S1.tolist()
+        segments = (range(start, end) for start, end in pairwise(starts))
+        pairs = zip(self.prefixes, segments, strict=True)
+        places = [place for prefix, segment in pairs for place in (*prefix, *segment)]
+        return torch.tensor(places, device=self.positions_T.device)
+
+    @functools.cached_property
     def blocks(self) -> Blocks:
         return Blocks.of(self)
 

@@ -286,13 +286,16 @@ class RolloutForward:
         position_ids: Tensor,
         shift_labels: Tensor,
         temperature: float,
+        logits_to_keep: Tensor | None = None,
         trace: Note | None = None,
         **_: Any,
     ) -> CausalLMOutputForPPO:
-        """Log-probs [1, T] of `shift_labels`, in nats, and, where no gradient is asked for or they are held, the
-        entropy [1, T], which has none.
+        """Log-probs [1, R] of `shift_labels`, in nats, and, where no gradient is asked for or they are held, the
+        entropy [1, R], which has none.
 
-        input_ids, shift_labels: [1, T].  position_ids: [1, T], from 0 at each sequence's start.
+        input_ids: [1, T].  position_ids: [1, T], from 0 at each sequence's start; segments may share a prefix
+        (trainer/attention.py).  logits_to_keep: [R] int64, places of the tokens that have logits, none of them twice;
+        None, all T.  shift_labels: [1, R].
         """
         config, positions_T = self._config, position_ids[0]
         heads = config.num_attention_heads
@@ -311,6 +314,8 @@ class RolloutForward:
         residual = None
         for layer in model.model.layers:
             x, residual = layer(x, residual, batch)
+        if logits_to_keep is not None:
+            x, residual = x.index_select(0, logits_to_keep), residual.index_select(0, logits_to_keep)
         norm = model.model.norm
         x, _ = add_norm(x, residual, norm.weight, eps=norm.variance_epsilon)
         logits_TV = model.lm_head(batch.note("model.norm", x))

@@ -9,7 +9,8 @@ CUDA is read only: written from vLLM's and torch's sources, never run. `fp8-bloc
 Hopper, which is not the engine's.
 
 Legend: T tokens of all sequences in a row, S sequences, D channels of a head, N output and K input channels of a layer,
-H width of the residual stream, V vocabulary.
+H width of the residual stream, V vocabulary; W what all segments of a row see, a prefix once for each of its segments
+(Sequences.keys_W).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType, pad
 
+from appliance.errors import TrainingError
 from appliance.quant.codec import QuantisedWeight, quantise_tokens
 from appliance.quant.codec_fp8 import quantise_fp8_tokens
 from appliance.quant.cpu_gemm import (
@@ -47,17 +49,20 @@ def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
 
 class Pages:
     """A cache for sequences that are there whole. size: tokens of a block. The blocks of a sequence stand one after
-    another: a token's slot is its position after its sequence's first."""
+    another: a token's slot is its position after its sequence's first. A segment with a prefix has a copy of that in
+    blocks of its own, as if it were a whole sequence."""
 
-    def __init__(self, sequences: Sequences, positions_T: Tensor, *, size: int) -> None:
+    def __init__(self, sequences: Sequences, *, size: int) -> None:
+        positions_T = sequences.positions_T
         self._size = size
-        self.lengths_S = sequences.starts_S1.diff()
-        lengths_S = self.lengths_S.long()
+        prefixes = torch.tensor([len(prefix) for prefix in sequences.prefixes], device=positions_T.device)
+        lengths_S = sequences.starts_S1.diff().long() + prefixes
+        self.lengths_S = lengths_S.int()
         blocks_S = (lengths_S + size - 1) // size
         first_S = blocks_S.cumsum(0) - blocks_S
         self.count = int(blocks_S.sum())
         self.table = (first_S[:, None] + torch.arange(int(blocks_S.max()), device=positions_T.device)).int()
-        self.slots_T = first_S.repeat_interleave(lengths_S) * size + positions_T
+        self.slots_W = first_S.repeat_interleave(lengths_S) * size + positions_T[sequences.keys_W]
 
 
 class _CpuAttention:
@@ -68,7 +73,6 @@ class _CpuAttention:
     def __init__(
         self,
         sequences: Sequences,
-        positions_T: Tensor,
         *,
         heads: int,
         kv_heads: int,
@@ -76,7 +80,8 @@ class _CpuAttention:
         scale: float,
         window: int | None,
     ) -> None:
-        self._pages, self._starts_S1 = Pages(sequences, positions_T, size=self.size), sequences.starts_S1
+        self._pages, self._starts_S1 = Pages(sequences, size=self.size), sequences.starts_S1
+        self._keys_W = sequences.keys_W if sequences.has_prefixes else None
         self._scale, self._window = scale, -1 if window is None else window
         self._isa = "vec" if head_dim % _WHOLE_ROWS == 0 else "vec16"
         self._schedule = torch.ops._C.get_scheduler_metadata(
@@ -97,10 +102,12 @@ class _CpuAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pages, (kv_heads, head_dim) = self._pages, k.shape[1:]
+        if self._keys_W is not None:
+            k, v = k.index_select(0, self._keys_W), v.index_select(0, self._keys_W)
         cache = torch.zeros(pages.count, kv_heads, 2 * self.size, head_dim, dtype=q.dtype)
         keys, values = cache.chunk(2, dim=2)
         out = torch.empty_like(q)
-        torch.ops._C.cpu_attn_reshape_and_cache(k, v, keys, values, pages.slots_T, self._isa, 1.0, 1.0, "auto")
+        torch.ops._C.cpu_attn_reshape_and_cache(k, v, keys, values, pages.slots_W, self._isa, 1.0, 1.0, "auto")
         torch.ops._C.cpu_attention_with_kv_cache(
             q,
             keys,
@@ -132,7 +139,6 @@ class _CudaAttention:
     def __init__(
         self,
         sequences: Sequences,
-        positions_T: Tensor,
         *,
         heads: int,
         kv_heads: int,
@@ -140,7 +146,9 @@ class _CudaAttention:
         scale: float,
         window: int | None,
     ) -> None:
-        self._pages, self._sequences = Pages(sequences, positions_T, size=self.size), sequences
+        if sequences.has_prefixes:
+            raise TrainingError("the rollouts' forward got sequences that share a prefix: on CUDA it knows none")
+        self._pages, self._sequences = Pages(sequences, size=self.size), sequences
         self._scale, self._window = scale, [-1, -1] if window is None else [window - 1, 0]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,7 +177,7 @@ class _CudaAttention:
 
     def _in_pages(self, rows_T: Tensor) -> Tensor:
         cache = rows_T.new_zeros(self._pages.count * self.size, *rows_T.shape[1:])
-        cache[self._pages.slots_T] = rows_T
+        cache[self._pages.slots_W] = rows_T
         return cache.unflatten(0, (-1, self.size))
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from appliance.errors import NumericsError, TrainingError
+from appliance.errors import NumericsError
 from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
@@ -135,7 +135,8 @@ class _Linear(Function):
 class Batch:
     """Sequences in one row, and what rotary embedding and attention need to know of them.
 
-    positions_T: int64, from 0 at each sequence's start.  cos_sin: [positions, D], D / 2 cosines and then as many sines.
+    positions_T: int64, from 0 at each sequence's start; segments may share a prefix (Sequences).  cos_sin:
+    [positions, D], D / 2 cosines and then as many sines.
     window: tokens that a token sees at most; None, all before it.  trace: of a single sequence, what gets its layers.
     """
 
@@ -157,10 +158,8 @@ class Batch:
         self.positions_T, self.cos_sin, self.scale, self.window = positions_T, cos_sin, scale, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self._sequences = Sequences.of(positions_T)
-        if self._sequences.has_prefixes:
-            raise TrainingError("the rollouts' forward got sequences that share a prefix, which it does not know")
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        self._kernel = kernels.attention(self._sequences, positions_T, **sizes, scale=scale, window=window)
+        self._kernel = kernels.attention(self._sequences, **sizes, scale=scale, window=window)
 
     def note(self, name: str, output: Tensor) -> Tensor:
         """The same tensor. name: the engine's."""

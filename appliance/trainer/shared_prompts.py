@@ -89,7 +89,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """verl's (inputs of the model, arguments of `prepare_model_outputs`), of our row in place of verl's.
-        `logits_to_keep` is transformers' own: at which tokens a causal language model computes logits."""
+        `logits_to_keep` is transformers' own: at which tokens a causal language model computes logits. `shift_labels`
+        has a model that gives log-probs itself (trainer/rollout_forward.py)."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         if not self.shares_prompts:
             return inputs, arguments
@@ -97,6 +98,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         inputs |= {name: inputs[name][:, row.places_U] for name in ("input_ids", "position_ids")}
         inputs["logits_to_keep"] = row.predicting_R
         arguments |= {name: arguments[name][row.predicted_R] for name in _OF_TOKENS}
+        if "shift_labels" in inputs:
+            inputs["shift_labels"] = arguments["input_ids_rmpad_rolled"][None]
         return inputs, arguments | {_ROW: row}
 
     def prepare_model_outputs(
