@@ -32,7 +32,7 @@ CHANNELS = 2 * (256 + 128 + 704 + 128)
 OTHERS = 2 * 512 * 128 + 5 * 128 + 2 * 256
 BF16_BYTES = 2 * (MATRICES + OTHERS)
 INT8_BYTES = MATRICES + 4 * CHANNELS + 2 * OTHERS
-SEQUENCE_BYTES = 128 * 2 * 2 * 2 * 32 * 2  # one block of 128 tokens: 2 layers, K and V, 2 heads of 32, BF16
+SEQUENCE_BYTES = 32 * 2 * 2 * 2 * 32 * 2  # one block of 32 tokens: 2 layers, K and V, 2 heads of 32, BF16
 
 
 def test_it_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
