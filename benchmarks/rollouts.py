@@ -46,7 +46,7 @@ BARS = {"SmolLM2": 1.2, "7B": 1.5}
 LAYERS_OF_7B = 28
 FEW, MORE = 1, 4
 """Layers of 7B's shapes in its two cases."""
-NEW_TOKENS = 32
+BATCH, NEW_TOKENS = 32, 32
 GIB = 1 << 30
 OTHER = "Python, scheduler, batch"
 
@@ -68,7 +68,7 @@ class Case:
 
 
 def of_7b(layers: int) -> Case:
-    return Case(f"7b-{layers}", f"qwen2.5-7b,layers={layers},new_tokens={NEW_TOKENS}")
+    return Case(f"7b-{layers}", f"qwen2.5-7b,layers={layers},batch={BATCH},new_tokens={NEW_TOKENS}")
 
 
 CASES = {case.name: case for case in (Case("smollm2"), of_7b(FEW), of_7b(MORE))}

@@ -91,7 +91,7 @@ def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
     again = engine.llm.generate(
         {"prompt_token_ids": PROMPTS[-1]}, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
     )
-    assert again[0].num_cached_tokens == CPU_KV_BLOCK
+    assert again[0].num_cached_tokens >= CPU_KV_BLOCK
     free_engine(engine)
     for temperature, each in rows.items():
         found = recomputed(folder, each, temperature=temperature)
