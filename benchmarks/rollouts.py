@@ -37,18 +37,21 @@ import psutil
 from appliance import console
 from appliance.control_groups import usable_cores
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import CPU_KV_BLOCK, Quantisation
 from benchmarks.demo import processor
 from benchmarks.sync import set_environment
 
 RECIPE = "smollm2-int8"
 BARS = {"SmolLM2": 1.2, "7B": 1.5}
 LAYERS_OF_7B = 28
-FEW, MORE = 1, 4
+FEW, MORE = 1, 3
 """Layers of 7B's shapes in its two cases."""
 BATCH, NEW_TOKENS = 32, 32
 GIB = 1 << 30
 OTHER = "Python, scheduler, batch"
+READING, DECODING = "reading the prompts", "a decoding step"
+VLLM_BLOCK = 128  # tokens, as vLLM has it on a CPU: longer than the prompts, so that none is shared
+UNSHARED = f"{READING}, blocks of {VLLM_BLOCK}"
 
 
 @dataclass(frozen=True)
@@ -152,24 +155,25 @@ class PartTimes:
         module.register_forward_hook(end)
 
 
-def step_parts(workload: dict[str, Any], *, scheme: Scheme, steps: int = 10) -> dict[str, dict[str, float]]:
+def step_parts(workload: dict[str, Any], *, scheme: Scheme, block: int, steps: int = 10) -> dict[str, dict[str, float]]:
     """Milliseconds of processor time by part: of the steps that read the prompts, and of one decoding step.
 
-    workload: of the case of SmolLM2. In this process, with one thread, set before torch is imported.
+    workload: of the case of SmolLM2; its prompts have all the tokens that they may have.  block: tokens of a block of
+    the KV cache. In this process, with one thread, set before torch is imported.
     """
     from vllm import LLM, SamplingParams
 
-    rows = workload["num_prompts"] * workload["samples_per_prompt"]
-    length = workload["max_prompt_tokens"]
+    samples, length = workload["samples_per_prompt"], workload["max_prompt_tokens"]
+    rows = workload["num_prompts"] * samples
     llm = LLM(
         workload["model_path"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=length + steps + 8,
         max_num_seqs=rows,
+        block_size=block,
         kv_cache_memory_bytes=GIB // 2,
         logprobs_mode="processed_logprobs",
-        enable_prefix_caching=False,
         **Quantisation(scheme=scheme).engine_arguments(),
     )
     engine = llm.llm_engine
@@ -178,8 +182,9 @@ def step_parts(workload: dict[str, Any], *, scheme: Scheme, steps: int = 10) -> 
     parts = PartTimes(runner.get_model(), runner.sampler)
 
     def begin(name: str, *, tokens: int) -> None:
+        llm.reset_prefix_cache()
         for row in range(rows):
-            prompt = {"prompt_token_ids": [(7 * row + column) % 500 + 1 for column in range(length)]}
+            prompt = {"prompt_token_ids": [(7 * (row // samples) + column) % 500 + 1 for column in range(length)]}
             params = SamplingParams(seed=row, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
             engine.add_request(f"{name}-{row}", prompt, params)
 
@@ -197,7 +202,7 @@ def step_parts(workload: dict[str, Any], *, scheme: Scheme, steps: int = 10) -> 
     begin("measured", tokens=steps + 2)
     reading = spent(lambda: _until_all_read(engine, rows), times=1)
     decoding = spent(lambda: [engine.step() for _ in range(steps)], times=steps)
-    return {"reading the prompts": reading, "a decoding step": decoding}
+    return {READING: reading, DECODING: decoding}
 
 
 def _until_all_read(engine: Any, rows: int) -> None:
@@ -234,10 +239,11 @@ def _children_s() -> float:
 
 
 def measure_shares(folder: Path, *, scheme: Scheme) -> None:
-    """Add those of one scheme to the file: an engine a process."""
+    """Add those of one scheme to the file: a process has the engines of one scheme."""
     workload = json.loads(CASES["smollm2"].file(folder).read_text())["workload"]
     set_environment(1)
-    parts = step_parts(workload, scheme=scheme)
+    parts = step_parts(workload, scheme=scheme, block=CPU_KV_BLOCK)
+    parts[UNSHARED] = step_parts(workload, scheme=scheme, block=VLLM_BLOCK)[READING]
     file = folder / f"rollouts-{SHARES}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(known | {str(scheme): parts}, indent=1) + "\n")
