@@ -11,8 +11,8 @@ whole vocabulary, with few layers. A layer costs the same wherever it is, so the
 of n layers; two numbers of layers give both terms, and so t(28). It is done for each pair of one case with each pair of
 the other: the median is the estimate, the smallest and the largest are its error.
 
-Shares: of SmolLM2, by the processor time of an engine with one thread, which other work on the host moves little. What
-is not in a named part is Python, the scheduler and what keeps the batch.
+Shares: of SmolLM2, by the processor time of an engine with one thread: other work on the host still moves it, but less
+than seconds. What is not in a named part is Python, the scheduler and what keeps the batch.
 """
 
 from __future__ import annotations
