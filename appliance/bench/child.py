@@ -29,12 +29,15 @@ from appliance.record.engine_start import starting
 from appliance.record.events import exit_code_of
 from appliance.terms.clock import ANY_DAY, clock_of
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import LOAD_FORMAT, Quantisation
+from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Quantisation
 
 # Of a GPU's memory: what each engine must find free at its start, though its KV cache is of a given size.
 SHARE: dict[str, float] = {}
+BLOCK: dict[str, int] = {}
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
+
+    BLOCK["block_size"] = CPU_KV_BLOCK  # as plan/verl_args.py has it
 else:
     from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
 
@@ -85,9 +88,10 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
             worker_cls=WORKER,
             additional_config={MEMORY_KEY: job.memory_bytes},
             logprobs_mode="processed_logprobs",
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,  # as a run's; emptied before each repetition, as by a run's update
             seed=job.seed,
             **SHARE,
+            **BLOCK,
             **quantisation.engine_arguments(),
         )
     workers = [EngineFacts.model_validate_json(text) for text in llm.collective_rpc("bench_facts")]
@@ -139,11 +143,12 @@ def _measure(engine: LLM, *, prompts: Prompts, workload: Workload, pair: int, sc
         )
         for place in range(len(prompts))
     ]
-    started = time.perf_counter()
+    engine.reset_prefix_cache()
+    started, processor_started = time.perf_counter(), time.process_time()
     outputs: list[Any] = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    seconds, processor_s = time.perf_counter() - started, time.process_time() - processor_started
     tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    return Measurement(pair=pair, scheme=scheme, tokens=tokens, seconds=seconds)
+    return Measurement(pair=pair, scheme=scheme, tokens=tokens, seconds=seconds, processor_s=processor_s)
 
 
 def _write(line: Measurement | EngineFacts, *, path: str) -> None:

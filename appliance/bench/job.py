@@ -139,6 +139,9 @@ class Measurement(Frozen):
     scheme: Scheme
     tokens: int
     seconds: float
+    processor_s: float
+    """Processor time of the measuring process, of all its threads: on a CPU that of its engine, without the waiting for
+    other work on the host."""
 
     @property
     def tokens_per_s(self) -> float:

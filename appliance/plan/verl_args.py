@@ -11,7 +11,7 @@ from pathlib import Path
 from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
-from appliance.terms.settings import LOAD_FORMAT, Dtype, OldLogProbs, Schedule
+from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Dtype, OldLogProbs, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
 REFERENCE = "actor_rollout_ref.ref"
@@ -205,6 +205,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("trainer.default_local_dir", str(Path(plan.run_dir) / "checkpoints")),
         ("transfer_queue.backend.SimpleStorage.num_data_storage_units", STORAGE_UNITS[plan.is_cpu]),
         ("trainer.val_before_train", plan.validate_before and not plan.resume_from),
+        *([(f"+{VLLM}.block_size", CPU_KV_BLOCK)] if plan.is_cpu else []),
         *resume,
     ]
 

@@ -12,6 +12,9 @@ from appliance.terms.schemes import Scheme
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
 LOAD_FORMAT = "appliance_whole"  # of our loader in vLLM, which holds what it loads against the model
 ATTENTION_NAME = "appliance_packed"  # of our attention in transformers
+CPU_KV_BLOCK = 32
+"""Tokens of a block of an engine's KV cache on a CPU. Samples of a prompt, and prompts that begin alike, share whole
+blocks: vLLM's own 128 tokens are more than many prompts have. Its attention wants a multiple of 32."""
 
 
 class Dtype(StrEnum):

@@ -13,6 +13,7 @@ import torch
 from engines import forget_engines, run_here
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from appliance.bench import child
 from appliance.bench.child import qwen2_config
 from appliance.bench.command import run_bench
 from appliance.bench.job import parse_shapes
@@ -32,7 +33,7 @@ CHANNELS = 2 * (256 + 128 + 704 + 128)
 OTHERS = 2 * 512 * 128 + 5 * 128 + 2 * 256
 BF16_BYTES = 2 * (MATRICES + OTHERS)
 INT8_BYTES = MATRICES + 4 * CHANNELS + 2 * OTHERS
-SEQUENCE_BYTES = 128 * 2 * 2 * 2 * 32 * 2  # one block of 128 tokens: 2 layers, K and V, 2 heads of 32, BF16
+SEQUENCE_BYTES = 32 * 2 * 2 * 2 * 32 * 2  # one block of 32 tokens: 2 layers, K and V, 2 heads of 32, BF16
 
 
 def test_it_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
@@ -79,6 +80,25 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_shapes_take_responses_of_any_length() -> None:
     """vLLM refuses a sequence that is longer than the model's positions."""
     assert qwen2_config(parse_shapes("qwen2.5-7b,new_tokens=8192")).max_position_embeddings >= 16 + 8192
+
+
+def test_a_repetition_begins_without_the_prompts_of_the_last_one() -> None:
+    """A run's update empties the cache of prompts, too."""
+    asked = []
+
+    class FakeEngine:
+        def reset_prefix_cache(self) -> bool:
+            asked.append("reset")
+            return True
+
+        def generate(self, prompts: list[object], params: list[object], *, use_tqdm: bool) -> list[object]:
+            asked.append(len(prompts))
+            return []
+
+    workload = parse_shapes(SHAPES).workload
+    for pair in range(2):
+        child._measure(FakeEngine(), prompts=[[1], [2]], workload=workload, pair=pair, scheme=Scheme.INT8)
+    assert asked == ["reset", 2, "reset", 2]
 
 
 @pytest.fixture

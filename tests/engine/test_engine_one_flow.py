@@ -10,6 +10,8 @@ from engines import Engine, free_engine, read_checkpoint, start_engine
 from families import ONE_FLOW, make_family
 from test_engine_precision import Switched
 
+from appliance.terms.settings import CPU_KV_BLOCK
+
 if TYPE_CHECKING:
     from appliance.trainer.rollout_forward import RolloutForward
 
@@ -79,12 +81,17 @@ def recomputed_by(model: Any, rows: list, *, temperature: float) -> list[list[fl
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ONE_FLOW)
 def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
-    from vllm import envs
+    """Also where a prompt's first block was computed for another sample, as in a run: the second temperature's."""
+    from vllm import SamplingParams, envs
 
     folder = make_family(tmp_path, name=family, seed=1)
-    engine = start_engine(folder, scheme="int8")
+    engine = start_engine(folder, scheme="int8", block_size=CPU_KV_BLOCK)
     assert not envs.VLLM_CPU_ATTN_SPLIT_KV  # why: tests/parts/trainer/test_rollout_attention.py
     rows = {temperature: sampled(engine, temperature=temperature) for temperature in (1.0, 0.7)}
+    again = engine.llm.generate(
+        {"prompt_token_ids": PROMPTS[-1]}, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+    )
+    assert again[0].num_cached_tokens >= CPU_KV_BLOCK
     free_engine(engine)
     for temperature, each in rows.items():
         found = recomputed(folder, each, temperature=temperature)

@@ -30,7 +30,7 @@ BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
 
 def measured(pair: int, scheme: Scheme, tokens_per_s: float) -> Measurement:
-    return Measurement(pair=pair, scheme=scheme, tokens=int(tokens_per_s), seconds=1.0)
+    return Measurement(pair=pair, scheme=scheme, tokens=int(tokens_per_s), seconds=1.0, processor_s=2.0)
 
 
 def test_verdict_is_the_median_of_pairwise_ratios() -> None:
@@ -176,9 +176,10 @@ def test_on_a_cpu_an_engine_has_the_recipes_kv_cache(tmp_path: Path) -> None:
 
 def test_half_a_line_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    line = json.dumps({"pair": 0, "scheme": "int8", "tokens": 5, "seconds": 0.5})
+    line = json.dumps({"pair": 0, "scheme": "int8", "tokens": 5, "seconds": 0.5, "processor_s": 0.9})
     file.write_text(f"{line}\n{line[:20]}")
-    assert read_lines(str(file), Measurement) == [Measurement(pair=0, scheme=Scheme.INT8, tokens=5, seconds=0.5)]
+    whole = Measurement(pair=0, scheme=Scheme.INT8, tokens=5, seconds=0.5, processor_s=0.9)
+    assert read_lines(str(file), Measurement) == [whole]
 
 
 def test_shapes_by_name_with_changes() -> None:

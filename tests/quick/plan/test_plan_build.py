@@ -60,6 +60,13 @@ def test_the_child_is_our_entry_under_this_python():
     assert planned().argv[:4] == (sys.executable, "-P", "-m", "appliance.trainer.entry")
 
 
+def test_on_a_cpu_blocks_of_the_kv_cache_are_shorter_than_most_prompts():
+    """vLLM's own would be 128 tokens there; verl leaves prefix caching on."""
+    block = f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32"
+    assert block in planned().argv
+    assert not [one for one in planned(*AUTO, host=with_gpu("NVIDIA H200")).argv if "block_size" in one]
+
+
 def test_caches_lie_beside_the_runs():
     plan = planned()
     assert plan.cache_dir == "/runs/.cache"
