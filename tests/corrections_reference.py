@@ -26,6 +26,7 @@ LIMITS = {
     "acr": {"cap": 1.5},
     "adaptive": {"cap": 1.5},
     "calibrated-clipping": {"cap": 2.0, "clip": ClipRange(0.25, 0.5)},
+    "score-centering-tis": {"cap": 1.5},
 }
 CORRECTIONS: dict[str, Correction] = {name: correction_of(name, **LIMITS.get(name, {})) for name in METHODS}
 # With a share, as they are for a step.
@@ -74,7 +75,7 @@ def reference(
         k3 = np.mean(w - 1 - x)
         keeps = correction.reject_k3_above is None or k3 <= correction.reject_k3_above
         match correction.name:
-            case "tis" | "acr":
+            case "tis" | "acr" | "score-centering-tis":
                 used = np.minimum(w, correction.cap)
             case "adaptive":
                 used = 1 + share * (np.minimum(w, correction.cap) - 1)

@@ -88,6 +88,8 @@ class Correction:
     """Whether `for_step` reads the step's sequences, so that no part of them can be corrected before all are known."""
     of_tokens: ClassVar[bool] = False
     """Whether it weighs or clips the tokens of a response one by one."""
+    centers: ClassVar[bool] = False
+    """Whether the loss gets the term of score centering (centering.py), with `cap` as the cap of its weights."""
 
     cap: float | None = None
     """> 0"""

@@ -7,6 +7,7 @@ from enum import StrEnum
 from appliance.corrections.adaptive import Adaptive
 from appliance.corrections.base import Correction
 from appliance.corrections.calibrated import CalibratedClipping
+from appliance.corrections.centering import ScoreCentering, ScoreCenteringTis
 from appliance.corrections.objective import ClipRange, Loss
 from appliance.corrections.weights import (
     Acr,
@@ -34,6 +35,8 @@ METHODS: dict[str, type[Correction]] = {
         Acr,
         Adaptive,
         CalibratedClipping,
+        ScoreCentering,
+        ScoreCenteringTis,
     )
 }
 CorrectionMethod = StrEnum(

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.quant.files import by_content
-from appliance.quant.mismatch import LayerTrace, Place
+from appliance.quant.mismatch import LayerTrace, Place, TopWords
 from appliance.record.engine_start import starting
 from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
@@ -45,6 +46,8 @@ class Sample:
     """Nats, after temperature; one entry per generated token."""
     finished: bool
     """The model ended it itself; otherwise it was cut at the length limit."""
+    top: TopWords | None = None
+    """The most likely words at each generated token; None where they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,12 @@ def load_replica() -> type[RolloutReplica]:
             """Samples of each prompt with its place in the list, as they come.
 
             prompts: at most max_model_len - 1 tokens each.  seeds: of a prompt's first sample, the next number for each
-            further one; None where nothing is drawn.  sampling: temperature, top_p, top_k.  num_samples: >= 1.
+            further one; None where nothing is drawn.  sampling: temperature, top_p, top_k, logprobs (how many of the
+            most likely words are reported).  num_samples: >= 1.
             already: tokens at the end of each prompt that count as its response, of earlier turns.
             """
-            always = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+            # Flat: no object for each word of each token.
+            always = {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
             asked = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
             async with standing_still(self.engine, one=self.__dict__.setdefault("_one_pause", asyncio.Lock())):
                 queues = [
@@ -143,9 +148,13 @@ def load_replica() -> type[RolloutReplica]:
             final = await queue.get()
             samples = []
             for one in final.outputs:
-                ids = list(one.token_ids)
-                log_probs = [step[token].logprob for token, step in zip(ids, one.logprobs, strict=True)]
-                samples.append(Sample(ids, log_probs, finished=one.finish_reason == "stop"))
+                ids, flat = list(one.token_ids), one.logprobs
+                words_TL = np.array(flat.token_ids, np.int32).reshape(len(ids), -1)
+                log_probs_TL = np.array(flat.logprobs, np.float32).reshape(words_TL.shape)
+                assert words_TL[:, 0].tolist() == ids, "vLLM puts the sampled word before the most likely ones"
+                top = TopWords(words_TL[:, 1:].copy(), log_probs_TL[:, 1:].copy()) if words_TL.shape[1] > 1 else None
+                finished = one.finish_reason == "stop"
+                samples.append(Sample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top))
             return place, Group(samples, weights_version=self.global_steps or 0)
 
         async def traced(

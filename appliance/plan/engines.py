@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from appliance.corrections.registry import METHODS
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import digest_of
 from appliance.gguf.source import gguf_facts
@@ -24,6 +25,7 @@ from appliance.terms.shapes import read_shape
 PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
+USUAL_TOP_LOG_PROBS = 20
 HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
 
@@ -50,6 +52,7 @@ def plan_rollout(
         top_p=rollout.top_p,
         prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin in TINY_MODELS else _PROVE_EVERY),
         eager=eager,
+        top_log_probs=_top_log_probs(recipe, book=book),
     )
     if recipe.trainer.forward is not Forward.BF16:
         in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
@@ -71,6 +74,15 @@ def plan_rollout(
             why = "the trainer calls the same kernels, one by one, in vLLM's batch-invariant mode: rollouts take longer"
         book.note("rollout.enforce_eager", True, why)
     return planned
+
+
+def _top_log_probs(recipe: Recipe, *, book: Book) -> int:
+    asked, method = recipe.rollout.top_log_probs, METHODS[recipe.correction.method]
+    if asked is not None:
+        return asked
+    if method.centers:
+        return book.note("rollout.top_log_probs", USUAL_TOP_LOG_PROBS, f"`{method.name}` needs them; the source has 20")
+    return 0
 
 
 def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> bool:

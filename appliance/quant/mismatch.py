@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from appliance.errors import NumericsError
@@ -229,3 +231,28 @@ def with_finite_pairs(trainer: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]
     pass through what follows."""
     good = finite_pairs(trainer, rollout)
     return trainer.where(good, 0.0), rollout.where(good, 0.0)
+
+
+@dataclass(frozen=True)
+class TopWords:
+    """The K most likely words at each token that an engine generated, most likely first: what whole distributions are
+    compared by (corrections/distributions.py), on its way from the engine to the trainer."""
+
+    ids_TK: NDArray[np.int32]
+    log_probs_TK: NDArray[np.float32]
+    """Nats, after temperature."""
+
+    def first(self, tokens: int) -> TopWords:
+        return TopWords(self.ids_TK[:tokens], self.log_probs_TK[:tokens])
+
+    def followed_by(self, other: TopWords) -> TopWords:
+        pairs = ((self.ids_TK, other.ids_TK), (self.log_probs_TK, other.log_probs_TK))
+        return TopWords(*(np.concatenate(pair) for pair in pairs))
+
+    def spread(self, mask: Sequence[int]) -> TopWords:
+        """The same with rows of 0 where the mask is 0: its ones are these tokens."""
+        places = np.flatnonzero(mask)
+        ids_TK = np.zeros((len(mask), self.ids_TK.shape[1]), np.int32)
+        log_probs_TK = np.zeros(ids_TK.shape, np.float32)
+        ids_TK[places], log_probs_TK[places] = self.ids_TK, self.log_probs_TK
+        return TopWords(ids_TK, log_probs_TK)

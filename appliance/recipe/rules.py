@@ -335,6 +335,26 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
         message = "1 scales nothing" if scale == 1 else f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}"
         yield Broken(("correction.uaq_scale",), message, "give one such as 1.5, or null")
     yield from _shadow(recipe)
+    yield from _centering(recipe)
+
+
+def _centering(recipe: Recipe) -> Iterator[Broken]:
+    """What score centering, and the comparison of whole distributions, do not go with."""
+    name, top = recipe.correction.method, recipe.rollout.top_log_probs
+    centers, key, of_words = METHODS[name].centers, "correction.method", "rollout.top_log_probs"
+    if centers and top == 0:
+        message = f"`{name}` needs log-probs of the engine's most likely words"
+        yield Broken((of_words, key), message, "give a number such as 20, or null")
+    if centers and recipe.rollout.top_p < 1:
+        message = f"`{name}` compares whole distributions, and the engine's is cut where the trainer's is not"
+        yield Broken(("rollout.top_p", key), message, "use 1.0, or another correction.method")
+    if centers and recipe.trainer.forward is Forward.ROLLOUT:
+        message = f"`{name}` has nothing to take out where the trainer computes what the rollouts do"
+        yield Broken((key, "trainer.forward"), message, "use `tis`, or trainer.forward: bf16")
+    if (centers or top) and recipe.trainer.sequence_parallel > 1:
+        message = "log-probs of the engine's most likely words are not computed where sequences are shared out"
+        keys = ("trainer.sequence_parallel", of_words, key)
+        yield Broken(keys, message, "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none")
 
 
 def _shadow(recipe: Recipe) -> Iterator[Broken]:

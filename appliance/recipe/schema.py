@@ -237,6 +237,8 @@ class Rollout(Section):
     """of sampling; validation is greedy, but for task.val_sets"""
     top_p: float = Field(1.0, gt=0, le=1)
     """nucleus sampling; below 1 the mismatch grows"""
+    top_log_probs: int | None = Field(None, ge=0, le=128)
+    """most likely words at a token that are compared; null: 20 or 0, by need"""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one engine"""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)

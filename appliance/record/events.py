@@ -187,6 +187,10 @@ class StepMetrics:
     scale_drift: Number | None = None
     layer_error_max: Number | None = None
     mismatch_k3_kl: Number | None = None
+    mismatch_top_kl: Number | None = None
+    """Of whole distributions, as are `mismatch_top_equal_fraction`: where engines report their most likely words."""
+    mismatch_top_equal_fraction: Number | None = None
+    score_centering: Number | None = None
     is_weight_mean: Number | None = None
     is_weight_max: Number | None = None
     is_ess: Number | None = None

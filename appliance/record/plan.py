@@ -269,6 +269,8 @@ class RolloutPlan(Frozen):
     """Weight updates until each quantised layer was proven, >= 1."""
     eager: bool
     """Whether engines run without CUDA graphs and torch.compile."""
+    top_log_probs: int = 0
+    """Most likely words at each token whose log-probs engines report in training, and trainers compare."""
 
     @property
     def emulated(self) -> bool:

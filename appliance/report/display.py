@@ -196,6 +196,8 @@ def _rows(state: RunState, *, now: float, bars: bool) -> Iterator[tuple[str, str
         yield "speed", f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
         yield "step time", _times_text(last, bars=bars)
         yield "mismatch", _mismatch_text(last)
+        if last.mismatch_top_kl is not None:
+            yield "distributions", _distributions_text(last)
         if level := _guarded(last):
             yield "guard", level
         if last.proof_s is not None:
@@ -246,6 +248,12 @@ def _mismatch_text(step: StepMetrics) -> Text:
         f"  mean weight {draw.number(step.is_weight_mean)} ({low:g} to {high:g})",
         style="default",
     )
+
+
+def _distributions_text(step: StepMetrics) -> str:
+    """What sampled tokens alone do not say."""
+    equal = step.mismatch_top_equal_fraction or 0.0
+    return f"{_tiny(step.mismatch_top_kl)} nats apart, equal at {equal:.2%} of the tokens"
 
 
 class Progress(contextlib.ExitStack):

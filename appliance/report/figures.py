@@ -102,9 +102,23 @@ def _mismatch(view: RunView) -> list[str]:
     acted = Chart("Truncated", "share of the tokens that the correction acted on", marks=marks, from_zero=True)
     return [
         _curve(view, k3, "mismatch_k3_kl"),
+        *_distributions(view, marks=marks),
         _curve(view, Chart("Effective sample size", "share", bounds=of_ess, marks=marks), "is_ess"),
         line_chart(weights, both),
         _curve(view, acted, "is_truncated_fraction"),
+    ]
+
+
+def _distributions(view: RunView, *, marks: list[Mark]) -> list[str]:
+    """Of a run whose engines report their most likely words."""
+    charts = (
+        ("Divergence of distributions", "nats per token, over the most likely words", "mismatch_top_kl"),
+        ("Score centering", "sum of |mean score| by the logits, mean of a token", "score_centering"),
+    )
+    return [
+        _curve(view, Chart(title, unit, marks=marks, from_zero=True), number)
+        for title, unit, number in charts
+        if view.steps.curves[number].last is not None
     ]
 
 

@@ -65,6 +65,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_from_neste
 
 from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
+from appliance.corrections.centering import coefficients, size_of
 from appliance.corrections.objective import Advantage, ClipRange, Estimator, KlPlace, Loss
 from appliance.errors import NumericsError, TrainingError
 from appliance.quant.mismatch import finite_pairs, with_finite_pairs
@@ -72,14 +73,18 @@ from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import exact_in_sums
+from appliance.trainer.top_words import TOP_ROLLOUT, TOP_TRAINER, words_of
 
 SEQUENCES_AT_ONCE = 64  # float64 copies of a batch of long sequences would not fit beside it
 REAL, KEPT, WEIGHTS = "loss_mask", "response_mask", "rollout_is_weights"  # verl's names; the first is never changed
 CLIP_LOWER, CLIP_UPPER = "clip_lower", "clip_upper"  # float32, the bounds themselves
 CORRECTION = "appliance_correction"  # of a batch, no tensor: what the loss makes the fields by
+CENTERING = "appliance_centering"  # likewise: the correction whose term of score centering the loss adds
 USED = "actor/correction_"  # nothing with `max` or `min` in it: verl would not take the mean over mini-batches
 NEGATIVE, CLIPPED_NEGATIVE = "actor/negative_tokens", "actor/negative_tokens_clipped"  # as USED
-DIVERGENCE = "actor/divergence"  # as USED
+REFERENCE_KL = "actor/divergence"  # as USED
+CENTERED = "centered"  # of USED: tokens whose loss got the term of score centering
+CENTERING_SIZE = "actor/centering"  # as USED
 _AGREE_WITHIN = 1e-9  # float64 sums in another order
 _HINT = "the correction did not reach the loss; report it with the log"
 
@@ -126,7 +131,7 @@ class BatchCorrection:
     def send(self, batch: KVBatchMeta, *, correction: Correction) -> KVBatchMeta:
         """The batch for a loss that corrects by itself. correction: as for prepare."""
         batch.extra_info[CORRECTION] = correction
-        return batch
+        return _with_centering(batch, correction=correction)
 
     def prepare(self, batch: KVBatchMeta, *, step: int, correction: Correction) -> KVBatchMeta:
         """The batch for the loss, or as the loss has had it. correction: the plan's, as tight as it is now. Raises
@@ -146,10 +151,13 @@ class BatchCorrection:
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
             raise TrainingError(what, hint=_HINT)
         self._meant = sums_of({name: torch.cat(rows) for name, rows in ({REAL: sequences.real} | fields).items()})
+        if correction.centers:
+            self._meant[CENTERED] = self._meant["kept"]
         if not self._meant[WEIGHTS]:  # of the tokens that stay
             what = f"nothing is left to learn from in step {step}: {correction.text} leaves none of its tokens"
             why = "wider bounds or another correction.method keep some"
             append_event(self._run_dir, kind="note", what=what, why=why, step=step)
+        batch = _with_centering(batch, correction=correction)
         self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {}) | told
         return batch
 
@@ -163,6 +171,12 @@ class BatchCorrection:
     def metrics(self) -> dict[str, float | None]:
         """Of the line of the step that was prepared last."""
         return self._metrics
+
+
+def _with_centering(batch: KVBatchMeta, *, correction: Correction) -> KVBatchMeta:
+    if correction.centers:
+        batch.extra_info[CENTERING] = correction
+    return batch
 
 
 def _reference_kl(batch: KVBatchMeta, *, estimator: Estimator) -> float:
@@ -255,7 +269,11 @@ def corrected_loss(
     used = {f"{USED}{name}": value for name, value in used.items()}
     used |= clipped_negatives(config, model_output, data, kind=kind)
     if config.use_kl_loss:
-        used[DIVERGENCE] = _divergence(config, model_output, data)
+        used[REFERENCE_KL] = _divergence(config, model_output, data)
+    centering = get_non_tensor_data(data, CENTERING, None)
+    if centering is not None:
+        term, sums = centering_term(config, model_output, data, cap=centering.cap)
+        loss, used = loss + term, used | sums
     if not is_finite:  # whatever the loss makes of it: a clipped token would have no gradient
         loss = model_output["log_probs"].values().sum() * math.nan
     return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
@@ -286,6 +304,35 @@ def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Corr
 def _as_offsets(lower_BT: Tensor, *, upper_BT: Tensor) -> dict[str, Tensor]:
     """So that verl's `1 - low` and `1 + high` are the bounds again: exactly from 0.5 on, below it to 2^-25."""
     return {"clip_ratio_low": 1 - lower_BT, "clip_ratio_high": upper_BT - 1}
+
+
+def centering_term(
+    config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict, *, cap: float | None
+) -> tuple[Tensor, dict[str, float]]:
+    """(what score centering adds to the loss, aggregated as the loss is, its sums for USED and the metrics).
+
+    model_output: with the trainer's log-probs of the most likely words.  data: with the engine's.  cap: of the weights,
+    None where tokens have none.
+    """
+    if TOP_TRAINER not in model_output:
+        raise TrainingError("the forward gave no log-probs of the engine's most likely words", hint=_HINT)
+    trainer_NK = response_from_nested(model_output[TOP_TRAINER], data[KEPT]).values()
+    kept_N, offsets = data[KEPT].values().bool(), data[KEPT].offsets()
+    coefficient_NK = coefficients(trainer_NK, rollout_TK=words_of(data, TOP_ROLLOUT), cap=cap)
+    term_N = data["advantages"].values() * (coefficient_NK.to(trainer_NK.dtype) * trainer_NK).sum(dim=-1)
+    columns = (term_N.masked_fill(~kept_N, 0.0), kept_N.long())
+    term_BT, kept_BT = (torch.nested.nested_tensor_from_jagged(each, offsets).to_padded_tensor(0) for each in columns)
+    mode, whole = config.loss_agg_mode, config.global_batch_info
+    term = agg_loss(loss_mat=term_BT, loss_mask=kept_BT, loss_agg_mode=mode, **whole)
+    size = float(size_of(coefficient_NK, trainer_TK=trainer_NK)[kept_N].sum())
+    return term, {f"{USED}{CENTERED}": float(kept_N.sum()), CENTERING_SIZE: size}
+
+
+def centering_metrics(reported: Mapping[str, Any]) -> dict[str, float]:
+    """Of a step's line: the mean of `size_of` over the tokens that stay; empty where no loss had the term. reported: as
+    for check_used."""
+    tokens = float(reported.get(f"{USED}{CENTERED}", 0.0))
+    return {"score_centering": float(reported[CENTERING_SIZE]) / tokens} if tokens else {}
 
 
 def clipped_negatives(
@@ -331,7 +378,7 @@ def _divergence(config: ActorConfig, model_output: dict[str, Tensor], data: Tens
 def mean_divergence(reported: Mapping[str, Any]) -> float:
     """Per token of an update, whatever the loss aggregates; NaN where there was none. reported: as for check_used."""
     kept = float(reported.get(f"{USED}kept", 0.0))
-    return float(reported[DIVERGENCE]) / kept if kept and DIVERGENCE in reported else math.nan
+    return float(reported[REFERENCE_KL]) / kept if kept and REFERENCE_KL in reported else math.nan
 
 
 def mean_log_ratio(log_prob_BT: Tensor, *, old_BT: Tensor, kept_BT: Tensor) -> Tensor:

@@ -117,7 +117,10 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
             samples=plan.rollout.samples_per_prompt if plan.task.own else 0,
         ),
         training=Sampling(
-            temperature=plan.rollout.temperature, top_p=plan.rollout.top_p, num_samples=plan.rollout.samples_per_prompt
+            temperature=plan.rollout.temperature,
+            top_p=plan.rollout.top_p,
+            num_samples=plan.rollout.samples_per_prompt,
+            top_log_probs=plan.rollout.top_log_probs,
         ),
         validation=Sampling(temperature=0.0, top_p=1.0, num_samples=1),
         max_prompt_tokens=plan.task.max_prompt_tokens,

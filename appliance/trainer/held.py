@@ -34,6 +34,16 @@ class Held(NamedTuple):
     """Nats, float32."""
     entropy_N: Tensor
     """Nats, float32."""
+    divergence_N: Tensor | None = None
+    """Of corrections/distributions.py, nats, float32; None where engines report no words."""
+
+
+class HeldRow(NamedTuple):
+    """The same of one sequence."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    divergence: Tensor | None
 
 
 class HeldLogProbs:
@@ -56,12 +66,14 @@ class HeldLogProbs:
         """Hold nothing more: the weights have changed."""
         self._is_open = False
 
-    def hold(self, data: TensorDict, *, log_probs: Tensor, entropy: Tensor) -> None:
-        """data: of verl's update, of these sequences.  log_probs, entropy: nested, of prompt and response each."""
+    def hold(self, data: TensorDict, *, log_probs: Tensor, entropy: Tensor, divergence: Tensor | None = None) -> None:
+        """data: of verl's update, of these sequences.  log_probs, entropy: nested, of prompt and response each.
+        divergence: nested, of responses."""
         mask = data["response_mask"]
         keys = [f"{uid}_{session}_0" for uid, session in zip(*(get(data, name) for name in _KEY), strict=True)]
         values = (response_from_nested(rows.detach(), mask).values().cpu() for rows in (log_probs, entropy))
-        self._held.append(Held(keys, mask.offsets().diff().cpu(), *values))
+        divergence_N = None if divergence is None else divergence.values().cpu()
+        self._held.append(Held(keys, mask.offsets().diff().cpu(), *values, divergence_N))
 
     def take(self) -> list[Held]:
         """What is held, once."""
@@ -77,20 +89,21 @@ def take_held(_worker: Any = None) -> list[Held]:
     return HELD.take()
 
 
-def rows_by_key(held: Iterable[Held], *, keys: Sequence[str], sequences: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """(log-probs, entropies) of each sequence that is held, by its key.
+def rows_by_key(held: Iterable[Held], *, keys: Sequence[str], sequences: int) -> dict[str, HeldRow]:
+    """What is held of each sequence, by its key.
 
     held: of all ranks.  keys: of the step's sequences.  sequences: how many of them the update has.
     Raises TrainingError when others are held than so many of these.
     """
-    rows = {
-        key: values
-        for part in held
-        for key, *values in zip(
-            part.keys, *(values_N.split(part.length_S.tolist()) for values_N in part[2:]), strict=True
+    rows = {}
+    for part in held:
+        lengths = part.length_S.tolist()
+        columns = (
+            [None] * len(lengths) if values_N is None else values_N.split(lengths)
+            for values_N in (part.log_probs_N, part.entropy_N, part.divergence_N)
         )
-    }
+        rows |= dict(zip(part.keys, map(HeldRow._make, zip(*columns, strict=True)), strict=True))
     if not sum(key in rows for key in keys) == len(rows) == sequences:
         what = f"{len(rows)} sequences of this step's first update were held for its metrics, of {sequences}"
         raise TrainingError(what, hint="report it with the log; trainer.old_log_probs: recompute needs none")
-    return {key: (log_probs, entropy) for key, (log_probs, entropy) in rows.items()}
+    return rows

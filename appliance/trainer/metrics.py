@@ -47,9 +47,10 @@ from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
 from appliance.terms.settings import Dtype, OldLogProbs
-from appliance.trainer.correction import clipped_negative_fraction, mean_divergence, with_fields
+from appliance.trainer.correction import centering_metrics, clipped_negative_fraction, mean_divergence, with_fields
 from appliance.trainer.held import Held, rows_by_key
 from appliance.trainer.precision import Live
+from appliance.trainer.top_words import DIVERGENCE
 
 RATE = "actor/lr"
 _FROM_VERL = {
@@ -74,6 +75,24 @@ _FIELDS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """How far the rollouts' distributions are from the trainer's: corrections/distributions.py."""
+
+    mean: float
+    """Of a token, nats; NaN where a log-prob is not finite."""
+    equal_fraction: float
+    """Tokens at which it is 0, 0..1."""
+
+    @staticmethod
+    def of(divergence_T: Tensor) -> Divergence:
+        divergence_T = divergence_T.double()
+        return Divergence(float(divergence_T.mean()), float((divergence_T == 0).double().mean()))
+
+    def metrics(self) -> dict[str, float]:
+        return {"mismatch_top_kl": self.mean, "mismatch_top_equal_fraction": self.equal_fraction}
+
+
+@dataclass(frozen=True)
 class StepTelemetry:
     """With `measure_held` all fields but `equal_group_fraction` and `tokens_mean` are of the tokens that were held."""
 
@@ -90,6 +109,8 @@ class StepTelemetry:
     """Of a sequence, those that count."""
     differing_tokens: int = 0
     """Whose two log-probs are not the same float32."""
+    divergence: Divergence | None = None
+    """None where engines report no words."""
 
     @property
     def differing_fraction(self) -> float:
@@ -106,6 +127,7 @@ class StepTelemetry:
             **({"differing_tokens": self.differing_tokens} if is_exact else {}),
             "mismatch_chi2": whole.chi2,
             "mismatch_ppl_gap": whole.ppl_gap,
+            **({} if self.divergence is None else self.divergence.metrics()),
             "mismatch_largest_nats": whole.largest.nats,
             "mismatch_largest_sequence": whole.largest.sequence,
             "mismatch_largest_position": whole.largest.position,
@@ -213,6 +235,11 @@ def measure_step(
     )
     if telemetry.nonfinite_fraction:
         batch = _write_finite(batch, fetched)
+    if DIVERGENCE in (batch.fields or ()):
+        divergence_N = transfer_queue.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=[DIVERGENCE]
+        )[DIVERGENCE].values()
+        telemetry = replace(telemetry, divergence=Divergence.of(divergence_N[real_N.bool()]))
     return batch, replace(telemetry, seconds=time.perf_counter() - started)
 
 
@@ -244,16 +271,19 @@ def measure_held(
     started = time.perf_counter()
     rows = rows_by_key(held, keys=keys, sequences=sequences)
     columns = (fetched[name].unbind() for name in ("rollout_log_probs", "response_mask"))
-    length_S, found = [], []
+    length_S, found, apart = [], [], list[Tensor]()
     for key, rollout, real in zip(keys, *columns, strict=True):
         length_S.append(int(real.sum()) if key in rows else 0)
         if key in rows:
-            log_probs, entropy = rows[key]
-            if len(log_probs) != len(rollout):
+            row = rows[key]
+            if len(row.log_probs) != len(rollout):
                 raise TrainingError("log-probs of this step's first update have not the rollouts' lengths")
-            found.append([each[real.bool()] for each in (log_probs, rollout, entropy)])
+            found.append([each[real.bool()] for each in (row.log_probs, rollout, row.entropy)])
+            if row.divergence is not None:
+                apart.append(row.divergence[real.bool()])
     trainer_T, rollout_T, entropy_T = (torch.cat(each) for each in zip(*found, strict=True))
     compared = _compared(trainer_T, rollout_T=rollout_T, length_S=torch.tensor(length_S), cap=cap)
+    compared["divergence"] = Divergence.of(torch.cat(apart)) if apart else None
     seconds = step.seconds + time.perf_counter() - started
     return replace(step, **compared, seconds=seconds), float(entropy_T.double().mean())
 
@@ -264,8 +294,9 @@ def write_held(batch: KVBatchMeta, *, held: Sequence[Held]) -> tuple[KVBatchMeta
     held: of all ranks, of an update of the whole batch.  Raises TrainingError as rows_by_key.
     """
     rows = rows_by_key(held, keys=batch.keys, sequences=len(batch))
-    log_probs, entropy = zip(*(rows[key] for key in batch.keys), strict=True)
-    batch = with_fields(batch, {"old_log_probs": log_probs, "entropy": entropy})
+    log_probs, entropy, divergence = zip(*(rows[key] for key in batch.keys), strict=True)
+    compared = {} if divergence[0] is None else {DIVERGENCE: divergence}
+    batch = with_fields(batch, {"old_log_probs": log_probs, "entropy": entropy, **compared})
     names = [*_FIELDS, "entropy"]
     fetched = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
     return batch, fetched
@@ -319,6 +350,7 @@ def step_metrics(
         "clipped_negative_fraction": clipped_negative_fraction(verl),
         **_reference_kl(verl, plan=plan),
         **_scaled(verl, plan=plan),
+        **centering_metrics(verl),
         "response_tokens_mean": length,
         **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
         # Without a pass: what verl's timer has then is another fetch.

@@ -295,7 +295,7 @@ class RolloutForward:
 
         input_ids: [1, T].  position_ids: [1, T], from 0 at each sequence's start; segments may share a prefix
         (trainer/attention.py).  logits_to_keep: [R] int64, places of the tokens that have logits, none of them twice;
-        None, all T.  shift_labels: [1, R].
+        None, all T.  shift_labels: [1, R], or [1, R, L] as in log_probs_of.
         """
         config, positions_T = self._config, position_ids[0]
         heads = config.num_attention_heads
@@ -320,14 +320,14 @@ class RolloutForward:
         x, _ = add_norm(x, residual, norm.weight, eps=norm.variance_epsilon)
         logits_TV = model.lm_head(batch.note("model.norm", x))
         batch.note(HEAD, logits_TV[-1:])
-        log_probs_T, entropy_T = log_probs_of(
+        log_probs, entropy_T = log_probs_of(
             logits_TV,
             shift_labels[0],
             num_tokens=self._num_tokens,
             temperature=temperature,
             with_entropy=HELD.is_open or not torch.is_grad_enabled(),
         )
-        return CausalLMOutputForPPO(log_probs=log_probs_T[None], entropy=None if entropy_T is None else entropy_T[None])
+        return CausalLMOutputForPPO(log_probs=log_probs[None], entropy=None if entropy_T is None else entropy_T[None])
 
 
 def _window_of(config: PreTrainedConfig) -> int | None:

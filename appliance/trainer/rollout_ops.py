@@ -330,10 +330,15 @@ class _EngineLinear(Function):
 
 
 def log_probs_of(
-    logits_TV: Tensor, labels_T: Tensor, *, num_tokens: int, temperature: float, with_entropy: bool
+    logits_TV: Tensor, labels: Tensor, *, num_tokens: int, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs of `labels_T`, entropy, which has no gradient): [T] float32, nats, over the first `num_tokens`."""
-    return _LogProbs.apply(logits_TV, labels_T, num_tokens, temperature, with_entropy)
+    """(log-probs of `labels`, entropy [T], which has no gradient): float32, nats, over the first `num_tokens`.
+
+    labels: [T], or [T, L]: some words of each token, of which the first alone has a gradient.
+    """
+    words_TL = labels.view(len(labels), -1)
+    first_T, others, entropy_T = _LogProbs.apply(logits_TV, words_TL, num_tokens, temperature, with_entropy)
+    return (first_T if labels.ndim == 1 else torch.cat([first_T[:, None], others], dim=1)), entropy_T
 
 
 class _LogProbs(Function):
@@ -341,26 +346,27 @@ class _LogProbs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, num_tokens: int, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, logits_TV: Tensor, words_TL: Tensor, num_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.num_tokens, ctx.temperature = num_tokens, temperature
-        ctx.save_for_backward(logits_TV, labels_T)
+        ctx.save_for_backward(logits_TV, words_TL[:, 0])
         found: list[Tensor] = []
         entropies: list[Tensor] = []
         rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
-        for logits, labels in zip(logits_TV.split(rows), labels_T.split(rows), strict=True):
+        for logits, words in zip(logits_TV.split(rows), words_TL.split(rows), strict=True):
             scaled = _scaled(logits, num_tokens=num_tokens, temperature=temperature)
             log_probs = kernels_of(scaled).log_softmax(scaled)
-            found.append(log_probs.gather(1, labels[:, None]).flatten())
+            found.append(log_probs.gather(1, words))
             if with_entropy:
                 entropies.append(-log_probs.exp().mul_(log_probs)[:, :num_tokens].sum(dim=-1))
+        log_probs_TL = torch.cat(found)
+        others_TL = log_probs_TL[:, 1:].clone()
         entropy_T = torch.cat(entropies) if with_entropy else None
-        if entropy_T is not None:
-            ctx.mark_non_differentiable(entropy_T)
-        return torch.cat(found), entropy_T
+        ctx.mark_non_differentiable(others_TL, *([] if entropy_T is None else [entropy_T]))  # a later call replaces it
+        return log_probs_TL[:, 0].clone(), others_TL, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, _: object) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         """With p = softmax(z / t): dz = dy (1[label] - p) / t."""
         logits_TV, labels_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)

@@ -38,6 +38,7 @@ from appliance.tasks.grading import Graded, Shaping, set_metrics
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool, known_parts, neutral, neutral_parts, reward_means
+from appliance.trainer.top_words import top_fields
 from appliance.trainer.turns import Drawn, Opening, Tally, Trajectory, TrajectoryGroup, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
@@ -54,6 +55,8 @@ class Sampling:
     temperature: float
     top_p: float
     num_samples: int
+    top_log_probs: int = 0
+    """Most likely words at each token whose log-probs are asked for."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +367,12 @@ class Rollouts:
             .remote(
                 prompts,
                 seeds=seeds,
-                sampling={"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": -1},
+                sampling={
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": -1,
+                    "logprobs": sampling.top_log_probs,
+                },
                 num_samples=num_samples,
                 already=already,
             )
@@ -475,27 +483,32 @@ def _fields(prompt: _Prompt, *, group: TrajectoryGroup, session: int, accuracy: 
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
     rewards[-1] = reward  # the last token is the model's
     input_ids = _ints(prompt_ids + sample.token_ids)
-    return prompt.row | {
-        "session_id": session,
-        "prompts": _ints(prompt_ids),
-        "responses": _ints(sample.token_ids),
-        "response_mask": response_mask,
-        "loss_mask": response_mask,
-        "rollout_log_probs": torch.tensor(sample.log_probs, dtype=torch.float32),
-        "rm_scores": rewards,
-        "input_ids": input_ids,
-        "position_ids": torch.arange(len(input_ids)),
-        "multi_modal_inputs": {},
-        "num_turns": 2 * sample.turns,
-        "extra_fields": {
-            "min_global_steps": group.weights_version,
-            "max_global_steps": group.weights_version,
-            "reward_extra_info": {"acc": accuracy},
-            "finished": sample.finished,
-        },
-        "turns": sample.said,
-        "response_text": sample.text,
-    }
+    top = {} if sample.top is None else top_fields(sample.top.spread(sample.mask))
+    return (
+        prompt.row
+        | top
+        | {
+            "session_id": session,
+            "prompts": _ints(prompt_ids),
+            "responses": _ints(sample.token_ids),
+            "response_mask": response_mask,
+            "loss_mask": response_mask,
+            "rollout_log_probs": torch.tensor(sample.log_probs, dtype=torch.float32),
+            "rm_scores": rewards,
+            "input_ids": input_ids,
+            "position_ids": torch.arange(len(input_ids)),
+            "multi_modal_inputs": {},
+            "num_turns": 2 * sample.turns,
+            "extra_fields": {
+                "min_global_steps": group.weights_version,
+                "max_global_steps": group.weights_version,
+                "reward_extra_info": {"acc": accuracy},
+                "finished": sample.finished,
+            },
+            "turns": sample.said,
+            "response_text": sample.text,
+        }
+    )
 
 
 async def _in_order(tasks: list[asyncio.Task[Group]]) -> AsyncIterator[list[Group]]:

@@ -77,8 +77,10 @@ class SharedRow:
         )
 
     def in_verls_row(self, value_R: Tensor, *, offsets_S1: Tensor) -> Tensor:
-        """Nested, 0 but where a response token is predicted. offsets_S1: of the sequences in T."""
-        value_T = value_R.new_zeros(int(offsets_S1[-1])).index_copy(0, self.predicted_R, value_R)
+        """Nested, 0 but where a response token is predicted. value_R: [R] or [R, ...].  offsets_S1: of the sequences in
+        T."""
+        empty_T = value_R.new_zeros(int(offsets_S1[-1]), *value_R.shape[1:])
+        value_T = empty_T.index_copy(0, self.predicted_R, value_R)
         return torch.nested.nested_tensor_from_jagged(value_T, offsets_S1)
 
 

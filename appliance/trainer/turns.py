@@ -24,6 +24,7 @@ from jinja2 import TemplateError
 from verl.experimental.agent_loop import tool_parser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
+from appliance.quant.mismatch import TopWords
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.rows import Message
 from appliance.tasks.tools import Answer, Schema, call_tool, failure
@@ -42,6 +43,7 @@ class Drawn(Protocol):
     token_ids: list[int]
     log_probs: list[float]
     finished: bool
+    top: TopWords | None
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Trajectory:
     turns: int = 1
     calls: int = 0
     failed_calls: int = 0
+    top: TopWords | None = None
+    """The most likely words at each token of the model's own; None where engines did not report them."""
 
     @property
     def generated(self) -> int:
@@ -263,6 +267,8 @@ class Turns:
         conversation.messages += said
         trajectory.said += [("tool", answer.text) for _, answer in answers]
         trajectory.token_ids, trajectory.mask, trajectory.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
+        if trajectory.top is not None:  # the builder may have cut the last tokens
+            trajectory.top = trajectory.top.first(trajectory.generated)
 
 
 def in_pool(
@@ -294,12 +300,15 @@ def _tool(name: str, answer: Answer) -> dict[str, Any]:
 
 def one_turn(drawn: Drawn, *, text: str = "") -> Trajectory:
     """A sample of a run without tools, or the first of several turns, whose text comes later."""
-    return Trajectory(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, text)
+    mask = [1] * len(drawn.token_ids)
+    return Trajectory(drawn.token_ids, drawn.log_probs, mask, drawn.finished, text, top=drawn.top)
 
 
 def _add(trajectory: Trajectory, drawn: Drawn) -> None:
     trajectory.token_ids = trajectory.token_ids + drawn.token_ids
     trajectory.log_probs = trajectory.log_probs + drawn.log_probs
     trajectory.mask = trajectory.mask + [1] * len(drawn.token_ids)
+    if trajectory.top is not None and drawn.top is not None:
+        trajectory.top = trajectory.top.followed_by(drawn.top)
     trajectory.finished = drawn.finished
     trajectory.turns += 1

@@ -9,7 +9,8 @@ weights what the engines compute in from an update on.
 Without a pass for log-probs before the update, those of its forward are held for the driver (trainer/held.py), with
 the entropies that the pass would have brought.
 
-Prompts that several sequences share are computed once on a CPU (trainer/shared_prompts.py).
+Prompts that several sequences share are computed once on a CPU (trainer/shared_prompts.py). Where engines report the
+most likely words at each token, the trainer compares its own log-probs of them (trainer/top_words.py).
 
 On one rank nothing is gathered from others, but FSDP still makes the BF16 copy of each layer's FP32 masters anew for
 each forward and each backward of each micro-batch. Where memory allows (it is then that activations are kept, too), the
@@ -59,7 +60,7 @@ from appliance.trainer.held import HELD
 from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
-from appliance.trainer.shared_prompts import SharedPromptsEngine
+from appliance.trainer.top_words import DIVERGENCE, TopWordsEngine
 
 _LEAST_TEMPERATURE = 1e-8  # as verl divides logits
 _GROWS_AFTER = 400  # updates without an overflow, as in verl's
@@ -68,7 +69,7 @@ _GROWS_AFTER = 400  # updates without an overflow, as in verl's
 @EngineRegistry.register(
     model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"], vendor=ENGINE_VENDOR
 )
-class ApplianceEngine(SharedPromptsEngine):
+class ApplianceEngine(TopWordsEngine):
     """Raises EngineError for a model without the pattern of norms and layers."""
 
     _gives_old_log_probs = False
@@ -171,7 +172,7 @@ class ApplianceEngine(SharedPromptsEngine):
             entropy = found.get("entropy")
             if entropy is None:
                 entropy = self.in_sequences(self._entropy(output, output_args), output_args, micro_batch)
-            HELD.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy)
+            HELD.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy, divergence=found.get(DIVERGENCE))
         return found
 
     def _entropy(self, output: Any, output_args: dict[str, Any]) -> Tensor:

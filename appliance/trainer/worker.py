@@ -5,7 +5,7 @@ as one of verl's platforms: torch.cpu with the calls that verl makes on torch.cu
 repairs the one call that cannot work there, and fits the threads to the host. Log-probs are taken in chunks of tokens,
 transformers knows our attention (trainer/attention.py), and a model of which something would be made up is not loaded.
 
-Legend: T tokens, V words.
+Legend: T tokens, V words, L words of each token whose log-probs are asked for.
 """
 
 from __future__ import annotations
@@ -80,24 +80,26 @@ _CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: what its cache holds
 
 
 class LogProbs(torch.autograd.Function):
-    """log softmax(x) of one word for each token, and its gradient g (onehot(label) - softmax(x)), in float32. At most
-    CHUNK_ROWS tokens at a time: of the size of the logits x, which are kept, there is only their gradient."""
+    """log softmax(x) of some words of each token, and its gradient, the sum over them of g (onehot(word) - softmax(x)),
+    in float32. At most CHUNK_ROWS tokens at a time: of the size of the logits x, which are kept, there is only their
+    gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_TV: Tensor, label_T: Tensor) -> Tensor:
-        """[T] float32 (float64 of float64), nats.  x_TV: [T, V] of any float.  label_T: [T] int64 in 0..V-1."""
-        ctx.save_for_backward(x_TV, label_T)
+    def forward(ctx: Any, x_TV: Tensor, words_TL: Tensor) -> Tensor:
+        """[T, L] float32 (float64 of float64), nats.  x_TV: of any float.  words_TL: int64 in 0..V-1."""
+        ctx.save_for_backward(x_TV, words_TL)
         wide = torch.promote_types(x_TV.dtype, torch.float32)
-        chunks = zip(*(each.split(_rows(x_TV)) for each in (x_TV, label_T[:, None])), strict=True)
-        return torch.cat([x.log_softmax(dim=-1, dtype=wide).gather(1, label) for x, label in chunks])[:, 0]
+        chunks = zip(*(each.split(_rows(x_TV)) for each in (x_TV, words_TL)), strict=True)
+        return torch.cat([x.log_softmax(dim=-1, dtype=wide).gather(1, words) for x, words in chunks])
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        x_TV, label_T = ctx.saved_tensors
+    def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        x_TV, words_TL = ctx.saved_tensors
         grad_TV = torch.empty_like(x_TV)
-        tensors = (grad_TV, x_TV, label_T[:, None], grad_T[:, None])
-        for into, x, label, grad in zip(*(each.split(_rows(x_TV)) for each in tensors), strict=True):
-            into.copy_(x.softmax(dim=-1, dtype=grad.dtype).mul_(-grad).scatter_add_(1, label, grad))
+        tensors = (grad_TV, x_TV, words_TL, grad_TL)
+        for into, x, words, grad in zip(*(each.split(_rows(x_TV)) for each in tensors), strict=True):
+            whole = -grad.sum(dim=-1, keepdim=True)
+            into.copy_(x.softmax(dim=-1, dtype=grad.dtype).mul_(whole).scatter_add_(1, words, grad))
         return grad_TV, None
 
 
@@ -110,8 +112,11 @@ def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+        """verl's, but that `labels` may have one dimension more: several words for each token."""
         heart.beat()  # of each forward, of a pass and of an update, which may take an hour
-        return LogProbs.apply(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
+        logits_TV = logits.flatten(0, -2)
+        words_TL = labels.reshape(len(logits_TV), labels.shape[-1] if labels.ndim == logits.ndim else 1)
+        return LogProbs.apply(logits_TV, words_TL).view(labels.shape)
 
     return log_probs
 

@@ -14,6 +14,7 @@ import pytest
 from trainings import FEW, Finished, train
 
 from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace, Loss
+from appliance.corrections.registry import METHODS
 from appliance.errors import RecipeError
 from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
@@ -45,6 +46,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "dr-grpo": (
         "algorithm.kind=dr-grpo",
         "algorithm.kl=0.1",
+        "correction.method=score-centering-tis",  # whose words a reference is not asked for
         "optimizer.schedule=linear",
         "optimizer.min_lr_ratio=0.1",
         "optimizer.warmup_steps=1",
@@ -103,6 +105,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.dual_clip=1.001",
         "correction.method=tis-geometric",
         "trainer.forward=rollout",
+        "rollout.top_log_probs=8",
     ),
 }
 CLOSED: dict[str, set[str]] = {  # the values of what has few
@@ -237,6 +240,9 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
         assert lines[0]["reference_kl"] == 0 != lines[-1]["reference_kl"]
     if recipe.trainer.forward is Forward.ROLLOUT:
         assert [line["mismatch_equal_fraction"] for line in lines] == [1] * STEPS
+        assert [(line["mismatch_top_kl"], line["mismatch_top_equal_fraction"]) for line in lines] == [(0, 1)] * STEPS
+    if METHODS[recipe.correction.method].centers:  # of the weights of this model none is cut
+        assert all(0 < line["mismatch_top_kl"] < 1e-2 and line["score_centering"] >= 0 for line in lines)
     if lora := recipe.model.lora:
         adapter = json.loads((done.run_dir / "model" / "adapter" / "adapter_config.json").read_text())
         assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (lora.rank, lora.alpha, lora.dropout)

@@ -29,6 +29,8 @@ from appliance.record.plan import KlPlan, RunPlan
 from appliance.trainer import correction as module
 from appliance.trainer.attest import attest_driver, installed_loss
 from appliance.trainer.correction import (
+    CENTERED,
+    CENTERING,
     CLIP_LOWER,
     CLIP_UPPER,
     KEPT,
@@ -132,8 +134,14 @@ def test_weights_and_mask_of_every_method_are_written(queue: Queue, tmp_path: Pa
         assert row.tolist() == pytest.approx(wanted, rel=RTOL)
     metrics = run.metrics()
     assert metrics.get("adaptive_share", 0.0) == pytest.approx(share, rel=1e-12)
-    assert (metrics["is_truncated_fraction"] > 0) is (name != "none" or tight)
-    run.after_update(batch, step=2, reported=queue.reported(), log_probs=lambda _: pytest.fail("no shadow pass"))
+    assert (metrics["is_truncated_fraction"] > 0) is (name not in ("none", "score-centering") or tight)
+    assert batch.extra_info.get(CENTERING) == (correction if planned.centers else None)
+    reported = queue.reported()
+    if planned.centers:
+        with pytest.raises(TrainingError, match="the loss used centered nan of"):
+            run.after_update(batch, step=2, reported=reported, log_probs=lambda _: None)
+        reported[USED + CENTERED] = reported[f"{USED}kept"]
+    run.after_update(batch, step=2, reported=reported, log_probs=lambda _: pytest.fail("no shadow pass"))
 
 
 @pytest.mark.parametrize("estimator", Estimator)

@@ -34,11 +34,12 @@ from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
 from appliance.trainer.attest import first_differing, search
 from appliance.trainer.governor import Governor, signals_of
-from appliance.trainer.held import Held, take_held
+from appliance.trainer.held import Held, rows_by_key, take_held
 from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
 from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import RolloutForward, put_in, quantised_layers
 from appliance.trainer.sender import DigestingAdapter
+from appliance.trainer.top_words import TOP_IDS, TOP_ROLLOUT, predicting_places
 from appliance.trainer.verl_engine import ApplianceEngine
 
 BF16 = Precision(Scheme.BF16)
@@ -473,6 +474,30 @@ def test_the_entropy_that_is_held_is_a_passs_and_has_no_gradient(model: Qwen2For
     assert engine.module(**inputs).entropy.requires_grad is False
     engine._flow.forget()
     assert engine.module(**inputs).entropy is None  # who does not ask does not pay
+
+
+def test_whole_distributions_are_held_with_an_updates_log_probs(model: Qwen2ForCausalLM) -> None:
+    """Equal to the last bit where the engine's log-probs are this forward's: the words are all of the vocabulary. With
+    one log-prob of one word moved by a unit of float32 that token's are not."""
+    engine, data = engine_of(model), update_of(UPDATE)
+    engine.engine_config = SimpleNamespace(forward_only=False)
+    inputs, _ = engine.prepare_model_inputs(data)
+    every_TV = torch.arange(64).expand(len(inputs["input_ids"][0]), 64)
+    with torch.no_grad():
+        plain = forward(engine, data)
+        whole_TV = engine.module(**{**inputs, "shift_labels": every_TV[None]}).log_probs[0]
+    rollout_NV = whole_TV[predicting_places(data)].clone()
+    rollout_NV[4, 7] = torch.nextafter(rollout_NV[4, 7], torch.tensor(0.0))
+    lengths = data["response_mask"].offsets().diff().tolist()
+    for name, rows in ((TOP_IDS, every_TV[: len(rollout_NV)].int()), (TOP_ROLLOUT, rollout_NV)):
+        of_sequences = [each.flatten() for each in rows.split(lengths)]
+        data[name] = torch.nested.as_nested_tensor(of_sequences, layout=torch.jagged)
+    assert torch.equal(forward(engine, data), plain)
+    (held,) = take_held()
+    assert torch.equal(held.log_probs_N, plain)
+    assert (held.divergence_N > 0).tolist() == [False, False, False, False, True, False]
+    row = rows_by_key([held], keys=held.keys, sequences=3)["b_0_0"]
+    assert row.divergence.tolist() == held.divergence_N[4:].tolist()
 
 
 KEYS = ["a_1_0", "b_0_0", "a_0_0"]

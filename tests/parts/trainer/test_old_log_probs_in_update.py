@@ -34,6 +34,8 @@ from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES, LOSS_MODES
 from appliance.trainer import correction as module
 from appliance.trainer.correction import (
+    CENTERED,
+    CENTERING,
     CLIP_LOWER,
     CLIP_UPPER,
     CORRECTION,
@@ -257,6 +259,7 @@ def held_by(queue: Queue, parts: list[list[int]], *, spoil: dict[int, float] | N
             torch.tensor([len(log_probs[row]) for row in rows]),
             torch.cat([log_probs[row] for row in rows]),
             torch.cat([torch.full_like(log_probs[row], float(row)) for row in rows]),
+            torch.cat([torch.full_like(log_probs[row], 0.5 * row) for row in rows]),
         )
         for rows in parts
     ]
@@ -281,6 +284,9 @@ def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_use
     sent = run.send(queue.batch(), correction=correction)
     assert sent.extra_info[CORRECTION] == correction and not queue.written
     reported = reported_by_loss(queue, parts, correction=correction)
+    if correction.centers:  # test_top_words.py has the loss with its term
+        assert sent.extra_info[CENTERING] == correction
+        reported[USED + CENTERED] = reported[f"{USED}kept"]
     batch, fetched = write_held(queue.batch(), held=held_by(queue, parts))
     assert all(
         torch.equal(*pair)
@@ -292,9 +298,12 @@ def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_use
     )
     batch, telemetry = measure_step(batch, cap=2.0, fetched=fetched)
     assert telemetry.mismatch.k3_kl > 0.01 and not telemetry.nonfinite_fraction
+    apart = telemetry.metrics()
+    assert apart["mismatch_top_kl"] == pytest.approx(mean_entropy(batch, fetched=fetched) / 2)
+    assert apart["mismatch_top_equal_fraction"] == pytest.approx(float(lengths[0] / lengths.sum()))
     run.prepare(batch, step=1, correction=correction)
     bounds = {CLIP_LOWER, CLIP_UPPER} if correction.clips else set()
-    assert queue.written == {"old_log_probs", "entropy", KEPT, WEIGHTS, *bounds}
+    assert queue.written == {"old_log_probs", "entropy", "divergence", KEPT, WEIGHTS, *bounds}
     run.after_update(batch, step=1, reported=reported, log_probs=lambda _: pytest.fail("no shadow pass"))
     other = correction_named(name, tight=not tight) if name != "none" else ONE_BY_ONE["tis"]
     reported = reported_by_loss(queue, parts, correction=other)

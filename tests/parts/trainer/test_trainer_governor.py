@@ -90,7 +90,7 @@ def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_only_caps_of_single_tokens_are_weight_caps(method: CorrectionMethod) -> None:
-    cap = 2.0 if method in ("tis", "acr", "adaptive") else None
+    cap = 2.0 if method in ("tis", "acr", "adaptive", "score-centering-tis") else None
     assert CorrectionPlan(method=method, cap=2.0).resolved.token_cap == cap
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from appliance.files import digest_of
+from appliance.quant.mismatch import TopWords
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import MOST_CHARACTERS
 from appliance.trainer.rewards import RewardPool
@@ -73,10 +75,12 @@ class Engine:
 
 
 def drawn(text: str) -> Any:
-    """A turn that is cut ends with ..."""
+    """A turn that is cut ends with ... The one most likely word at each token is that token."""
     cut = text.endswith("...")
     ids = TOKENIZER(text.removesuffix("...") + ("" if cut else "<|im_end|>"))["input_ids"]
-    return SimpleNamespace(token_ids=ids, log_probs=[-1.0 - place for place in range(len(ids))], finished=not cut)
+    log_probs = [-1.0 - place for place in range(len(ids))]
+    top = TopWords(np.array(ids, np.int32)[:, None], np.array(log_probs, np.float32)[:, None])
+    return SimpleNamespace(token_ids=ids, log_probs=log_probs, finished=not cut, top=top)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +131,9 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
         ("assistant", "2146"),
     ]
     assert (right.text, right.turns, right.calls, right.failed_calls, right.finished) == ("2146", 2, 1, 0, True)
+    top = right.top.spread(right.mask)
+    assert top.ids_TK[:, 0].tolist() == [id * real for id, real in zip(right.token_ids, right.mask, strict=True)]
+    assert top.log_probs_TK[:, 0].tolist() == right.log_probs and 0 in right.mask
     assert (wrong.text, wrong.turns, wrong.calls, wrong.said) == ("37", 1, 0, [("assistant", "37")])
     assert groups[0].weights_version == 7
     tally = Tally()

@@ -75,3 +75,17 @@ def test_a_learning_rate_of_their_own_needs_our_engine() -> None:
     assert (plan.norm_fed_lr_scale, dict(plan.env)["VERL_ENGINE_VENDOR"]) == (1.5, "appliance")
     on_gpu = planned("cluster.device=h100", "trainer.old_log_probs=recompute")
     assert "VERL_ENGINE_VENDOR" not in dict(on_gpu.env)
+
+
+def test_the_most_likely_words_are_asked_for_where_a_correction_needs_them() -> None:
+    plan = planned("correction.method=score-centering", "correction.cap=null")
+    assert plan.rollout.top_log_probs == 20
+    assert why(plan, "rollout.top_log_probs") == ("20", "`score-centering` needs them; the source has 20")
+    assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=20" in plan.argv
+    alone, given = planned(), planned("rollout.top_log_probs=30", "cluster.device=h100")
+    assert (alone.rollout.top_log_probs, given.rollout.top_log_probs) == (0, 30)
+    assert not [each for each in alone.argv if "max_logprobs" in each]
+    # our engine, and log-probs of several words in the place of flash-attn's of one
+    assert {("VERL_ENGINE_VENDOR", "appliance"), ("VERL_DISABLE_FLASH_ATTN_CE", "1")} < set(given.env)
+    assert "VERL_DISABLE_FLASH_ATTN_CE" not in dict(planned("cluster.device=h100").env)
+    assert RunPlan.model_validate_json(plan.to_json()) == plan

@@ -98,6 +98,8 @@ def test_what_acts_on_single_tokens_does_not_go_with_a_loss_of_responses(tmp_pat
     message = (
         f"`{method}` {does.get(method, 'weighs')} a response token by token, and `tbpo` has one ratio for all of them"
     )
+    if METHODS[method].centers:
+        message = f"`{method}` centers the score of each token, and `tbpo` has one ratio for a whole response"
     hint = f"use `tis-geometric` as its source does, or another one of {FITTING}"
     (problem,) = problems_of(tmp_path / "r.yaml", "", *sets)
     assert problem == (f"--set correction.method={method}: correction.method: {message}", hint)
@@ -120,3 +122,49 @@ def test_bounds_of_a_token_do_not_go_with_a_loss_of_responses(tmp_path: Path, li
 def test_a_cap_that_is_no_number_has_its_place(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path / "r.yaml", "", "correction.cap=abc")
     assert problem == ("--set correction.cap=abc: correction.cap: expected a number, got the text `abc`", "")
+
+
+CENTERED = "correction:\n  method: score-centering-tis\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "rollout: {top_log_probs: 0}\n",
+            (
+                "2: rollout.top_log_probs: `score-centering-tis` needs log-probs of the engine's most likely words",
+                "give a number such as 20, or null",
+            ),
+        ),
+        (
+            "rollout: {top_p: 0.9}\n",
+            (
+                "2: rollout.top_p: `score-centering-tis` compares whole distributions, and the engine's is cut where "
+                "the trainer's is not",
+                "use 1.0, or another correction.method",
+            ),
+        ),
+        (
+            "trainer: {forward: rollout}\n",
+            (
+                "4: correction.method: `score-centering-tis` has nothing to take out where the trainer computes what "
+                "the rollouts do",
+                "use `tis`, or trainer.forward: bf16",
+            ),
+        ),
+        (
+            "trainer: {sequence_parallel: 2}\ncluster: {device: h100, gpus_per_node: 2}\n",
+            (
+                "2: trainer.sequence_parallel: log-probs of the engine's most likely words are not computed where "
+                "sequences are shared out",
+                "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none",
+            ),
+        ),
+    ],
+)
+def test_what_score_centering_does_not_go_with_has_its_line(
+    tmp_path: Path, text: str, problem: tuple[str, str]
+) -> None:
+    path = tmp_path / "r.yaml"
+    assert problems_of(path, text + CENTERED) == [(f"{path}:{problem[0]}", problem[1])]

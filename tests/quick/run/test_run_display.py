@@ -52,6 +52,15 @@ def test_panel_shows_a_training_whole(tmp_path: Path, small_plan: Callable, step
     )
 
 
+def test_whole_distributions_have_a_line_where_they_were_compared(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    compared = {"mismatch_top_kl": 0.0123, "mismatch_top_equal_fraction": 0.25}
+    shown = drawn(small_plan(tmp_path), folded(step_line(1, **compared)))
+    assert "│ distributions  1.2e-02 nats apart, equal at 25.00% of the tokens " in shown
+    assert "distributions" not in drawn(small_plan(tmp_path), folded(step_line(1)))
+
+
 def test_a_step_without_a_pass_for_log_probs_shows_none(tmp_path: Path, step_line: Callable) -> None:
     step = step_line(1, logprob_s=0.0)
     assert list(display.step_parts(step)) == ["rollout", "update", "sync", "rest"]
