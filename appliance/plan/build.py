@@ -19,7 +19,7 @@ from appliance.gguf.source import gguf_facts, is_gguf
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
-from appliance.plan.memory import BLOCK, kv_cache_blocks
+from appliance.plan.memory import kv_cache_blocks
 from appliance.plan.model_shape import model_shape
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.verl_args import argv
@@ -55,7 +55,7 @@ from appliance.terms.clock import CLOCK
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype, OldLogProbs, Schedule
+from appliance.terms.settings import CPU_KV_BLOCK, Dtype, OldLogProbs, Schedule
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -255,7 +255,9 @@ def build_plan(
     if pace is None:
         pace = choose_pace(recipe, draft, shape=shape, host=host)
     if shape is not None and (blocks := kv_cache_blocks(draft, shape)) is not None:
-        why = f"blocks of {BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
+        why = (
+            f"blocks of {CPU_KV_BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
+        )
         engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
     trainer = derive.plan_trainer(recipe, attention=attention, pace=pace, book=book)
     micro = trainer.micro_batch_sequences

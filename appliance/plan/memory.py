@@ -28,13 +28,13 @@ from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import CPU, GPUS
 from appliance.terms.environment import KV_CACHE_VARIABLE
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import CPU_KV_BLOCK
 from appliance.terms.shapes import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
 _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes on a GPU
 _GRAPHS = 2 * GIB  # the engine's captured graphs and work space
 _GRAPHS_ASLEEP = GIB  # of them, what sleep mode does not free
-BLOCK = 128  # tokens of a block of the KV cache on a CPU, vLLM's own
 _SPARE_BLOCKS = 2  # vLLM's block for padding, and one more
 _COUNT = 4  # bytes per sequence and word: vLLM's V2 runner counts what was said, penalties or not
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight that is trained, FP32, shared by all ranks
@@ -327,7 +327,7 @@ def kv_cache_blocks(plan: RunPlan, shape: ModelShape) -> int | None:
     has no room for them, and elsewhere."""
     if plan.device != CPU:
         return None
-    blocks = plan.engine.max_concurrent_sequences * -(-plan.engine.max_model_tokens // BLOCK) + _SPARE_BLOCKS
+    blocks = plan.engine.max_concurrent_sequences * -(-plan.engine.max_model_tokens // CPU_KV_BLOCK) + _SPARE_BLOCKS
     return blocks if blocks * _block_bytes(plan, shape) < _kv_cache_gib(plan) * GIB else None
 
 
@@ -338,7 +338,7 @@ def kv_cache_bytes(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def _block_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    return BLOCK * shape.kv_bytes_per_token // max(1, min(plan.rollout.tensor_parallel, shape.kv_heads))
+    return CPU_KV_BLOCK * shape.kv_bytes_per_token // max(1, min(plan.rollout.tensor_parallel, shape.kv_heads))
 
 
 def _kv_cache_gib(plan: RunPlan) -> int:

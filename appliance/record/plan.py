@@ -296,7 +296,7 @@ class EnginePlan(Frozen):
     bucket_mib: int
     """Weights are sent in parts of this size; shared memory of this size is held."""
     kv_cache_blocks: int | None = None
-    """Of the KV cache of an engine on a CPU, of memory.BLOCK tokens each: what all its sequences need at most. None:
+    """Of the KV cache of an engine on a CPU, of CPU_KV_BLOCK tokens each: what all its sequences need at most. None:
     as many as `rollout.kv_cache_gb` has room for."""
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from verl.utils.tensordict_utils import assign_non_tensor
 
 import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
+from appliance.trainer.held import HELD
 from appliance.trainer.verl_engine import ApplianceEngine
 
 UPDATES, MICRO_BATCHES = 2, 5
@@ -28,6 +29,7 @@ UPDATES, MICRO_BATCHES = 2, 5
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
+    HELD.end()  # of this process: another test may have left it open
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
