@@ -67,7 +67,7 @@ def test_the_engine_holds_its_cache_and_its_weights() -> None:
 
 
 def test_the_cache_is_no_larger_than_all_sequences_need() -> None:
-    """By hand: 256 sequences of 130 tokens are five blocks of 32 each, and two are spare; 24 layers, 2 KV heads of 64."""
+    """By hand: 256 sequences of 130 tokens are 5 blocks of 32 each, 2 are spare; 24 layers, 2 KV heads of 64."""
     plan = planned("task.max_prompt_tokens=65", "task.max_response_tokens=65")
     assert (plan.engine.max_concurrent_sequences, plan.engine.max_model_tokens) == (256, 130)
     assert kv_cache_blocks(plan, SMALL) == 5 * 256 + 2
