@@ -12,7 +12,7 @@ demo: setup ## set up, then train the tiny model with quantised rollouts, on any
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
-smollm2: setup ## set up, then train a real model of 135 M parameters on word problems, on any CPU: 20 minutes on a Xeon, 10 GB
+smollm2: setup ## set up, then train a real model of 135 M parameters on word problems, on any CPU: 10 minutes on an EPYC, 8 GB
 	@.venv/bin/appliance train smollm2-int8 $(ARGS); code=$$?; \
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
