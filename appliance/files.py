@@ -12,6 +12,8 @@ import fcntl
 import glob
 import hashlib
 import os
+import platform
+import re
 import secrets
 import shutil
 import tempfile
@@ -79,7 +81,11 @@ def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
     others_count: of a cache: where another process was first, its folder stays and is as good, and what processes that
     were killed left of this target is removed.  Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _new_folder(partial_prefix(target), parent=target.parent, removes_left=others_count) as folder:
+    prefix = partial_prefix(target)
+    if others_count:
+        prefix = f"{prefix}{_host()}-"
+        _remove_abandoned(prefix, parent=target.parent)
+    with _new_folder(prefix, parent=target.parent) as folder:
         yield folder
         for path in (*folder.rglob("*"), folder):  # mkdtemp and safetensors make them private; these may be shared
             path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o644))
@@ -96,18 +102,21 @@ def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
 def working_folder(prefix: str, *, cache: Path) -> Iterator[Path]:
     """Gives an empty folder in a folder of the cache, which is removed at the end; so is what processes that were
     killed left of the same prefix.  Raises OSError."""
-    with _new_folder(prefix, parent=cache, removes_left=True) as folder:
+    prefix = f"{prefix}{_host()}-"
+    _remove_abandoned(prefix, parent=cache)
+    with _new_folder(prefix, parent=cache) as folder:
         yield folder
 
 
+def _host() -> str:
+    """This host's name, as a part of a file's: locks of other hosts may not be seen here."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", platform.node())
+
+
 @contextlib.contextmanager
-def _new_folder(prefix: str, *, parent: Path, removes_left: bool) -> Iterator[Path]:
+def _new_folder(prefix: str, *, parent: Path) -> Iterator[Path]:
     """While it is in use its maker has a lock on it, which the kernel releases when that process ends, however it
-    ends: a folder of this prefix that can be locked is nobody's. Where the file system cannot lock folders (NFS),
-    nothing is removed."""
-    if removes_left:
-        for left in parent.glob(f"{glob.escape(prefix)}*"):
-            _remove_if_left(left)
+    ends."""
     folder, descriptor = _make_locked(prefix, parent=parent)
     try:
         yield folder
@@ -132,8 +141,15 @@ def _make_locked(prefix: str, *, parent: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove a folder whose maker has ended."""
+def _remove_abandoned(prefix: str, *, parent: Path) -> None:
+    """Remove the folders of this prefix whose makers have ended: those that can be locked. The prefix names this host:
+    a lock of another one may not be seen here, and versions before this one took none. Where the file system cannot
+    lock folders (NFS), nothing is removed."""
+    for folder in parent.glob(f"{glob.escape(prefix)}*"):
+        _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone by now, no folder, or another user's

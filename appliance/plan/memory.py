@@ -324,8 +324,9 @@ def peak(plan: RunPlan, shape: ModelShape) -> int:
 
 def kv_cache_blocks(plan: RunPlan, shape: ModelShape) -> int | None:
     """Blocks that all sequences of an engine on a CPU need when none shares a prompt; None where `rollout.kv_cache_gb`
-    has no room for them, and elsewhere."""
-    if plan.device != CPU:
+    has no room for them, and elsewhere. Also for models with two kinds of attention, whose layers take blocks for each
+    kind, and with tools: between its turns a conversation is kept in blocks that nothing needs."""
+    if plan.device != CPU or shape.partial_window or plan.task.tools:
         return None
     blocks = plan.engine.max_concurrent_sequences * -(-plan.engine.max_model_tokens // CPU_KV_BLOCK) + _SPARE_BLOCKS
     return blocks if blocks * _block_bytes(plan, shape) < _kv_cache_gib(plan) * GIB else None

@@ -232,7 +232,7 @@ def attend_each(
     """[T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the gradients
     take half the time then that they take in BF16. A segment with a prefix sees that, too; gradients of a prefix are
     summed over its segments before they are rounded, in a fixed order. Short segments are attended to together, for a
-    call costs more than what it computes of one.
+    call costs more than what it computes of one; how long the longest is then changes roundings in float32.
 
     q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
     """

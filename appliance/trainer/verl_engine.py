@@ -139,7 +139,7 @@ class ApplianceEngine(TopWordsEngine):
         try:
             return super().forward_backward_batch(data, loss_function)
         finally:
-            self.module.set_reshard_after_forward(True)
+            self.module.set_reshard_after_forward(self.engine_config.reshard_after_forward)
 
     @contextmanager
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:

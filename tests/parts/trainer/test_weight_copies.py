@@ -46,7 +46,7 @@ def engine_of(*, keeps_copies: bool, checkpointing: bool) -> Any:
     engine.use_ulysses_sp, engine.ulysses_device_mesh, engine.ulysses_sequence_parallel_size = False, None, 1
     engine.pad_to_length, engine.scaler, engine._flow, engine._qat_enabled = None, None, None, False
     engine._autocast_dtype = torch.bfloat16
-    engine.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
+    engine.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, reshard_after_forward=True)
     engine.optimizer_config = SimpleNamespace(clip_grad=1.0)
     engine.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine.is_mp_src_rank_with_outputs = lambda: False

@@ -76,6 +76,7 @@ def test_the_cache_is_no_larger_than_all_sequences_need() -> None:
     assert 2 * kv_cache_bytes(shared, SMALL) == kv_cache_bytes(plan, SMALL)
     assert kv_cache_blocks(planned(*MANY_TOKENS), SMALL) is None
     assert kv_cache_blocks(plan.replace(device="h100-80gb"), SMALL) is None
+    assert kv_cache_blocks(plan, dataclasses.replace(SMALL, partial_window=64)) is None
 
 
 def test_the_plan_gives_the_engine_as_many_blocks() -> None:

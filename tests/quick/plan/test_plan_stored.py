@@ -77,12 +77,12 @@ def test_a_measurement_with_little_memory_is_kept_apart(tmp_path: Path) -> None:
     [
         ("{", "JSONDecodeError"),
         ("[]", "TypeError"),
-        ('{"schema_version": 2}', "ValueError"),
-        ('{"schema_version": 1}', "KeyError"),
-        ('{"schema_version": 1, "what": "", "schemes": []}', "ValueError"),
-        ('{"schema_version": 1, "what": "", "schemes": [{"scheme": "int8", "ratio": NaN}]}', "ValueError"),
-        ('{"schema_version": 1, "what": "", "schemes": [{"scheme": "int9", "ratio": 1.5}]}', "ValueError"),
-        ('{"schema_version": 1, "what": "", "schemes": 5}', "TypeError"),
+        ('{"schema_version": 1}', "ValueError"),
+        ('{"schema_version": 2}', "KeyError"),
+        ('{"schema_version": 2, "what": "", "schemes": []}', "ValueError"),
+        ('{"schema_version": 2, "what": "", "schemes": [{"scheme": "int8", "ratio": NaN}]}', "ValueError"),
+        ('{"schema_version": 2, "what": "", "schemes": [{"scheme": "int9", "ratio": 1.5}]}', "ValueError"),
+        ('{"schema_version": 2, "what": "", "schemes": 5}', "TypeError"),
     ],
 )
 def test_a_corrupt_file_does_not_count(tmp_path: Path, text: str, error: str) -> None:
