@@ -166,7 +166,7 @@ def _groups(
         weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
         activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
         scale_K = by_rule(activation_K, weight_K=weight_K, strength=strength)
-        if unit.norm and key != GATE_UP and view.scheme is Scheme.INT8:
+        if unit.norm and key != GATE_UP and view.scheme.spec.even_steps:
             x_MK = torch.cat([some_MK for member, _, some_MK in samples if member == key])
             scale_K = refine(scale_K, x_MK=x_MK, weight_NK=torch.cat(view.weights(unit)))
         if bool((scale_K != 1).any()):

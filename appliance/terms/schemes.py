@@ -67,6 +67,8 @@ class SchemeSpec:
     """Whether engines have it in FP16, too: `trainer.dtype: fp16`."""
     takes_profile: bool = False
     """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
+    even_steps: bool = False
+    """Whether codes lie at equal distances, so that rounding is off by the step whatever the value."""
     finer: tuple[Scheme, ...] = ()
     """What rollouts can be raised to in an engine and still be quantised, the next one first: of the same `emulation`,
     an engine that runs becomes no other scheme."""
@@ -119,6 +121,7 @@ SPECS: dict[Scheme, SchemeSpec] = {
         method="int8",
         trained_in=True,
         takes_profile=True,
+        even_steps=True,
         # Nothing is finer: E4M3 has 3 bits of mantissa and rounds most weights more coarsely than 8 bits of their
         # row's range.
         until=_BLACKWELL,

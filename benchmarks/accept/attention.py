@@ -33,7 +33,8 @@ def log_probs(ground: Ground) -> None:
     base = 0 if ground.rehearsal else torch.cuda.memory_allocated()
     if not ground.rehearsal:
         torch.cuda.reset_peak_memory_stats()
-    found_T = LogProbs.apply(there_TV, label_T.to(ground.device))
+    label_T1 = label_T[:, None].to(ground.device)
+    found_T = LogProbs.apply(there_TV, label_T1)[:, 0]
     found_T.backward(grad_T.to(ground.device))
     peak = 0 if ground.rehearsal else torch.cuda.max_memory_allocated() - base
     few = slice(0, None, max(1, tokens // 200))  # float64 of all would take minutes
@@ -54,9 +55,7 @@ def log_probs(ground: Ground) -> None:
         ground.hold(
             peak <= room, f"{peak >> 20} MiB beside the logits: their gradient and four chunks are {room >> 20}"
         )
-    ground.figure(
-        "forward", 1e3 * seconds_of(ground, lambda: LogProbs.apply(there_TV, label_T.to(ground.device))), "ms"
-    )
+    ground.figure("forward", 1e3 * seconds_of(ground, lambda: LogProbs.apply(there_TV, label_T1)), "ms")
 
 
 def packed(ground: Ground) -> None:

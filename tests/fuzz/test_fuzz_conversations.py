@@ -72,7 +72,9 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Trajectory:
         yield (
             0,
             SimpleNamespace(
-                samples=[SimpleNamespace(token_ids=cut, log_probs=[-1.0] * len(cut), finished=len(cut) == len(ids))],
+                samples=[
+                    SimpleNamespace(token_ids=cut, log_probs=[-1.0] * len(cut), finished=len(cut) == len(ids), top=None)
+                ],
                 weights_version=1,
             ),
         )

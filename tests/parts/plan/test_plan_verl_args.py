@@ -176,8 +176,10 @@ def test_added_keys_are_new_to_the_files_and_known_to_the_code():
         "actor_rollout_ref.model.override_config.attn_implementation",
         "actor_rollout_ref.model.override_config.model_config",
         "actor_rollout_ref.rollout.enable_sleep_mode",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.config_format",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
     }
     assert "enable_sleep_mode" in fields_of(VERL / "workers" / "config" / "rollout.py", "RolloutConfig")

@@ -82,7 +82,7 @@ def test_nothing_to_say():
         (
             {"memory_free_bytes": 2 << 30},
             (
-                "warning: memory: 1.6 GiB are missing: 2.0 GiB free, the run takes about 3.6 GiB",
+                "warning: memory: 0.6 GiB are missing: 2.0 GiB free, the run takes about 2.6 GiB",
                 "close other programs; take a larger host",
             ),
         ),
