@@ -105,8 +105,8 @@ def pairs_of(result: dict[str, Any], *, clock: str) -> list[Pair]:
     result: what `appliance bench --json` printed.  clock: one of CLOCKS.
     """
     turns: dict[int, dict[str, float]] = {}
-    for one in result["measurements"]:
-        turns.setdefault(one["pair"], {})[one["scheme"]] = 1000 * one[clock] / one["tokens"]
+    for turn in result["measurements"]:
+        turns.setdefault(turn["pair"], {})[turn["scheme"]] = 1000 * turn[clock] / turn["tokens"]
     return [(turn[Scheme.BF16], turn[Scheme.INT8]) for _, turn in sorted(turns.items())]
 
 

@@ -429,9 +429,9 @@ def fill(table: Table, model: Llama, calibration: Sequence[Batch], *, prefix: Se
     norms = smooth_norms(model, ranges)
     smoothed = smooth_values(smooth_down(norms, ranges), ranges)
     inputs = inputs_of(model, calibration, prefix=prefix)
-    found = smooth_norms(model, ranges, inputs)
-    refined = smooth_values(smooth_down(found, ranges), ranges)
-    refined_down = smooth_values(smooth_down(found, ranges, inputs), ranges)
+    refined_norms = smooth_norms(model, ranges, inputs)
+    refined = smooth_values(smooth_down(refined_norms, ranges), ranges)
+    refined_down = smooth_values(smooth_down(refined_norms, ranges, inputs), ranges)
     down_kept = dict.fromkeys(FUSED, "int8") | {"down": "bf16"}
 
     def rotated(kind: str, seed: int) -> Llama:

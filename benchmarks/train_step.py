@@ -168,13 +168,13 @@ def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
 def timed(data: TensorDict, *, sides: tuple[str, str], turns: int, layers: int) -> dict[str, Times]:
     """By side."""
     trainer, times = Engine(layers=layers), {side: Times() for side in sides}
-    one = trainer.engine
+    engine = trainer.engine
     for turn in range(-1, turns):
         for side in sides:
             trainer.use(side, data)
-            one.optimizer_zero_grad()
+            engine.optimizer_zero_grad()
             start, processor_start = time.perf_counter(), time.process_time()
-            one.forward_backward_batch(data, loss)
+            engine.forward_backward_batch(data, loss)
             done, processor_done = time.perf_counter(), time.process_time()
             trainer.step()
             if turn >= 0:

@@ -45,7 +45,7 @@ class ScoreCentering(Correction):
         return Corrected()
 
     def tightened(self) -> Correction:
-        """With weights, as `score-centering-tis`."""
+        """Return the same with weights: `score-centering-tis`."""
         cap = ScoreCenteringTis.usual_cap
         return ScoreCenteringTis(cap=cap, clip=self.clip, loss=self.loss, reject_k3_above=REJECT_K3_ABOVE)
 

@@ -82,9 +82,9 @@ class _Error:
     w_RK: Tensor
     """Magnitudes of some rows of the weights, float32."""
     tokens: float
-    """For how many each of `x_RK` stands."""
+    """Number of tokens for which each row of `x_RK` stands."""
     rows: float
-    """For how many each of `w_RK` stands."""
+    """Number of rows of the weights for which each row of `w_RK` stands."""
     x_square_K: Tensor
     """|x_k|^2, float64."""
     w_square_K: Tensor
@@ -113,7 +113,7 @@ class _Error:
         return activations_K + self.rows * _squares(row_RK, changed_RK=row_RK * factor) * x_total_K
 
     def _steps(self, scale_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens and of rows the magnitudes whose largest is 127 steps."""
+        """Magnitudes with the factors applied, of tokens and of rows: the largest one of each row is 127 steps."""
         return self.x_RK / scale_K.float(), self.w_RK * scale_K.float()
 
 

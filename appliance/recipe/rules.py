@@ -339,7 +339,7 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _centering(recipe: Recipe) -> Iterator[Broken]:
-    """What score centering, and the comparison of whole distributions, do not go with."""
+    """Report the settings with which score centering and the comparison of whole distributions cannot be combined."""
     name, top = recipe.correction.method, recipe.rollout.top_log_probs
     centers, key, of_words = METHODS[name].centers, "correction.method", "rollout.top_log_probs"
     if centers and top == 0:

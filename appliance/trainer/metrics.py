@@ -271,19 +271,19 @@ def measure_held(
     started = time.perf_counter()
     rows = rows_by_key(held, keys=keys, sequences=sequences)
     columns = (fetched[name].unbind() for name in ("rollout_log_probs", "response_mask"))
-    length_S, found, apart = [], [], list[Tensor]()
+    length_S, of_sequences, divergences = [], [], list[Tensor]()
     for key, rollout, real in zip(keys, *columns, strict=True):
         length_S.append(int(real.sum()) if key in rows else 0)
         if key in rows:
             row = rows[key]
             if len(row.log_probs) != len(rollout):
                 raise TrainingError("log-probs of this step's first update have not the rollouts' lengths")
-            found.append([each[real.bool()] for each in (row.log_probs, rollout, row.entropy)])
+            of_sequences.append([each[real.bool()] for each in (row.log_probs, rollout, row.entropy)])
             if row.divergence is not None:
-                apart.append(row.divergence[real.bool()])
-    trainer_T, rollout_T, entropy_T = (torch.cat(each) for each in zip(*found, strict=True))
+                divergences.append(row.divergence[real.bool()])
+    trainer_T, rollout_T, entropy_T = (torch.cat(each) for each in zip(*of_sequences, strict=True))
     compared = _compared(trainer_T, rollout_T=rollout_T, length_S=torch.tensor(length_S), cap=cap)
-    compared["divergence"] = Divergence.of(torch.cat(apart)) if apart else None
+    compared["divergence"] = Divergence.of(torch.cat(divergences)) if divergences else None
     seconds = step.seconds + time.perf_counter() - started
     return replace(step, **compared, seconds=seconds), float(entropy_T.double().mean())
 

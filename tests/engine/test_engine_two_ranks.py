@@ -127,10 +127,10 @@ def test_log_probs_of_two_ranks_are_those_of_one_to_int8s_noise(found: dict, whe
     """Each rank quantises its part of a token with a scale of its own where rows are cut, as vLLM's kernels do, so two
     ranks are another sample of INT8's activation noise and not the same numbers. Two independent samples of the whole
     noise would differ by sqrt(2) of it, and here most of it is common."""
-    one, two, bf16 = (torch.tensor(answer) for answer in (found[when], found["two"][when], found["bf16"]))
-    noise = float((one - bf16).abs().mean())
+    one_rank, two_ranks, bf16 = (torch.tensor(answer) for answer in (found[when], found["two"][when], found["bf16"]))
+    noise = float((one_rank - bf16).abs().mean())
     assert 0 < noise < 0.1
-    assert float((two - one).abs().mean()) < 2**0.5 * noise
+    assert float((two_ranks - one_rank).abs().mean()) < 2**0.5 * noise
 
 
 def test_smoothing_moves_no_bit_of_what_is_not_quantised(found: dict) -> None:
