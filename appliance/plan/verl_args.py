@@ -211,8 +211,8 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
 
 
 def _blocks(plan: RunPlan) -> list[tuple[str, Value]]:
-    """Give the number of blocks of the KV cache, where they are fewer than `rollout.kv_cache_gb` has room for. vLLM's key
-    has this name on a CPU, too."""
+    """Give the number of blocks of the KV cache, where fewer are needed than `rollout.kv_cache_gb` has room for. vLLM's
+    key has this name on a CPU, too."""
     blocks = plan.engine.kv_cache_blocks
     return [] if blocks is None else [(f"+{VLLM}.num_gpu_blocks_override", blocks)]
 
