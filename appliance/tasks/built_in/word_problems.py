@@ -6,6 +6,7 @@ until it has no problem left; in training, which is shuffled, about two of three
 
 Training and validation share no problem. The text of a problem decides on which side it is, not a seed: no seed trains
 on what another one validates. Numbers are not held out: `7 and 5` may be met in both, with other words around them.
+A validation of more problems than are held out goes on with things that no training names, such as hats.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from appliance.errors import RecipeError
 from appliance.tasks.graders import number
@@ -25,6 +26,11 @@ from appliance.tasks.task import Response, Splits, Task
 SYSTEM = "Answer with the number alone."
 NAMES = ("Tom", "Anna", "Ben", "Lisa", "Sam", "Mia", "Max", "Emma", "Leo", "Zoe", "Jack", "Lily")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "cards", "stones", "shells", "cakes", "balls", "stamps", "cups")
+UNNAMED_THINGS = (
+    *("bags", "beads", "bells", "boxes", "bricks", "buttons", "candles", "carrots", "chairs", "clocks", "dolls"),
+    *("flags", "forks", "hats", "jars", "keys", "kites", "lamps", "lemons", "masks", "mugs", "nuts", "pears", "rings"),
+)
+"""Those of no training, for large validations."""
 LEAST, MOST = 2, 10  # of what is added, and of the first number of a sum
 VALIDATION_SHARE = 0.2
 USUAL_DIFFICULTY = 2  # the schema's default: this task has only one
@@ -50,7 +56,8 @@ def _gives(a: int, b: int, *, thing: str, name: str) -> str:
 
 SUMS = [(a, b) for a in range(LEAST, MOST + 1) for b in range(LEAST, MOST + 1)]
 DIFFERENCES = [(a, b) for a in range(LEAST + 1, MOST + 2) for b in range(LEAST, a)]
-FORMS: tuple[tuple[Callable[..., str], list[tuple[int, int]], int], ...] = (
+Form = tuple[Callable[..., str], list[tuple[int, int]], int]
+FORMS: tuple[Form, ...] = (
     (_sum, SUMS, 1),
     (_gets, SUMS, 1),
     (_difference, DIFFERENCES, -1),
@@ -63,16 +70,27 @@ FORMS: tuple[tuple[Callable[..., str], list[tuple[int, int]], int], ...] = (
 def pools() -> tuple[Pools, Pools]:
     """(training, validation): the problems of each form, in a fixed order."""
     train, validation = [], []
-    for text, operands, sign in FORMS:
+    for form in FORMS:
         sides: tuple[list[Problem], list[Problem]] = ([], [])
-        for (a, b), thing in itertools.product(operands, THINGS):
-            name = NAMES[int(_share(f"{text.__name__} {a} {b} {thing}") * len(NAMES))]
-            prompt = text(a, b, thing=thing, name=name)
-            problem = Problem(prompt=prompt, truth=str(a + sign * b), before=(("system", SYSTEM),))
-            sides[_share(prompt) < VALIDATION_SHARE].append(problem)
+        for problem in _problems(form, things=THINGS):
+            sides[_share(problem.prompt) < VALIDATION_SHARE].append(problem)
         train.append(tuple(sides[False]))
         validation.append(tuple(sides[True]))
     return tuple(train), tuple(validation)
+
+
+@functools.cache
+def unnamed_pools() -> Pools:
+    """The problems of each form with things that no training names, in a fixed order."""
+    return tuple(tuple(_problems(form, things=UNNAMED_THINGS)) for form in FORMS)
+
+
+def _problems(form: Form, *, things: Iterable[str]) -> Iterator[Problem]:
+    text, operands, sign = form
+    for (a, b), thing in itertools.product(operands, things):
+        name = NAMES[int(_share(f"{text.__name__} {a} {b} {thing}") * len(NAMES))]
+        prompt = text(a, b, thing=thing, name=name)
+        yield Problem(prompt=prompt, truth=str(a + sign * b), before=(("system", SYSTEM),))
 
 
 def _share(text: str) -> float:
@@ -81,15 +99,18 @@ def _share(text: str) -> float:
 
 
 def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems of a seed. A size of 0 takes all. Raises RecipeError for what `check` finds."""
+    """Training and validation problems of a seed. Raises RecipeError for what `check` finds.
+
+    A size of 0 takes all that are of either side. A larger validation goes on with things that no training names.
+    """
     faults = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
     if faults:
         raise RecipeError(faults)
     train, validation = pools()
-    return Splits(
-        train=_draw(train, seed=f"{seed}-train", size=train_size),
-        val=_draw(validation, seed=f"{seed}-validation", size=val_size),
-    )
+    val = _draw(validation, seed=f"{seed}-validation", size=val_size)
+    if len(val) < val_size:
+        val += _draw(unnamed_pools(), seed=f"{seed}-unnamed", size=val_size - len(val))
+    return Splits(train=_draw(train, seed=f"{seed}-train", size=train_size), val=val)
 
 
 def _draw(forms: Pools, *, seed: str, size: int) -> list[Problem]:
@@ -106,8 +127,8 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
     if difficulty != USUAL_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is of `arithmetic`, these problems have one difficulty"
         faults.append((message, "remove it"))
-    sides = zip(("train", "val"), (train_size, val_size), pools(), strict=True)
-    for side, size, forms in sides:
+    train, validation = pools()
+    for side, size, forms in (("train", train_size, train), ("val", val_size, (*validation, *unnamed_pools()))):
         available = sum(map(len, forms))
         if size > available:
             faults.append((f"task.{side}_size: {size} is more than the {available} problems", "lower it"))

@@ -8,7 +8,15 @@ from collections import Counter
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.tasks.built_in.word_problems import FORMS, SYSTEM, check, pools, score, splits
+from appliance.tasks.built_in.word_problems import (
+    FORMS,
+    SYSTEM,
+    UNNAMED_THINGS,
+    check,
+    pools,
+    score,
+    splits,
+)
 from appliance.tasks.rows import Problem
 from appliance.tasks.task import Splits
 
@@ -23,6 +31,10 @@ def form_of(problem: Problem) -> int:
     marks = (" plus ", " gets ", " minus ", " gives away ")
     (form,) = [number for number, mark in enumerate(marks) if mark in problem.prompt]
     return form
+
+
+def names_an_unnamed_thing(problem: Problem) -> bool:
+    return any(f" {thing}" in problem.prompt for thing in UNNAMED_THINGS)
 
 
 def test_each_form_in_its_words() -> None:
@@ -67,17 +79,27 @@ def test_a_seed_draws_and_orders_the_problems() -> None:
     assert first.val != other.val and set(first.val) == set(other.val)
 
 
+def test_a_large_validation_goes_on_with_things_that_no_training_names() -> None:
+    usual, large = make(val_size=617).val, make(val_size=2000).val
+    assert large[:617] == usual == make().val
+    assert len({problem.prompt for problem in large}) == 2000
+    assert not any(map(names_an_unnamed_thing, (*make().train, *usual)))
+    assert all(map(names_an_unnamed_thing, large[617:]))
+    assert set(Counter(map(form_of, large[617:])).values()) <= {345, 346}
+    assert make(val_size=2000).val == large != make(seed=1, val_size=2000).val
+
+
 def test_splits_refuse_what_the_task_cannot_serve_all_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
-        splits(difficulty=3, seed=0, train_size=9999, val_size=618)
+        splits(difficulty=3, seed=0, train_size=9999, val_size=6666)
     train, validation = (sum(map(len, side)) for side in pools())
     assert (train, validation) == (2407, 617)
     assert caught.value.problems == [
         ("task.difficulty: 3 is of `arithmetic`, these problems have one difficulty", "remove it"),
         ("task.train_size: 9999 is more than the 2407 problems", "lower it"),
-        ("task.val_size: 618 is more than the 617 problems", "lower it"),
+        ("task.val_size: 6666 is more than the 6665 problems", "lower it"),
     ]
-    assert check(difficulty=2, seed=0, train_size=2407, val_size=617) == []
+    assert check(difficulty=2, seed=0, train_size=2407, val_size=6665) == []
 
 
 @pytest.mark.parametrize(
