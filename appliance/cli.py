@@ -248,12 +248,16 @@ def convert_profile(
 @app.command()
 def compare(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A comparison: a file, or the name of a shipped one.")],
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Results of another machine, NAME.results.jsonl: its runs are not repeated."),
+    ] = None,
     json_mode: JsonOption = False,
 ) -> int:
     """One recipe under several settings and seeds, with a table and a page. Started again, it goes on."""
     from appliance.compare.command import run_compare
 
-    return run_compare(file, json_mode=json_mode)
+    return run_compare(file, json_mode=json_mode, results_file=results)
 
 
 @app.command(hidden=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+import yaml
+
 from appliance import hub
 from appliance.compare.file import Comparison, in_order, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
@@ -17,7 +19,7 @@ from appliance.plan.host import HostFacts
 from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
-from appliance.recipe.load import Setting, load_recipe, to_yaml
+from appliance.recipe.load import Setting, is_written, load_recipe
 from appliance.recipe.schema import Recipe, Task
 from appliance.recipe.text import Node, Problem, full_path
 from appliance.record.code import code_of
@@ -47,8 +49,9 @@ class PlannedRun:
         return Path(self.plan.run_dir)
 
 
-def plan_runs(comparison: Comparison) -> list[PlannedRun]:
+def plan_runs(comparison: Comparison, *, date: str | None = None) -> list[PlannedRun]:
     """All runs, seed by seed: after the first seed every arm has one. Raises RecipeError with all problems of all arms.
+    date: the day that prompts are given where no run here has one; None: today.
 
     The cache is that of the recipe's `cluster.run_dir`, which the comparison's folder lies in: model, data and
     profiles are made once, for all runs and for those of `train`.
@@ -56,7 +59,7 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     recipes = _recipes(comparison)
     folder = full_path(next(iter(recipes.values())).cluster.run_dir) / comparison.name
     cache_dir = folder.parent / CACHE_NAME
-    date = _date_begun(recipes, folder=folder)
+    date = _date_begun(recipes, folder=folder) or date
     judged: dict[str, tuple[HostFacts, tuple[Finding, ...], dict[str, str]]] = {}
     planned = []
     # Once: what it says of `main` or a tag may change between two arms.
@@ -88,11 +91,11 @@ def _date_begun(recipes: Mapping[tuple[str, int], Recipe], *, folder: Path) -> s
     for (arm, seed), recipe in recipes.items():
         run_dir = folder / run_name(arm, seed=seed)
         try:
-            recipe_begun = (run_dir / "recipe.yaml").read_text()
+            recipe_begun = yaml.safe_load((run_dir / "recipe.yaml").read_text())
             original = _original(run_dir)
-        except (OSError, ValueError, RecipeError):  # no run, or one that `look` takes for another
+        except (OSError, ValueError, yaml.YAMLError, RecipeError):  # no run, or one that `look` takes for another
             continue
-        if recipe_begun == _as_begun(recipe, original):
+        if is_written(_as_begun(recipe, original), plain=recipe_begun):
             return original.date
     return None
 
@@ -179,15 +182,15 @@ def look(run: PlannedRun) -> Existing:
     if not folder.exists():
         return Existing.NOTHING
     try:
-        record, recipe = read_record(folder), (folder / "recipe.yaml").read_text()
-    except (OSError, ValueError):
+        record, recipe = read_record(folder), yaml.safe_load((folder / "recipe.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
         return Existing.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
     try:
         original = _original(folder)
         is_of_this_recipe = (
-            recipe == _as_begun(run.recipe, original)
+            is_written(_as_begun(run.recipe, original), plain=recipe)
             and (_other_commit(run, original) or has_problems_of(run.plan, run_dir=folder))
             and original.code == {each.copy_name: each.sha256 for each in code_of(run.plan)}
         )
@@ -225,12 +228,12 @@ def _other_commit(run: PlannedRun, original: OriginalPlan) -> str:
     return original.commit
 
 
-def _as_begun(recipe: Recipe, original: OriginalPlan) -> str:
+def _as_begun(recipe: Recipe, original: OriginalPlan) -> Recipe:
     """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
     model = recipe.model
     if model.revision and original.commit == model.revision:
         model = model.model_copy(update={"revision": original.revision or None})
-    return to_yaml(recipe.model_copy(update={"model": model}))
+    return recipe.model_copy(update={"model": model})
 
 
 def has_result(record: RunRecord) -> bool:

@@ -18,13 +18,13 @@ from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, refuse
 from appliance.compare.file import Comparison, load_comparison
 from appliance.compare.judge import CONFIDENCE, ArmResult, Interval, curve, judge, numbers, verdict_text
 from appliance.compare.results import RunResult, busy_share, note_busy, read_result, validate_models
+from appliance.compare.stored import SUFFIX, read_results, result_of, write_results
 from appliance.corrections.registry import NONE
 from appliance.errors import GuardStop, Interrupted, SavedAndStopped
 from appliance.files import write_whole
 from appliance.launch.side_job import stop_on_errors
 from appliance.launch.train import run_training
 from appliance.page import render, svg
-from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.load import to_yaml
 from appliance.record.session import asked_to_stop, cannot_write
@@ -74,18 +74,26 @@ class ComparisonReport:
     command: str
 
 
-def run_compare(name_or_path: str, *, json_mode: bool) -> int:
-    """The exit code: 0, or that of the first run that failed.
+def run_compare(name_or_path: str, *, json_mode: bool, results_file: Path | None = None) -> int:
+    """The exit code: 0, or that of the first run that failed. results_file: of an earlier comparison; runs whose result
+    is in it are not trained again.
 
     Raises RecipeError with all problems of the file and of all arms, PreflightError for what this host cannot do,
     EngineError when the final validation fails, Interrupted after a signal.
     """
     comparison = load_comparison(name_or_path)
-    runs = plan_runs(comparison)
+    stored = read_results(results_file) if results_file is not None else []
+    runs = plan_runs(comparison, date=stored[0].date if stored else None)
     stop_on_errors(list(dict.fromkeys(finding for run in runs for finding in run.findings)))
     folder = runs[0].run_dir.parent
     command = f"appliance compare {shlex.quote(name_or_path)}"
-    todo = _todo(runs, folder=folder, file=comparison.file)
+    if results_file is not None:
+        command += f" --results {shlex.quote(str(results_file))}"
+    known = {run.label: result for run in runs if (result := result_of(run, stored=stored)) is not None}
+    if results_file is not None:
+        console.say(f"{len(known)} of {len(runs)} runs have their result in {typed_path(results_file)}")
+    here = [run for run in runs if run.label not in known]
+    todo = _todo(here, folder=folder, file=comparison.file)
     with Interrupts() as interrupts:
 
         def stop() -> None:
@@ -93,8 +101,9 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
                 raise _stopped(command)
 
         failed = _train(todo, total=len(runs), stop=stop, command=command)
-        validate_models(runs, stop=stop)
-    results = [result for result in map(read_result, runs) if result is not None]
+        validate_models(here, stop=stop)
+    with_results = [(run, result) for run in runs if (result := known.get(run.label) or read_result(run)) is not None]
+    results = [result for _, result in with_results]
     rows = judge(
         results,
         arms=[arm.name for arm in comparison.arms],
@@ -103,10 +112,10 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
         seeds=len(comparison.seeds),
         against=comparison.against,
     )
-    shown = ComparisonReport(comparison, rows=rows, where=_where(folder, results), command=command)
-    _write(shown, folder=folder)
+    shown = ComparisonReport(comparison, rows=rows, where=_where(results), command=command)
+    _write(shown, runs=with_results, folder=folder)
     console.out(as_json(shown) if json_mode else table(shown, columns=console.columns()))
-    console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
+    console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md, {SUFFIX})")
     for run, code in failed:
         console.say(f"warning: {run.label}: failed with exit code {code}, see {typed_path(run.run_dir)}")
     return failed[0][1] if failed else 0
@@ -190,23 +199,24 @@ def _line(run: PlannedRun) -> str:
     return f"{run.label}: {climb}{steps[-1].step if steps else 0} steps in {draw.duration(result.seconds)}{end}"
 
 
-def _where(folder: Path, results: Sequence[RunResult]) -> str:
-    """The days on which the runs ended: the table may be made anew long after."""
-    host = read_host(folder)
-    gpus = f", {len(host.gpus)} x {host.gpus[0].product}" if host.gpus else ""
-    ended = [datetime.date.fromtimestamp(each.ended) for each in results if each.ended] or [datetime.date.today()]
-    days = " to ".join(dict.fromkeys(each.isoformat() for each in (min(ended), max(ended))))
-    return f"Taken on {days}: {host.processor or 'unknown processor'}, {host.cores} cores{gpus}."
+def _where(results: Sequence[RunResult]) -> str:
+    """The days on which the runs ended, and the machines: the table may be made anew long after, and elsewhere."""
+    ended = [datetime.date.fromtimestamp(result.ended) for result in results if result.ended]
+    ended = ended or [datetime.date.today()]
+    days = " to ".join(dict.fromkeys(day.isoformat() for day in (min(ended), max(ended))))
+    hosts = "; ".join(dict.fromkeys(result.host for result in results)) or "no run"
+    return f"Taken on {days}: {hosts}."
 
 
-def _write(shown: ComparisonReport, *, folder: Path) -> None:
+def _write(shown: ComparisonReport, *, runs: list[tuple[PlannedRun, RunResult]], folder: Path) -> None:
     """The page and the numbers, each whole or not at all. Raises PreflightError."""
     name = shown.comparison.name
-    for suffix, text in (("json", as_json(shown) + "\n"), ("md", markdown(shown)), ("html", page(shown))):
-        try:
+    try:
+        for suffix, text in (("json", as_json(shown) + "\n"), ("md", markdown(shown)), ("html", page(shown))):
             write_whole(folder / f"{name}.{suffix}", text)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
+        write_results(folder / f"{name}{SUFFIX}", runs=runs)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.files import Frozen, write_whole
 from appliance.launch.resume import problems_of
 from appliance.launch.side_job import run_child, work_folder
+from appliance.preflight.probes import read_host
 from appliance.record.code import as_it_runs
 from appliance.record.events import append_event, read_events, read_metrics
 from appliance.record.lines import finite, json_object
@@ -73,6 +74,8 @@ class RunResult:
     """Share of the cores that others kept busy before it started, None: not known."""
     ended: float = 0.0
     """Unix s of its last event, 0 for one without."""
+    host: str = ""
+    """Processor, cores and GPUs of the machine that it ran on."""
 
     @property
     def final(self) -> float | None:
@@ -110,7 +113,14 @@ def read_result(run: PlannedRun) -> RunResult | None:
         seconds=seconds,
         busy=share,
         ended=ended,
+        host=_host(run.run_dir),
     )
+
+
+def _host(folder: Path) -> str:
+    host = read_host(folder)
+    gpus = f", {len(host.gpus)} x {host.gpus[0].product}" if host.gpus else ""
+    return f"{host.processor or 'unknown processor'}, {host.cores} cores{gpus}"
 
 
 def _read_events(run_dir: Path) -> tuple[float, float | None, float]:

@@ -97,6 +97,23 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
     return plain
 
 
+def is_written(recipe: Recipe, *, plain: object) -> bool:
+    """Whether `plain` is this recipe as this version or an earlier one wrote it out: a key that an earlier version did
+    not have must have its default here.  plain: what YAML reads."""
+    return _with_defaults(plain, keys=(now := to_plain(recipe)), defaults=Recipe().model_dump(mode="json")) == now
+
+
+def _with_defaults(plain: object, *, keys: dict[str, Any], defaults: dict[str, Any]) -> object:
+    """`plain` and, of the keys that it lacks, the defaults; the same in each section."""
+    if not isinstance(plain, dict):
+        return plain
+    whole = plain | {key: defaults.get(key) for key in keys.keys() - plain.keys()}
+    sections = {key: value for key, value in keys.items() if key in SECTIONS}
+    return whole | {
+        key: _with_defaults(whole[key], keys=value, defaults=defaults[key]) for key, value in sections.items()
+    }
+
+
 # Files and options to a tree
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hub_variables import set_hub
 from plans import HOST
 
@@ -24,8 +26,10 @@ from appliance.compare.results import (
     validate_models,
     write_final,
 )
+from appliance.compare.stored import read_results, result_of, write_results
 from appliance.errors import Interrupted, PreflightError, RecipeError
-from appliance.recipe.load import to_yaml
+from appliance.recipe.library import names
+from appliance.recipe.load import is_written, load_recipe, to_yaml
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
@@ -303,14 +307,16 @@ def test_a_pause_is_no_time_of_a_run(planned: list[PlannedRun]) -> None:
     assert result is not None and result.seconds == 25.0 and not result.is_busy
 
 
-def test_a_table_that_is_made_anew_has_the_days_of_its_runs(planned: list[PlannedRun], tmp_path: Path) -> None:
+def test_a_table_that_is_made_anew_has_days_and_machines_of_its_runs(planned: list[PlannedRun]) -> None:
     results = []
     for run, days in zip(planned, (2, 4), strict=True):
         end(run, state=RunStatus.DONE, code=0)
         append_line(run.run_dir / "events.jsonl", {"time": 86400.0 * days - 43200, "kind": "phase", "what": "done"})
         results.append(read_result(run))
-    assert _where(tmp_path, results).partition(":")[0] == "Taken on 1970-01-02 to 1970-01-04"
-    assert _where(tmp_path, results[:1]).partition(":")[0] == "Taken on 1970-01-02"
+    assert _where(results).partition(":")[0] == "Taken on 1970-01-02 to 1970-01-04"
+    assert _where(results[:1]).partition(":")[0] == "Taken on 1970-01-02"
+    elsewhere = [replace(result, host=host) for result, host in zip(results, ("A, 2 cores", "B, 8 cores"), strict=True)]
+    assert _where(elsewhere).partition(": ")[2] == "A, 2 cores; B, 8 cores."
 
 
 def test_the_share_that_others_take_is_of_now_and_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,3 +349,90 @@ def test_rewards_that_are_half_written_are_none(tmp_path: Path) -> None:
     assert read_final(tmp_path) == ()
     (tmp_path / "final-validation.json").write_text(json.dumps({"rewards": [1.0]})[:-4])
     assert read_final(tmp_path) == ()
+
+
+# Results of another machine
+
+
+@pytest.fixture
+def results_file(planned: list[PlannedRun], tmp_path: Path) -> Path:
+    """Both runs', the folders of which are gone."""
+    pairs = []
+    for run, right in zip(planned, (3, 5), strict=True):
+        end(run, state=RunStatus.DONE, code=0)
+        append_line(run.run_dir / "metrics.jsonl", {"step": 1, "time_s": 2.0, "reward_mean": 0.2, "scheme": "int8"})
+        write_final(run.run_dir, [float(index < right) for index in range(16)])
+        result = read_result(run)
+        assert result is not None
+        pairs.append((run, result))
+    shutil.rmtree(planned[0].run_dir.parent)
+    write_results(tmp_path / "c.results.jsonl", runs=pairs)
+    return tmp_path / "c.results.jsonl"
+
+
+def test_results_of_another_machine_make_the_same_table(
+    planned: list[PlannedRun], results_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run_training", lambda *_, **__: pytest.fail("it is done"))
+    assert command.run_compare("c.yaml", json_mode=True, results_file=results_file) == 0
+    written = capsys.readouterr()
+    assert "2 of 2 runs have their result in c.results.jsonl" in written.err
+    runs = [run for arm in json.loads(written.out)["arms"] for run in arm["runs"]]
+    assert [(run["final"], run["step"], run["reward"]) for run in runs] == [(3 / 16, [1], [0.2]), (5 / 16, [1], [0.2])]
+    again = planned[0].run_dir.parent / "c.results.jsonl"
+    assert read_results(again) == read_results(results_file)
+
+
+def test_a_stored_result_of_another_run_is_not_taken(planned: list[PlannedRun], results_file: Path) -> None:
+    (first, second), run = read_results(results_file), planned[0]
+    assert result_of(run, stored=[second, first]) == first.result
+    other_recipe = first.recipe | {"optimizer": first.recipe["optimizer"] | {"learning_rate": 1.0}}
+    others = [
+        second,
+        replace(first, recipe=other_recipe),
+        replace(first, problems="arithmetic-0"),
+        replace(first, code={"r.py": "0"}),
+        replace(first, result=replace(first.result, seed=1)),
+        replace(first, result=replace(first.result, rewards=())),  # its model was never validated
+    ]
+    assert [result_of(run, stored=[other]) for other in others] == [None] * len(others)
+    stopped = replace(first.result, rewards=(), state="stopped")
+    assert result_of(run, stored=[replace(first, result=stopped)]) == stopped
+
+
+def test_a_key_that_came_later_counts_as_its_default(planned: list[PlannedRun], results_file: Path) -> None:
+    first, _ = read_results(results_file)
+    for section, key in (("rollout", "top_log_probs"), ("trainer", "old_log_probs"), ("correction", "method")):
+        earlier = first.recipe | {section: {k: v for k, v in first.recipe[section].items() if k != key}}
+        assert result_of(planned[0], stored=[replace(first, recipe=earlier)]) == first.result
+    of_icepop = read_results(results_file)[1]
+    earlier = of_icepop.recipe | {"correction": {"cap": None, "bounds": [0.5, 5.0]}}
+    assert result_of(planned[1], stored=[replace(of_icepop, recipe=earlier)]) is None  # its method is not the default
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_that_is_written_out_is_known_again(name: str) -> None:
+    recipe = load_recipe(name)
+    assert is_written(recipe, plain=yaml.safe_load(to_yaml(recipe)))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", ""),
+        ("{}\n", "c.results.jsonl:1: not of schema_version 1"),
+        ('{"schema_version": 1}\n', "c.results.jsonl:1: recipe is not one that this program writes: Field required"),
+        ("not json\n", "c.results.jsonl:1: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_a_file_that_has_no_results_is_refused_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "c.results.jsonl"
+    if not text:
+        with pytest.raises(RecipeError, match="No such file"):
+            read_results(file)
+        return
+    file.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        read_results(file)
+    ((message, hint),) = caught.value.problems
+    assert message == f"--results {file}: {tmp_path}/{problem}" and "NAME.results.jsonl" in hint
