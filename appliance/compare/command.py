@@ -9,6 +9,7 @@ import datetime
 import itertools
 import json
 import shlex
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ _CURVES = {  # name in our JSON: that in metrics.jsonl
     "truncated": "is_truncated_fraction",
     "weight_max": "is_weight_max",
     "codes_changed": "codes_changed_fraction",
+    "learning_rate": "learning_rate",
     "step_s": "step_s",
     "validation": "val_reward_mean",
 }
@@ -255,6 +257,11 @@ def _notes(shown: ComparisonReport) -> list[str]:
         f"final: mean reward of model/ in BF16, greedy, {' or '.join(map(str, counts)) or 'no'} problems, "
         f"seeds {seeds}; difference to {shown.comparison.baseline}{other}, paired by seed and problem."
     ]
+    if widths := [(row.difference.high - row.difference.low) / 2 for row in shown.rows if row.difference is not None]:
+        said.append(
+            f"An interval reaches {statistics.median(widths):.3f} to each side in the median of the arms, "
+            f"{max(widths):.3f} at most: a smaller difference could not have been shown."
+        )
     if any(row.inactive for row in shown.rows):
         said.append(INACTIVE_NOTE)
     said += [note for run in runs if (note := _schemes(run))]

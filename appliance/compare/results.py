@@ -49,6 +49,7 @@ class Step(NamedTuple):
     is_weight_max: float | None = None
     codes_changed_fraction: float | None = None
     step_s: float | None = None
+    learning_rate: float | None = None
 
 
 _of_step = attrgetter(*Step._fields)

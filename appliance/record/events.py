@@ -203,6 +203,7 @@ class StepMetrics:
     val_scheme: str = ""
     """Empty in lines of older code: see `validated_in`."""
     grad_norm: Number | None = None
+    learning_rate: Number | None = None
     entropy: Number | None = None
     clipped_negative_fraction: Number | None = None
     reward_failures: Number | None = None

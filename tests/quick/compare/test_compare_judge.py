@@ -29,6 +29,7 @@ def a_step(number: int, **changes: object) -> Step:
         is_weight_max=1.1,
         codes_changed_fraction=0.01,
         step_s=2.0,
+        learning_rate=1e-5 / number if number else None,
         val_reward_mean=None,
         scheme="int8",
     )
@@ -201,6 +202,8 @@ def test_the_table_names_verdicts_and_explains_its_words(shown: ComparisonReport
     assert "within ±0.03, inactive" in by_arm["<tis>"] and "+0.0000" in by_arm["<tis>"]
     assert "fails (2 of 2 seeds)" in by_arm["bad"] and "~2.00 s" in by_arm["bad"] and "1.00 %" in by_arm["bad"]
     assert by_arm["none"].split()[-2:] == ["no", "result"]
+    equal = next(line for line in table(replace(shown, rows=shown.rows[:2])).splitlines() if "reaches" in line)
+    assert equal.startswith("An interval reaches 0.007 to each side in the median of the arms, 0.007 at most")  # 3 / 400
     together = "All 6 runs together took ~6 min 0 s, the final validation apart."
     assert lines[-3:] == [INACTIVE_NOTE, together, f"~ {TIMES_NOTE}"]
 
@@ -235,7 +238,7 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: ComparisonR
     ]
     run = document["arms"][2]["runs"][0]
     assert (run["step"], run["truncated"], run["final"], run["problems"]) == ([1, 2], [0.0, 0.02], 0.25, 400)
-    assert "rewards" not in run
+    assert "rewards" not in run and run["learning_rate"] == [1e-5, 5e-6]
     assert [each["own"] for arm in document["arms"][1:3] for each in arm["runs"]] == [0.9, 0.9, None, None]
 
 
