@@ -214,13 +214,13 @@ def answer_line(text: str) -> Mark | None:
     lines = list(_ANSWER.finditer(text))
     if not lines:
         return None
-    found = lines[-1]
-    said = re.split(r"(?i)\banswer[*_ \t]*[:\uff1a]", found[1])[-1]
-    said = _bare(said)
-    sentence = _first_sentence(said)
-    if is_corrected(said, len(sentence)):
+    statement = lines[-1]
+    answer = re.split(r"(?i)\banswer[*_ \t]*[:\uff1a]", statement[1])[-1]
+    answer = _bare(answer)
+    sentence = _first_sentence(answer)
+    if is_corrected(answer, len(sentence)):
         return None
-    return Mark(found.start(), found.end(), without_aside(sentence))
+    return Mark(statement.start(), statement.end(), without_aside(sentence))
 
 
 def _bare(text: str) -> str:
@@ -252,10 +252,10 @@ def number_of_line(line: str) -> str:
     """The number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
     if len(line) < _TAIL and re.match(r"\W*\d", line):
         line = _BRACKETED.sub(lambda aside: "" if _only_explains(aside[0]) else aside[0], without_aside(line))
-    found = _PROSE.fullmatch(normal_form(line)) if len(line) < _TAIL else None
-    if found is None or _MORE_MATHS.search(found[2]):
+    prose = _PROSE.fullmatch(normal_form(line)) if len(line) < _TAIL else None
+    if prose is None or _MORE_MATHS.search(prose[2]):
         return line
-    return found[1] if "." in found[2][:-1] or len(found[2].split()) > _FEW_WORDS else line
+    return prose[1] if "." in prose[2][:-1] or len(prose[2].split()) > _FEW_WORDS else line
 
 
 def marked_answer(text: str) -> str | None:
@@ -326,12 +326,12 @@ def stated_answer(text: str) -> str | None:
     explains it. None where nothing says so, or a correction follows."""
     last = len(text) - len(_last_sentence(text)) - 3
     for subject in reversed(list(_SUBJECT.finditer(text))):
-        found = _STATES.match(text, subject.start())
-        if found is None or not (found["strong"] or found["chinese"] or subject.start() >= last):
+        statement = _STATES.match(text, subject.start())
+        if statement is None or not (statement["strong"] or statement["chinese"] or subject.start() >= last):
             continue
-        said = found["said"] or found["chinese"]
-        sentence = _first_sentence(said)
-        behind = said[len(sentence) :] + text[found.end() :]
+        answer = statement["said"] or statement["chinese"]
+        sentence = _first_sentence(answer)
+        behind = answer[len(sentence) :] + text[statement.end() :]
         if _CORRECTED.search(behind) or CORRECTION.search(behind) or re.search(r"(?i)\b(?:or|maybe|perhaps)\b", behind):
             return None
         return without_aside(sentence)

@@ -29,10 +29,10 @@ _TRUTH_AND_TEXT = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])[.):])\s+\S.*", re.DO
 def read_letter(truth: str) -> str:
     """The letter, A to J, that a truth is: `C`, `(C)`, `C. Paris`. Raises ValueError where it is none."""
     plain = normal_form(marked_answer(truth) or truth)
-    found = _TRUTH.fullmatch(plain) or _TRUTH_AND_TEXT.fullmatch(plain)
-    if found is None:
+    letter = _TRUTH.fullmatch(plain) or _TRUTH_AND_TEXT.fullmatch(plain)
+    if letter is None:
         raise ValueError(f"the truth `{truth[:60]}` is not a letter from A to J")
-    return (found[1] or found[2]).upper()
+    return (letter[1] or letter[2]).upper()
 
 
 _SPEAKER = r"I(?:['\u2019][a-z]|[ \t]+(?!(?:is|was|because|since|as|and|or|for|with|which)\b)[a-z])"
@@ -88,13 +88,13 @@ def _chosen_letter(text: str) -> str:
         return letter
     plain = "\n".join(map(normal_form, text[-_TAIL:].splitlines())).strip()
     for patterns in (_CHOSEN, (_FIRST,), (_ALONE,), (_BRACKETED,)):
-        found = sorted((match for pattern in patterns for match in pattern.finditer(plain)), key=_place)
+        matches = sorted((match for pattern in patterns for match in pattern.finditer(plain)), key=_place)
         if patterns[0] is _BRACKETED:
-            found = _without_options(found)
-        found = [match for match in found if not _is_denied(plain, match)]
-        if found:
-            chosen, place = found[-1], _place(found[-1])
-            is_one_of_two = len(found) > 1 and found[-2].end() == chosen.start() and patterns[0] is _BRACKETED
+            matches = _without_options(matches)
+        matches = [match for match in matches if not _is_denied(plain, match)]
+        if matches:
+            chosen, place = matches[-1], _place(matches[-1])
+            is_one_of_two = len(matches) > 1 and matches[-2].end() == chosen.start() and patterns[0] is _BRACKETED
             is_list = patterns[0] is _FIRST and _has_other_option(plain, place)
             return "" if is_one_of_two or is_list or _ANOTHER.match(plain, place + 1) else _letter(chosen)
     return ""
@@ -120,12 +120,12 @@ def _is_denied(plain: str, found: re.Match[str]) -> bool:
     return bool(_DENIED.search(plain[max(0, place - _BEFORE) : place]) or _DENIED_BEHIND.match(plain, place + 1))
 
 
-def _without_options(found: list[re.Match[str]]) -> list[re.Match[str]]:
+def _without_options(matches: list[re.Match[str]]) -> list[re.Match[str]]:
     """Without a list of options, (A), (B), (C) and so on, that the text repeats first."""
     run = 0
-    while run < len(found) and found[run]["capital"] == "ABCDEFGHIJ"[run]:
+    while run < len(matches) and matches[run]["capital"] == "ABCDEFGHIJ"[run]:
         run += 1
-    return found[run:] if run > 2 else found
+    return matches[run:] if run > 2 else matches
 
 
 _ONE_LETTER = re.compile(
@@ -141,12 +141,12 @@ def _marked_letter(marked: str) -> str | None:
     plain = _LEADING.sub("", normal_form(marked).strip()).strip()
     if re.match(_SPEAKER, plain):
         return None
-    found = _ONE_LETTER.fullmatch(plain) or re.match(
+    match = _ONE_LETTER.fullmatch(plain) or re.match(
         r"\(?(?P<letter>[A-J])\)?(?=\s*$|\s*[).:,;&/]|\s+[A-Za-z(])", plain
     )
-    if found:
-        place = found.end("letter")
+    if match:
+        place = match.end("letter")
         if _has_other_option(plain, place - 1) or _ANOTHER.match(plain, place) or _DENIED_BEHIND.match(plain, place):
             return ""
-        return found["letter"].upper()
+        return match["letter"].upper()
     return None if " " in plain else ""

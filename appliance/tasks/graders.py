@@ -135,17 +135,17 @@ _SHORT_MULTIPLES = {"k": "thousand", "K": "thousand", "M": "million", "B": "bill
 def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
     """(start, end, value) of each number in a text in the normal form; no exponent or index of a letter or a unit."""
     scanned: list[tuple[int, int, Quantity | Based]] = []
-    for found in _NUMBER.finditer(text):
-        before = text[max(0, found.start() - 2) : found.start()].rstrip(" {-")
+    for match in _NUMBER.finditer(text):
+        before = text[max(0, match.start() - 2) : match.start()].rstrip(" {-")
         if before.endswith(("^", "_")):
             continue
-        node = read_answer(normal_form(found["value"].replace(",", "")))
-        sign, start = found["sign"] or found["inner"] or "", found.start()
-        if found["sign"] and re.search(r"[\d)\]}]\s*$|[A-Za-z]$", text[max(0, found.start() - 3) : found.start()]):
-            sign, start = found["inner"] or "", found.start() + 1  # 5-3: no minus
+        node = read_answer(normal_form(match["value"].replace(",", "")))
+        sign, start = match["sign"] or match["inner"] or "", match.start()
+        if match["sign"] and re.search(r"[\d)\]}]\s*$|[A-Za-z]$", text[max(0, match.start() - 3) : match.start()]):
+            sign, start = match["inner"] or "", match.start() + 1  # 5-3: no minus
         if isinstance(node, Quantity):
             value = expressions.negative(node.expression) if sign else node.expression
-            multiple = (found["multiple"] or "").strip()
+            multiple = (match["multiple"] or "").strip()
             factor = units.multiple_of((_SHORT_MULTIPLES.get(multiple, multiple),))
             value = Operation("product", (value, Number(Fraction(factor)))) if factor > 1 else value
             value = (
@@ -153,11 +153,11 @@ def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
                 if (rational := _exact(value)) is not None
                 else value
             )
-            if letter := _FACTOR.match(text, found.end()):
+            if letter := _FACTOR.match(text, match.end()):
                 value = Operation("product", (value, Symbol(letter[0])))  # 5x is no 5
-            scanned.append((start, found.end(), Quantity(value, (units.PERCENT,) if found["percent"] else ())))
+            scanned.append((start, match.end(), Quantity(value, (units.PERCENT,) if match["percent"] else ())))
         elif isinstance(node, Based):
-            scanned.append((start, found.end(), node))
+            scanned.append((start, match.end(), node))
     return scanned
 
 

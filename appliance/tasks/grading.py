@@ -145,7 +145,7 @@ def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: 
     first_reward: by which a sample passes; empty: there is one.
     """
     samples = len(graded[0])
-    accuracies = [each.accuracy for problem in graded for each in problem]
+    accuracies = [grade.accuracy for problem in graded for grade in problem]
     passed = [sum(passes(each, first_reward=first_reward) for each in problem) for problem in graded]
     return {f"val/{name}/avg@{samples}": math.fsum(accuracies) / len(accuracies)} | {
         f"val/{name}/pass@{k}": math.fsum(pass_at(k, samples=samples, passed=each) for each in passed) / len(passed)

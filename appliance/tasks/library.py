@@ -163,12 +163,12 @@ def task_of(plan: TaskPlan) -> Task:
 
 def splits_of(plan: TaskPlan, *, limit: PromptLimit | None = None) -> Splits:
     """Its problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
-    found = task_of(plan).splits(plan, limit=limit)
-    if plan.train_size > (most := len(found.train)):
+    splits = task_of(plan).splits(plan, limit=limit)
+    if plan.train_size > (most := len(splits.train)):
         words = limit.words if limit else ""
         message = f"task.train_size: {plan.train_size} is more than the {most} problems{words} there are to train on"
         raise RecipeError([(message, "lower it, or use 0 for all of them")])
-    return found
+    return splits
 
 
 def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
@@ -199,12 +199,12 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
         fields["readers"] = sorted(reward.function for reward, _ in readers(plan.own.rewards))
         fields |= {"commit": plan.own.commit} if plan.own.commit else {}
-        sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
+        sums = {file.path: file.sha256 or "unreadable" for file in plan.own.code}
         fields |= {"tools": sums[plan.tools]} if plan.tools else {}
     if plan.date and not plan.truncate_prompts:
         fields["date"] = plan.date  # a prompt's length depends on it
     if plan.val_sets:
-        fields["val_sets"] = [(each.name, _fingerprint(each.file), each.size) for each in plan.val_sets]
+        fields["val_sets"] = [(val_set.name, _fingerprint(val_set.file), val_set.size) for val_set in plan.val_sets]
     return _short_hash(fields)
 
 

@@ -56,10 +56,10 @@ def task(plan: OwnPlan) -> Task:
 
 def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str | Fault:
     """The problem of a row, or what is wrong with it, with the field's name and perhaps a hint."""
-    said = _templated(row, template=plan.template) if plan.template else _said(row, field=plan.prompt)
-    if isinstance(said, str):
-        return said
-    *before, (_, prompt) = said
+    messages = _templated(row, template=plan.template) if plan.template else _said(row, field=plan.prompt)
+    if isinstance(messages, str):
+        return messages
+    *before, (_, prompt) = messages
     if plan.system:
         if before and before[0][0] == "system":
             return f"the field `{plan.prompt}` begins with a system message, and task.system is another one"
@@ -87,13 +87,13 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str | Fault:
 def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
     """(prompt, truth) for the forms of other trainers: the prompt as text, or where the row has chat messages as all
     of them that the model reads; the truth as it stands there, None where there is none.  row: a problem's."""
-    made = parse_row(row, plan=plan.replace(rewards=()))  # which have looked at its truth
-    assert isinstance(made, Problem), "a row that became a problem"
+    problem = parse_row(row, plan=plan.replace(rewards=()))  # which have looked at its truth
+    assert isinstance(problem, Problem), "a row that became a problem"
     path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
     truth = field_at(row, path) if path else None
     if plan.template or isinstance(field_at(row, plan.prompt), str):
-        return made.prompt, truth
-    return [{"role": role, "content": content} for role, content in made.messages], truth
+        return problem.prompt, truth
+    return [{"role": role, "content": content} for role, content in problem.messages], truth
 
 
 def field_at(row: Row, path: str) -> Any:
@@ -132,7 +132,7 @@ def _said(row: Row, *, field: str) -> list[Message] | str:
         return f"the field `{field}` is {form_of(value)}, neither text nor a list of chat messages"
     if not value:
         return f"the field `{field}` has no messages"
-    said = []
+    messages = []
     for number, message in enumerate(value, start=1):
         where = f"message {number} of the field `{field}`"
         if not isinstance(message, dict):
@@ -143,16 +143,16 @@ def _said(row: Row, *, field: str) -> list[Message] | str:
             return f"{where} {what}, and a prompt is made of {', '.join(_ROLES)}"
         if not isinstance(content, str):
             return f"{where} has no text as `content`"
-        said.append((role, content))
-    if said[-1][0] != "user":
+        messages.append((role, content))
+    if messages[-1][0] != "user":
         return f"the last message of the field `{field}` is not the user's"
-    return said if said[-1][1].strip() else f"the last message of the field `{field}` is empty"
+    return messages if messages[-1][1].strip() else f"the last message of the field `{field}` is empty"
 
 
 def _templated(row: Row, *, template: str) -> list[Message] | str:
-    made = []
+    texts = []
     for text, name in template_parts(template):
-        made.append(text)
+        texts.append(text)
         if name:
             try:
                 value = field_at(row, name)
@@ -160,8 +160,8 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
                 return _missing(row, name, of=" of task.template")
             if is_nothing(value):
                 return f"the field `{name}` of task.template is {as_text(value)}"
-            made.append(as_text(value))
-    said = "".join(made)
+            texts.append(as_text(value))
+    said = "".join(texts)
     return [("user", said)] if said.strip() else "task.template makes an empty prompt of it"
 
 

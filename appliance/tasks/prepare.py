@@ -151,20 +151,22 @@ def _make_data(plan: RunPlan) -> None:
     task, run_dir = plan.task, Path(plan.run_dir)
     schemas = functools.cache(lambda: read_tools(asked_of(plan, model=plan.model.path)))
     limit = prompt_limit(plan, tokenizer=functools.cache(lambda: load_tokenizer(plan)), tools=schemas)
-    made = splits_of(task, limit=limit)
-    for note in made.notes:
+    splits = splits_of(task, limit=limit)
+    for note in splits.notes:
         append_event(run_dir, kind="note", what=note, why="task.train_file")
     for note in limit.notes if limit else ():
         append_event(run_dir, kind="note", what=note, why="task.max_prompt_tokens")
-    if too_few := too_few_problems(len(made.train), prompts_per_step=plan.prompts_per_step):
+    if too_few := too_few_problems(len(splits.train), prompts_per_step=plan.prompts_per_step):
         raise RecipeError(too_few)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
-        write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
-        write_parquet(made.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
+        write_parquet({"train": splits.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
+        write_parquet(splits.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
         if task.tools:
             write_schemas(schemas(), folder / Path(task.schemas_file).name)
-    to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
-    sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
+    to_validate = ", ".join(f"{len(splits.val_sets[name])} ({name})" for name in splits.val_sets) or str(
+        len(splits.val)
+    )
+    sizes = f"{len(splits.train)} problems to train on, {to_validate} to validate"
     append_event(run_dir, kind="progress", what="data", done=1, total=1, note=sizes)
 
 
@@ -226,7 +228,7 @@ def prompt_ids(
     )
     raised: BaseException | None = None
     try:
-        made, why = render(), text_problem(problem.messages, render(tokenize=False))
+        rendered, why = render(), text_problem(problem.messages, render(tokenize=False))
     except (jinja2.TemplateError, *OF_A_PROGRAM) as error:
         raised, why = error, first_line(error)
     if why:
@@ -234,7 +236,7 @@ def prompt_ids(
         reason, remedy = refusal(raised, why, roles=roles)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({', '.join(roles)}): {reason}"
         raise RecipeError([(message, remedy)])
-    return list(made["input_ids"])
+    return list(rendered["input_ids"])
 
 
 def main(arguments: list[str]) -> int:

@@ -55,15 +55,15 @@ def preview(plan: RunPlan) -> Preview:
     tokenizer = functools.cache(lambda: _tokenizer(plan))
     tools = functools.cache(lambda: read_tools(asked_of(plan, model=template)))
     limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools)
-    made, most, shown = splits_of(plan.task, limit=limit), plan.task.max_prompt_tokens, []
-    for each in made.train[:_PROBLEMS]:
+    splits, most, shown = splits_of(plan.task, limit=limit), plan.task.max_prompt_tokens, []
+    for each in splits.train[:_PROBLEMS]:
         ids = prompt_ids(each, tokenizer=tokenizer(), tools=tools(), date=plan.task.date)[-most:]
         shown.append(PreviewedProblem(prompt=tokenizer().decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
     return Preview(
-        train=len(made.train),
-        val=sum(map(len, made.validations.values())),
+        train=len(splits.train),
+        val=sum(map(len, splits.validations.values())),
         max_prompt_tokens=most,
-        notes=(*made.notes, *(limit.notes if limit else ()), *_template_notes(plan, tokenizer=tokenizer())),
+        notes=(*splits.notes, *(limit.notes if limit else ()), *_template_notes(plan, tokenizer=tokenizer())),
         problems=tuple(shown),
     )
 

@@ -164,10 +164,10 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
         without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
         raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
     try:
-        said = answer.json()["choices"][0]["message"]["content"]
+        verdict = answer.json()["choices"][0]["message"]["content"]
     except (ValueError, TypeError, KeyError, IndexError):
-        said = None
-    lines = [line.strip().strip(_MARKDOWN) for line in said.splitlines()] if isinstance(said, str) else []
+        verdict = None
+    lines = [line.strip().strip(_MARKDOWN) for line in verdict.splitlines()] if isinstance(verdict, str) else []
     last = next(filter(None, reversed(lines)), "")
     if not _SCORE.fullmatch(last):
         raise ValueError(f"{url} gave no number from 0 to 1 as its last line")

@@ -148,17 +148,17 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
     form = ""
     for place, row in rows:
         seen += 1
-        made: Problem | str | Fault = row if isinstance(row, str) else _problem(row, source=source)
-        if isinstance(made, Problem):
-            form = form or made.form
-            if made.form != form:
-                made = f"its truth is {made.form}, and in the rows before {form}"
-        if not isinstance(made, Problem):
+        problem: Problem | str | Fault = row if isinstance(row, str) else _problem(row, source=source)
+        if isinstance(problem, Problem):
+            form = form or problem.form
+            if problem.form != form:
+                problem = f"its truth is {problem.form}, and in the rows before {form}"
+        if not isinstance(problem, Problem):
             bad += 1
-            message, hint = made if isinstance(made, tuple) else (made, source.hint)
+            message, hint = problem if isinstance(problem, tuple) else (problem, source.hint)
             if bad <= MAX_PROBLEMS:
                 faults.append((f"{name}:{place}: {message}", hint))
-        elif problems.setdefault(made.messages, made).truth != made.truth:
+        elif problems.setdefault(problem.messages, problem).truth != problem.truth:
             conflicting += 1
     if not seen:
         faults = [(f"{name}: the file has no rows", source.hint)]
@@ -221,17 +221,17 @@ def _json_row(line: bytes) -> Row | str:
 def _problem(row: Row, *, source: Source) -> Problem | str | Fault:
     is_verls = not source.knows_verl and "prompt" in row and "reward_model" in row
     try:
-        made = _of_verl(row) if is_verls else source.parse(row)
+        problem = _of_verl(row) if is_verls else source.parse(row)
     except RecursionError:
         return "nested too deeply"
-    if not isinstance(made, Problem):
-        return made
-    if not _is_whole(made):
+    if not isinstance(problem, Problem):
+        return problem
+    if not _is_whole(problem):
         return "half a character, such as `\\ud800`, which no tokenizer can read"
-    if (size := max(len(made.row), *(len(text) for _, text in made.messages))) > MAX_ROW:
+    if (size := max(len(problem.row), *(len(text) for _, text in problem.messages))) > MAX_ROW:
         largest = max(row, key=lambda name: len(json.dumps(row[name])))
         return f"{size / 1e6:.1f} MB, most of them in the field `{largest[:40]}`: a row has at most {MAX_ROW >> 20} MiB"
-    return made
+    return problem
 
 
 def _is_whole(made: Problem) -> bool:

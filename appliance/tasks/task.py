@@ -114,15 +114,15 @@ class PromptLimit:
         of = f"{self.too_long} of {self.asked} problems have prompts of more than {self.tokens} tokens"
         return (f"{of} and are left out",) if self.too_long else ()
 
-    def refuse_none(self, made: Splits) -> None:
+    def refuse_none(self, splits: Splits) -> None:
         """Raises RecipeError where nothing is left to train on, or of a validation."""
-        if made.train and all(made.validations.values()):
+        if splits.train and all(splits.validations.values()):
             return
         left = ", ".join(
-            f"{len(problems)} validation{f' ({name})' if made.val_sets else ''}"
-            for name, problems in made.validations.items()
+            f"{len(problems)} validation{f' ({name})' if splits.val_sets else ''}"
+            for name, problems in splits.validations.items()
         )
-        message = f"task.max_prompt_tokens: {self.tokens} leaves {len(made.train)} training and {left} problems"
+        message = f"task.max_prompt_tokens: {self.tokens} leaves {len(splits.train)} training and {left} problems"
         raise RecipeError([(message, "raise it")])
 
 
@@ -183,56 +183,61 @@ class Task:
         split; None: nobody has asked a tokenizer. Raises RecipeError for bad rows of all files at once, for
         sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
-        made = self._splits(plan, limit=limit)
+        splits = self._splits(plan, limit=limit)
         if limit is not None and limit.too_long:
-            limit.refuse_none(made)
-        return made
+            limit.refuse_none(splits)
+        return splits
 
     def _splits(self, plan: TaskPlan, *, limit: PromptLimit | None) -> Splits:
-        kept = limit.kept if limit else list
+        shortened = limit.kept if limit else list
         usual = next((each for each in plan.val_sets if not each.file), None)
         size = usual.size if usual else plan.val_size
         if self.make is not None:
-            made = self.make(difficulty=plan.difficulty, seed=plan.seed, train_size=plan.train_size, val_size=size)
-            made = replace(made, train=kept(made.train), val=kept(made.val))
-            return replace(made, val=[], val_sets={usual.name: made.val}) if usual else made
+            splits = self.make(difficulty=plan.difficulty, seed=plan.seed, train_size=plan.train_size, val_size=size)
+            splits = replace(splits, train=shortened(splits.train), val=shortened(splits.val))
+            return replace(splits, val=[], val_sets={usual.name: splits.val}) if usual else splits
         with_file = [each for each in plan.val_sets if each.file]
-        found = self._read(plan.train_file, plan.val_file, {_key(each): each.file for each in with_file})
-        notes = [note for name, each in found.items() for note in _counts(name, each)]
-        train = found.pop("train").problems
-        seen = {problem.messages for each in found.values() for problem in each.problems}
+        sets = self._read(plan.train_file, plan.val_file, {_key(each): each.file for each in with_file})
+        notes = [note for name, problem_set in sets.items() for note in _counts(name, problem_set)]
+        train = sets.pop("train").problems
+        seen = {problem.messages for problem_set in sets.values() for problem in problem_set.problems}
         unseen = [problem for problem in train if problem.messages not in seen]
         if shared := len(train) - len(unseen):
             notes.append(f"train: {shared} problems are in the validation data as well and are left out")
         holds_out = usual is not None or not plan.val_sets
-        left = kept(unseen)
-        used = {name: each for name, each in found.items() if holds_out or name != "val"}
-        found = {name: replace(each, problems=kept(each.problems)) for name, each in used.items()}
+        left = shortened(unseen)
+        used = {name: problem_set for name, problem_set in sets.items() if holds_out or name != "val"}
+        sets = {name: replace(a_set, problems=shortened(a_set.problems)) for name, a_set in used.items()}
         words = limit.words if limit else ""
-        faults = [fault for each in with_file for fault in _too_few(each, found[_key(each)], words=words)]
-        held: list[Problem] = []
+        faults = [fault for each in with_file for fault in _too_few(each, sets[_key(each)], words=words)]
+        validation: list[Problem] = []
         if train and not unseen:
             message = f"{plan.train_file or 'the data set'}: each of its problems is in the validation data as well"
             faults.append(
                 (message, "none is left to train on: validate on others, or leave that file out and give a size")
             )
         key = f"task.{_key(usual)}.size" if usual else "task.val_size"
-        if holds_out and "val" in found:
-            held = found["val"].problems[: size or None]
-            if len(held) < size:
-                notes.append(f"val: its {len(held)} problems{words} are fewer than `{key}`, {size}; all are taken")
+        if holds_out and "val" in sets:
+            validation = sets["val"].problems[: size or None]
+            if len(validation) < size:
+                notes.append(
+                    f"val: its {len(validation)} problems{words} are fewer than `{key}`, {size}; all are taken"
+                )
         elif holds_out and left:
             path = plan.train_file or "the data set"
             faults += _cannot_hold_out(left, path=path, val_size=size, key=key, words=words)
-            left, held = _hold_out(left, seed=plan.seed, val_size=size)
+            left, validation = _hold_out(left, seed=plan.seed, val_size=size)
         if faults:
             raise RecipeError(faults)
         random.Random(f"{plan.seed}-train").shuffle(left)
-        made = Splits(train=left[: plan.train_size or None], val=[] if plan.val_sets else held, notes=tuple(notes))
+        splits = Splits(
+            train=left[: plan.train_size or None], val=[] if plan.val_sets else validation, notes=tuple(notes)
+        )
         by_set = {
-            each.name: found[_key(each)].problems[: each.size or None] if each.file else held for each in plan.val_sets
+            val_set.name: sets[_key(val_set)].problems[: val_set.size or None] if val_set.file else validation
+            for val_set in plan.val_sets
         }
-        return replace(made, val_sets=by_set)
+        return replace(splits, val_sets=by_set)
 
     def _read(self, train_file: str, val_file: str, others: Mapping[str, str]) -> dict[str, ProblemSet]:
         """`train`, `val` where there is one, and the others by their names."""
@@ -258,15 +263,19 @@ class Task:
         return read_file(file, source=self.source, most_rows=count).problems
 
 
-def _counts(name: str, found: ProblemSet) -> list[str]:
+def _counts(name: str, problem_set: ProblemSet) -> list[str]:
     """Nothing where every row is a problem of its own."""
     notes = []
-    if found.repeated:
-        notes.append(f"{name}: {found.rows} rows, {len(found.problems)} distinct problems: each counts once")
-    if found.conflicting:
-        notes.append(f"{name}: {found.conflicting} rows repeat a problem with another answer: the first one counts")
-    if found.left_out:
-        fields = ", ".join(f"`{each}`" for each in found.left_out)
+    if problem_set.repeated:
+        notes.append(
+            f"{name}: {problem_set.rows} rows, {len(problem_set.problems)} distinct problems: each counts once"
+        )
+    if problem_set.conflicting:
+        notes.append(
+            f"{name}: {problem_set.conflicting} rows repeat a problem with another answer: the first one counts"
+        )
+    if problem_set.left_out:
+        fields = ", ".join(f"`{each}`" for each in problem_set.left_out)
         notes.append(f"{name}: {fields}: not in the rows that rewards get, bytes are no JSON")
     return notes
 
@@ -275,10 +284,10 @@ def _key(val_set: ValSetPlan) -> str:
     return f"val_sets.{val_set.name}"
 
 
-def _too_few(val_set: ValSetPlan, found: ProblemSet, *, words: str) -> Faults:
+def _too_few(val_set: ValSetPlan, problem_set: ProblemSet, *, words: str) -> Faults:
     """Where a set is to have more problems than its file. words: of PromptLimit, which refuses one that it leaves
     without any."""
-    if val_set.size <= (most := len(found.problems)) or (words and not most):
+    if val_set.size <= (most := len(problem_set.problems)) or (words and not most):
         return []
     message = f"task.{_key(val_set)}.size: {val_set.size} is more than the {most} problems{words} in {val_set.file}"
     return [(message, f"use 1 to {most}, or 0 for all of them")]

@@ -117,7 +117,9 @@ def warm_start(
     pool = arithmetic.pairs(arithmetic.Pool.WARM_START, difficulty=difficulty)
     draw = random.Random(spec.seed)
     optimizers = _optimizers(model, spec=spec)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: _rate(step, spec=spec)) for each in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, spec=spec)) for optimizer in optimizers
+    ]
     model.set_attn_implementation("eager")  # half a step's time: on a CPU the BF16 backward of SDPA is slow
     model.train()
     for step in range(1, spec.steps + 1):
@@ -129,8 +131,8 @@ def warm_start(
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*optimizers, *schedules):
-            each.step()
+        for updater in (*optimizers, *schedules):
+            updater.step()
         on_step(step, loss.item())
 
 
@@ -168,12 +170,12 @@ def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> di
     """Examples as the chat template renders them, padded on the right. input_ids, labels: [B, T] int64, labels IGNORED
     but for what the model says.  attention_mask: [B, T] int64, 0 on padding."""
     parts = [tokenizer(list(example))["input_ids"] for example in examples]
-    length = max(sum(map(len, each)) for each in parts)
+    length = max(sum(map(len, example)) for example in parts)
     tokens = torch.full((len(examples), length), tokenizer.pad_token_id)
     labels = torch.full((len(examples), length), IGNORED)
-    for row, each in enumerate(parts):
+    for row, example in enumerate(parts):
         start = 0
-        for number, part in enumerate(each):
+        for number, part in enumerate(example):
             place = slice(start, start + len(part))
             tokens[row, place] = torch.tensor(part)
             if number % 2:
@@ -191,7 +193,7 @@ def byte_tokenizer(*, max_positions: int, calls_tools: bool = False, words: int 
     core = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(alphabet + more)}, merges=[]))
     core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END_OF_TURN,
         pad_token=PADDING,
@@ -201,8 +203,8 @@ def byte_tokenizer(*, max_positions: int, calls_tools: bool = False, words: int 
         model_max_length=max_positions,
     )
     if calls_tools:
-        made.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
-    return made
+        wrapped.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
+    return wrapped
 
 
 def save_tokenizer(

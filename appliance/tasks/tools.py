@@ -108,18 +108,18 @@ def functions(module: ModuleType) -> dict[str, Callable[..., object]]:
 def describe(module: ModuleType) -> Described:
     from transformers.utils import get_json_schema  # seconds
 
-    found = Described()
+    described = Described()
     for name, function in functions(module).items():
         if problem := _problem(function):
-            found.problems.append(f"{name}: {problem}")
+            described.problems.append(f"{name}: {problem}")
             continue
         try:
-            found.schemas.append(get_json_schema(function))
+            described.schemas.append(get_json_schema(function))
         except Exception as error:  # the boundary of the user's hints and docstrings: what transformers says of them
-            found.problems.append(f"{name}: {first_line(error)}")
-    if not found.schemas and not found.problems:
-        found.problems.append("it has no public functions of its own")
-    return found
+            described.problems.append(f"{name}: {first_line(error)}")
+    if not described.schemas and not described.problems:
+        described.problems.append("it has no public functions of its own")
+    return described
 
 
 def _problem(function: Callable[..., object]) -> str:
@@ -160,11 +160,11 @@ class ToolsRequest:
 
 def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:
     """What runs: the run's copy, where there is one."""
-    own = as_it_runs(plan).own
-    if own is None or not own.tools:
+    own_task = as_it_runs(plan).own
+    if own_task is None or not own_task.tools:
         return ToolsRequest("")
-    sha256, beside = own.sha256_of(own.tools), user_folder(own.tools, own=own)
-    return ToolsRequest(own.tools, model, plan.model.trust_remote_code, own.import_path, sha256, beside)
+    sha256, beside = own_task.sha256_of(own_task.tools), user_folder(own_task.tools, own=own_task)
+    return ToolsRequest(own_task.tools, model, plan.model.trust_remote_code, own_task.import_path, sha256, beside)
 
 
 def read_tools(asked: ToolsRequest) -> list[Schema]:
@@ -172,15 +172,15 @@ def read_tools(asked: ToolsRequest) -> list[Schema]:
     wrong with them."""
     if not asked.file:
         return []
-    said = heard("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)
-    if "tools" not in said.words:
-        if said.is_late:
+    output = heard("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)
+    if "tools" not in output.words:
+        if output.is_late:
             raise _refused(f"{asked.file}: not imported after {STARTS_WITHIN_S:g} s")
-        raise _refused(f"{asked.file}: its process ended with {said.code}: {said.printed}")
-    found = Described(**said.words["tools"])
-    if found.problems:
-        raise RecipeError([(f"task.tools: {problem}", _HINT) for problem in found.problems])
-    return found.schemas
+        raise _refused(f"{asked.file}: its process ended with {output.code}: {output.printed}")
+    described = Described(**output.words["tools"])
+    if described.problems:
+        raise RecipeError([(f"task.tools: {problem}", _HINT) for problem in described.problems])
+    return described.schemas
 
 
 def _refused(why: str) -> RecipeError:
@@ -217,16 +217,16 @@ def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
 
 def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
     """Of a turn that calls these tools, and what they say, as verl's continuous-token builder has them rendered."""
-    made = [{"name": name, "arguments": {"a": 1}} for name in names]
-    calls = [{"id": f"call{n:05}", "type": "function", "function": each} for n, each in enumerate(made)]
+    called = [{"name": name, "arguments": {"a": 1}} for name in names]
+    calls = [{"id": f"call{n:05}", "type": "function", "function": function} for n, function in enumerate(called)]
     turn = {"role": "assistant", "content": "", "reasoning_content": "reasons", "tool_calls": calls}
     answers = [_ANSWER.format(number=number) for number in range(len(names))]
     tools = [
-        {"role": "tool", "name": name, "tool_call_id": each["id"], "content": answer}
-        for name, each, answer in zip(names, calls, answers, strict=True)
+        {"role": "tool", "name": name, "tool_call_id": call["id"], "content": answer}
+        for name, call, answer in zip(names, calls, answers, strict=True)
     ]
     before, after = render([*_BEGUN, turn]), render([*_BEGUN, turn, *tools], add_generation_prompt=True)
-    if _hermes_calls(before)[-len(made) :] != made:
+    if _hermes_calls(before)[-len(called) :] != called:
         return 'has no calls of the hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     if not after.startswith(before):
         return "changes what was said when a tool answers"
@@ -247,11 +247,11 @@ def _has_all(rendering: str, answers: Sequence[str]) -> bool:
 
 
 def _hermes_calls(text: str) -> list[object]:
-    found = []
+    calls = []
     for inner in re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL):
         with contextlib.suppress(ValueError):  # a template that says what a call looks like
-            found.append(json.loads(inner))
-    return found
+            calls.append(json.loads(inner))
+    return calls
 
 
 def main() -> int:
@@ -269,11 +269,11 @@ def _described(asked: ToolsRequest) -> Described:
         return Described(problems=[str(error)])
     except (Exception, SystemExit) as error:  # the boundary of the user's code
         return Described(problems=[f"{asked.file}: cannot be imported: {in_words(error)}"])
-    found = describe(module)
-    problems = [f"{asked.file}: {problem}" for problem in found.problems]
-    if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):
+    described = describe(module)
+    problems = [f"{asked.file}: {problem}" for problem in described.problems]
+    if asked.model and described.schemas and (problem := template_problem(asked, described.schemas)):
         problems.append(problem)
-    return replace(found, problems=problems)
+    return replace(described, problems=problems)
 
 
 if __name__ == "__main__":

@@ -76,15 +76,15 @@ def near_misses(truth: str) -> tuple[str, ...]:
         return tuple(text for text in _with_other_answers(answer) if text not in alternatives)
     if re.fullmatch(r"\(?[A-J]\)?\.?", answer.strip()):
         letter, right = answer.strip("(). "), "".join(alternatives)
-        made = [answer.replace(letter, other) for other in _LETTERS if other not in right][:1]
+        wrong = [answer.replace(letter, other) for other in _LETTERS if other not in right][:1]
     elif number := _NUMBER.fullmatch(answer.strip()):
         sign, whole, fraction = number.groups()
-        made = [_with_another_digit(answer.strip()), f"{sign}1{whole}{fraction or ''}"]
+        wrong = [_with_another_digit(answer.strip()), f"{sign}1{whole}{fraction or ''}"]
         if Decimal(answer.strip()):
-            made.append(f"{'' if sign else '-'}{whole}{fraction or ''}")
+            wrong.append(f"{'' if sign else '-'}{whole}{fraction or ''}")
     else:
-        made = [_with_another_digit(answer)]
-    return tuple(text for text in made if text and text not in alternatives)
+        wrong = [_with_another_digit(answer)]
+    return tuple(text for text in wrong if text and text not in alternatives)
 
 
 def _with_other_answers(solution: str) -> Iterator[str]:
@@ -98,11 +98,16 @@ def _with_other_answers(solution: str) -> Iterator[str]:
 
 def other_truth(truth: str, truths: Iterable[str]) -> str:
     """A right answer of another row that is surely wrong for this one; empty where there is none."""
-    own = [_plain(text) for text in truth_alternatives(truth)]
+    alternatives = [_plain(text) for text in truth_alternatives(truth)]
     for other in truths:
         text = truth_alternatives(other)[0]
         plain = _plain(text)
-        if is_bare(other) and plain and not any(plain in one or one in plain for one in own) and _differ(text, truth):
+        if (
+            is_bare(other)
+            and plain
+            and not any(plain in one or one in plain for one in alternatives)
+            and _differ(text, truth)
+        ):
             return text
     return ""
 

@@ -71,8 +71,8 @@ def load_function(
     module = load_module(file, sha256=sha256, beside=beside)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = {key: each for key, each in vars(module).items() if inspect.isfunction(each)}
-        there = [key for key, each in functions.items() if each.__module__ == module.__name__]
+        functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+        there = [key for key, value in functions.items() if value.__module__ == module.__name__]
         near = difflib.get_close_matches(name, there, n=1)
         remedy = f"did you mean `{near[0]}`?" if near else f"use one of {listed(there)}" if there else "define it there"
         raise UserCodeError(f"{file}: there is no function `{name}` in it", remedy=remedy)
@@ -81,9 +81,17 @@ def load_function(
     except (ValueError, TypeError):
         raise UserCodeError(f"{file}: `{name}` does not say what it takes; a reward is one of {FORMS}") from None
     takes = signature.parameters
-    named = {each.name for each in takes.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    needed = {each.name for each in takes.values() if each.default is each.empty and each.kind not in _ANY}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    named = {
+        parameter.name
+        for parameter in takes.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    needed = {
+        parameter.name
+        for parameter in takes.values()
+        if parameter.default is parameter.empty and parameter.kind not in _ANY
+    }
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     form = next((form for form in (_verls, _trls, _ours) if named & _MARKS[form]), None)
     unknown = sorted(needed - named) or ([] if form is _trls else sorted(needed - _NAMES.get(form, set())))
     if form is None or unknown:
@@ -112,10 +120,10 @@ def _ours(response: Response, row: Row, _: Given) -> Values:
 def _trls(response: Response, row: Row, given: Given) -> Values:
     """Lists of one. A completion is a list of messages where the prompt is one: of several turns the last."""
     prompt, _ = given(row)
-    said = [{"role": "assistant", "content": response.written}] if isinstance(prompt, list) else response.written
+    completion = [{"role": "assistant", "content": response.written}] if isinstance(prompt, list) else response.written
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
     ids = list(response.token_ids)
-    return columns | dict(zip(_TRLS, ([prompt], [said], [ids]), strict=True))
+    return columns | dict(zip(_TRLS, ([prompt], [completion], [ids]), strict=True))
 
 
 def _verls(response: Response, row: Row, given: Given) -> Values:
@@ -262,12 +270,12 @@ def _ends(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: 
 def voice() -> Callable[[str, object], None]:
     """In the child, once stdin is read: what says (word, value) as a line of what was stdout. From now on stdin is
     empty, and what anybody prints goes to stderr. A fork that the user's code left behind ends where it speaks."""
-    own, ours = os.getpid(), os.fdopen(os.dup(1), "w")
+    child, ours = os.getpid(), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def say(word: str, value: object) -> None:
-        if os.getpid() != own:
+        if os.getpid() != child:
             os._exit(0)
         ours.write(f"{json.dumps({word: value})}\n")
         ours.flush()

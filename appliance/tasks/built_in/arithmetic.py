@@ -78,11 +78,11 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
         return [(message, "it is the number of digits of an operand")]
-    found = []
+    faults = []
     train = len(pairs(Pool.TRAIN, difficulty=difficulty))
     if train_size > train:
         message = f"task.train_size: {train_size} is more than the {train} train problems of difficulty {difficulty}"
-        found.append((message, "lower it, or raise task.difficulty"))
+        faults.append((message, "lower it, or raise task.difficulty"))
         train_size = 0
     val = len(pairs(Pool.VALIDATION, difficulty=difficulty))
     if val_size > val:
@@ -92,8 +92,8 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
             also = f", the {left} that task.train_size leaves included" if left else ""
             message = f"task.val_size: {val_size} is more than the {of}{also}"
             hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
-            found.append((message, hint))
-    return found
+            faults.append((message, hint))
+    return faults
 
 
 def _train(*, difficulty: int, seed: int, size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

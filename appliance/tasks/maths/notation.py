@@ -227,8 +227,8 @@ def _unwrapped(found: re.Match[str]) -> str:
     return f" {inner} " if len(inner.strip()) > 1 else inner
 
 
-def _symbol(found: re.Match[str]) -> str:
-    name, blank = found[1], found[2]
+def _symbol(match: re.Match[str]) -> str:
+    name, blank = match[1], match[2]
     if name in _FRACTIONS:
         return "\\frac" + blank
     if name in ("dbinom", "tbinom"):
@@ -237,7 +237,7 @@ def _symbol(found: re.Match[str]) -> str:
         return f" {name} "
     if name in _SYMBOLS:
         return _SYMBOLS[name] + blank
-    return found[0]
+    return match[0]
 
 
 def _with_one_notation_of_numbers(text: str) -> str:
@@ -247,7 +247,7 @@ def _with_one_notation_of_numbers(text: str) -> str:
     return joined_numbers(plain_numbers(re.sub(r"(?<=\d),\s*(?=\u2009)", ",", text))).replace("\u2009", " ")
 
 
-def _spaced_minus(text: str, found: re.Match[str]) -> str:
+def _spaced_minus(text: str, match: re.Match[str]) -> str:
     """`- 5` is -5 where nothing stands before it that 5 could be taken from."""
-    before = text[: found.start()].rstrip()
-    return found[0] if before and (before[-1].isdigit() or before[-1] in ")]}!'%°") else "-"
+    before = text[: match.start()].rstrip()
+    return match[0] if before and (before[-1].isdigit() or before[-1] in ")]}!'%°") else "-"

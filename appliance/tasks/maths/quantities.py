@@ -18,14 +18,14 @@ _BASED = re.compile(
 
 
 def read_based(text: str) -> Based | None:
-    found = _BASED.fullmatch(text)
-    if found is None:
+    match = _BASED.fullmatch(text)
+    if match is None:
         return None
-    digits, name = found[1].upper(), (found[2] or found[3]).lower()
+    digits, name = match[1].upper(), (match[2] or match[3]).lower()
     base = int(name) if re.fullmatch(r"\d{1,2}", name) else {"sixteen": 16}.get(name, 0)
     if name in _BASES:
         base = _BASES.index(name) + 2
-    if not (digits.lstrip("-")[0].isdigit() or (found[1].isupper() and base > 10)) or not 2 <= base <= 36:
+    if not (digits.lstrip("-")[0].isdigit() or (match[1].isupper() and base > 10)) or not 2 <= base <= 36:
         return None
     try:
         int(digits, base)
@@ -88,10 +88,10 @@ def _value_of_words(text: str) -> Fraction | None:
     words = re.sub(r"^(?:minus|negative)\s+", "", words)
     if (value := _VALUE_OF_WORD.get(words)) is not None or (value := _large_number(words)) is not None:
         return Fraction(sign * value)
-    if found := _FRACTION_IN_WORDS.fullmatch(words):
-        over = 1 if found[1] in (None, "a", "an") else _VALUE_OF_WORD.get(found[1])
-        if over is not None and (found[1] or found[2] == "half"):
-            return Fraction(sign * over, _FRACTION_WORDS.get(found[2], 2))
+    if match := _FRACTION_IN_WORDS.fullmatch(words):
+        over = 1 if match[1] in (None, "a", "an") else _VALUE_OF_WORD.get(match[1])
+        if over is not None and (match[1] or match[2] == "half"):
+            return Fraction(sign * over, _FRACTION_WORDS.get(match[2], 2))
     return None
 
 
@@ -124,10 +124,10 @@ def _large_number(words: str) -> int | None:
 def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
     """(value, unit) as which a text may be read, the likeliest first."""
     readings: list[tuple[str, tuple[str, ...]]] = []
-    found = _UNIT_BEHIND.fullmatch(text)
-    if found and not any(re.search(rf"\b{name}\b", found[1]) for name in expressions.FUNCTIONS):
-        value, gap, behind = found[1], found[2], found[3].replace("⟦", " ").replace("⟧", " ").strip(" .")
-        is_marked = "⟦" in found[3] or behind[:1] in "°%¢"
+    match = _UNIT_BEHIND.fullmatch(text)
+    if match and not any(re.search(rf"\b{name}\b", match[1]) for name in expressions.FUNCTIONS):
+        value, gap, behind = match[1], match[2], match[3].replace("⟦", " ").replace("⟧", " ").strip(" .")
+        is_marked = "⟦" in match[3] or behind[:1] in "°%¢"
         words = re.findall(r"[A-Za-zμΩ¢]+", behind)
         is_known = bool(words) and units.unit_of_word(words[0]) is not None
         parts = units.read_unit(behind)

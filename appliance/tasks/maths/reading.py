@@ -58,10 +58,10 @@ def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
     parts, separators, depth, begin, place = [], [], 0, 0, 0
     while place < len(text):
         character = text[place]
-        if not depth and (found := separator.match(text, place)) and found.end() > place:
+        if not depth and (match := separator.match(text, place)) and match.end() > place:
             parts.append(text[begin:place])
-            separators.append(found[0].strip())
-            begin = place = found.end()
+            separators.append(match[0].strip())
+            begin = place = match.end()
             continue
         depth += (character in _OPENING) - (character in _CLOSING)
         place += 1
@@ -80,12 +80,12 @@ _OUTWARD = re.compile(r"(\])([^\[\]()]*[,;][^\[\]()]*)([\[\]])|(\[)([^\[\]()]*[,
 def _without_thousands(text: str) -> str:
     """1,000 as 1000, but in brackets, where (1,200) may be two numbers."""
     joined, depth, end = [], 0, 0
-    for found in _GROUPED.finditer(text):
-        before = text[end : found.start()]
+    for match in _GROUPED.finditer(text):
+        before = text[end : match.start()]
         depth += sum(map(before.count, "([")) + before.count("\\{")
         depth -= sum(map(before.count, ")]")) + before.count("\\}")
-        joined += [before, found[0].replace(",", "") if depth <= 0 else found[0]]
-        end = found.end()
+        joined += [before, match[0].replace(",", "") if depth <= 0 else match[0]]
+        end = match.end()
     return "".join([*joined, text[end:]])
 
 

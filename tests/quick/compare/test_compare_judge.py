@@ -203,7 +203,9 @@ def test_the_table_names_verdicts_and_explains_its_words(shown: ComparisonReport
     assert "fails (2 of 2 seeds)" in by_arm["bad"] and "~2.00 s" in by_arm["bad"] and "1.00 %" in by_arm["bad"]
     assert by_arm["none"].split()[-2:] == ["no", "result"]
     equal = next(line for line in table(replace(shown, rows=shown.rows[:2])).splitlines() if "reaches" in line)
-    assert equal.startswith("An interval reaches 0.007 to each side in the median of the arms, 0.007 at most")  # 3 / 400
+    assert equal.startswith(
+        "An interval reaches 0.007 to each side in the median of the arms, 0.007 at most"
+    )  # 3 / 400
     together = "All 6 runs together took ~6 min 0 s, the final validation apart."
     assert lines[-3:] == [INACTIVE_NOTE, together, f"~ {TIMES_NOTE}"]
 
