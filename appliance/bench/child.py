@@ -209,14 +209,14 @@ def weight_bytes(model: Module) -> int:
     vLLM recorded before loading: one byte an element where the layer is quantised, else the recorded type.
     """
     live: dict[int, int] = {}
-    held = 0
+    other_bytes = 0
     for layer in model.modules():
         for tensor in layer.parameters(recurse=False):
             live[tensor.data_ptr() if tensor.numel() else 0] = tensor.nbytes
         for name, recorded in get_layerwise_info(layer).restore_metadata[0].items():
             if _is_gone(getattr(layer, name, None)):
-                held += recorded.numel() * _item_bytes(layer, recorded)
-    return sum(live.values()) + held
+                other_bytes += recorded.numel() * _item_bytes(layer, recorded)
+    return sum(live.values()) + other_bytes
 
 
 def _is_gone(tensor: Tensor | None) -> bool:

@@ -157,11 +157,11 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measu
 
     def tick() -> None:
         nonlocal loaded, shown
-        for each in read_lines(job.facts, EngineFacts)[loaded:]:
-            console.say(f"{each.scheme}: " + ", ".join(f"{count} x {kernel}" for kernel, count in each.kernels))
+        for engine in read_lines(job.facts, EngineFacts)[loaded:]:
+            console.say(f"{engine.scheme}: " + ", ".join(f"{count} x {kernel}" for kernel, count in engine.kernels))
             loaded += 1
-        for each in read_lines(job.results, Measurement)[shown:]:
-            console.say(f"pair {each.pair + 1}/{job.pairs}  {each.scheme:<11} {each.tokens_per_s:9.0f} tokens/s")
+        for turn in read_lines(job.results, Measurement)[shown:]:
+            console.say(f"pair {turn.pair + 1}/{job.pairs}  {turn.scheme:<11} {turn.tokens_per_s:9.0f} tokens/s")
             shown += 1
 
     console.say(f"loading {len(job.engines)} engines and warming up")
@@ -222,12 +222,12 @@ def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], k
         (
             str(verdict.scheme),
             f"{verdict.tokens_per_s:.0f}",
-            _size(held.weight_bytes),
-            _size(held.kv_bytes),
-            f"{min(held.sequences, job.workload.sequences)} of {job.workload.sequences}",
+            _size(engine.weight_bytes),
+            _size(engine.kv_bytes),
+            f"{min(engine.sequences, job.workload.sequences)} of {job.workload.sequences}",
             f"{verdict.ratio:.2f} ({verdict.ratio_min:.2f}-{verdict.ratio_max:.2f})",
         )
-        for verdict, held in zip(verdicts, facts, strict=True)
+        for verdict, engine in zip(verdicts, facts, strict=True)
     ]
     head = ("scheme", "tokens/s", "weights", "KV cache", "at once", ratio)
     lines = [console.table(rows, head=head, numbers=range(1, 5), columns=console.columns())]

@@ -196,18 +196,18 @@ def parse_shapes(text: str) -> Shapes:
         problems.append((f"--shapes {text}: {', '.join(missing)} missing", "or begin with a name such as qwen2.5-7b"))
     if problems:
         raise RecipeError(problems)
-    made = Shapes(**values)
-    if unfit := _unfit(made):
+    shapes = Shapes(**values)
+    if unfit := _unfit(shapes):
         raise RecipeError([(f"--shapes {text}: {message}", hint) for message, hint in unfit])
-    return made
+    return shapes
 
 
 def _unfit(shapes: Shapes) -> list[tuple[str, str]]:
     """What no engine takes: (message, hint)."""
     own = "use the model's own numbers"
-    found = [("heads must divide hidden", own)] if shapes.hidden % shapes.heads else []
-    found += [("kv_heads must divide heads", own)] if shapes.heads % shapes.kv_heads else []
+    faults = [("heads must divide hidden", own)] if shapes.hidden % shapes.heads else []
+    faults += [("kv_heads must divide heads", own)] if shapes.heads % shapes.kv_heads else []
     if shapes.vocabulary <= PROMPT_WORDS:
         message = f"the prompts are made of words 1 to {PROMPT_WORDS}"
-        found.append((message, f"use vocabulary={PROMPT_WORDS + 1} or more"))
-    return found
+        faults.append((message, f"use vocabulary={PROMPT_WORDS + 1} or more"))
+    return faults

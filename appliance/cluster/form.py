@@ -272,14 +272,14 @@ def look_around() -> tuple[list[Node], dict[str, str]]:
     table = ray.nodes()
     living = [
         Node(
-            id=each["NodeID"],
-            name=each["NodeManagerHostname"],
-            address=each["NodeManagerAddress"],
-            gpus=int(each["Resources"].get("GPU", 0)),
-            program=each.get("Labels", {}).get(FINGERPRINT_LABEL, ""),
+            id=entry["NodeID"],
+            name=entry["NodeManagerHostname"],
+            address=entry["NodeManagerAddress"],
+            gpus=int(entry["Resources"].get("GPU", 0)),
+            program=entry.get("Labels", {}).get(FINGERPRINT_LABEL, ""),
         )
-        for each in table
-        if each["Alive"]
+        for entry in table
+        if entry["Alive"]
     ]
     died = [each for each in table if not each["Alive"] and each["DeathReason"] not in _STOPPED]
     return living, {each["NodeID"]: each["DeathReasonMessage"] for each in died}

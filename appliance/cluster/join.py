@@ -123,7 +123,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
     """Raises PreflightError when the head does not answer in time, Interrupted."""
-    deadline, said = time.monotonic() + wait_s, False
+    deadline, has_said_so = time.monotonic() + wait_s, False
     while head_problem(head):
         if stop():
             raise Interrupted(f"stopped while waiting for {head}")
@@ -131,9 +131,9 @@ def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
             raise PreflightError(
                 f"no answer from {head} after {wait_s:g} s", hint="is `appliance train` running there, and reachable?"
             )
-        if not said:
+        if not has_said_so:
             console.say(f"waiting for the head at {head}")
-            said = True
+            has_said_so = True
         time.sleep(_LOOK_EVERY_S)
 
 

@@ -32,10 +32,10 @@ def main() -> int:
 def validate(job: Job) -> None:
     import pyarrow.parquet as pq  # none of it is for the pool's processes, which import this file
 
-    rows, own = pq.read_table(job.parquet).to_pylist(), job.task.own
+    rows, own_task = pq.read_table(job.parquet).to_pylist(), job.task.own
     pool = RewardPool(
         load=functools.partial(rewards_of, job.task),
-        import_path=own.import_path if own is not None else (),
+        import_path=own_task.import_path if own_task is not None else (),
         workers=job.task.reward_workers,
         timeout_s=job.task.reward_timeout_s,
     )

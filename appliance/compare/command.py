@@ -129,28 +129,28 @@ def _stopped(command: str) -> Interrupted:
 
 def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRun]:
     """The runs without a result, ready to start. file: of the comparison.  Raises PreflightError."""
-    found = {run.label: look(run) for run in runs}
-    if any(each is not Existing.DONE for each in found.values()):
+    states = {run.label: look(run) for run in runs}
+    if any(each is not Existing.DONE for each in states.values()):
         going_on = (Existing.DONE, Existing.UNFINISHED)
-        refuse_other_commit([run for run in runs if found[run.label] in going_on], file=file)
+        refuse_other_commit([run for run in runs if states[run.label] in going_on], file=file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    done = sum(each is Existing.DONE for each in found.values())
+    done = sum(each is Existing.DONE for each in states.values())
     console.say(f"{len(runs)} runs in {typed_path(folder)}" + (f", {done} of them done" if done else ""))
-    return [_ready(run, found=found[run.label]) for run in runs if found[run.label] is not Existing.DONE]
+    return [_ready(run, state=states[run.label]) for run in runs if states[run.label] is not Existing.DONE]
 
 
-def _ready(run: PlannedRun, *, found: Existing) -> PlannedRun:
+def _ready(run: PlannedRun, *, state: Existing) -> PlannedRun:
     """The run as it is to be started: from its newest whole checkpoint, or anew, with what is in its way set aside."""
-    if found is Existing.NOTHING:
+    if state is Existing.NOTHING:
         return run
-    resumed = resumed_run(run) if found is Existing.UNFINISHED else None
+    resumed = resumed_run(run) if state is Existing.UNFINISHED else None
     if resumed is not None and resumed.resume is not None:
         console.say(f"{run.label}: goes on after step {resumed.resume.step}")
         return resumed
-    why = "stopped before it saved anything" if found is Existing.UNFINISHED else "of another recipe or other problems"
+    why = "stopped before it saved anything" if state is Existing.UNFINISHED else "of another recipe or other problems"
     console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
     return run
 
@@ -253,25 +253,25 @@ def _notes(shown: ComparisonReport) -> list[str]:
     seeds = ", ".join(map(str, shown.comparison.seeds))
     counts = sorted({len(run.rewards) for run in runs if run.rewards})  # there may be fewer than `validation`
     other = "".join(f", of {arm} to {base}" for arm, base in shown.comparison.against.items())
-    said = [
+    notes = [
         f"final: mean reward of model/ in BF16, greedy, {' or '.join(map(str, counts)) or 'no'} problems, "
         f"seeds {seeds}; difference to {shown.comparison.baseline}{other}, paired by seed and problem."
     ]
     if widths := [(row.difference.high - row.difference.low) / 2 for row in shown.rows if row.difference is not None]:
-        said.append(
+        notes.append(
             f"An interval reaches {statistics.median(widths):.3f} to each side in the median of the arms, "
             f"{max(widths):.3f} at most: a smaller difference could not have been shown."
         )
     if any(row.inactive for row in shown.rows):
-        said.append(INACTIVE_NOTE)
-    said += [note for run in runs if (note := _schemes(run))]
+        notes.append(INACTIVE_NOTE)
+    notes += [note for run in runs if (note := _schemes(run))]
     about = "~" if any(row.busy for row in shown.rows) else ""
     if runs:
         together = draw.duration(sum(run.seconds for run in runs))
-        said.append(f"All {len(runs)} runs together took {about}{together}, the final validation apart.")
+        notes.append(f"All {len(runs)} runs together took {about}{together}, the final validation apart.")
     if about:
-        said.append(f"~ {TIMES_NOTE}")
-    return said
+        notes.append(f"~ {TIMES_NOTE}")
+    return notes
 
 
 def _schemes(run: RunResult) -> str:

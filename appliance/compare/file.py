@@ -182,20 +182,20 @@ def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[S
     """From a list of KEY=VALUE or a mapping of dotted keys; nothing at all is an arm that changes nothing."""
     if node is None or node.value is None or node.value is Refused.VALUE:
         return []
-    found: list[Setting | None] = []
+    read: list[Setting | None] = []
     if isinstance(node.value, dict):
-        found += [Setting(tuple(dotted.split(".")), each) for dotted, each in node.value.items()]
+        read += [Setting(tuple(dotted.split(".")), each) for dotted, each in node.value.items()]
     elif isinstance(node.value, list):
         for item in node.value:
             if isinstance(item.value, str) and "=" in item.value:
-                found.append(read_option(item.value, place=item.place, problems=problems))
+                read.append(read_option(item.value, place=item.place, problems=problems))
             elif item.value is not Refused.VALUE:
                 message = f"{item.place}: {key}: expected KEY=VALUE, got {shown(_plain(item))}"
                 problems.append((message, "such as `rollout.scheme=bf16`"))
     else:
         hint = "such as `[rollout.scheme=bf16]`, or `{rollout.scheme: bf16}`"
         problems.append((f"{node.place}: {key}: expected settings, got {shown(_plain(node))}", hint))
-    settings = [setting for setting in found if setting is not None]
+    settings = [setting for setting in read if setting is not None]
     for dotted, place in (each for setting in settings for each in _given_elsewhere(setting.path, setting.node)):
         problems.append((f"{place}: {key}: `{dotted}` cannot be set here", _GIVEN_ELSEWHERE[dotted]))
     return settings

@@ -208,10 +208,10 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     # The file that the run was made with. The plan of now may name another, which nobody made: it is named by the
     # commit of a tag that moved since, or by the one that the run began with.
     planned = Path(plan.task.val_parquet)
-    own = problems_of(runs[0].run_dir).with_name(planned.name)
+    with_the_run = problems_of(runs[0].run_dir).with_name(planned.name)
     job = Job(
         run_dirs=tuple(str(run.run_dir) for run in runs),
-        parquet=str(own if own.is_file() else planned),
+        parquet=str(with_the_run if with_the_run.is_file() else planned),
         task=as_it_runs(plan),
         reward_failures=plan.guard.reward_failures,
         max_prompt_tokens=plan.task.max_prompt_tokens,
@@ -223,14 +223,14 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     )
     label = runs[0].label if len(runs) == 1 else f"{len(runs)} models"
     console.say(f"final validation of {label}: BF16, greedy")
-    told: set[Path] = set()
+    named: set[Path] = set()
 
     def tick() -> None:
         stop()
         for run in runs:
-            rewards = read_final(run.run_dir) if run.run_dir not in told else ()
+            rewards = read_final(run.run_dir) if run.run_dir not in named else ()
             if rewards:
-                told.add(run.run_dir)
+                named.add(run.run_dir)
                 console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {len(rewards)} problems")
 
     with work_folder(str(runs[0].run_dir.parent), command="compare") as folder:

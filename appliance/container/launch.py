@@ -334,12 +334,12 @@ def without_home(recipe: Recipe) -> Iterator[str]:
 
 def inner_argv(arguments: Sequence[str]) -> tuple[str, ...]:
     """Our own command line for the program inside: the same without what chooses the container."""
-    kept, skip = [], False
-    for each in arguments:
-        if skip or each == "--in-container" or each.startswith("--image="):
+    passed_on, skip = [], False
+    for argument in arguments:
+        if skip or argument == "--in-container" or argument.startswith("--image="):
             skip = False
-        elif each == "--image":
+        elif argument == "--image":
             skip = True
         else:
-            kept.append(each)
-    return tuple(kept)
+            passed_on.append(argument)
+    return tuple(passed_on)

@@ -28,7 +28,7 @@ def _environment() -> Environment:
     """Where a value is missing, or a name misspelt, nothing is rendered."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not at the launcher's start
 
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -36,9 +36,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     script = (_TEMPLATES / "page.js").read_text()
-    made.globals.update(
+    environment.globals.update(
         style=(_TEMPLATES / "page.css").read_text(),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    return made
+    return environment

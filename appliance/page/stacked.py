@@ -114,13 +114,13 @@ def merged(bands: Sequence[Band], *, least: float) -> list[Band]:
 
 def _joined(bands: Iterable[Band], *, gap: float) -> list[Band]:
     """gap: between neighbours of one kind, s at most."""
-    kept: list[Band] = []
+    joined: list[Band] = []
     for band in bands:
-        if kept and band.name == kept[-1].name and band.start <= kept[-1].end + gap:
-            kept[-1] = replace(kept[-1], end=band.end)
+        if joined and band.name == joined[-1].name and band.start <= joined[-1].end + gap:
+            joined[-1] = replace(joined[-1], end=band.end)
         else:
-            kept.append(band)
-    return kept
+            joined.append(band)
+    return joined
 
 
 def _as_longest(bands: Sequence[Band]) -> Band:

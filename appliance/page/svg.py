@@ -86,20 +86,20 @@ class Chart:
 
 def line_chart(chart: Chart, series: Sequence[Series]) -> str:
     """A figure, or a sentence where there is nothing to draw."""
-    kept = [_positive(each) if chart.logarithmic else each for each in series]
-    kept = [each for each in kept if each.last is not None]
-    if not kept:
+    drawn = [_positive(each) if chart.logarithmic else each for each in series]
+    drawn = [each for each in drawn if each.last is not None]
+    if not drawn:
         return nothing(chart)
-    horizontal, vertical = x_axis(chart, [point[0] for each in kept for point in each.points]), _y_axis(chart, kept)
+    horizontal, vertical = x_axis(chart, [point[0] for each in drawn for point in each.points]), _y_axis(chart, drawn)
     parts = [*frame(chart, horizontal, vertical)]
-    for each in kept:
+    for each in drawn:
         parts += _curve(each, horizontal, vertical)
-    legend = [(each.index, each.name, each.last) for each in kept] if chart.legend else []
-    xs = sorted({point[0] for each in kept for point in each.points})
-    by_x = [{x: mean for x, mean, _, _ in each.points if not math.isnan(mean)} for each in kept]
-    columns = [(each.name, each.index, values) for each, values in zip(kept, by_x, strict=True)]
+    legend = [(each.index, each.name, each.last) for each in drawn] if chart.legend else []
+    xs = sorted({point[0] for each in drawn for point in each.points})
+    by_x = [{x: mean for x, mean, _, _ in each.points if not math.isnan(mean)} for each in drawn]
+    columns = [(each.name, each.index, values) for each, values in zip(drawn, by_x, strict=True)]
     hover = hover_data(chart, horizontal, xs=xs, columns=columns)
-    return figure(chart, parts, legend=legend, hover=hover, newest=kept[0].last if len(series) == 1 else None)
+    return figure(chart, parts, legend=legend, hover=hover, newest=drawn[0].last if len(series) == 1 else None)
 
 
 def nothing(chart: Chart) -> str:
@@ -355,11 +355,11 @@ class _Run(NamedTuple):
 def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
     """The same for a curve that is whole, of (x, mean, smallest, largest): above `most` points, runs of them."""
     size = math.ceil(len(points) / most)
-    made = []
+    merged = []
     for start in range(0, len(points), max(1, size)):
         xs, means, lows, highs = zip(*points[start : start + size], strict=True)
-        made.append((xs[-1], sum(means) / len(means), min(lows), max(highs)))
-    return made
+        merged.append((xs[-1], sum(means) / len(means), min(lows), max(highs)))
+    return merged
 
 
 @dataclass(frozen=True)

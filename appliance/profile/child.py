@@ -70,10 +70,10 @@ def run(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> int:
 def make_profile(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> Path:
     """The folder with the job's profile: found in the cache, or made. Raises what `profile_of` raises."""
     append_event(Path(job.report_dir), kind="phase", what=_PHASE)
-    found = find_profile(job) or _make(job, profile_of=profile_of)
-    folder = Path(job.target or found)
+    made_or_cached = find_profile(job) or _make(job, profile_of=profile_of)
+    folder = Path(job.target or made_or_cached)
     if job.target:
-        place_profile(found, target=folder)
+        place_profile(made_or_cached, target=folder)
     append_event(Path(job.report_dir), kind=_PHASE, what=str(folder))
     return folder
 
@@ -145,10 +145,10 @@ def _spread(items: list[T], *, number: int) -> list[T]:
 def _tokens(row: dict, *, job: ProfileJob, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     clock = clock_of(tokenizer, date=ANY_DAY)  # a profile is kept for runs of other days
     tools = {"tools": json.loads(Path(job.schemas_file).read_text())} if job.schemas_file else {}
-    made = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=True, **tools, **clock
     )
-    return list(made["input_ids"])
+    return list(encoded["input_ids"])
 
 
 def ends_of_responses(folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

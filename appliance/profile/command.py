@@ -189,10 +189,12 @@ def profile_child(plan: RunPlan) -> Child | None:
     if plan.profile.source:
         _take(Path(plan.profile.source), plan=plan)
         return None
-    found = find_profile(job_of_run(plan))
-    if found is not None:
-        place_profile(found, target=Path(plan.profile.folder))
-        append_event(Path(plan.run_dir), kind="note", what="the model's profile was found in the cache", why=str(found))
+    cached = find_profile(job_of_run(plan))
+    if cached is not None:
+        place_profile(cached, target=Path(plan.profile.folder))
+        append_event(
+            Path(plan.run_dir), kind="note", what="the model's profile was found in the cache", why=str(cached)
+        )
         return None
     argv = module_argv(CHILD_MODULE, "--plan", str(Path(plan.run_dir) / "plan.json"))
     return Child(_COMMAND, "profiling", argv, default_code=4)
@@ -261,10 +263,10 @@ def _refuse_existing(*paths: Path) -> None:
     judged = {path: path_problem(str(path.absolute())) for path in paths}
     if any(judged.values()):
         raise RecipeError([(f"-o: {path}: {why}", "give another name") for path, why in judged.items() if why])
-    found = [path for path in paths if os.path.lexists(path)]  # unlike Path.exists it takes any text
-    if found:
+    existing = [path for path in paths if os.path.lexists(path)]  # unlike Path.exists it takes any text
+    if existing:
         hint = "name a new file, or remove what is there"
-        raise RecipeError([(f"-o: {path} is there already and is not overwritten", hint) for path in found])
+        raise RecipeError([(f"-o: {path} is there already and is not overwritten", hint) for path in existing])
 
 
 def _make(plan: RunPlan, *, output: Path | None) -> Path:
@@ -278,14 +280,14 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
         return output or source
     make_inputs(plan, command=_COMMAND)
     job = job_of_plan(plan, target=str(output.absolute()) if output else "")
-    found = find_profile(job)
-    if found is None:
-        found = _run(job, env=dict(plan.env))
+    folder = find_profile(job)
+    if folder is None:
+        folder = _run(job, env=dict(plan.env))
     else:
         console.say("found in the cache: nothing to do")
         if output is not None:
-            place_profile(found, target=output)
-    return output or found
+            place_profile(folder, target=output)
+    return output or folder
 
 
 def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
@@ -353,12 +355,12 @@ def _errors(layers: list[dict[str, Any]]) -> list[str]:
     worst = sorted(layers, key=lambda each: -each["output_error"])[:_WORST_LAYERS]
     rows = [
         (
-            layer_name(each["linears"]),
-            *(f"{each[error]:.2%}" for error in ("weight_error", "output_error", "output_error_plain")),
-            "" if each.get("contribution") is None else f"{each['contribution']:.1e}",
-            "kept in BF16" if each["kept"] else "",
+            layer_name(layer["linears"]),
+            *(f"{layer[error]:.2%}" for error in ("weight_error", "output_error", "output_error_plain")),
+            "" if layer.get("contribution") is None else f"{layer['contribution']:.1e}",
+            "kept in BF16" if layer["kept"] else "",
         )
-        for each in worst
+        for layer in worst
     ]
     head = ("layers with the largest error", "weights", "outputs", "not smoothed", "mismatch", "")
     return console.table(rows, head=head, numbers=range(1, 5)).splitlines()
@@ -383,11 +385,11 @@ def _sources(header: dict[str, Any]) -> str:
 
 
 def _kept(header: dict[str, Any]) -> str:
-    kept, settings = header["suggested_ignore"], header["settings"]
+    in_bf16, settings = header["suggested_ignore"], header["settings"]
     if settings["mismatch_budget"] is not None:
         why = f"for a mismatch of {settings['mismatch_budget']:g} nats, or by `ignore`"
     elif settings["error_budget"] is not None:  # of an earlier version
         why = f"for an error of at most {settings['error_budget']:g} in a layer's outputs, or by `ignore`"
     else:
         why = "by `ignore`; no mismatch budget is set"
-    return f"{', '.join(kept) if kept else 'none'} ({why})"
+    return f"{', '.join(in_bf16) if in_bf16 else 'none'} ({why})"

@@ -144,10 +144,10 @@ def file_hash(file: Path, *, cache_dir: Path) -> str:
     name, state = _identity(file)
     if _is_known(file, known=known):
         return known[name][2]
-    found = hash_file(file)
+    digest = hash_file(file)
     memory.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(memory, json.dumps({**_read(memory), name: [*state, found]}), durable=False)
-    return found
+    write_whole(memory, json.dumps({**_read(memory), name: [*state, digest]}), durable=False)
+    return digest
 
 
 def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:

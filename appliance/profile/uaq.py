@@ -72,10 +72,10 @@ def make_scaled(plan: RunPlan) -> None:
     source = model_folder(plan.model.path, revision=plan.model.revision)
     for left in run_dir.glob(f"{partial_prefix(target)}*"):  # of an attempt that was killed
         shutil.rmtree(left)
-    with whole_folder(target) as made:
-        norms = scale_folder(source, target=made, scale=scale, on_file=Heartbeat().beat)
+    with whole_folder(target) as scaled:
+        norms = scale_folder(source, target=scaled, scale=scale, on_file=Heartbeat().beat)
         mark = Mark(scale=scale, model=plan.model.path, model_hash=_hash(source, plan), norms=norms)
-        (made / MARK_FILE).write_text(mark.model_dump_json(indent=2) + "\n")
+        (scaled / MARK_FILE).write_text(mark.model_dump_json(indent=2) + "\n")
     what = f"UAQ: {norms} norms and all that they feed are scaled by {scale:g}"
     append_event(run_dir, kind="note", what=what, why="correction.uaq_scale")
 

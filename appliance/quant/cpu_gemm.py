@@ -112,10 +112,10 @@ class _Widening:
         width = max(1, _WIDENED_AT_ONCE // right.shape[0])
         parts = []
         for start in range(0, count, width):
-            own = slice(start, start + width)
-            more = [(each[..., own] if each.shape[-1:] == (count,) else each).to(self.to) for each in added]
+            columns = slice(start, start + width)
+            more = [(each[..., columns] if each.shape[-1:] == (count,) else each).to(self.to) for each in added]
             parts.append(
-                kernel.call_boxed(keys, *more, wide, right[:, own].to(self.to), **factors).to(operands[0].dtype)
+                kernel.call_boxed(keys, *more, wide, right[:, columns].to(self.to), **factors).to(operands[0].dtype)
             )
         return torch.cat(parts, dim=1)
 

@@ -76,17 +76,17 @@ def by_content(folder: Path, *, cache_dir: Path) -> Path:
     """
     if not (digest := digest_of(folder / PROFILE_FILE)):
         return folder
-    found = cache_dir / "profiles" / f"content-{digest[:_NAME_DIGITS]}"
-    if digest_of(found / PROFILE_FILE) != digest:
-        place_profile(folder, target=found)
-    return found
+    cached = cache_dir / "profiles" / f"content-{digest[:_NAME_DIGITS]}"
+    if digest_of(cached / PROFILE_FILE) != digest:
+        place_profile(folder, target=cached)
+    return cached
 
 
-def place_profile(found: Path, *, target: Path) -> None:
+def place_profile(profile: Path, *, target: Path) -> None:
     """Copy a profile into a folder; it appears there whole or not at all. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
     with whole_file(target / PROFILE_FILE) as partial:
-        shutil.copyfile(found / PROFILE_FILE, partial)
+        shutil.copyfile(profile / PROFILE_FILE, partial)
 
 
 def engine_named(quantisation: Quantisation, *, profile: Path | None) -> Quantisation:
@@ -123,11 +123,11 @@ def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str,
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name of the tensors in a folder's safetensors files. Raises OSError, and ValueError, KeyError or
     TypeError for a file that is no such file."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         entries = _read_header(file)[0].items()
-        found |= {name: _shape(entry["shape"]) for name, entry in entries if name != "__metadata__"}
-    return found
+        shapes |= {name: _shape(entry["shape"]) for name, entry in entries if name != "__metadata__"}
+    return shapes
 
 
 def tensor_names(file: Path) -> list[str]:
@@ -142,10 +142,10 @@ def tensor_end(file: Path) -> int:
     return _LENGTH_BYTES + length + max(ends, default=0)
 
 
-def _shape(said: object) -> tuple[int, ...]:
-    if not isinstance(said, list) or not all(type(size) is int for size in said):
+def _shape(sizes: object) -> tuple[int, ...]:
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
         raise ValueError("a shape is no list of whole numbers")
-    return tuple(said)
+    return tuple(sizes)
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:

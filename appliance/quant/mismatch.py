@@ -105,12 +105,12 @@ def measure_by_length(
             "equally many are needed, and at least one"
         )
     sequences = _reduce(trainer_T.double().cpu(), rollout_T.double().cpu(), length_S=length_S, cap=cap)
-    found = []
+    buckets = []
     for low, high in zip((1, *(edge + 1 for edge in edges)), (*edges, None), strict=True):
         inside_S = (sequences.length_S >= low) & (sequences.length_S <= (high or math.inf))
         if bool(inside_S.any()):
-            found.append(_bucket(sequences, inside_S, low=low, high=high))
-    return MismatchByLength(_bucket(sequences, sequences.length_S > 0, low=1, high=None), tuple(found))
+            buckets.append(_bucket(sequences, inside_S, low=low, high=high))
+    return MismatchByLength(_bucket(sequences, sequences.length_S > 0, low=1, high=None), tuple(buckets))
 
 
 @dataclass(frozen=True)

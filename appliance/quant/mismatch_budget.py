@@ -96,11 +96,11 @@ class MismatchBudget:
             gradient_DBTH[:, batch.before_BT] = model.norm_gradient(output_BTH[batch.before_BT], of_norm_DMH)
             gradients.append(gradient_DBTH)
             first += number
-        found: Contributions = {}
+        contributions: Contributions = {}
         for index in reversed(range(model.num_layers)):
             with self._views.open(index, pass_name="contributions, layer", is_back=True) as view:
                 gradients, sums = pass_back(view, inputs=self._exact[index], gradients=gradients)
                 names = {unit.layer: tuple(view.prefix + name for name in unit.layer) for unit in view.units}
                 del view
-            found |= {names[layer]: total / len(self._target_M) for layer, total in sums.items()}
-        return found
+            contributions |= {names[layer]: total / len(self._target_M) for layer, total in sums.items()}
+        return contributions

@@ -121,9 +121,9 @@ def scaled(tensor: Tensor, *, factor: float, may_widen: bool) -> Tensor:
     """The parameter times factor, rounded once: in its own format, or (may_widen) in float32 where that loses bits.
     Raises NumericsError when a value is not finite or leaves the format."""
     wide = tensor.double() * factor
-    found = wide.to(tensor.dtype)
-    if may_widen and not (found.double() / factor).to(tensor.dtype).equal(tensor):
-        found = wide.float()
-    if not bool(found.isfinite().all()):
-        raise NumericsError(f"UAQ: a weight times {factor:g} does not fit {str(found.dtype).removeprefix('torch.')}")
-    return found
+    scaled = wide.to(tensor.dtype)
+    if may_widen and not (scaled.double() / factor).to(tensor.dtype).equal(tensor):
+        scaled = wide.float()
+    if not bool(scaled.isfinite().all()):
+        raise NumericsError(f"UAQ: a weight times {factor:g} does not fit {str(scaled.dtype).removeprefix('torch.')}")
+    return scaled

@@ -122,13 +122,13 @@ class StepHistory:
             self.parts.setdefault(name, Thinned()).extend(xs, values)
 
     def _extend_known(self, line: StepMetrics) -> None:
-        own, bf16 = line.val_reward_mean, line.val_reward_bf16_mean
+        in_scheme, bf16 = line.val_reward_mean, line.val_reward_bf16_mean
         for name, value in line.named.items():
             self.known[name].extend([float(line.step)], [value])
-        for scheme, mean in {str(Scheme.BF16): bf16, line.validated_in: own}.items():
+        for scheme, mean in {str(Scheme.BF16): bf16, line.validated_in: in_scheme}.items():
             if mean is not None:
                 self.validated[scheme].extend([float(line.step)], [mean])
-        if own is not None and bf16 is not None and line.validated_in != str(Scheme.BF16):
+        if in_scheme is not None and bf16 is not None and line.validated_in != str(Scheme.BF16):
             self.both = line
 
     def _judge(self, step: StepMetrics) -> None:
@@ -139,12 +139,12 @@ class StepHistory:
             self.k3 = max(self.k3 or (step.mismatch_k3_kl, step.step), (step.mismatch_k3_kl, step.step))
         if step.is_ess is not None:
             self.ess = min(self.ess or (step.is_ess, step.step), (step.is_ess, step.step))
-        found = judge(step)
-        if found.word == "unknown":
+        judgement = judge(step)
+        if judgement.word == "unknown":
             return
-        self.judged, self.newest = self.judged + 1, found
-        if not found.healthy:
-            self.bad, self.last_bad = self.bad + 1, (step.step, found)
+        self.judged, self.newest = self.judged + 1, judgement
+        if not judgement.healthy:
+            self.bad, self.last_bad = self.bad + 1, (step.step, judgement)
 
 
 def _calls_right(step: StepMetrics) -> float | None:

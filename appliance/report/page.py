@@ -135,13 +135,13 @@ def _about(view: RunView, *, now: float, awaits_restart: bool) -> str:
 
 def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
     """(value, what it is) pairs."""
-    state, found, per_step = view.state, result(view.state), step_seconds(view.state)
+    state, rewards, per_step = view.state, result(view.state), step_seconds(view.state)
     peak = view.memory.peak
     took = (now if view.is_live else view.ended) - view.started if view.started else 0.0
     left = remaining_s(state, now=now) if view.is_live and state.work is None else None
     return [
         (f"{state.step} / {state.steps}", "steps" + (f", about {draw.duration(left)} left" if left else "")),
-        (draw.number(found.after), f"reward, {draw.number(found.before)} before"),
+        (draw.number(rewards.after), f"reward, {draw.number(rewards.before)} before"),
         (draw.tokens_per_s(median_tokens_per_s(state)).removesuffix(" tokens/s"), "tokens/s of rollout, median"),
         ("-" if per_step is None else f"{per_step:.1f} s", "a step, median, all included"),
         (draw.duration(took), "in all" if len(view.attempts) < 2 else f"in all, {len(view.attempts)} attempts"),
@@ -170,13 +170,13 @@ def _validation(view: RunView) -> list[PromptAnswers]:
 
 def _training(view: RunView) -> list[PromptAnswers]:
     """One per step, some of them, of one prompt: its best and its worst sample."""
-    told = _some([samples for samples in view.samples if samples.training])
+    shown = _some([samples for samples in view.samples if samples.training])
     is_graded = view.plan.task.own is None
     return [
         PromptAnswers(
             f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training]
         )
-        for s in told
+        for s in shown
     ]
 
 
@@ -194,11 +194,11 @@ def _by_step(prompts: Sequence[PromptAnswers]) -> list[tuple[int, list[Answer | 
     return [(step, [each.get(step) for each in answers]) for step in steps]
 
 
-def _some(told: list) -> list:
+def _some(samples: list) -> list:
     """At most so many, evenly, the first and the last among them."""
-    if len(told) <= _MOST_TIMES:
-        return told
-    return [told[round(place * (len(told) - 1) / (_MOST_TIMES - 1))] for place in range(_MOST_TIMES)]
+    if len(samples) <= _MOST_TIMES:
+        return samples
+    return [samples[round(place * (len(samples) - 1) / (_MOST_TIMES - 1))] for place in range(_MOST_TIMES)]
 
 
 def print_report(run: str, *, run_root: Path, output: Path | None) -> None:

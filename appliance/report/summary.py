@@ -66,13 +66,15 @@ def result(state: RunState) -> Result:
 
 def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
     """(label, text) pairs. seconds: of this attempt.  folder: the run's folder as a person would type it."""
-    found, per_step = result(state), draw.number(step_seconds(state), digits=1)
+    rewards, per_step = result(state), draw.number(step_seconds(state), digits=1)
     how = f"{state.val_how}, {state.val_samples} problems of the validation set"
-    how = how if found.validated else "sampled, while training"
-    beside = f" (bf16 {draw.number(state.val_bf16)})" if found.validated and state.val_bf16 is not None else ""
-    only_after = [] if found.validated or not state.val_last_step else [("validation", display.validation_text(state))]
+    how = how if rewards.validated else "sampled, while training"
+    beside = f" (bf16 {draw.number(state.val_bf16)})" if rewards.validated and state.val_bf16 is not None else ""
+    only_after = (
+        [] if rewards.validated or not state.val_last_step else [("validation", display.validation_text(state))]
+    )
     emulated = ", emulated" if plan.rollout.emulated else ""
-    reward = f"{draw.number(found.before)} before, {draw.number(found.after)}{beside} after ({how})"
+    reward = f"{draw.number(rewards.before)} before, {draw.number(rewards.after)}{beside} after ({how})"
     before = step_of(Path(plan.resume_from))
     of_them = f", {state.step - before or 'none'} of them" if before else ""
     return (
@@ -120,10 +122,10 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         compare = one_scheme and other is Scheme.BF16
         how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"
         lines.append(f"the mismatch left its bounds: {how}")
-    found = result(state)
-    if found.stayed_at_top(plan):
+    rewards = result(state)
+    if rewards.stayed_at_top(plan):
         lines.append("the reward was at its top from the start: harder problems leave something to learn")
-    elif found.before is not None and not found.climbed(plan):
+    elif rewards.before is not None and not rewards.climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
         lines.append(f"train longer: {longer}")
@@ -142,7 +144,7 @@ def summary_object(
     plan: RunPlan, state: RunState, *, state_name: str, exit_code: int, reason: str, seconds: float
 ) -> dict[str, Any]:
     """The same for machines; also what a run that failed or was stopped says of itself."""
-    found = result(state)
+    rewards = result(state)
     return {
         "state": state_name,
         "exit_code": exit_code,
@@ -150,10 +152,10 @@ def summary_object(
         "run_dir": plan.run_dir,
         "steps": state.step,
         "seconds": round(seconds, 1),
-        "reward_before": found.before,
-        "reward_after": found.after,
-        "greedy": found.validated and not any(each.temperature for each in plan.task.val_sets[:1]),
-        "reward_after_bf16": state.val_bf16 if found.validated else None,
+        "reward_before": rewards.before,
+        "reward_after": rewards.after,
+        "greedy": rewards.validated and not any(each.temperature for each in plan.task.val_sets[:1]),
+        "reward_after_bf16": state.val_bf16 if rewards.validated else None,
         "val_reward_mean": state.val_last,
         "val_reward_bf16_mean": state.val_bf16,
         "val_sets": state.sets_last,

@@ -84,16 +84,16 @@ def _outcome(view: RunView) -> _Said:
 
 
 def _reward(view: RunView) -> _Said:
-    found = result(view.state)
-    if found.before is None or found.after is None:
+    rewards = result(view.state)
+    if rewards.before is None or rewards.after is None:
         return Word.OPEN, "no step to compare with" + " yet" * view.is_live
     how = (
         f"{view.state.val_how}, {view.state.val_samples} problems"
-        if found.validated
+        if rewards.validated
         else "sampled, means of at most five steps"
     )
-    text = f"{draw.number(found.before)} before, {draw.number(found.after)} after ({how})"
-    word = Word.FINE if found.climbed(view.plan) else Word.OPEN if view.is_live else Word.WARN
+    text = f"{draw.number(rewards.before)} before, {draw.number(rewards.after)} after ({how})"
+    word = Word.FINE if rewards.climbed(view.plan) else Word.OPEN if view.is_live else Word.WARN
     return word, text
 
 
@@ -101,30 +101,30 @@ def _mismatch(view: RunView) -> _Said:
     steps = view.steps
     if steps.newest is None:
         return Word.OPEN, "no step has a mismatch yet"
-    said = [f"within the bounds in {steps.judged - steps.bad} of {steps.judged} steps"]
+    sentences = [f"within the bounds in {steps.judged - steps.bad} of {steps.judged} steps"]
     if steps.k3 is not None:
-        said.append("largest k3 {:.1e} in step {} (bound {})".format(*steps.k3, K3_KL))
+        sentences.append("largest k3 {:.1e} in step {} (bound {})".format(*steps.k3, K3_KL))
     if steps.ess is not None:
-        said.append("smallest effective sample size {:.3f} in step {} (bound {})".format(*steps.ess, ESS))
+        sentences.append("smallest effective sample size {:.3f} in step {} (bound {})".format(*steps.ess, ESS))
     if steps.last_bad is None:
-        return Word.FINE, "; ".join(said)
+        return Word.FINE, "; ".join(sentences)
     step, found = steps.last_bad
-    said.append(f"step {step}: {', '.join(found.reasons)}")
-    return Word.WARN if steps.newest.healthy else Word.BAD, "; ".join(said)
+    sentences.append(f"step {step}: {', '.join(found.reasons)}")
+    return Word.WARN if steps.newest.healthy else Word.BAD, "; ".join(sentences)
 
 
 def _precision(view: RunView) -> _Said | None:
     """The model's validation in the rollouts' scheme against BF16's, the newest that has both."""
     if (line := view.steps.both) is None:
         return None
-    own, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples
-    assert own is not None and bf16 is not None, "it has both"
-    text = f"{own:.3f} in {line.validated_in}, {bf16:.3f} in bf16, after step {line.step}"
+    in_scheme, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples
+    assert in_scheme is not None and bf16 is not None, "it has both"
+    text = f"{in_scheme:.3f} in {line.validated_in}, {bf16:.3f} in bf16, after step {line.step}"
     if not problems or view.plan.task.own is not None:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
     noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)
     text += f"; {problems:.0f} problems can tell apart ±{noise:.3f} (two standard errors, not paired)"
-    return Word.FINE if own > bf16 - noise else Word.WARN, text
+    return Word.FINE if in_scheme > bf16 - noise else Word.WARN, text
 
 
 def _updates(view: RunView) -> _Said:
@@ -143,15 +143,15 @@ def _updates(view: RunView) -> _Said:
 def _arrived(ranks: Sequence[RankUpdates], *, attempt: int) -> str:
     updates, of = min(rank.count for rank in ranks), f" of attempt {attempt}" if attempt > 1 else ""
     count = f"{sum(bool(rank.count) for rank in ranks)} of {len(ranks)} engines' processes"
-    told = [f"{updates} updates{of} arrived with the digests sent, at {count}"]
+    sentences = [f"{updates} updates{of} arrived with the digests sent, at {count}"]
     for words, taken in (
         ("first", [rank.first for rank in ranks if rank.first is not None]),
         ("newest", [rank.newest for rank in ranks if rank.newest is not None]),
     ):
         proven, layers = sum(each.layers_proven for each in taken), sum(each.layers for each in taken)
-        told.append(f"kernels proved {proven} of {layers} layers at the {words}")
+        sentences.append(f"kernels proved {proven} of {layers} layers at the {words}")
     unproven = sum(each.unproven for each in taken)
-    return "; ".join(told + [f"tensors there known by their digest alone: {unproven}"] * (unproven > 0))
+    return "; ".join(sentences + [f"tensors there known by their digest alone: {unproven}"] * (unproven > 0))
 
 
 def _attested(view: RunView) -> _Said:
@@ -160,17 +160,17 @@ def _attested(view: RunView) -> _Said:
     plan = view.plan
     expected = [_by_now(view, each) for each in attestations_at(plan, view.updates.generation().precision)]
     fingerprint = dict(view.versions).get("fingerprint", "")
-    found = check_attestations(view.run_dir, expected, pins=plan.pins, fingerprint=fingerprint)
-    said = len(expected) - len(found.missing)
-    if found.wrong or found.unreadable:
-        return Word.BAD, _first([*found.wrong, *found.unreadable])
-    if not said and view.record.state is not RunStatus.DONE:
+    attested = check_attestations(view.run_dir, expected, pins=plan.pins, fingerprint=fingerprint)
+    count = len(expected) - len(attested.missing)
+    if attested.wrong or attested.unreadable:
+        return Word.BAD, _first([*attested.wrong, *attested.unreadable])
+    if not count and view.record.state is not RunStatus.DONE:
         return Word.OPEN, "no process has said yet what it runs"
-    text = f"{said} of {len(expected)} processes run the scheme, patches and versions of the plan, by their own word"
-    if not found.missing and expected:
+    text = f"{count} of {len(expected)} processes run the scheme, patches and versions of the plan, by their own word"
+    if not attested.missing and expected:
         return Word.FINE, text
     word = Word.OPEN if view.is_live else Word.WARN
-    return word, "; ".join([text, *([_first(found.missing)] if found.missing else [])])
+    return word, "; ".join([text, *([_first(attested.missing)] if attested.missing else [])])
 
 
 def _by_now(view: RunView, planned: ExpectedAttestation) -> ExpectedAttestation:
@@ -192,22 +192,22 @@ def _first(sentences: Sequence[str], *, count: int | None = None) -> str:
 
 
 def _guard(view: RunView) -> _Said:
-    told = view.events.by_kind["guard"]
+    events = view.events.by_kind["guard"]
     if not view.plan.guard.actions:
         return Word.OPEN, "it may do nothing: guard.actions is empty"
-    if not told:
+    if not events:
         return Word.FINE, "no step gave it a reason to"
-    _, last = told.last[-1]
-    times = "once" if told.count == 1 else f"{told.count} times"
+    _, last = events.last[-1]
+    times = "once" if events.count == 1 else f"{events.count} times"
     return Word.WARN, f"{times}, the last: {last.what} ({last.why})"
 
 
 def _rewards(view: RunView) -> _Said | None:
     """What could not be graded, and steps that nothing was learned from; nothing to say where all went well."""
-    steps, said = view.steps, []
+    steps, sentences = view.steps, []
     if steps.failures:
-        said.append(f"{steps.failures:.0f} rewards failed")
+        sentences.append(f"{steps.failures:.0f} rewards failed")
     if steps.broken:
         last = f"log-probabilities were not finite, last in {steps.last_broken}"
-        said.append(f"{steps.broken} steps were not learned from: {last}")
-    return (Word.WARN, "; ".join(said)) if said else None
+        sentences.append(f"{steps.broken} steps were not learned from: {last}")
+    return (Word.WARN, "; ".join(sentences)) if sentences else None

@@ -51,10 +51,10 @@ def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttest
 
 def precision_of(text: str) -> Precision:
     """The inverse of `Precision.to_json`. Raises ValueError when the text is no precision."""
-    found = parse(text, Precision, place="not a precision")
+    precision = parse(text, Precision, place="not a precision")
     if left_out := {each.name for each in fields(Precision)} - json.loads(text).keys():  # nothing is planned by silence
         raise ValueError(f"not a precision: it does not say {', '.join(sorted(left_out))}")
-    return found
+    return precision
 
 
 def write_wanted(run_dir: Path, precision: Precision) -> None:

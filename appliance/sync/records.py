@@ -151,11 +151,11 @@ def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int, first: in
     sent = [_last(lines_of_rank(run_dir, "trainer", *place), kind=Sent) for place in places]
     taken = [_last(lines_of_rank(run_dir, "rollout", *place), kind=Acknowledgement) for place in places]
     manifest = next((one.manifest for one in sent if one is not None and one.sync == sync), "")
-    said = [
+    problems_of_ranks = [
         _problem(*each, sync=sync, is_first=sync == first, manifest=manifest)
         for each in zip(places, sent, taken, strict=True)
     ]
-    if problems := "; ".join(filter(None, said)):
+    if problems := "; ".join(filter(None, problems_of_ranks)):
         raise SyncError(f"weight update {sync}: {problems}", hint="see sync/ in the run folder")
     return SyncRecord(sent=tuple(filter(None, sent)), acknowledgements=tuple(filter(None, taken)))
 

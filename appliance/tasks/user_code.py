@@ -214,26 +214,26 @@ def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
     module: of ours, whose `main` speaks by `voice`.  given: on its stdin.
     """
     with (  # no pipes, which may outlive their child; of its text a byte may be none of UTF-8
-        tempfile.TemporaryFile("w+", errors="replace") as said,
+        tempfile.TemporaryFile("w+", errors="replace") as answers,
         tempfile.TemporaryFile() as printed,
     ):
         child = subprocess.Popen(
             module_argv(module),
             stdin=subprocess.PIPE,
-            stdout=said,
+            stdout=answers,
             stderr=printed,
             encoding="utf-8",
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
         try:
-            is_late = not _ends(child, given=given, said=said, within_s=within_s)
+            is_late = not _ends(child, given=given, answers=answers, within_s=within_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             code = child.wait()
-        said.seek(0)
-        return ChildOutput(words_in(said.read()), code, is_late, last_line(printed))
+        answers.seek(0)
+        return ChildOutput(words_in(answers.read()), code, is_late, last_line(printed))
 
 
 def words_in(text: str) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def last_line(printed: IO[bytes]) -> str:
     return (lines or ["no message"])[-1][:_SHOWN]
 
 
-def _ends(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: float) -> bool:
+def _ends(child: subprocess.Popen[str], *, given: str, answers: IO[str], within_s: float) -> bool:
     unsent: str | None = given
     length, since_s = 0, time.monotonic()
     while time.monotonic() - since_s < within_s:
@@ -262,7 +262,7 @@ def _ends(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: 
             return True
         except subprocess.TimeoutExpired:
             unsent = None  # it is sent on by the next call
-        if (now := os.fstat(said.fileno()).st_size) > length:
+        if (now := os.fstat(answers.fileno()).st_size) > length:
             length, since_s = now, time.monotonic()
     return False
 

@@ -52,13 +52,13 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         if plan.model.is_cached or plan.model.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None
-        eager = any(each.rollout.eager for each in plans)  # all alike: they are compared
-        for each, own_plan in asked:
-            if each.profile:  # the one that is there, in place of the one that a run would have in its folder
-                each = each.replace(profile=str(_profile(own_plan) or ""))
-            seen = _look(each, plan=plan, eager=eager, host=host, folder=folder)
-            rows += judge(each, seen=seen, reference=reference)
-            reference = reference if each.scheme.quantised else seen.first
+        eager = any(plan.rollout.eager for plan in plans)  # all alike: they are compared
+        for quantisation, own_plan in asked:
+            if quantisation.profile:  # the one that is there, in place of the one that a run would have in its folder
+                quantisation = quantisation.replace(profile=str(_profile(own_plan) or ""))
+            seen = _look(quantisation, plan=plan, eager=eager, host=host, folder=folder)
+            rows += judge(quantisation, seen=seen, reference=reference)
+            reference = reference if quantisation.scheme.quantised else seen.first
     console.out(as_json(rows) if json_mode else table(rows, columns=console.columns()))
     if failed := [row for row in rows if row.problems]:
         message = f"verify: {len(failed)} of {len(rows)} workers failed: {label(failed[0])}: {failed[0].problems[0]}"
@@ -79,22 +79,22 @@ def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: boo
 def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
     """What each engine is told, and the plan that says so. BF16 first: the others are compared with it. Each once."""
     head_fp32 = plans[0].rollout.replicas[0].lm_head_fp32
-    found = {Quantisation(scheme=Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
+    plan_of = {Quantisation(scheme=Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
     for plan in plans:
-        found |= {each: plan for each in plan.rollout.replicas if each.scheme.quantised}
-    return tuple(found.items())
+        plan_of |= {each: plan for each in plan.rollout.replicas if each.scheme.quantised}
+    return tuple(plan_of.items())
 
 
 def _profile(plan: RunPlan) -> Path | None:
     """The profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
     assert plan.profile is not None, "an engine of the plan has one"
-    found = Path(plan.profile.source) if plan.profile.source else find_profile(job_of_plan(plan))
-    if found is None:
+    folder = Path(plan.profile.source) if plan.profile.source else find_profile(job_of_plan(plan))
+    if folder is None:
         console.say(
             f"{plan.profile.scheme}: the run's profile is not made yet (`appliance profile` makes it): the engine is "
             "checked without one"
         )
-    return found
+    return folder
 
 
 def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: HostFacts) -> None:

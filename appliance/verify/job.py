@@ -137,32 +137,32 @@ def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | N
 
 
 def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> tuple[str, ...]:
-    found = []
+    problems = []
     if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
-        found.append("the checkpoint's own weights, sent as an update, changed what it says")
+        problems.append("the checkpoint's own weights, sent as an update, changed what it says")
     if not math.isfinite(seen.moved):
-        found.append("it says log-probs that are not finite")
+        problems.append("it says log-probs that are not finite")
     elif not seen.moved:
-        found.append("the logits did not move with other weights")
+        problems.append("the logits did not move with other weights")
     if not seen.returned:
-        found.append("tokens or log-probs did not return with the old weights")
+        problems.append("tokens or log-probs did not return with the old weights")
     if asked.scheme.quantised and reference is not None and seen.first == reference:
-        found.append("it says to the last bit what bf16 says: nothing is quantised")
-    return tuple(found)
+        problems.append("it says to the last bit what bf16 says: nothing is quantised")
+    return tuple(problems)
 
 
 def _of_a_worker(asked: Quantisation, *, worker: Worker) -> tuple[str, ...]:
-    found = []
+    problems = []
     if label(worker) != label(asked):
-        found.append(f"it runs {label(worker)}, asked for {label(asked)}")
+        problems.append(f"it runs {label(worker)}, asked for {label(asked)}")
     if worker.lm_head_fp32 != asked.lm_head_fp32:
         runs, wanted = ("FP32", "BF16") if worker.lm_head_fp32 else ("BF16", "FP32")
-        found.append(f"lm_head is in {runs}, asked for {wanted}")
+        problems.append(f"lm_head is in {runs}, asked for {wanted}")
     if worker.unmoved:
-        found.append(f"{_layers(worker.unmoved)} the same with other weights")
+        problems.append(f"{_layers(worker.unmoved)} the same with other weights")
     if worker.unreturned:
-        found.append(f"{_layers(worker.unreturned)} something else with the old weights back")
-    return tuple(found)
+        problems.append(f"{_layers(worker.unreturned)} something else with the old weights back")
+    return tuple(problems)
 
 
 def _layers(names: tuple[str, ...]) -> str:

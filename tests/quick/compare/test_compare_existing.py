@@ -98,7 +98,7 @@ def test_a_run_whose_disk_of_checkpoints_is_gone_is_not_done_again(planned: list
     end(planned[0], state=RunStatus.STOPPED, code=75)
     (planned[0].run_dir / "checkpoints").symlink_to(planned[0].run_dir / "gone")
     with pytest.raises(RecipeError, match=r"leads to .*gone, which is not there"):
-        _ready(planned[0], found=look(planned[0]))
+        _ready(planned[0], state=look(planned[0]))
     assert planned[0].run_dir.is_dir()  # not set aside
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
         (folder / "data.pt").write_bytes(b"weights")
         seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
     (folder / "data.pt").write_bytes(b"weight")  # the newest is damaged
-    ready = _ready(run, found=look(run))
+    ready = _ready(run, state=look(run))
     assert capsys.readouterr().err == "a, seed 0: goes on after step 4\n"
     assert ready.resume is not None and ready.resume.step == 4
     newest = str(checkpoint_folder(run.run_dir, step=4))
