@@ -37,6 +37,7 @@ from appliance.corrections.objective import KlPlace
 from appliance.errors import TrainingError
 from appliance.guard.policy import Action
 from appliance.quant.mismatch import (
+    DifferingToken,
     Mismatch,
     MismatchByLength,
     finite_pairs,
@@ -323,6 +324,8 @@ class Step:
     """Of BatchCorrection."""
     sync: SyncRecord | None = None
     """The weight update that ended it."""
+    differing: DifferingToken | None = None
+    """Token whose log-prob the update's forward did not give as the rollouts did, until a layer was searched for."""
 
     def is_exact(self, plan: RunPlan) -> bool:
         """Whether its log-probs are to be the rollouts' bit by bit: those in the planned precision. On a GPU
