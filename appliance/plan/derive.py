@@ -59,6 +59,8 @@ class Pace:
     why: str
     sequences: int = 0
     """Sequences of one forward as an earlier attempt of the run had them, in place of the tokens; 0: there was none."""
+    keeps_copies: bool = False
+    """As in TrainerPlan."""
 
 
 class Book:
@@ -121,6 +123,7 @@ def plan_trainer(recipe: Recipe, *, is_cpu: bool, attention: str, pace: Pace, bo
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,
         gradient_checkpointing=book.note("trainer.gradient_checkpointing", pace.gradient_checkpointing, pace.why),
+        keeps_copies=pace.keeps_copies,
         mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
         micro_batch_sequences=book.note(
             "batch.micro_batch_sequences", *micro_batch(recipe, mini_batch_prompts=mini, pace=pace)
