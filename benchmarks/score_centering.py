@@ -126,8 +126,8 @@ def updates(
     from verl.utils.tensordict_utils import assign_non_tensor
     from verl.workers.config import FSDPActorConfig
 
-    from appliance.trainer.correction import KEPT, REAL, WEIGHTS, corrected_loss
     from appliance.tasks.library import PACKAGED_MODELS
+    from appliance.trainer.correction import KEPT, REAL, WEIGHTS, corrected_loss
     from benchmarks.train_step import BF16, batch, engine
 
     def sides_of(prompts: int) -> dict[str, TensorDict]:

@@ -1,16 +1,17 @@
-"""An update of the trainer, two ways of it in turns: `python -m benchmarks.train_step`. `benchmarks.step` has whole steps
-of whole systems; here the ways are two of one engine, and nothing else of a step is run.
+"""An update of the trainer, two ways of it in turns: `python -m benchmarks.train_step`.
+
+`benchmarks.step` has whole steps of whole systems. Here both ways are of one engine, and nothing else of a step is run.
 
     python -m benchmarks.train_step                          # prompts computed for each sequence, and once for all
     python -m benchmarks.train_step --compare one-flow       # the rollouts' INT8 forward, and one in BF16
     python -m benchmarks.train_step --compare dequantised    # one flow's weights dequantised in each backward, and once
 
 Our FSDP engine of one rank over float32 masters, which keeps BF16 copies of the weights through an update, with our
-attention and log-probs; random weights of SmolLM2-135M's shapes. The two sides are one engine and one model, which take turns on the same batch:
-forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both. Seconds are wall
-time; processor seconds are of all threads, and depend less on what else the host does. A time is the median of the
-turns, a ratio that of single turns with its range. The first turn of each side is not counted. On a CPU verl has to be
-told so: VERL_PLATFORM=cpu.
+attention and log-probs; random weights of SmolLM2-135M's shapes. The two sides are one engine and one model, which take
+turns on the same batch: forward and backward of all micro-batches, then the clipped optimizer step, which is the same
+on both. Seconds are wall time; processor seconds are of all threads, and depend less on what else the host does. A time
+is the median of the turns, a ratio that of single turns with its range. The first turn of each side is not counted. On
+a CPU verl has to be told so: VERL_PLATFORM=cpu.
 """
 
 from __future__ import annotations

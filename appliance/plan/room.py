@@ -2,8 +2,9 @@
 
 What is kept need not be computed again, which saves a quarter of an update's time; and fewer, larger forwards spend
 less on what each of them costs. On one rank of a CPU the BF16 copies of all weights are then kept through an update,
-too: no other rank's are gathered, so that nothing else is needed for it. All are bought with memory, so memory decides: on a CPU the host's, on a GPU its own.
-A half of what the rest of the run leaves is for the forward, for the estimate is by rule of thumb. Pure.
+too: they are made of the rank's own masters, and nothing is gathered. All of this is bought with memory, so memory
+decides: on a CPU the host's, on a GPU its own. A half of what the rest of the run leaves is for the forward, for the
+estimate is by rule of thumb. Pure.
 """
 
 from __future__ import annotations
