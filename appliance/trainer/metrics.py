@@ -48,7 +48,7 @@ from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
 from appliance.terms.settings import Dtype, OldLogProbs
-from appliance.trainer.correction import centering_metrics, clipped_negative_fraction, mean_divergence, with_fields
+from appliance.trainer.correction import centering_metrics, clipped_negative_fraction, mean_reference_kl, with_fields
 from appliance.trainer.held import Held, rows_by_key
 from appliance.trainer.precision import Live
 from appliance.trainer.top_words import DIVERGENCE
@@ -376,7 +376,7 @@ def step_metrics(
 def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
     """`reference_kl`, nats, of a divergence in the loss: the estimator's mean over the tokens that were trained on."""
     kl = plan.algorithm.kl
-    return {"reference_kl": mean_divergence(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
+    return {"reference_kl": mean_reference_kl(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
 
 
 def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:

@@ -13,6 +13,7 @@ from first_loads import changed
 from test_engine_int8 import KERNEL, write_plan
 from torch import Tensor
 
+from appliance.plan import build
 from appliance.record.events import may_restart, read_events
 from appliance.terms.environment import EVENTS_VARIABLE, PLAN_VARIABLE
 
@@ -62,15 +63,7 @@ def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], 
     assert child.returncode == 0, child.stderr[-3000:]
     said = json.loads((tmp_path / "attest" / "rollout-0-0.json").read_text())
     assert said["scheme"] == "int8"
-    assert said["patches"] == [
-        "chunked-log-probs",
-        "cpu-no-amx-tiles",
-        "cpu-process-group",
-        "cpu-seeded-requests",
-        "cpu-seeded-sampling",
-        "cpu-token-ranks",
-        "whole-checkpoint",
-    ]
+    assert said["patches"] == sorted({*build.VERL_PATCHES, *build.CPU_ROLLOUT_PATCHES})
     assert said["detail"]["kernels"] == {KERNEL: 12, "UnquantizedEmbeddingMethod": 2}
     tokens = next(line for line in child.stdout.splitlines() if line.startswith("tokens "))
     assert len(json.loads(tokens.removeprefix("tokens "))) == 16
