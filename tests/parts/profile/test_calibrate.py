@@ -227,7 +227,6 @@ def test_smoothing_that_does_not_help_is_dropped(
     assert profile.predicted == plain.predicted  # what was tried is out of the weights again
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8])
 def test_factors_by_the_rule_are_tried_where_better_ones_do_not_help(
     qwen2: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +242,7 @@ def test_factors_by_the_rule_are_tried_where_better_ones_do_not_help(
         assert torch.equal(group.scale_K, wanted.scale_K)
 
 
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8])
 def test_factors_are_refined_behind_norms_and_in_int8_alone(
     saved: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch, scheme: Scheme
 ) -> None:
