@@ -76,15 +76,17 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
-    """Gives an empty folder to fill, which becomes `target` when the block ends well, and is removed when it does not.
-    others_count: of a cache: where another process was first, its folder stays and is as good, and what processes that
-    were killed left of this target is removed.  Raises OSError."""
+def whole_folder(target: Path, *, for_cache: bool = False) -> Iterator[Path]:
+    """Give an empty folder to fill, which becomes `target` when the block ends well, and is removed when it does not.
+
+    for_cache: whether `target` is in a cache: where another process was first, its folder stays and is as good, and
+    what processes that were killed left of this target is removed.  Raises OSError.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = partial_prefix(target)
-    if others_count:
+    if for_cache:
         prefix = f"{prefix}{_host()}-"
-        _remove_abandoned(prefix, parent=target.parent)
+        _remove_abandoned_folders(prefix, parent=target.parent)
     with _new_folder(prefix, parent=target.parent) as folder:
         yield folder
         for path in (*folder.rglob("*"), folder):  # mkdtemp and safetensors make them private; these may be shared
@@ -93,7 +95,7 @@ def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
         try:
             folder.rename(target)
         except OSError:  # there is one that is not empty
-            if not (others_count and target.is_dir()):
+            if not (for_cache and target.is_dir()):
                 raise
         sync_to_disk(target.parent)
 
@@ -103,7 +105,7 @@ def working_folder(prefix: str, *, cache: Path) -> Iterator[Path]:
     """Gives an empty folder in a folder of the cache, which is removed at the end; so is what processes that were
     killed left of the same prefix.  Raises OSError."""
     prefix = f"{prefix}{_host()}-"
-    _remove_abandoned(prefix, parent=cache)
+    _remove_abandoned_folders(prefix, parent=cache)
     with _new_folder(prefix, parent=cache) as folder:
         yield folder
 
@@ -141,15 +143,16 @@ def _make_locked(prefix: str, *, parent: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _remove_abandoned(prefix: str, *, parent: Path) -> None:
+def _remove_abandoned_folders(prefix: str, *, parent: Path) -> None:
     """Remove the folders of this prefix whose makers have ended: those that can be locked. The prefix names this host:
     a lock of another one may not be seen here, and versions before this one took none. Where the file system cannot
     lock folders (NFS), nothing is removed."""
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
-        _remove_if_abandoned(folder)
+        _remove_unless_locked(folder)
 
 
-def _remove_if_abandoned(folder: Path) -> None:
+def _remove_unless_locked(folder: Path) -> None:
+    """Remove a folder whose maker has ended; nothing where it cannot be locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone by now, no folder, or another user's

@@ -34,8 +34,8 @@ from appliance.terms.environment import RUN_VARIABLE
 RECIPE = "arithmetic-tiny-int8"
 SETTINGS = {
     "int8": ("rollout.scheme=auto",),
-    "int8, one flow": ("trainer.forward=rollout",),
-    "int8, one flow, no pass": ("trainer.forward=rollout", "trainer.old_log_probs=rollout"),
+    "int8, one flow": ("trainer.forward=rollout", "trainer.old_log_probs=recompute"),
+    "int8, one flow, no pass": ("trainer.forward=rollout",),
     "bf16": ("rollout.scheme=bf16",),
     "int8, learning rate 0": ("optimizer.learning_rate=0",),
 }

@@ -126,9 +126,9 @@ def updates(
     from verl.utils.tensordict_utils import assign_non_tensor
     from verl.workers.config import FSDPActorConfig
 
+    from appliance.tasks.library import PACKAGED_MODELS
     from appliance.trainer.correction import KEPT, REAL, WEIGHTS, corrected_loss
-    from appliance.trainer.top_words import TopWordsEngine
-    from benchmarks.train_step import batch, engine
+    from benchmarks.train_step import BF16, batch, engine
 
     def sides_of(prompts: int) -> dict[str, TensorDict]:
         sizes = {"prompt_tokens": prompt_tokens, "response_tokens": tokens, "micro_batch": micro_batch}
@@ -141,8 +141,9 @@ def updates(
         assign_non_tensor(plain, global_batch_size=len(plain))
         return {WITHOUT: plain, WITH: with_words(plain, words=words)}
 
-    trainer = engine()
-    trainer.__class__ = TopWordsEngine
+    trainer, forwards, _ = engine(layers=PACKAGED_MODELS["smollm2-135m"].shape.layers)
+    for module, forward in forwards[BF16]:
+        module.forward = forward
     trainer.shares_prompts, trainer.engine_config.forward_only = True, False
     config = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.2

@@ -1,13 +1,17 @@
-"""An update of the trainer, with prompts computed once and without: `python -m benchmarks.train_step`.
+"""An update of the trainer, two ways of it in turns: `python -m benchmarks.train_step`.
 
-With `--one-flow`: an update with the rollouts' INT8 forward and one in BF16, prompts computed once in both.
+`benchmarks.step` has whole steps of whole systems. Here both ways are of one engine, and nothing else of a step is run.
 
-verl's FSDP engine of one rank over float32 masters, computing in BF16 under autocast, with our attention and log-probs;
-random weights of SmolLM2-135M's shapes. The two sides are one engine and one model, which take turns on the same batch:
-forward and backward of all micro-batches, then the clipped optimizer step, which is the same on both. Seconds are wall
-time; processor seconds are of all threads, and depend less on what else the host does. A time is the median of the
-turns, a ratio that of single turns with its range. The first turn of each side is not counted. On a CPU verl has to be
-told so: VERL_PLATFORM=cpu.
+    python -m benchmarks.train_step                          # prompts computed for each sequence, and once for all
+    python -m benchmarks.train_step --compare one-flow       # the rollouts' INT8 forward, and one in BF16
+    python -m benchmarks.train_step --compare dequantised    # one flow's weights dequantised in each backward, and once
+
+Our FSDP engine of one rank over float32 masters, which keeps BF16 copies of the weights through an update, with our
+attention and log-probs; random weights of SmolLM2-135M's shapes. The two sides are one engine and one model, which take
+turns on the same batch: forward and backward of all micro-batches, then the clipped optimizer step, which is the same
+on both. Seconds are wall time; processor seconds are of all threads, and depend less on what else the host does. A time
+is the median of the turns, a ratio that of single turns with its range. The first turn of each side is not counted. On
+a CPU verl has to be told so: VERL_PLATFORM=cpu.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from appliance.trainer.rollout_forward import RolloutForward
-    from appliance.trainer.shared_prompts import SharedPromptsEngine
+    from appliance.trainer.verl_engine import ApplianceEngine
 
-SIDES = ("whole sequences", "prompts once")
-FORWARDS = ("one flow", "BF16")
+WHOLE, BF16, FLOW, DEQUANTISES = "whole sequences", "prompts once", "one flow", "one flow, dequantised each time"
+COMPARED = {"prompts": (WHOLE, BF16), "one-flow": (FLOW, BF16), "dequantised": (DEQUANTISES, FLOW)}
 
 
 @dataclass
@@ -98,7 +102,7 @@ def batch(*, prompts: int, samples: int, prompt_tokens: int, response_tokens: in
 
 
 class Engine:
-    """verl's, with what an update needs and nothing else, on either side of either pair."""
+    """Ours, with what an update needs and nothing else, on either side of each pair."""
 
     def __init__(self, *, layers: int) -> None:
         self.engine, self._forwards, self._flow = engine(layers=layers)
@@ -106,10 +110,12 @@ class Engine:
     def use(self, side: str, data: TensorDict) -> None:
         from verl.utils.tensordict_utils import assign_non_tensor
 
-        is_flow = side == "one flow"
-        self.engine.shares_prompts = side != "whole sequences"
-        for module, forward in self._forwards["one flow" if is_flow else "BF16"]:
+        is_flow = side in (FLOW, DEQUANTISES)
+        self.engine.shares_prompts = side != WHOLE
+        for module, forward in self._forwards[FLOW if is_flow else BF16]:
             module.forward = forward
+        for layer in self._flow.linears():
+            layer.keeps_dequantised = side == FLOW
         assign_non_tensor(data, use_fused_kernels=is_flow)
 
     def step(self) -> None:
@@ -119,13 +125,13 @@ class Engine:
 
 def engine(
     *, layers: int
-) -> tuple[SharedPromptsEngine, dict[str, list[tuple[Module, Callable[..., Any]]]], RolloutForward]:
-    """(verl's engine, modules and their forwards by name, the rollouts' forward)."""
+) -> tuple[ApplianceEngine, dict[str, list[tuple[Module, Callable[..., Any]]]], RolloutForward]:
+    """Make (our engine, modules and their forwards by side, the rollouts' forward)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import appliance.trainer.worker  # noqa: F401  our attention and log-probs
-    from appliance.trainer.shared_prompts import SharedPromptsEngine
+    from appliance.trainer.verl_engine import ApplianceEngine
 
     shape = PACKAGED_MODELS["smollm2-135m"].shape
     config = LlamaConfig(
@@ -142,15 +148,16 @@ def engine(
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).train()
     modules = [model, *model.model.layers, model.lm_head]
-    forwards = {"BF16": [(module, module.forward) for module in modules]}
+    forwards = {BF16: [(module, module.forward) for module in modules]}
     flow = put_in(model)
-    forwards["one flow"] = [(module, module.forward) for module in modules]
+    forwards[FLOW] = [(module, module.forward) for module in modules]
     on_one_rank(model)
-    made = SharedPromptsEngine.__new__(SharedPromptsEngine)
+    made = ApplianceEngine.__new__(ApplianceEngine)
+    made._keeps_copies, made._flow = True, None
     made.module, made.use_ulysses_sp, made.pad_to_length = model, False, None
     made.ulysses_device_mesh, made.ulysses_sequence_parallel_size = None, 1
     made.scaler, made._qat_enabled, made._autocast_dtype = None, False, torch.bfloat16
-    made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
+    made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, reshard_after_forward=True)
     made.optimizer_config = SimpleNamespace(clip_grad=1.0)
     made.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
     return made, forwards, flow
@@ -192,7 +199,7 @@ def main() -> int:
     parser.add_argument("--response-tokens", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward")
     parser.add_argument("--layers", type=int, default=PACKAGED_MODELS["smollm2-135m"].shape.layers)
-    parser.add_argument("--one-flow", action="store_true", help="its forward against BF16's, prompts once in both")
+    parser.add_argument("--compare", choices=COMPARED, default="prompts", help="the two sides (default: prompts)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="a file for the page")
@@ -207,7 +214,7 @@ def main() -> int:
         response_tokens=given.response_tokens,
         micro_batch=given.micro_batch,
     )
-    sides = FORWARDS if given.one_flow else SIDES
+    sides = COMPARED[given.compare]
     times = timed(data, sides=sides, turns=given.turns, layers=given.layers)
     left, right = (times[side] for side in sides)
     tokens = int(data["input_ids"].offsets()[-1])

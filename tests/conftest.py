@@ -231,7 +231,7 @@ def short(short_root: Path, kept_models: Path) -> Finished:
     finished = once(short_root / "finished", make)
     assert finished.code == 0, finished.stderr[-4000:]
     for made in (short_root / ".cache" / "models").glob("tiny-*"):
-        with whole_folder(kept_models / made.name, others_count=True) as folder:
+        with whole_folder(kept_models / made.name, for_cache=True) as folder:
             shutil.copytree(made, folder, dirs_exist_ok=True)
     return finished
 

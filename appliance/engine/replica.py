@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
+from appliance.errors import EngineError
 from appliance.quant.files import by_content
 from appliance.quant.mismatch import LayerTrace, Place, TopWords
 from appliance.record.engine_start import starting
@@ -151,7 +152,9 @@ def load_replica() -> type[RolloutReplica]:
                 ids, flat = list(one.token_ids), one.logprobs
                 words_TL = np.array(flat.token_ids, np.int32).reshape(len(ids), -1 if ids else 1)
                 log_probs_TL = np.array(flat.logprobs, np.float32).reshape(words_TL.shape)
-                assert words_TL[:, 0].tolist() == ids, "vLLM puts the sampled word before the most likely ones"
+                if words_TL[:, 0].tolist() != ids:
+                    what = "vLLM did not put the sampled word before the most likely ones"
+                    raise EngineError(what, hint="report it with the log: this version of vLLM is not as expected")
                 top = TopWords(words_TL[:, 1:].copy(), log_probs_TL[:, 1:].copy()) if words_TL.shape[1] > 1 else None
                 finished = one.finish_reason == "stop"
                 samples.append(Sample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top))

@@ -395,14 +395,17 @@ class _TaskBefore(BaseModel):
 class _TrainerBefore(BaseModel):
     gradient_checkpointing: bool | None = None
     micro_batch_sequences: int | None = None
+    keeps_copies: bool = False
 
     @property
     def pace(self) -> Pace | None:
-        """None where a plan of another version does not have both."""
+        """None where a plan of another version does not have both of the first. Where it does not have the third, its
+        memory was chosen without copies."""
         if self.gradient_checkpointing is None or not self.micro_batch_sequences:
             return None
         why = "as the run began, whatever memory there is now"
-        return Pace(self.gradient_checkpointing, 0, why, sequences=self.micro_batch_sequences)
+        sequences, keeps = self.micro_batch_sequences, self.keeps_copies
+        return Pace(self.gradient_checkpointing, 0, why, sequences=sequences, keeps_copies=keeps)
 
 
 class _PlanBefore(BaseModel, strict=True):

@@ -162,7 +162,7 @@ def build_plan(
     book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe))
     validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
-    trainer = derive.plan_trainer(recipe, attention=attention, pace=UNKNOWN, book=derive.Book())
+    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, attention=attention, pace=UNKNOWN, book=derive.Book())
     engine = derive.plan_engine(recipe, device=device, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
@@ -188,7 +188,9 @@ def build_plan(
         raise RecipeError([(message, "use `int8`, or `bf16`, or trainer.dtype: bf16")])
     micro = trainer.micro_batch_sequences
     correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=derive.Book())
-    guard = engines.plan_guard(recipe, rollout=rollout, is_cpu=capability is None, experts=experts, book=book)
+    guard = engines.plan_guard(
+        recipe, rollout=rollout, old_log_probs=trainer.old_log_probs, is_cpu=is_cpu, experts=experts, book=book
+    )
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
@@ -259,7 +261,7 @@ def build_plan(
             f"blocks of {CPU_KV_BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
         )
         engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
-    trainer = derive.plan_trainer(recipe, attention=attention, pace=pace, book=book)
+    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, attention=attention, pace=pace, book=book)
     micro = trainer.micro_batch_sequences
     correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=book)
     plan = draft.replace(engine=engine, trainer=trainer, correction=correction, choices=tuple(book.choices))

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from appliance.corrections.objective import Aggregate, KlPlace
 from appliance.corrections.registry import METHODS, correction_of
+from appliance.guard.policy import Action
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import (
     AlgorithmKind,
@@ -38,7 +39,10 @@ _ATTENTIONS = {
 _IN_FP16 = (
     "engines and what they are sent, too; losses are scaled: an update that overflows is left out and halves that"
 )
-_OF_ROLLOUTS = "the engines': no pass over the batch before an update; a correction has nothing to act on"
+_OF_ROLLOUTS = (
+    "the engines': no pass over the batch before an update, whose own forward is checked against them; a correction "
+    "has nothing to act on"
+)
 _IN_UPDATE = (
     "a step's only update gives them: no pass over the batch before it; the loss corrects by them, and what it used is "
     "checked against the log-probs that the workers held"
@@ -55,6 +59,8 @@ class Pace:
     why: str
     sequences: int = 0
     """Sequences of one forward as an earlier attempt of the run had them, in place of the tokens; 0: there was none."""
+    keeps_copies: bool = False
+    """As in TrainerPlan."""
 
 
 class Book:
@@ -96,7 +102,7 @@ def attention_of(recipe: Recipe) -> tuple[str, str]:
     return (ATTENTION_NAME if asked is Attention.AUTO else str(asked)), _ATTENTIONS[asked]
 
 
-def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> TrainerPlan:
+def plan_trainer(recipe: Recipe, *, is_cpu: bool, attention: str, pace: Pace, book: Book) -> TrainerPlan:
     one_flow = recipe.trainer.forward is Forward.ROLLOUT
     if fp8_backward := recipe.trainer.backward is Backward.FP8_BLOCK:
         emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
@@ -105,17 +111,19 @@ def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> T
         book.note("trainer.dtype", recipe.trainer.dtype, _IN_FP16)
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
+    source = old_log_probs_of(recipe, mini_batch_prompts=mini, is_cpu=is_cpu)
     return TrainerPlan(
         attention=attention,
         dtype=recipe.trainer.dtype,
         one_flow=one_flow,
         linears=recipe.trainer.forward is Forward.LINEARS,
         fp8_backward=fp8_backward,
-        old_log_probs=book.note("trainer.old_log_probs", *old_log_probs_of(recipe, mini_batch_prompts=mini)),
+        old_log_probs=book.note("trainer.old_log_probs", *source),
         sequence_parallel=recipe.trainer.sequence_parallel,
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,
         gradient_checkpointing=book.note("trainer.gradient_checkpointing", pace.gradient_checkpointing, pace.why),
+        keeps_copies=pace.keeps_copies,
         mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
         micro_batch_sequences=book.note(
             "batch.micro_batch_sequences", *micro_batch(recipe, mini_batch_prompts=mini, pace=pace)
@@ -125,23 +133,26 @@ def plan_trainer(recipe: Recipe, *, attention: str, pace: Pace, book: Book) -> T
     )
 
 
-def old_log_probs_of(recipe: Recipe, *, mini_batch_prompts: int) -> tuple[OldLogProbs, str]:
+def old_log_probs_of(recipe: Recipe, *, mini_batch_prompts: int, is_cpu: bool) -> tuple[OldLogProbs, str]:
     """(where a step's old log-probs come from, why)."""
     asked = recipe.trainer.old_log_probs
     if asked is OldLogProbsChoice.ROLLOUT:
         return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
     if asked is OldLogProbsChoice.RECOMPUTE:
         return OldLogProbs.RECOMPUTE, "as given: a pass over the batch before the update"
-    if reason := why_a_pass(recipe, mini_batch_prompts=mini_batch_prompts):
+    if reason := why_a_pass(recipe, mini_batch_prompts=mini_batch_prompts, is_cpu=is_cpu):
         return OldLogProbs.RECOMPUTE, f"a pass over the batch before the update: {reason}"
+    if recipe.trainer.forward is Forward.ROLLOUT:
+        return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
     return OldLogProbs.UPDATE, _IN_UPDATE
 
 
-def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int) -> str:
+def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int, is_cpu: bool) -> str:
     """Say what needs old log-probs before a step's update, or needs others than that update's forward gives.
 
     Empty where nothing does."""
     method, lora = METHODS[recipe.correction.method], recipe.model.lora
+    one_flow = recipe.trainer.forward is Forward.ROLLOUT
     if mini_batch_prompts != recipe.batch.prompts_per_step:
         return "a step has several updates, and only the first one's forward is of the policy before them"
     if lora is not None and lora.dropout:
@@ -150,12 +161,14 @@ def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int) -> str:
         return "flash-attn may drop in an update, as the model's config.json says, and the policy does not"
     if recipe.algorithm.kl and recipe.algorithm.kl_in is KlPlace.REWARD:
         return "`algorithm.kl` is in the reward, which the advantages are made of"
-    if method.reads_step:
+    if method.reads_step and not one_flow:  # there the engines' are known before the update
         return f"`{method.name}` weighs a sequence by the whole step"
     if method.has_shadow_pass:
         return f"`{method.name}` has a shadow pass that compares with them"
-    if recipe.trainer.forward is Forward.ROLLOUT:
-        return "they are compared with the rollouts' while the weights that sampled are there to search for a layer"
+    if one_flow and Action.TIGHTEN in (recipe.guard.actions or ()):
+        return "`tighten` in `guard.actions` is for a correction, which the engines' leave nothing to act on"
+    if one_flow and not is_cpu:
+        return "on a GPU nothing promises that the engines' are the trainer's to the last bit"
     return ""
 
 

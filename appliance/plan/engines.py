@@ -13,13 +13,13 @@ from appliance.files import digest_of
 from appliance.gguf.source import gguf_facts
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Backward, Forward, OldLogProbsChoice, Recipe, SchemeChange, SchemeChoice
+from appliance.recipe.schema import Backward, Forward, Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import OldLogProbs, Quantisation
 from appliance.terms.shapes import read_shape
 
 PROFILE_FOLDER = "profile"
@@ -217,11 +217,13 @@ def _names(entry: str, name: str) -> bool:
         return False
 
 
-def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool, experts: bool, book: Book) -> GuardPlan:
+def plan_guard(
+    recipe: Recipe, *, rollout: RolloutPlan, old_log_probs: OldLogProbs, is_cpu: bool, experts: bool, book: Book
+) -> GuardPlan:
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
     asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     usual, why_usual = USUAL_ACTIONS, "the usual ladder"
-    if recipe.trainer.old_log_probs is OldLogProbsChoice.ROLLOUT:
+    if old_log_probs is OldLogProbs.ROLLOUT:
         usual = tuple(each for each in usual if each is not Action.TIGHTEN)
         why_usual = "without `tighten`: a correction has nothing to act on"
     actions = usual if recipe.guard.actions is None else recipe.guard.actions

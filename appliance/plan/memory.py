@@ -39,7 +39,7 @@ _SPARE_BLOCKS = 2  # vLLM's block for padding, and one more
 _COUNT = 4  # bytes per sequence and word: vLLM's V2 runner counts what was said, penalties or not
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight that is trained, FP32, shared by all ranks
 _FROZEN = 2  # bytes per weight that is not, BF16, shared by all ranks
-_COPY = 2  # bytes per weight, BF16, of those that compute during an update: `RunPlan.keeps_copies`
+_COPY = 2  # bytes per weight, BF16, of those that compute during an update: `TrainerPlan.keeps_copies`
 _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
@@ -236,7 +236,10 @@ def _activations(plan: RunPlan, shape: ModelShape) -> int:
 def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes of what one forward of a rank keeps for its backward: activations, logits, and copies of weights."""
     per_logit = _LOGITS_ON_CPU if plan.device == CPU else _LOGITS
-    copies = _COPY * shape.weights if plan.keeps_copies else 0
+    copies, trainer = 0, plan.trainer
+    if trainer.keeps_copies:
+        dequantises = trainer.quantises and not trainer.fp8_backward
+        copies = _COPY * (shape.weights + (shape.linear_weights if dequantises else 0))
     return _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * per_logit + copies
 
 

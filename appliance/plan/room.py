@@ -1,8 +1,10 @@
 """What memory leaves to the trainer's forward: whether activations are kept, and how many tokens are forwarded at once.
 
 What is kept need not be computed again, which saves a quarter of an update's time; and fewer, larger forwards spend
-less on what each of them costs. Both are bought with memory, so memory decides: on a CPU the host's, on a GPU its own.
-A half of what the rest of the run leaves is for the forward, for the estimate is by rule of thumb. Pure.
+less on what each of them costs. On one rank of a CPU the BF16 copies of all weights are then kept through an update,
+too: they are made of the rank's own masters, and nothing is gathered. All of this is bought with memory, so memory
+decides: on a CPU the host's, on a GPU its own. A half of what the rest of the run leaves is for the forward, for the
+estimate is by rule of thumb. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def choose_pace(recipe: Recipe, draft: RunPlan, *, shape: ModelShape | None, hos
     for trial, tokens in _paces(recipe, draft):
         if (needed := forward_bytes(trial, shape)) <= most:
             why = f"a forward keeps {needed / GIB:.1f} GiB, at most half of the {free / GIB:.1f} that the rest leaves"
-            return Pace(False, tokens, why)
+            return Pace(False, tokens, why, keeps_copies=trial.trainer.keeps_copies)
     left = f"half of the {max(0, free) / GIB:.1f} GiB that the rest leaves"
     why = f"activations are recomputed, a third more time: {left} is too little to keep them"
     return Pace(True, _TOKENS_OF_THE_CAREFUL, why)
@@ -49,8 +51,9 @@ def keep_pace(recipe: Recipe, draft: RunPlan, *, before: Pace | None) -> Pace | 
 
 
 def _paces(recipe: Recipe, draft: RunPlan) -> Iterator[tuple[RunPlan, int]]:
+    keeps_copies = draft.is_cpu and draft.topology.gpus == 1
     for tokens in _TOKENS:
         pace = Pace(False, tokens, "")
         micro, _ = micro_batch(recipe, mini_batch_prompts=draft.trainer.mini_batch_prompts, pace=pace)
-        changed = {"gradient_checkpointing": False, "micro_batch_sequences": micro}
+        changed = {"gradient_checkpointing": False, "micro_batch_sequences": micro, "keeps_copies": keeps_copies}
         yield draft.replace(trainer=draft.trainer.replace(**changed)), tokens

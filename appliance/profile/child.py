@@ -94,7 +94,7 @@ def _make(job: ProfileJob, *, profile_of: ProfileOf) -> Path:
         versions={name: version_of(name) for name in _VERSIONS},
     )
     profile = profile_of(job, folder, origin)
-    with whole_folder(target, others_count=True) as made:
+    with whole_folder(target, for_cache=True) as made:
         write_profile(profile, folder=made)
     return target
 

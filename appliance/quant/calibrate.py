@@ -9,7 +9,7 @@ quantised engine would have. For each layer:
    query heads that share a head of values the largest. For INT8, what a norm feeds gets better ones from the same
    sample of tokens (`quant/smoothing_factors.py`).
 3. The same measurement on the same tokens with the scales folded in. A group that does not lower the error of the layer
-   that reads it is dropped.
+   that reads it is dropped; where better factors were found, for the rule's.
 4. The quantised stream goes on through the quantised layer.
 
 At the end both streams go through the head: the mismatch to expect (`quant/prediction.py`). Where that is above a
@@ -123,14 +123,14 @@ def _one_layer(
     errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
     kept_groups, weight_errors = [], {}
     for unit in view.units:
-        if (group := groups.get(unit)) is not None:
+        for group in groups.get(unit, ()):
             view.fold(group)
             error = view.smoothed(unit, group=group, samples=samples).relative(unit)
             if error < plain.relative(unit):
                 errors[unit.members[0]] = error
                 kept_groups.append(group)
-            else:
-                view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
+                break
+            view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
         # A unit comes before those that are smoothed through it: its errors are those of rows as they were.
         weight_errors[unit] = view.weight_error(unit)
     streams.quantised = view.quantised(streams.quantised, kept=frozenset())
@@ -155,8 +155,9 @@ def _one_layer(
 
 def _groups(
     view: LayerView, *, ranges: dict[str, Tensor], samples: Samples, strength: float
-) -> dict[Unit, SmoothingGroup]:
-    """A group for each quantised unit whose input can be smoothed, where its scales are not all 1."""
+) -> dict[Unit, list[SmoothingGroup]]:
+    """Make the groups to try, the best guess first, for each quantised unit whose input can be smoothed. Scales that
+    are all 1 are none."""
     groups = {}
     for unit in view.units:
         key = unit.members[0]
@@ -165,10 +166,10 @@ def _groups(
             continue
         weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
         activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
-        scale_K = by_rule(activation_K, weight_K=weight_K, strength=strength)
+        scales = [by_rule(activation_K, weight_K=weight_K, strength=strength)]
         if unit.norm and key != GATE_UP and view.scheme.spec.even_steps:
             x_MK = torch.cat([some_MK for member, _, some_MK in samples if member == key])
-            scale_K = refine(scale_K, x_MK=x_MK, weight_NK=torch.cat(view.weights(unit)))
-        if bool((scale_K != 1).any()):
-            groups[unit] = view.group(unit, scale_K=scale_K)
+            refined_K = refine(scales[0], x_MK=x_MK, weight_NK=torch.cat(view.weights(unit)))
+            scales = [refined_K] if torch.equal(refined_K, scales[0]) else [refined_K, *scales]
+        groups[unit] = [view.group(unit, scale_K=scale_K) for scale_K in scales if bool((scale_K != 1).any())]
     return groups

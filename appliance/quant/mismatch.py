@@ -187,6 +187,19 @@ def _bucket(sequences: _Sequences, inside_S: Tensor, *, low: int, high: int | No
     )
 
 
+@dataclass(frozen=True)
+class DifferingToken:
+    """A token of a step whose log-prob in the trainer is not the rollouts', where it is to be."""
+
+    ids: list[int]
+    """Tokens before it: prompt and response."""
+    token: int
+    trainer: float
+    """Log-prob in the trainer, nats."""
+    rollout: float
+    """Log-prob in the rollouts, nats."""
+
+
 Place = tuple[str, int]  # a layer, and a row of its output: a token of the sequence
 
 

@@ -397,6 +397,9 @@ class TrainerPlan(Frozen):
     offload_optimizer: bool
     """Both: to the host's memory between uses."""
     gradient_checkpointing: bool
+    keeps_copies: bool = False
+    """Whether what an update computes with is kept in BF16 from its first forward to its last backward, rather than
+    made again by each micro-batch: copies of all weights and, of weights that the trainer quantises, their values."""
     mini_batch_prompts: int
     """Of one update."""
     micro_batch_sequences: int
@@ -544,12 +547,6 @@ class RunPlan(Frozen):
         has_dropout = self.lora is not None and self.lora.dropout > 0
         attends = self.trainer.attention == ATTENTION_NAME and self.trainer.sequence_parallel == 1
         return self.is_cpu and attends and not has_dropout
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether a trainer of one rank keeps the BF16 copies of all its weights during an update, rather than make
-        those of each layer anew in each forward and backward. Where activations are recomputed memory is short."""
-        return self.is_cpu and self.topology.gpus == 1 and not self.trainer.gradient_checkpointing
 
     @property
     def topology(self) -> Topology:

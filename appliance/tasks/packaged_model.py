@@ -103,7 +103,7 @@ def convert_gguf(source: Path, *, target: Path, beat: Callable[[], None]) -> Non
     written."""
     from appliance.gguf.convert import convert  # loads torch
 
-    with whole_folder(target, others_count=True) as folder, beating(beat), _refusals(source):
+    with whole_folder(target, for_cache=True) as folder, beating(beat), _refusals(source):
         convert(source, folder=folder)
 
 

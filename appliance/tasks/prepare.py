@@ -98,7 +98,7 @@ def _make_tiny_model(plan: RunPlan) -> None:
 
     spec = TINY_MODELS[plan.model.builtin]
     report = _reporter(Path(plan.run_dir), label="warm start", total=spec.steps)
-    with whole_folder(Path(plan.model.path), others_count=True) as folder:
+    with whole_folder(Path(plan.model.path), for_cache=True) as folder:
         make_tiny_model(spec, difficulty=plan.task.difficulty, folder=folder, on_step=report)
 
 
@@ -158,7 +158,7 @@ def _make_data(plan: RunPlan) -> None:
         append_event(run_dir, kind="note", what=note, why="task.max_prompt_tokens")
     if too_few := too_few_problems(len(splits.train), prompts_per_step=plan.prompts_per_step):
         raise RecipeError(too_few)
-    with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
+    with whole_folder(Path(task.train_parquet).parent, for_cache=True) as folder:
         write_parquet({"train": splits.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
         write_parquet(splits.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
         if task.tools:

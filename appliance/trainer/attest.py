@@ -5,7 +5,7 @@ layer both differ."""
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from appliance import patch
 from appliance.corrections.objective import Advantage
 from appliance.errors import AttestationError
 from appliance.quant.loading import tensors_loaded
-from appliance.quant.mismatch import LayerTrace, first_difference
+from appliance.quant.mismatch import DifferingToken, LayerTrace, first_difference
 from appliance.record.attestations import (
     Attestation,
     check_attestations,
@@ -40,6 +40,7 @@ from appliance.sync.precision import attestations_at, read_generation
 from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Dtype
 from appliance.trainer.correction import gdpo_weights
+from appliance.trainer.held import HeldRow
 from appliance.trainer.rollout_forward import HEAD, backward, follow_engines, quantised_layers
 
 SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all that its layers put out
@@ -177,21 +178,39 @@ def installed_loss(loss_fn: partial) -> dict[str, str]:
     return {"loss": config.policy_loss.loss_mode, "aggregate": config.loss_agg_mode}
 
 
+def find_differing(batch: KVBatchMeta, *, held: Mapping[str, HeldRow] | None = None) -> DifferingToken:
+    """Find the first token of the batch that differs; there is one.
+
+    held: what the update's forward gave of its sequences, by their keys; None: the batch has the log-probs of a pass.
+    """
+    keys = batch.keys if held is None else [key for key in batch.keys if key in held]
+    fields = ["prompts", "responses", "rollout_log_probs", "loss_mask", *(["old_log_probs"] if held is None else [])]
+    data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+    prompts, responses, rollout, real, *of_pass = (data[name].unbind() for name in fields)
+    trainer = of_pass[0] if held is None else [held[key].log_probs for key in keys]
+    return first_differing(zip(prompts, responses, trainer, rollout, real, strict=True))
+
+
 def tell_layer(
-    batch: KVBatchMeta, *, plan: RunPlan, step: int, workers: list[ActorHandle], servers: list[ActorHandle]
+    differing: DifferingToken,
+    *,
+    plan: RunPlan,
+    step: int,
+    workers: list[ActorHandle],
+    servers: list[ActorHandle],
+    has_moved: bool,
 ) -> None:
-    """As an event, which layer makes log-probs differ that are to be equal. Before the weights change, while nothing is
-    generated."""
-    fields = ["prompts", "responses", "old_log_probs", "rollout_log_probs", "loss_mask"]
-    data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    ids, token, *then = first_differing(zip(*(data[name].unbind() for name in fields), strict=True))
-    asked = {"token": token, "temperature": plan.rollout.temperature}
+    """Report as an event which layer makes log-probs differ that are to be equal. While nothing is generated, and
+    trainer and engines have the same weights. has_moved: whether these are other weights than the step's."""
+    asked = {"token": differing.token, "temperature": plan.rollout.temperature}
 
     def by_trainer(ids: list[int], **more: Any) -> LayerTrace:
         return ray.get([worker.__ray_call__.remote(_traced, ids, asked | more) for worker in workers])[0]
 
     by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **asked, **more)) for each in servers]
-    what, why = search(ids, by_trainer=by_trainer, by_engines=by_engines, then=(then[0], then[1]))
+    then = None if has_moved else (differing.trainer, differing.rollout)
+    what, why = search(differing.ids, by_trainer=by_trainer, by_engines=by_engines, then=then)
+    why += "; searched with the weights after the step's update" if has_moved else ""
     append_event(Path(plan.run_dir), kind="note", what=f"step {step}: {what}", why=why, step=step)
 
 
@@ -200,13 +219,13 @@ def _traced(worker: Any, ids: list[int], asked: dict[str, Any]) -> LayerTrace:
     return _actor(worker).engine.traced(ids, **asked)
 
 
-def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> tuple[list[int], int, float, float]:
-    """(what is before the first token that differs, the token, its log-prob in the trainer, in the rollouts). rows: of
-    each sequence prompt, response, both log-probs of the response and whether a token counts. One differs."""
+def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> DifferingToken:
+    """Find the first token that differs; there is one. rows: of each sequence prompt, response, the response's
+    log-probs in the trainer and in the rollouts, and whether a token counts."""
     for prompt, response, trainer, rollout, real in rows:
         for place in (real.bool() & (trainer.float() != rollout.float())).nonzero().flatten().tolist():
             ids = [*prompt.tolist(), *response[:place].tolist()]
-            return ids, int(response[place]), float(trainer[place]), float(rollout[place])
+            return DifferingToken(ids, int(response[place]), float(trainer[place]), float(rollout[place]))
     raise AssertionError("no token differs")
 
 
@@ -215,23 +234,38 @@ def search(
     *,
     by_trainer: Callable[..., LayerTrace],
     by_engines: Sequence[Callable[..., LayerTrace]],
-    then: tuple[float, float],
+    then: tuple[float, float] | None,
 ) -> tuple[str, str]:
-    """(what differs, what it means). by_trainer, by_engines: `traced` of each.  then: the trainer's and the rollouts'
-    log-prob of the token after `ids` in the step; of several engines nobody knows which one sampled."""
+    """Say what differs, and what it means.
+
+    by_trainer, by_engines: `traced` of each.  then: the trainer's and the rollouts' log-prob of the token after `ids`
+    in the step, None where the weights are others by now. Of several engines nobody knows which one sampled: it is the
+    one that repeats its log-prob, or, with other weights, the first one that differs from the trainer.
+    """
     ours = by_trainer(ids)
     names = list(ours.digests)
     assert names, "the trainer's forward has traced nothing"
     asked = [(ask, ask(ids, names=names)) for ask in by_engines]
-    ask, theirs = next((pair for pair in asked if pair[1].log_prob == then[1]), asked[0])
+
+    def sampled(trace: LayerTrace) -> bool:
+        return ours.log_prob != trace.log_prob if then is None else trace.log_prob == then[1]
+
+    ask, theirs = next((pair for pair in asked if sampled(pair[1])), asked[0])
     means = [
         f"{side} does not repeat its log-prob: {before:.9g} in the batch, {trace.log_prob:.9g} alone"
-        for side, before, trace in (("the trainer", then[0], ours), ("the engine", then[1], theirs))
+        for side, before, trace in zip(("the trainer", "the engine"), then or (), (ours, theirs), strict=False)
         if before != trace.log_prob
     ]
     place = first_difference(ours.digests, theirs=theirs.digests)
     if place is None:
-        means = means or ["what follows the layers differs: the temperature, the tokens that are masked, the softmax"]
+        usual = "what follows the layers differs: the temperature, the tokens that are masked, the softmax"
+        if then is None and ours.log_prob == theirs.log_prob:
+            usual = (
+                "and both give the next token the same log-prob: the weights before the update differed, or how the "
+                "token was decoded or trained beside others; trainer.old_log_probs: recompute compares before the "
+                "weights change"
+            )
+        means = means or [usual]
         return f"no layer differs where both read the sequence of {len(ids)} tokens again", "; ".join(means)
     values = by_trainer(ids, kept=place).values, ask(ids, names=names, kept=place).values
     gaps = [abs(one - other) for one, other in zip(*values, strict=True)]

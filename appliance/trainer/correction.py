@@ -82,7 +82,7 @@ CORRECTION = "appliance_correction"  # of a batch, no tensor: what the loss make
 CENTERING = "appliance_centering"  # likewise: the correction whose term of score centering the loss adds
 USED = "actor/correction_"  # nothing with `max` or `min` in it: verl would not take the mean over mini-batches
 NEGATIVE, CLIPPED_NEGATIVE = "actor/negative_tokens", "actor/negative_tokens_clipped"  # as USED
-REFERENCE_KL = "actor/divergence"  # as USED
+REFERENCE_KL = "actor/reference_kl"  # as USED
 CENTERED = "centered"  # of USED: tokens whose loss got the term of score centering
 CENTERING_SIZE = "actor/centering"  # as USED
 _AGREE_WITHIN = 1e-9  # float64 sums in another order
@@ -269,7 +269,7 @@ def corrected_loss(
     used = {f"{USED}{name}": value for name, value in used.items()}
     used |= clipped_negatives(config, model_output, data, kind=kind)
     if config.use_kl_loss:
-        used[REFERENCE_KL] = _divergence(config, model_output, data)
+        used[REFERENCE_KL] = _reference_kl(config, model_output, data)
     centering = get_non_tensor_data(data, CENTERING, None)
     if centering is not None:
         term, sums = centering_term(config, model_output, data, cap=centering.cap)
@@ -367,7 +367,7 @@ def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
     return float(reported[CLIPPED_NEGATIVE]) / negative if negative else None
 
 
-def _divergence(config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict) -> float:
+def _reference_kl(config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict) -> float:
     """The estimator's sum over the tokens that stay, nats: verl reports it aggregated as the loss."""
     log_prob_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
     padded = data.select("ref_log_prob", KEPT).to_padded_tensor()
@@ -375,7 +375,7 @@ def _divergence(config: ActorConfig, model_output: dict[str, Tensor], data: Tens
     return float(kl_BT[padded[KEPT].bool()].double().sum())
 
 
-def mean_divergence(reported: Mapping[str, Any]) -> float:
+def mean_reference_kl(reported: Mapping[str, Any]) -> float:
     """Per token of an update, whatever the loss aggregates; NaN where there was none. reported: as for check_used."""
     kept = float(reported.get(f"{USED}kept", 0.0))
     return float(reported[REFERENCE_KL]) / kept if kept and REFERENCE_KL in reported else math.nan

@@ -37,6 +37,7 @@ from appliance.corrections.objective import KlPlace
 from appliance.errors import TrainingError
 from appliance.guard.policy import Action
 from appliance.quant.mismatch import (
+    DifferingToken,
     Mismatch,
     MismatchByLength,
     finite_pairs,
@@ -47,7 +48,7 @@ from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
 from appliance.terms.settings import Dtype, OldLogProbs
-from appliance.trainer.correction import centering_metrics, clipped_negative_fraction, mean_divergence, with_fields
+from appliance.trainer.correction import centering_metrics, clipped_negative_fraction, mean_reference_kl, with_fields
 from appliance.trainer.held import Held, rows_by_key
 from appliance.trainer.precision import Live
 from appliance.trainer.top_words import DIVERGENCE
@@ -323,6 +324,8 @@ class Step:
     """Of BatchCorrection."""
     sync: SyncRecord | None = None
     """The weight update that ended it."""
+    differing: DifferingToken | None = None
+    """Token whose log-prob the update's forward did not give as the rollouts did, until a layer was searched for."""
 
     def is_exact(self, plan: RunPlan) -> bool:
         """Whether its log-probs are to be the rollouts' bit by bit: those in the planned precision. On a GPU
@@ -373,7 +376,7 @@ def step_metrics(
 def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
     """`reference_kl`, nats, of a divergence in the loss: the estimator's mean over the tokens that were trained on."""
     kl = plan.algorithm.kl
-    return {"reference_kl": mean_divergence(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
+    return {"reference_kl": mean_reference_kl(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
 
 
 def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:

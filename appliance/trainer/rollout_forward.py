@@ -57,12 +57,20 @@ class EngineLayer:
     to be held against what the next forward computes with; empty where that was done, or the weights have changed.
     part_names: the modules, or, where a layer has one of them, all that the engine fuses with it.
     fp8_backward: of a scheme `fp8-block`, whether gradients are computed in it, too.
+    keeps_dequantised: as of EngineWeight.
     """
 
     def __init__(
-        self, name: str, parts: Sequence[tuple[str, nn.Linear]], *, smoothing: Smoothing, fp8_backward: bool
+        self,
+        name: str,
+        parts: Sequence[tuple[str, nn.Linear]],
+        *,
+        smoothing: Smoothing,
+        fp8_backward: bool,
+        keeps_dequantised: bool,
     ) -> None:
-        self.name, self.scheme, self.fp8_backward = name, Scheme.BF16, fp8_backward
+        self.name, self.scheme = name, Scheme.BF16
+        self.fp8_backward, self.keeps_dequantised = fp8_backward, keeps_dequantised
         self.sent: dict[str, str] = {}
         self.part_names = [name for name, _ in parts]
         self._smoothing = smoothing
@@ -112,6 +120,7 @@ class EngineLayer:
                 factor_K=self._factor_K,
                 factor_N=self._factor_N,
                 fp8_backward=self.fp8_backward,
+                keeps_dequantised=self.keeps_dequantised,
             )
         return self._weight(x, weights, bias_N, gated=gated)
 
@@ -132,14 +141,16 @@ def _row_factor_of(parts: Sequence[tuple[str, nn.Linear]], *, smoothing: Smoothi
     return torch.cat([torch.ones(rows) if factor_N is None else factor_N for factor_N, rows in factors])
 
 
-def put_linears_in(model: nn.Module, *, units: Sequence[Unit], smoothing: Smoothing) -> Iterator[EngineLayer]:
+def put_linears_in(
+    model: nn.Module, *, units: Sequence[Unit], smoothing: Smoothing, keeps_dequantised: bool
+) -> Iterator[EngineLayer]:
     """Put in, module by module: scales are of rows, so that each is as in the engine's fused layer."""
     for place, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{place}."
         for member, unit in ((member, each) for each in units for member in each.members):
             linear = layer.get_submodule(member)
             name, parts = prefix + (unit.fused or member), [(prefix + member, linear)]
-            one = EngineLayer(name, parts, smoothing=smoothing, fp8_backward=False)
+            one = EngineLayer(name, parts, smoothing=smoothing, fp8_backward=False, keeps_dequantised=keeps_dequantised)
             one.part_names = [prefix + each for each in unit.members]
             linear.forward = one.alone
             yield one
@@ -149,7 +160,14 @@ class DecoderLayer:
     """What one decoder layer of Llama's kind does, in place of its `forward`."""
 
     def __init__(
-        self, layer: nn.Module, *, prefix: str, units: Sequence[Unit], smoothing: Smoothing, fp8_backward: bool
+        self,
+        layer: nn.Module,
+        *,
+        prefix: str,
+        units: Sequence[Unit],
+        smoothing: Smoothing,
+        fp8_backward: bool,
+        keeps_dequantised: bool,
     ) -> None:
         self.layers = [
             EngineLayer(
@@ -157,6 +175,7 @@ class DecoderLayer:
                 [(prefix + member, layer.get_submodule(member)) for member in unit.members],
                 smoothing=smoothing,
                 fp8_backward=fp8_backward,
+                keeps_dequantised=keeps_dequantised,
             )
             for unit in units
         ]
@@ -204,12 +223,14 @@ class RolloutForward:
         num_tokens: int,
         fp8_backward: bool = False,
         keeps: bool = False,
+        keeps_dequantised: bool = False,
         linears_alone: bool = False,
     ) -> None:
         """model: a causal language model of transformers, before FSDP. Raises TrainingError where it is not known.
 
         num_tokens: of the tokenizer; verl has engines never sample what a larger vocabulary has beyond it.
-        fp8_backward: as EngineLayer.  keeps: whether updates are the proof that log-probs are the rollouts'.
+        fp8_backward, keeps_dequantised: as EngineLayer.
+        keeps: whether updates are the proof that log-probs are the rollouts'.
         linears_alone: leave all but the quantised layers as transformers has it, for comparisons.
         """
         self._keeps = keeps
@@ -224,7 +245,8 @@ class RolloutForward:
             raise TrainingError(f"trainer.forward: rollout does not know {architecture}", hint=_HINT)
         self._linears: list[EngineLayer] = []
         if linears_alone:
-            self._linears = [*put_linears_in(model, units=family.dense, smoothing=smoothing)]
+            how = {"smoothing": smoothing, "keeps_dequantised": keeps_dequantised}
+            self._linears = [*put_linears_in(model, units=family.dense, **how)]
             self.follow(AS_PLANNED)
             return
         self._config = model.config
@@ -238,6 +260,7 @@ class RolloutForward:
                 units=family.dense,
                 smoothing=smoothing,
                 fp8_backward=fp8_backward,
+                keeps_dequantised=keeps_dequantised,
             )
             for place, layer in enumerate(model.model.layers)
         ]

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -210,6 +211,9 @@ class EngineWeight:
     """Of smoothing, powers of two; the weights' rows times it are quantised."""
     fp8_backward: bool = False
     """Multiply gradients in E4M3; `quantised` is in `fp8-block`."""
+    keeps_dequantised: bool = False
+    """Whether the weight that gradients are multiplied with is dequantised once, for all backwards until the next
+    update, and then takes 2 bytes per element."""
     name: str = "a layer"
     """Of the layer, for errors."""
 
@@ -222,6 +226,7 @@ class EngineWeight:
         factor_K: Tensor | None,
         factor_N: Tensor | None = None,
         fp8_backward: bool = False,
+        keeps_dequantised: bool = False,
         name: str = "a layer",
     ) -> EngineWeight:
         """weights: of the linears that the engine fuses, [N, K] BF16 each, folded. Raises NumericsError."""
@@ -234,7 +239,8 @@ class EngineWeight:
         else:
             quantised = quantise(torch.cat([each.detach() for each in weights]), scheme=scheme)
         fp8_backward &= scheme is Scheme.FP8_BLOCK
-        return cls(quantised, kernels.gemm(quantised, integers=integers), factor_K, factor_N, fp8_backward, name)
+        gemm = kernels.gemm(quantised, integers=integers)
+        return cls(quantised, gemm, factor_K, factor_N, fp8_backward, keeps_dequantised, name)
 
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
         """Of activations. Raises NumericsError."""
@@ -259,7 +265,14 @@ class EngineWeight:
         if self.fp8_backward:
             grad_TK = kernels_of(grad_TN).product(_in_blocks(grad_TN), transposed(self.quantised))
             return grad_TK.to(grad_TN.dtype)
+        if self.keeps_dequantised and grad_TN.dtype is torch.bfloat16:
+            return grad_TN @ self._dequantised
         return grad_TN @ _rounded(self.quantised, dtype=grad_TN.dtype)
+
+    @cached_property
+    def _dequantised(self) -> Tensor:
+        """[N, K] BF16."""
+        return _rounded(self.quantised, dtype=torch.bfloat16)
 
     def grad_of_weight(self, grad_TN: Tensor, passed: QuantisedWeight) -> Tensor:
         """[N, K] in the type of `grad_TN`. passed: the activations [T, K]. What is not finite stays so."""

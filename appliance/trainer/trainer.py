@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from appliance.corrections.objective import Aggregate
 from appliance.errors import ApplianceError, GuardStop, RecipeError, TrainingError
 from appliance.guard.signals import Signals
+from appliance.quant.mismatch import DifferingToken
 from appliance.record.checkpoints import checkpoint_folder, owed_line
 from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
@@ -35,6 +36,7 @@ from appliance.trainer.attest import (
     attest_switch,
     attest_trainers,
     check_attested,
+    find_differing,
     take_settings,
     tell_layer,
 )
@@ -43,10 +45,11 @@ from appliance.trainer.correction import BatchCorrection, gdpo_weights, with_gdp
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
-from appliance.trainer.held import Held, take_held
+from appliance.trainer.held import Held, rows_by_key, take_held
 from appliance.trainer.metrics import (
     RATE,
     Step,
+    StepTelemetry,
     append_metrics,
     keeping_fetched,
     left_out,
@@ -193,9 +196,8 @@ class Trainer(PPOTrainerSync):
         elif self.plan.algorithm.aggregate is not Aggregate.TOKEN_MEAN:
             metrics["actor/entropy"] = mean_entropy(batch)
         self.stopping.check()
-        found = self._step.telemetry
-        if found.differing_tokens and not found.nonfinite_fraction and self._step.is_exact(self.plan):
-            self._search_layer(batch)
+        if self._search_is_due(self._step.telemetry):
+            self._search_layer(find_differing(batch), has_moved=False)
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -231,16 +233,20 @@ class Trainer(PPOTrainerSync):
 
     def _hold_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
         """Log-probs of the first update against the rollouts': its weights were still those that sampled."""
-        trainer = self.plan.trainer
-        self._step.telemetry, metrics["actor/entropy"] = measure_held(
+        sequences = self.plan.trainer.mini_batch_prompts * self.plan.rollout.samples_per_prompt
+        held = self._take_held()
+        telemetry, metrics["actor/entropy"] = measure_held(
             self._step.telemetry,
             keys=batch.keys,
             fetched=self._step.fetched,
-            held=self._take_held(),
-            sequences=trainer.mini_batch_prompts * self.plan.rollout.samples_per_prompt,
+            held=held,
+            sequences=sequences,
             cap=self.correction.token_cap,
         )
-        self._step.fetched = None
+        self._step.telemetry, self._step.fetched = telemetry, None
+        if self._search_is_due(telemetry):
+            rows = rows_by_key(held, keys=batch.keys, sequences=sequences)
+            self._step.differing = find_differing(batch, held=rows)
 
     def _note_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """After an update that gave the old log-probs: the batch, mismatch and correction as a pass before it would
@@ -272,6 +278,8 @@ class Trainer(PPOTrainerSync):
         super().on_step_end()
         self.timing_raw["update_weights"] -= self.engines.restart_s - before
         self._step.sync = self.updates.last
+        if self._step.differing is not None:
+            self._search_layer(self._step.differing, has_moved=True)
 
     def _validate(self) -> dict[str, float]:
         """A validation that is cut is left out of its step's line: the step itself is finished and kept."""
@@ -396,12 +404,24 @@ class Trainer(PPOTrainerSync):
         append_event(self.run_dir, kind="note", what=restart.text, why=why, **restart.numbers())
         self._phase(before)
 
-    def _search_layer(self, batch: KVBatchMeta) -> None:
-        step, servers = self.global_steps, self.llm_server_manager.server_handles
-        if step >= self._search_from:
-            self._search_from = step + SEARCH_EVERY
-            self.rollouts.finish()
-            tell_layer(batch, plan=self.plan, step=step, workers=self.actor_rollout_wg.workers, servers=servers)
+    def _search_is_due(self, telemetry: StepTelemetry) -> bool:
+        """Whether to find out which layer makes log-probs of this step differ that are to be the rollouts'."""
+        differs = telemetry.differing_tokens and not telemetry.nonfinite_fraction
+        return bool(differs) and self._step.is_exact(self.plan) and self.global_steps >= self._search_from
+
+    def _search_layer(self, differing: DifferingToken, *, has_moved: bool) -> None:
+        """Search while trainer and engines have the same weights: before an update, or, where its forward has shown
+        the difference, after the weight update that follows it."""
+        self._search_from = self.global_steps + SEARCH_EVERY
+        self.rollouts.finish()
+        tell_layer(
+            differing,
+            plan=self.plan,
+            step=self.global_steps,
+            workers=self.actor_rollout_wg.workers,
+            servers=self.llm_server_manager.server_handles,
+            has_moved=has_moved,
+        )
 
     def _end_rewards(self, what: str) -> int:
         """How many of them failed. Raises GuardStop, after the last finished step is saved: none is learnt from rewards

@@ -14,7 +14,8 @@ most likely words at each token, the trainer compares its own log-probs of them 
 
 On one rank nothing is gathered from others, but FSDP still makes the BF16 copy of each layer's FP32 masters anew for
 each forward and each backward of each micro-batch. Where memory allows (it is then that activations are kept, too), the
-copies made by an update's first forward serve all of its micro-batches.
+copies made by an update's first forward serve all of its micro-batches. So do the dequantised weights that the
+rollouts' own forward multiplies gradients with.
 
 LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
@@ -89,6 +90,7 @@ class ApplianceEngine(TopWordsEngine):
                 num_tokens=len(self.model_config.tokenizer),
                 fp8_backward=_plan().trainer.fp8_backward,
                 keeps=_plan().trainer.old_log_probs is OldLogProbs.ROLLOUT,
+                keeps_dequantised=_plan().trainer.keeps_copies,
                 linears_alone=not _plan().trainer.one_flow,
             )
             self._flow = put_in(flow)
@@ -129,7 +131,7 @@ class ApplianceEngine(TopWordsEngine):
             self.engine_config = given
         if self.scaler is not None and _plan().is_cpu:
             self.scaler = ShardedGradScaler("cpu", growth_interval=_GROWS_AFTER)
-        self._keeps_copies = _plan().keeps_copies
+        self._keeps_copies = _plan().trainer.keeps_copies
         return built
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:

@@ -21,13 +21,14 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from appliance.engine.attest import live_scheme
 from appliance.engine.sync import SyncWorkerExtension
 from appliance.errors import ApplianceError, EngineError
 from appliance.hub import weight_files
 from appliance.record.engine_start import starting
-from appliance.terms.settings import LOAD_FORMAT
+from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT
 from appliance.verify.job import CheckResult, EngineOutput, Job, LayerProbe, Worker
 
 WORKER = "appliance.verify.child.VerifyWorker"
@@ -71,6 +72,7 @@ def look(job: Job) -> CheckResult:
 
 def _engine(job: Job) -> LLM:
     """With the settings of a run, but for its sizes."""
+    block = {"block_size": CPU_KV_BLOCK} if current_platform.is_cpu() else {}  # as plan/verl_args.py has it
     return LLM(
         job.model,
         trust_remote_code=job.trust_remote_code,
@@ -88,6 +90,7 @@ def _engine(job: Job) -> LLM:
         distributed_executor_backend="mp" if job.tensor_parallel > 1 else "uni",
         worker_extension_cls=WORKER,
         seed=job.seed,
+        **block,
         **job.quantisation.engine_arguments(),
     )
 

@@ -40,8 +40,8 @@ PHASES = ("rollout_s", "logprob_s", "update_s", "sync_s")
 OURS = {
     "ours": (),
     "ours-bf16": ("rollout.scheme=bf16",),
-    "one-flow": ("trainer.forward=rollout", "trainer.old_log_probs=rollout"),
-    "one-flow-with-pass": ("trainer.forward=rollout",),
+    "one-flow": ("trainer.forward=rollout",),
+    "one-flow-with-pass": ("trainer.forward=rollout", "trainer.old_log_probs=recompute"),
     "with-pass": ("trainer.old_log_probs=recompute",),
 }
 TRL = {"trl": (), "trl-vllm": ("--vllm",)}

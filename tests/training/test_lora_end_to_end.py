@@ -10,6 +10,7 @@ import pytest
 from trainings import FEW, Finished, train
 from trainings import STEPS as FULL_STEPS
 
+from appliance.corrections.centering import ScoreCenteringTis
 from appliance.launch.command import run_export
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.record.checkpoints import checkpoint_folder, read_manifest, read_saved
@@ -78,18 +79,23 @@ def test_the_governor_and_the_best_checkpoint_go_with_an_adapter(
     with_tiny_cache: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """A bound that every step breaks takes rollouts to BF16, and of what was saved the newest and the best are left:
-    the adapter alone in each, and a model for whoever asks."""
+    the adapter alone in each, and a model for whoever asks. The loss is that of score centering, with and without
+    weights: whole distributions of the merged policy are the engine's but for its INT8."""
     root, steps = with_tiny_cache(tmp_path), 6
     sets = (
         *("guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0", "guard.actions=[warn, tighten, bf16]"),
         *("checkpoint.keep_best=true", "checkpoint.keep=1", "checkpoint.every_steps=1"),
         *("trainer.validate_every=1", "trainer.validate_before=false", f"trainer.steps={steps}", FEW),
+        *("correction.method=score-centering", "correction.cap=null"),
     )
     done = train(root, *sets, name="governed", recipe="arithmetic-tiny-lora-int8")
     assert done.code == 0, done.stderr[-4000:]
     lines = done.json_lines("metrics.jsonl")
     assert [line["guard_level"] for line in lines] == ["observe", "warn", "tighten", "bf16", "bf16", "bf16"]
     assert [line["scheme"] for line in lines] == ["int8"] * 4 + ["bf16"] * 2
+    assert [line["correction_cap"] for line in lines] == [None] * 2 + [ScoreCenteringTis.usual_cap] * 4
+    assert all(0 < line["mismatch_top_kl"] < 1e-2 for line in lines)
+    assert all(line["score_centering"] > 0 for line in lines if line["correction_cap"] is None)
     taken, sent = (done.json_lines(f"sync/{side}-0-0.jsonl") for side in ("rollout", "trainer"))
     assert [line["manifest"] for line in taken] == [line["manifest"] for line in sent]
     assert all(line["layers_proven"] == line["layers"] for line in taken)

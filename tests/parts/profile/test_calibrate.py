@@ -227,6 +227,21 @@ def test_smoothing_that_does_not_help_is_dropped(
     assert profile.predicted == plain.predicted  # what was tried is out of the weights again
 
 
+def test_factors_by_the_rule_are_tried_where_better_ones_do_not_help(
+    qwen2: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worse(scale_K: Tensor, **_: object) -> Tensor:
+        return torch.where(torch.arange(len(scale_K)) % 2 == 0, 2.0**12, 2.0**-12)
+
+    monkeypatch.setattr("appliance.quant.calibrate.refine", lambda scale_K, **_: scale_K)
+    by_rule = profile_of(qwen2[1])
+    monkeypatch.setattr("appliance.quant.calibrate.refine", worse)
+    tried = profile_of(qwen2[1])
+    assert by_rule.smoothing.groups and tried.layers == by_rule.layers
+    for group, wanted in zip(tried.smoothing.groups, by_rule.smoothing.groups, strict=True):
+        assert torch.equal(group.scale_K, wanted.scale_K)
+
+
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8])
 def test_factors_are_refined_behind_norms_and_in_int8_alone(
     saved: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch, scheme: Scheme

@@ -24,7 +24,7 @@ from verl.workers.utils.padding import response_from_nested
 from appliance.errors import SyncError, TrainingError
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
-from appliance.quant.mismatch import LayerTrace, Place, first_difference
+from appliance.quant.mismatch import DifferingToken, LayerTrace, Place, first_difference
 from appliance.record.events import parse_event
 from appliance.record.plan import RunPlan
 from appliance.sync.manifest import Manifest, digest, record
@@ -32,9 +32,9 @@ from appliance.sync.precision import Generation, read_present, write_generation,
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
-from appliance.trainer.attest import first_differing, search
+from appliance.trainer.attest import find_differing, first_differing, search
 from appliance.trainer.governor import Governor, signals_of
-from appliance.trainer.held import Held, rows_by_key, take_held
+from appliance.trainer.held import Held, HeldRow, rows_by_key, take_held
 from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
 from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import RolloutForward, put_in, quantised_layers
@@ -154,7 +154,7 @@ def test_the_first_token_that_differs_and_what_is_before_it() -> None:
     trainer, rollout = torch.tensor([[-1.0, -2.0, -3.0]] * 2), torch.tensor([[-9.0, -2.0, -3.0], [-1.0, NEXT, -9.0]])
     real = torch.tensor([[0, 1, 1], [1, 1, 0]])
     rows = list(zip(prompts, responses, trainer, rollout, real, strict=True))
-    assert first_differing(rows) == ([9, 6, 4], 5, -2.0, NEXT)
+    assert first_differing(rows) == DifferingToken([9, 6, 4], 5, -2.0, NEXT)
 
 
 def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model: Qwen2ForCausalLM) -> None:
@@ -179,15 +179,35 @@ def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model:
     assert why == f"the engine does not repeat its log-prob: -9 in the batch, {ours:.9g} alone"
 
 
+def test_with_other_weights_the_engine_that_differs_is_held_against_the_trainer(model: Qwen2ForCausalLM) -> None:
+    """What the step's log-probs were says nothing then."""
+    flow_of(model)
+    other = copy.deepcopy(model)
+    RolloutForward(other, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
+    change(other)
+    ids = [5, 9, 33, 2]
+    what, why = search(ids, by_trainer=traced(model), by_engines=[traced(model), traced(other)], then=None)
+    assert what.startswith("model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0")
+    assert why == "all before it is equal: its weights or their codes differ, or what it computes"
+    what, why = search(ids, by_trainer=traced(model), by_engines=[traced(model)], then=None)
+    assert what == "no layer differs where both read the sequence of 4 tokens again"
+    assert why == (
+        "and both give the next token the same log-prob: the weights before the update differed, or how the token was "
+        "decoded or trained beside others; trainer.old_log_probs: recompute compares before the weights change"
+    )
+
+
 def called(work: Callable[..., object]) -> SimpleNamespace:
     """As a method of a Ray actor: `ray.get` of what `remote` returns is the value."""
     return SimpleNamespace(remote=work)
 
 
+@pytest.mark.parametrize("has_moved", [False, True])
 def test_the_driver_asks_ranks_and_engines_and_says_what_it_found(
-    model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_moved: bool
 ) -> None:
-    """Rows as the queue has them. The trainer's engine is verl's, as it enters and leaves an evaluation."""
+    """Rows as the queue has them, and with weights that have moved as the update held them. The trainer's engine is
+    verl's, as it enters and leaves an evaluation."""
     flow_of(model)
     other = copy.deepcopy(model)
     RolloutForward(other, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
@@ -210,11 +230,19 @@ def test_the_driver_asks_ranks_and_engines_and_says_what_it_found(
         "rollout_log_probs": torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.5, -3.5]]),
         "loss_mask": torch.ones(2, 3, dtype=torch.int64),
     }
-    queue = SimpleNamespace(kv_batch_get=lambda *, select_fields, **_: {name: fields[name] for name in select_fields})
-    monkeypatch.setattr(attest, "transfer_queue", queue)
+    batch = SimpleNamespace(keys=["a_0_0", "a_1_0"], partition_id="train")
+
+    def kv_batch_get(*, keys: list[str], select_fields: list[str], **_: object) -> dict[str, Tensor]:
+        places = [batch.keys.index(key) for key in keys]
+        return {name: fields[name][places] for name in select_fields}
+
+    monkeypatch.setattr(attest, "transfer_queue", SimpleNamespace(kv_batch_get=kv_batch_get))
     monkeypatch.setattr(attest, "ray", SimpleNamespace(get=lambda answer: answer))
+    trained = fields.pop("old_log_probs")[1] if has_moved else None
+    rows = {} if trained is None else {"a_1_0": HeldRow(trained, trained, None)}  # the first update had no other one
     attest.tell_layer(
-        SimpleNamespace(keys=["a_0_0", "a_1_0"], partition_id="train"),
+        find_differing(batch, held=rows or None),
+        has_moved=has_moved,
         plan=make_plan(tmp_path),
         step=7,
         workers=[worker] * 2,
@@ -224,8 +252,9 @@ def test_the_driver_asks_ranks_and_engines_and_says_what_it_found(
     named = "step 7: model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0 of 3, "
     assert event["what"].startswith(named)
     assert (event["kind"], event["step"], engine.mode) == ("note", 7, None)
-    assert "the trainer does not repeat its log-prob: -2 in the batch, " in event["why"]
-    assert "the engine does not repeat its log-prob: -2.5 in the batch, " in event["why"]
+    assert event["why"].endswith("; searched with the weights after the step's update") is has_moved
+    assert ("the trainer does not repeat its log-prob: -2 in the batch, " in event["why"]) is not has_moved
+    assert ("the engine does not repeat its log-prob: -2.5 in the batch, " in event["why"]) is not has_moved
 
 
 def test_a_trace_knows_values_whatever_their_type_and_shape() -> None:

@@ -19,7 +19,7 @@ from verl.workers.config import PolicyLossConfig
 
 from appliance.corrections.objective import Aggregate, Loss
 from appliance.plan.verl_args import AGGREGATES, LOSS_MODES
-from appliance.trainer.correction import CLIPPED_NEGATIVE, NEGATIVE, WEIGHTS, corrected_loss, mean_divergence
+from appliance.trainer.correction import CLIPPED_NEGATIVE, NEGATIVE, WEIGHTS, corrected_loss, mean_reference_kl
 
 ATOL = 2e-5  # of the largest gradient
 RESPONSE = 30  # tokens, of the constant
@@ -289,7 +289,7 @@ def test_the_divergence_is_said_per_token_whatever_the_loss_aggregates(aggregate
     settings = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": RESPONSE}
     config = make_config(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=estimator, **settings)
     _, metrics = corrected_loss(config, output, data)
-    said = mean_divergence(
+    said = mean_reference_kl(
         {
             f"actor/{name.removeprefix('actor/')}": each.aggregate()
             for name, each in metrics.items()

@@ -190,11 +190,23 @@ def test_a_layer_is_searched_for_where_all_log_probs_are_finite(
     """A step with others is left out: both sides of its batch have been made equal."""
     found = SimpleNamespace(nonfinite_fraction=broken, differing_tokens=differing)
     monkeypatch.setattr(room, "measure_step", lambda *_, **__: (BATCH, found))
-    monkeypatch.setattr(type(trainer._step), "is_exact", lambda *_: True)
-    calls: list[object] = []
-    monkeypatch.setattr(trainer, "_search_layer", calls.append)
+    searches = searched_layers(trainer, monkeypatch)
     trainer._compute_old_log_prob(BATCH, {})
-    assert len(calls) == searched
+    trainer.global_steps += 1
+    trainer._compute_old_log_prob(BATCH, {})  # once in so many steps
+    assert searches == [(BATCH, None, 3, False)] * searched
+
+
+def searched_layers(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What of each search: batch, log-probs held of an update, step, whether the weights have moved."""
+    searches: list[tuple[object, ...]] = []
+    monkeypatch.setattr(type(trainer._step), "is_exact", lambda *_: True)
+    monkeypatch.setattr(room, "find_differing", lambda batch, *, held=None: (batch, held))
+    monkeypatch.setattr(
+        room, "tell_layer", lambda found, *, step, has_moved, **_: searches.append((*found, step, has_moved))
+    )
+    trainer.rollouts.finish = lambda: None
+    return searches
 
 
 def take_from(source: OldLogProbs, trainer: Trainer) -> None:
@@ -261,7 +273,7 @@ def test_without_a_pass_the_update_is_the_proof(
 ) -> None:
     """Of all ranks, at once: the shadow pass and whatever else comes later is of other weights."""
     take_from(OldLogProbs.ROLLOUT, trainer)
-    before, found, told = trainer._step.telemetry, SimpleNamespace(), {}
+    before, found, told = trainer._step.telemetry, SimpleNamespace(differing_tokens=0), {}
 
     def measure_held(step: object, **how: object) -> tuple[object, float]:
         said.append("measure_held")
@@ -277,6 +289,28 @@ def test_without_a_pass_the_update_is_the_proof(
     sequences = trainer.plan.trainer.mini_batch_prompts * trainer.plan.rollout.samples_per_prompt
     of_step = {"step": before, "fetched": trainer._step.fetched, "keys": BATCH.keys}
     assert told == {**of_step, "held": ["take_held"] * 2, "sequences": sequences, "cap": 2.0}
+
+
+@pytest.mark.parametrize(("differing", "broken", "searched"), [(0, 0.0, 0), (1, 0.0, 1), (1, 0.25, 0)])
+def test_what_differs_in_an_update_is_searched_for_after_the_weight_update_that_follows_it(
+    trainer: Trainer,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    differing: int,
+    broken: float,
+    searched: int,
+) -> None:
+    """Before that the trainer has other weights than the engines."""
+    take_from(OldLogProbs.ROLLOUT, trainer)
+    give_held(trainer, monkeypatch)
+    found = SimpleNamespace(nonfinite_fraction=broken, differing_tokens=differing)
+    monkeypatch.setattr(room, "measure_held", lambda *_, **__: (found, 0.25))
+    monkeypatch.setattr(room, "rows_by_key", lambda *_, **__: "rows")
+    searches = searched_layers(trainer, monkeypatch)
+    monkeypatch.setattr(PPOTrainerSync, "on_step_end", lambda self: said.append(f"sync {len(searches)}"))
+    trainer._update_actor(BATCH, {"actor/entropy": math.nan})
+    trainer.on_step_end()
+    assert said[-1] == "sync 0" and searches == [(BATCH, "rows", 3, True)] * searched
 
 
 def test_every_hook_of_verls_is_overridden_once_and_by_name() -> None:

@@ -111,7 +111,7 @@ def test_the_share_of_clipped_negatives_is_of_the_sums_over_a_step() -> None:
 
 def test_a_divergence_in_the_loss_is_in_the_line() -> None:
     """A mean over tokens, of the sums over a step. What is in the reward is the correction's to say."""
-    said, place = {"actor/divergence": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}, KlPlace.LOSS
+    said, place = {"actor/reference_kl": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}, KlPlace.LOSS
     plan = SimpleNamespace(**{**vars(PLAN), "algorithm": SimpleNamespace(kl=SimpleNamespace(place=place))})
     assert written(VERL | said, plan=plan)["reference_kl"] == 0.25
     assert math.isnan(written(VERL, plan=plan)["reference_kl"])  # no update was made

@@ -1,17 +1,16 @@
-"""A trainer of one rank that keeps the BF16 copies of its weights during an update: the same weights and gradients bit
-for bit, and each copy made once for all micro-batches."""
+"""A trainer of one rank that keeps during an update what it computes with: the BF16 copies of its weights, and in one
+flow the dequantised weights that gradients are multiplied with. The same weights and gradients bit for bit, and each
+copy made once for all micro-batches."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from plans import make_plan
 from tensordict import TensorDict
 from test_lora import under_fsdp
 from test_shared_prompts import micro_batch, sequences
@@ -21,7 +20,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from verl.utils.tensordict_utils import assign_non_tensor
 
 import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
+from appliance.quant.codec import QuantisedWeight
+from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
+from appliance.trainer import rollout_ops
 from appliance.trainer.held import HELD
+from appliance.trainer.rollout_forward import RolloutForward
 from appliance.trainer.verl_engine import ApplianceEngine
 
 UPDATES, MICRO_BATCHES = 2, 5
@@ -35,16 +39,22 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def engine_of(*, keeps_copies: bool, checkpointing: bool) -> Any:
+def engine_of(*, keeps_copies: bool, checkpointing: bool, one_flow: bool = False) -> Any:
     """Of a tiny Llama with tied embeddings, with what an update needs of verl's and no configuration."""
     torch.manual_seed(0)
-    model = tiny("llama", tie_word_embeddings=True).float().train()
+    model = tiny("llama", tie_word_embeddings=True, head_dim=32).float().train()  # the flow's kernel has no 16
+    flow = None
+    if one_flow:
+        told = Quantisation(scheme=Scheme.INT8)
+        flow = RolloutForward(
+            model, quantisation=told, num_tokens=model.config.vocab_size, keeps_dequantised=keeps_copies
+        )
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine: Any = ApplianceEngine.__new__(ApplianceEngine)
     engine.module, engine._keeps_copies, engine.shares_prompts = under_fsdp(model, ranks=1), keeps_copies, True
     engine.use_ulysses_sp, engine.ulysses_device_mesh, engine.ulysses_sequence_parallel_size = False, None, 1
-    engine.pad_to_length, engine.scaler, engine._flow, engine._qat_enabled = None, None, None, False
+    engine.pad_to_length, engine.scaler, engine._flow, engine._qat_enabled = None, None, flow, False
     engine._autocast_dtype = torch.bfloat16
     engine.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, reshard_after_forward=True)
     engine.optimizer_config = SimpleNamespace(clip_grad=1.0)
@@ -66,6 +76,33 @@ def batch() -> TensorDict:
 
 def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
     return (model_output["log_probs"].values() * 0.1).sum(), {}
+
+
+def test_dequantised_weights_that_are_kept_change_no_bit_and_are_made_once_an_update(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, weights, counts = rollout_ops._rounded, [], []
+    for keeps_copies in (False, True):
+        engine = engine_of(keeps_copies=keeps_copies, checkpointing=False, one_flow=True)
+        layers, made = engine._flow.linears(), Counter[str]()
+
+        def rounded(
+            quantised: QuantisedWeight, *, dtype: torch.dtype, layers: Any = layers, made: Counter[str] = made
+        ) -> Tensor:
+            made.update(layer.name for layer in layers if layer._weight and layer._weight.quantised is quantised)
+            return original(quantised, dtype=dtype)
+
+        monkeypatch.setattr(rollout_ops, "_rounded", rounded)
+        for _ in range(UPDATES):
+            data = batch()
+            assign_non_tensor(data, use_fused_kernels=True)
+            engine.train_batch(data, loss)
+            assert not any(layer._weight for layer in layers), "a copy outlives its weight"
+        assert set(made) == {layer.name for layer in layers}
+        weights.append({name: each.full_tensor().clone() for name, each in engine.module.named_parameters()})
+        counts.append({*made.values()})
+    assert counts == [{UPDATES * MICRO_BATCHES}, {UPDATES}]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -96,11 +133,3 @@ def test_copies_that_are_kept_change_no_bit_and_are_made_once_an_update(
 def groups_of(module: torch.nn.Module) -> list[Any]:
     states = [part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state")]
     return [param for state in states for group in state._fsdp_param_groups for param in group.fsdp_params]
-
-
-def test_copies_are_kept_on_one_rank_of_a_cpu_where_activations_are() -> None:
-    plan = make_plan(Path("/runs/a-1"))
-    assert not plan.trainer.gradient_checkpointing and plan.keeps_copies
-    assert not plan.replace(trainer=plan.trainer.replace(gradient_checkpointing=True)).keeps_copies
-    assert not plan.replace(gpus_per_node=2).keeps_copies
-    assert not plan.replace(device="h100-80gb").keeps_copies

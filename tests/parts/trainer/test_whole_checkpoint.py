@@ -77,7 +77,7 @@ def test_a_download_that_broke_off_goes_on_and_is_held_when_it_is_whole(
     whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's cache has the index and one of its files; another rank or an earlier attempt left it so."""
-    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path))
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
     snapshot = tmp_path / "models--owner--model" / "snapshots" / ("1" * 40)
     tiny("llama").save_pretrained(snapshot, max_shard_size="100KB")
     (tmp_path / "models--owner--model" / "refs").mkdir()

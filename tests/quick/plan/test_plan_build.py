@@ -185,8 +185,20 @@ def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
             "`calibrated-clipping` has a shadow pass that compares with them",
         ),
         (
-            ("trainer.forward=rollout",),
-            "they are compared with the rollouts' while the weights that sampled are there to search for a layer",
+            ("trainer.forward=rollout", "batch.mini_batch_prompts=16"),
+            "a step has several updates, and only the first one's forward is of the policy before them",
+        ),
+        (
+            ("trainer.forward=rollout", "correction.method=calibrated-clipping", "correction.cap=null"),
+            "`calibrated-clipping` has a shadow pass that compares with them",
+        ),
+        (
+            ("trainer.forward=rollout", "guard.actions=[warn, tighten]"),
+            "`tighten` in `guard.actions` is for a correction, which the engines' leave nothing to act on",
+        ),
+        (
+            ("trainer.forward=rollout", "cluster.device=h100"),
+            "on a GPU nothing promises that the engines' are the trainer's to the last bit",
         ),
     ],
 )

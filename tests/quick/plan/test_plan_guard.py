@@ -193,13 +193,18 @@ def test_blocks_are_ranked_by_their_engine_where_there_is_no_profile(device: str
 
 
 def test_with_the_engines_log_probs_there_is_no_correction_to_tighten() -> None:
-    plan = planned("trainer.forward=rollout", "trainer.old_log_probs=rollout")
-    assert plan.guard.actions == (Action.WARN, Action.BF16, Action.STOP)
-    why = "without `tighten`: a correction has nothing to act on"
-    assert choice(plan, "guard.actions") == ("warn, bf16, stop", why)
-    assert plan.trainer.old_log_probs is OldLogProbs.ROLLOUT
-    why = "the engines': no pass over the batch before an update; a correction has nothing to act on"
-    assert choice(plan, "trainer.old_log_probs") == ("rollout", why)
-    recomputes = planned("trainer.forward=rollout")
-    assert (recomputes.trainer.old_log_probs, recomputes.guard.actions) == (OldLogProbs.RECOMPUTE, USUAL)
-    assert choice(recomputes, "trainer.old_log_probs")[0] == "recompute"
+    asked = ("trainer.old_log_probs=rollout",)
+    for sets in (asked, (), (*asked, "batch.mini_batch_prompts=16"), ("correction.method=adaptive",)):
+        plan = planned("trainer.forward=rollout", *sets)
+        assert plan.guard.actions == (Action.WARN, Action.BF16, Action.STOP)
+        why = "without `tighten`: a correction has nothing to act on"
+        assert choice(plan, "guard.actions") == ("warn, bf16, stop", why)
+        assert plan.trainer.old_log_probs is OldLogProbs.ROLLOUT
+        why = (
+            "the engines': no pass over the batch before an update, whose own forward is checked against them; a "
+            "correction has nothing to act on"
+        )
+        assert choice(plan, "trainer.old_log_probs") == ("rollout", why)
+    for sets in (("trainer.old_log_probs=recompute",), ("batch.mini_batch_prompts=16",)):
+        recomputes = planned("trainer.forward=rollout", *sets)
+        assert (recomputes.trainer.old_log_probs, recomputes.guard.actions) == (OldLogProbs.RECOMPUTE, USUAL)

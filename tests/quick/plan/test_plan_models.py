@@ -79,6 +79,27 @@ def test_memory_decides_about_the_trainers_forward() -> None:
     assert paces == {6: (True, 32), 12: (False, 16), 24: (False, 64), 64: (False, 128)}
 
 
+@pytest.mark.parametrize(
+    ("sets", "bytes_per_weight"),
+    [((), (2, 0)), (("trainer.forward=rollout",), (2, 2)), (("trainer.forward=linears",), (2, 2))],
+)
+def test_copies_of_weights_are_kept_on_one_rank_of_a_cpu_where_activations_are(
+    sets: tuple[str, ...], bytes_per_weight: tuple[int, int]
+) -> None:
+    """And counted: of all weights, and of those that the trainer quantises itself once more."""
+    small = ("model.builtin=smollm2-135m", *sets)
+    plan = planned(*small, host=with_memory(24))
+    shape = shape_on_cpu(plan, None)
+    assert plan.trainer.keeps_copies and not plan.trainer.gradient_checkpointing
+    without = plan.replace(trainer=plan.trainer.replace(keeps_copies=False))
+    copies = bytes_per_weight[0] * shape.weights + bytes_per_weight[1] * shape.linear_weights
+    assert forward_bytes(plan, shape) - forward_bytes(without, shape) == copies
+    careful = planned(*small, host=with_memory(5)).trainer
+    assert (careful.gradient_checkpointing, careful.keeps_copies) == (True, False)
+    two_ranks = planned(*small, "cluster.gpus_per_node=2", host=with_memory(64)).trainer
+    assert (two_ranks.gradient_checkpointing, two_ranks.keeps_copies) == (False, False)
+
+
 def test_the_demo_computes_nothing_twice_on_a_small_laptop() -> None:
     for gib in (6, 8, 24):
         trainer = planned(host=with_memory(gib)).trainer
@@ -88,7 +109,8 @@ def test_the_demo_computes_nothing_twice_on_a_small_laptop() -> None:
 def test_a_gpus_own_memory_decides_there() -> None:
     device = ("cluster.device=h200", "model.builtin=smollm2-135m")
     host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H200", 140 * GIB),), memory_bytes=4 * GIB)
-    assert not planned(*device, host=host).trainer.gradient_checkpointing
+    trainer = planned(*device, host=host).trainer
+    assert (trainer.gradient_checkpointing, trainer.keeps_copies) == (False, False)
     large = ("cluster.device=h200", "model.builtin=null", "model.path=Qwen/Qwen2.5-7B-Instruct")
     trainer = planned(*large, host=host).trainer
     assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (True, 256)

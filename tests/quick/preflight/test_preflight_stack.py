@@ -13,6 +13,7 @@ from plans import HOST, make_plan
 
 from appliance import patch
 from appliance.patch import recorded, source_of, why_unfit
+from appliance.plan import build
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge_stack
 from appliance.preflight.inputs import StackFacts, read_stack
@@ -28,16 +29,9 @@ REMEDY = "install the locked requirements: `make demo` does, or the image"
 
 
 def test_every_record_fits_what_is_installed() -> None:
-    assert set(recorded()) == {
-        "chunked-log-probs",
-        "cpu-no-amx-tiles",
-        "cpu-process-group",
-        "cpu-seeded-requests",
-        "cpu-seeded-sampling",
-        "cpu-token-ranks",
-        "no-load-balancer",
-        "whole-checkpoint",
-    }
+    """And plans ask for each of them."""
+    of_rollouts, of_trainers = build.CPU_ROLLOUT_PATCHES, build.CPU_TRAINER_PATCHES
+    assert set(recorded()) == {*build.VERL_PATCHES, *build.DRIVER_PATCHES, *of_trainers, *of_rollouts}
     assert {name: why_unfit(record) for name, record in recorded().items()} == dict.fromkeys(recorded(), "")
 
 

@@ -74,12 +74,12 @@ def test_who_was_first_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.Monk
             (folder / name).touch()
 
     make("first")
-    make("second", others_count=True)
+    make("second", for_cache=True)
     with pytest.raises(OSError, match="not empty"):
         make("third")
     with monkeypatch.context() as patch:  # it looked before the first one was there
         patch.setattr(Path, "exists", lambda path: False)
-        make("fourth", others_count=True)
+        make("fourth", for_cache=True)
     assert [each.name for each in tmp_path.rglob("*")] == ["model", "first"]
 
 
@@ -93,7 +93,7 @@ def test_what_a_killed_process_left_in_the_cache_goes_and_what_another_makes_sta
 import sys, time
 from pathlib import Path
 from appliance.files import whole_folder
-with whole_folder(Path(sys.argv[1]), others_count=True) as folder:
+with whole_folder(Path(sys.argv[1]), for_cache=True) as folder:
     (folder / "half").touch()
     print(folder.name, flush=True)
     time.sleep(60)
@@ -110,13 +110,13 @@ with whole_folder(Path(sys.argv[1]), others_count=True) as folder:
         killed.wait()
         with whole_folder(target):
             assert {path.name for path in tmp_path.iterdir()} > {*names}
-        with whole_folder(target, others_count=True) as folder:
+        with whole_folder(target, for_cache=True) as folder:
             assert {path.name for path in tmp_path.iterdir()} == {
                 *("model", ".model-file", folder.name, names[0]),
                 *others,
             }
         living.kill()
-    with whole_folder(target, others_count=True):
+    with whole_folder(target, for_cache=True):
         assert not (tmp_path / names[0]).exists()
     assert {path.name for path in tmp_path.iterdir()} == {"model", ".model-file", *others}
 
@@ -137,6 +137,6 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
         return result
 
     monkeypatch.setattr(owner, name, removing)
-    with whole_folder(tmp_path / "model", others_count=True) as folder:
+    with whole_folder(tmp_path / "model", for_cache=True) as folder:
         (folder / "all").touch()
     assert removed and [path.name for path in (tmp_path / "model").iterdir()] == ["all"]

@@ -64,6 +64,16 @@ def test_a_resumed_run_trains_as_it_began_whatever_memory_its_host_has(tmp_path:
         assert why["batch.micro_batch_sequences"] == "as the run began, whatever memory there is now"
 
 
+def test_a_run_that_began_before_copies_were_kept_keeps_none(tmp_path: Path) -> None:
+    """Its memory was chosen without them."""
+    first = planned(tmp_path / "small-1", *BUILT_IN, gib=64)
+    assert first.trainer.keeps_copies
+    run_dir = stopped(first)
+    has_forgotten(run_dir, "keeps_copies")
+    again = planned(run_dir, *BUILT_IN, gib=64, original=original_plan(target_of(run_dir)))
+    assert again.trainer == first.trainer.replace(keeps_copies=False)
+
+
 def test_a_model_that_has_arrived_since_changes_nothing(tmp_path: Path) -> None:
     """As one of the hub, whose sizes nobody knew when the run was planned."""
     folder = tmp_path / "model"
