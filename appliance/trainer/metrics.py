@@ -67,7 +67,6 @@ _TIMINGS_S = {
     "logprob_s": "old_log_prob",
     "update_s": "update_actor",
     "sync_s": "update_weights",
-    "save_s": "save_checkpoint",
     "validate_s": "testing",
     "step_s": "step",
 }
