@@ -82,7 +82,7 @@ WHICH_STEP = Table(
             "guard_level",
             "",
             "Where on its [ladder](governor.md) the governor stood during the step: `observe`, `warn`, `tighten`, "
-            "`raise-precision (...)`, `bf16`, `stop`",
+            "`raise-precision (...)`, `bf16`",
         ),
         Metric(
             "correction_cap",
@@ -463,7 +463,42 @@ CLIPPING = File(
     ),
 )
 
-FILES = (METRICS, MEMORY, CLIPPING)
+EVENTS = File(
+    "events.jsonl",
+    "What happened, as it happens: phases, notes, checkpoints, decisions of the guard, failures. A kind may have "
+    "further keys.",
+    (
+        Table(
+            "",
+            "",
+            (
+                Metric("time", "Unix s", "When it happened", "every line"),
+                Metric(
+                    "kind",
+                    "",
+                    "What it is: `phase`, `progress`, `checkpoint`, `guard`, `reward`, `clipping`, `cluster`, `sweep`, "
+                    "`resume`, `restart`, `stop`, `stall`, `failure`, `note`",
+                    "every line",
+                ),
+                Metric("what", "", "A sentence; of a `phase` its name", "every line"),
+                Metric(
+                    "why", "", "The reason, or the numbers behind a decision", "every line; empty where there is none"
+                ),
+                Metric("done", "", "How far a piece of work is", "`progress`"),
+                Metric("total", "", "How much it is", "`progress`"),
+                Metric("note", "", "More about it", "`progress`"),
+                Metric("error", "", "[The error's name](troubleshooting.md#exit-codes)", "`failure`"),
+                Metric("hint", "", "What to do", "`failure`"),
+                Metric("exit_code", "", "What the run ends with", "`failure`"),
+                Metric(
+                    "step", "step", "The step whose state is saved, or that the event is about", "where there is one"
+                ),
+            ),
+        ),
+    ),
+)
+
+FILES = (METRICS, EVENTS, MEMORY, CLIPPING)
 
 _PATTERNS = tuple(
     re.compile(re.sub(r"<\w+>", ".+", re.escape(metric.key).replace(r"\<", "<").replace(r"\>", ">")))
@@ -481,9 +516,8 @@ def is_known(key: str) -> bool:
 HEAD = """\
 # Metrics
 
-Every number that a run writes down, with its unit. The files lie in the run's folder, and each line is one JSON object;
-`events.jsonl` and `samples.jsonl` beside them are [described with the page of a run](report.md#what-is-on-it).
-To look at some of them:
+Every number that a run writes down, with its unit. The files lie in the run's folder, and each line is one JSON object.
+(`samples.jsonl`, what the model said, is described [with the page of a run](report.md#what-is-on-it).) To look at some:
 
 ```
 jq -c '[.step, .reward_mean, .mismatch_k3_kl]' runs/NAME/metrics.jsonl

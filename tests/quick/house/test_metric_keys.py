@@ -13,7 +13,7 @@ import pytest
 from appliance.corrections.calibrated import Fit
 from appliance.corrections.objective import ClipRange
 from appliance.record import metric_catalogue as catalogue
-from appliance.record.events import MemorySample, StepMetrics
+from appliance.record.events import Event, MemorySample, StepMetrics
 
 NOT_OF_A_LINE = {"named", "line"}  # of StepMetrics: what the reader adds
 WRITERS = {  # functions whose dict literals become a line of metrics.jsonl
@@ -102,6 +102,8 @@ def test_an_object_of_a_length_is_described_whole(modules: dict[str, ast.Module]
 
 
 def test_the_lines_of_the_other_files_are_described_whole() -> None:
+    of_an_event = {field.name for field in fields(Event)} - {"line"}
+    assert {metric.key for metric in catalogue.EVENTS.metrics} == of_an_event
     assert {metric.key for metric in catalogue.MEMORY.metrics} == {field.name for field in fields(MemorySample)}
     of_a_fit = {"step", *(field.name for kind in (ClipRange, Fit) for field in fields(kind))} - {"bounds"}
     assert {metric.key for metric in catalogue.CLIPPING.metrics} == of_a_fit
@@ -112,3 +114,16 @@ def test_each_key_is_described_once_in_words() -> None:
     assert [metric.key for metric in metrics if not metric.meaning or metric.meaning.endswith(".")] == []
     keys = [metric.key for metric in catalogue.METRICS.metrics]
     assert len(keys) == len(set(keys))
+
+
+def test_each_kind_of_event_is_named(modules: dict[str, ast.Module]) -> None:
+    appended = {
+        keyword.value.value
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("append_event")
+        for keyword in node.keywords
+        if keyword.arg == "kind" and isinstance(keyword.value, ast.Constant)
+    }
+    [kind] = [metric for metric in catalogue.EVENTS.metrics if metric.key == "kind"]
+    assert sorted(re.findall(r"`([a-z]+)`", kind.meaning)) == sorted(appended | {"failure"})
