@@ -163,8 +163,8 @@ class Event:
 
 @dataclass(frozen=True, config=STRICT)
 class StepMetrics:
-    """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value. A
-    validation before training has step 0 and no `reward_mean`."""
+    """The part of a line of `metrics.jsonl` that is shown. Units as in docs/metrics.md; None where a line has no
+    value. A validation before training has step 0 and no `reward_mean`."""
 
     step: Count
     time_s: Number
