@@ -445,7 +445,7 @@ def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, .
 
 
 def main() -> None:
-    """The program: `appliance` and `python -m appliance`. Ends the process with the exit code of the contract."""
+    """The program: `appliance` and `python -m appliance`. Ends the process with one of the exit codes of errors.py."""
     from appliance.signals import told_interruptions
 
     console.open_closed()

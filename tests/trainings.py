@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 from left_behind import bystanders, left_of
 
+from appliance.record.events import METRICS_FILE
+from appliance.record.metric_catalogue import is_known
+
 # Of the short run that several files look at. A temperature that is not 1: log-probs before it would differ from the
 # trainer's by far more than the bound.
 STEPS = 4
@@ -63,7 +66,15 @@ class Finished:
     processor_s: float = 0.0
 
     def json_lines(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+        return json_lines(self.run_dir / name)
+
+
+def json_lines(file: Path) -> list[dict]:
+    """The lines of a file of a run. Each key of metrics.jsonl is one that docs/metrics.md has, whatever was trained."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if file.name == METRICS_FILE:
+        assert [key for line in lines for key in line if not is_known(key)] == []
+    return lines
 
 
 def processor_s() -> float:

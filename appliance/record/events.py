@@ -33,8 +33,8 @@ _TIMES_ITS_COST = 100  # for reading memory the kernel walks the pages: 45 ms fo
 
 
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
-    """Append one event. kind: phase, progress, attest, failure, guard, checkpoint, resume, stop or note.  extra: JSON
-    values.  Raises OSError (a full disk, no such folder)."""
+    """Append one event. kind: one of those that metric_catalogue.py lists.  extra: JSON values.
+    Raises OSError (a full disk, no such folder)."""
     append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
 
 
@@ -163,8 +163,8 @@ class Event:
 
 @dataclass(frozen=True, config=STRICT)
 class StepMetrics:
-    """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value. A
-    validation before training has step 0 and no `reward_mean`."""
+    """The part of a line of `metrics.jsonl` that is shown. Units as in docs/metrics.md; None where a line has no
+    value. A validation before training has step 0 and no `reward_mean`."""
 
     step: Count
     time_s: Number

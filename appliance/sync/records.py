@@ -122,7 +122,7 @@ class SyncRecord:
     acknowledgements: tuple[Acknowledgement, ...]
 
     def metrics(self) -> dict[str, float | None]:
-        """The contract's keys of a sync. Seconds are those of the slowest rank; digests: both ends of it."""
+        """The keys of a sync in a step's line. Seconds are those of the slowest rank; digests: both ends of it."""
         telemetry = [one.telemetry for one in self.acknowledgements if one.telemetry is not None]
         changed = [one.codes_changed_fraction for one in telemetry if one.codes_changed_fraction is not None]
         return {

@@ -139,7 +139,7 @@ def exact_in_sums(value: float, *, of: int) -> float:
 
 
 def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: str) -> dict[str, float]:
-    """By the contract's names, the mean first: `val/<name>/avg@<n>`, then `val/<name>/pass@<k>` for k = 1, 2, 4 .. n.
+    """By the names of docs/metrics.md: `val/<name>/avg@<n>` first, then `val/<name>/pass@<k>` for k = 1, 2, 4 .. n.
 
     graded: of each problem its n samples, n >= 1 and the same for all; a fault counts what it has, and does not pass.
     first_reward: by which a sample passes; empty: there is one.

@@ -54,7 +54,7 @@ def policy_of(plan: RunPlan) -> Policy:
 def signals_of(
     line: dict[str, object], *, telemetry: StepTelemetry, cap: float | None, is_exact: bool = False
 ) -> Signals:
-    """line: the step's metrics by the contract's names, before what is not finite became null.
+    """line: the step's metrics by the names of docs/metrics.md, before what is not finite became null.
 
     cap: where a token's weight is cut. Without one no share of tokens is truncated, whatever the method drops.
     is_exact: as Step.is_exact.

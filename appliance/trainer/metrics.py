@@ -1,4 +1,4 @@
-"""A step's numbers: what its batch says, and its line of `metrics.jsonl`, by the contract's names.
+"""A step's numbers: what its batch says, and its line of `metrics.jsonl`, by the names of docs/metrics.md.
 
 Beyond verl's metrics and timings it has the mismatch, by length of the response too (`mismatch_*`), and how many
 prompts have samples that are all the same (`equal_group_fraction`). That is read from the TransferQueue, and what must
@@ -68,7 +68,6 @@ _TIMINGS_S = {
     "logprob_s": "old_log_prob",
     "update_s": "update_actor",
     "sync_s": "update_weights",
-    "save_s": "save_checkpoint",
     "validate_s": "testing",
     "step_s": "step",
 }
@@ -336,7 +335,7 @@ class Step:
 def step_metrics(
     step: Step, *, verl: dict[str, Any], timing_s: dict[str, float], plan: RunPlan, number: int
 ) -> dict[str, Any]:
-    """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise."""
+    """The keys of one step's line, by docs/metrics.md. Raises TrainingError when verl reports one of them no more."""
     if step.telemetry is None or step.correction is None:
         raise TrainingError(f"step {number} ended without log-probabilities to compare")
     if step.sync is None:

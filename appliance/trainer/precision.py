@@ -320,7 +320,7 @@ class Validation:
         return values
 
     def take(self) -> dict[str, float | str | None]:
-        """The contract's keys of a validation that is in no line of metrics yet."""
+        """The keys of a validation that is in no line of metrics yet."""
         line, self._line = self._line, {}
         return line
 

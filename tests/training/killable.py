@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from left_behind import Bystanders, bystanders, left_of
-from trainings import FEW
+from trainings import FEW, json_lines
 
 from appliance.processes import Process, find_processes
 from appliance.record.checkpoints import DAMAGED, FOLDER, damage, in_order
@@ -126,7 +126,7 @@ class Run:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """All lines of a JSON-lines file; one that is torn raises ValueError."""
         path = self.run_dir / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return json_lines(path) if path.exists() else []
 
     def record(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "run.json").read_text())

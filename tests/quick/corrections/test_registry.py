@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_the_page_has_the_table_of_the_methods() -> None:
     assert [line for line in DOCS.read_text().splitlines() if line.startswith("| ")][: len(table())] == table(), (
         "docs/corrections.md is to have this table:\n" + "\n".join(table())
     )
+
+
+def test_the_governors_page_says_of_each_method_how_it_is_tightened() -> None:
+    section = DOCS.with_name("governor.md").read_text().partition("## Tightening")[2].partition("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    named = {name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)}
+    masks = {name for name in METHODS if name.endswith("-mask")}  # `the masks`, in one row
+    assert sorted(METHODS.keys() - masks - named) == []
 
 
 def test_an_unknown_method_gets_the_list_of_all() -> None:

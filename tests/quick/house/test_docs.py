@@ -11,9 +11,11 @@ import pytest
 from typer.main import get_command
 
 from appliance.cli import app
+from appliance.tasks.rewards import BUILT_IN
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ANY = {"RECIPE", "help"}  # besides the targets that `make help` lists
+OF_OTHERS = {"CHANGELOG.md", "gpu.md", "toolkits.md"}  # pages that name files of other versions, of verl and of TRL
 
 
 def pages(root: Path) -> list[Path]:
@@ -50,6 +52,39 @@ def test_every_link_between_pages_leads_somewhere(root: Path) -> None:
 def test_every_page_is_linked_from_another_one(root: Path) -> None:
     linked = {(page.parent / link).resolve() for page in pages(root) for link in LINK.findall(page.read_text())}
     assert [page.name for page in pages(root) if page not in linked and page.name != "README.md"] == []
+
+
+def test_the_index_has_every_page(root: Path) -> None:
+    linked = {link.partition("#")[0] for link in LINK.findall((root / "docs/README.md").read_text())}
+    assert sorted({page.name for page in (root / "docs").glob("*.md")} - linked - {"README.md"}) == []
+
+
+def test_every_file_of_the_code_that_a_page_names_is_there(root: Path) -> None:
+    """Pages for those who change it name files below `appliance/` from there, or from the root."""
+    named = {
+        (page.name, name)
+        for page in pages(root)
+        if page.name not in OF_OTHERS
+        for name in re.findall(r"`([\w-]+(?:/[\w-]+)+\.py)`", page.read_text())
+    }
+    assert len(named) > 40
+    bases = (root, root / "appliance", root / "tests")
+    assert sorted((page, name) for page, name in named if not any((base / name).is_file() for base in bases)) == []
+
+
+def test_the_tour_knows_how_long_its_files_are(root: Path) -> None:
+    """Nearly: who plans an evening by it is not misled."""
+    tour = (root / "docs/tour.md").read_text()
+    stops = re.findall(r"^\d+\. \*\*`([\w/]+\.py)`\*\* \((\d+)", tour, re.M)
+    assert len(stops) == 13
+    lengths = {name: len((root / "appliance" / name).read_text().splitlines()) for name, _ in stops}
+    assert {name: lengths[name] for name, told in stops if abs(lengths[name] - int(told)) > 0.2 * int(told)} == {}
+
+
+def test_every_built_in_reward_has_its_row(root: Path) -> None:
+    page = (root / "docs/own-task.md").read_text()
+    built_in = page.partition("### Built in")[2].partition("\n\n**")[0]
+    assert re.findall(r"^\| `([\w-]+)` \|", built_in, re.M) == list(BUILT_IN)
 
 
 def test_every_command_that_a_page_names_is_there(root: Path) -> None:
