@@ -60,7 +60,7 @@ class Engine:
     async def remote(self, prompts: list[list[int]], **asked: Any) -> AsyncIterator[Any]:
         self.asked.append({"prompts": prompts, **asked})
         for place in range(len(prompts)):
-            sample = SimpleNamespace(token_ids=[7], log_probs=[-1.0], finished=True, top=None)
+            sample = SimpleNamespace(token_ids=[7], log_probs=[-1.0], finished=True, top=None, support=None)
             yield _answer((place, SimpleNamespace(samples=[sample] * asked["num_samples"], weights_version=1)))
 
 
