@@ -73,6 +73,8 @@ CPU_TRAINER_PATCHES = ("cpu-process-group",)
 CPU_ROLLOUT_PATCHES = (
     "cpu-no-amx-tiles",
     "cpu-process-group",
+    "cpu-sampling-mask-setting",
+    "cpu-sampling-masks",
     "cpu-seeded-requests",
     "cpu-seeded-sampling",
     "cpu-token-ranks",

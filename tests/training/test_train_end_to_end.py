@@ -93,6 +93,8 @@ def test_every_worker_attests_int8(short: Finished) -> None:
         "chunked-log-probs",
         "cpu-no-amx-tiles",
         "cpu-process-group",
+        "cpu-sampling-mask-setting",
+        "cpu-sampling-masks",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
         "cpu-token-ranks",

@@ -32,6 +32,8 @@ def test_every_record_fits_what_is_installed() -> None:
         "chunked-log-probs",
         "cpu-no-amx-tiles",
         "cpu-process-group",
+        "cpu-sampling-mask-setting",
+        "cpu-sampling-masks",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
         "cpu-token-ranks",
