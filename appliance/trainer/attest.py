@@ -191,7 +191,8 @@ def tell_layer(
         return ray.get([worker.__ray_call__.remote(_traced, ids, asked | more) for worker in workers])[0]
 
     by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **asked, **more)) for each in servers]
-    what, why = search(ids, by_trainer=by_trainer, by_engines=by_engines, then=(then[0], then[1]))
+    repeats = not plan.rollout.leaves_words_out  # what is traced has a log-prob among all words
+    what, why = search(ids, by_trainer=by_trainer, by_engines=by_engines, then=(then[0], then[1]) if repeats else None)
     append_event(Path(plan.run_dir), kind="note", what=f"step {step}: {what}", why=why, step=step)
 
 
@@ -215,18 +216,20 @@ def search(
     *,
     by_trainer: Callable[..., LayerTrace],
     by_engines: Sequence[Callable[..., LayerTrace]],
-    then: tuple[float, float],
+    then: tuple[float, float] | None,
 ) -> tuple[str, str]:
     """(what differs, what it means). by_trainer, by_engines: `traced` of each.  then: the trainer's and the rollouts'
-    log-prob of the token after `ids` in the step; of several engines nobody knows which one sampled."""
+    log-prob of the token after `ids` in the step, None where they are over fewer words than the traced ones; of several
+    engines nobody knows which one sampled."""
     ours = by_trainer(ids)
     names = list(ours.digests)
     assert names, "the trainer's forward has traced nothing"
     asked = [(ask, ask(ids, names=names)) for ask in by_engines]
-    ask, theirs = next((pair for pair in asked if pair[1].log_prob == then[1]), asked[0])
+    ask, theirs = next((pair for pair in asked if then is not None and pair[1].log_prob == then[1]), asked[0])
+    sides = () if then is None else (("the trainer", then[0], ours), ("the engine", then[1], theirs))
     means = [
         f"{side} does not repeat its log-prob: {before:.9g} in the batch, {trace.log_prob:.9g} alone"
-        for side, before, trace in (("the trainer", then[0], ours), ("the engine", then[1], theirs))
+        for side, before, trace in sides
         if before != trace.log_prob
     ]
     place = first_difference(ours.digests, theirs=theirs.digests)
