@@ -107,7 +107,9 @@ def child_env(
             env |= EXACT_ON_CPU
         return tuple(sorted(env.items()))
     if several_words or reports_support:
-        env["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # a kernel of one word among all: trainer/worker.py has several, and some
+        env["VERL_DISABLE_FLASH_ATTN_CE"] = (
+            "1"  # a kernel of one word among all: trainer/worker.py has several, and some
+        )
     if reports_support:
         env[RUNNER_VARIABLE] = "1"  # the one of vLLM's that reports them on a GPU
     env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it knows no log-probs after temperature, and is compiled by nvcc

@@ -7,6 +7,7 @@ and pushes requests out and resumes them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def test_equal_logits_at_the_edge_are_in_or_out_as_vllm_has_it() -> None:
         masks = masks_of(cut_BV, tokens_B=[1, 0, 1])
         words = [cut_BV[row].isfinite().nonzero().flatten().tolist() for row in (0, 2)]
         assert masks.to_nested_list() == words
-        assert masks.slice_request(2, 1).to_nested_list() == words[1:] and masks.slice_request(1, 0).offsets.tolist() == [0]
+        assert masks.slice_request(2, 1).to_nested_list() == words[1:] and masks.slice_request(
+            1, 0
+        ).offsets.tolist() == [0]
     tied = apply_top_k_top_p(logits_BV.clone(), torch.full((3,), 3), None)
     assert masks_of(tied, tokens_B=[1, 1, 1]).to_nested_list() == [[0, 1, 2, 3, 4], [*range(6)], [0, 1, 2, 3, 4]]
 
@@ -153,11 +156,11 @@ def test_the_mean_weight_of_int8_rollouts_is_one(reporting: Engine, folder: Path
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, places]
     words = ids[0, places + 1][:, None]
     rollout = torch.tensor(reported(samples))
-    over, among_all = (
-        (LogProbs.apply(logits, words, each)[:, 0] - rollout).double().exp() for each in (support, None)
-    )
+    over, among_all = ((LogProbs.apply(logits, words, each)[:, 0] - rollout).double().exp() for each in (support, None))
     error = over.std() / math.sqrt(len(over))
-    print(f"{len(over)} tokens: mean weight {over.mean():.5f} +- {error:.5f}, among all words {among_all.mean():.4f}")
+    sys.stdout.write(
+        f"{len(over)} tokens: mean weight {over.mean():.5f} +- {error:.5f}, among all words {among_all.mean():.4f}\n"
+    )
     assert len(over) == 6 * 12 * 40
     assert 0 < abs(over.mean() - 1) < 3 * error < 0.01
     assert 0.88 < among_all.mean() < 0.94

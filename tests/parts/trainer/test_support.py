@@ -20,7 +20,7 @@ from verl.utils.tensordict_utils import assign_non_tensor
 from verl.utils.torch_functional import entropy_from_logits_with_chunking, logprobs_from_logits
 from verl.workers.utils.padding import response_from_nested
 
-import appliance.trainer.worker  # noqa: F401  our log-probs
+import appliance.trainer.worker
 from appliance.corrections.centering import coefficients
 from appliance.corrections.registry import correction_of
 from appliance.quant.support import RowSupport, Support, log_probs_over
@@ -44,7 +44,8 @@ def supports() -> Iterator[list[np.ndarray]]:
 
 def with_supports(data: TensorDict) -> TensorDict:
     of_sequences = [
-        (np.concatenate([*words, np.zeros(0, np.int32)]), np.array([len(some) for some in words])) for words in supports()
+        (np.concatenate([*words, np.zeros(0, np.int32)]), np.array([len(some) for some in words]))
+        for words in supports()
     ]
     for place, name in enumerate((SUPPORT_IDS, SUPPORT_SIZES)):
         rows = [torch.from_numpy(pair[place].astype(np.int32)) for pair in of_sequences]
@@ -71,7 +72,10 @@ def test_log_probs_and_gradients_are_over_the_support_and_entropies_over_all_wor
     HELD.end()
     model, data = model_of("qwen2"), with_supports(with_words(micro_batch(sequences(), entropy=True)))
     engine = engine_of(model, shares=shares)
-    engine.engine_config.entropy_from_logits_with_chunking, engine.engine_config.entropy_from_logits_chunk_size = True, 8
+    engine.engine_config.entropy_from_logits_with_chunking, engine.engine_config.entropy_from_logits_chunk_size = (
+        True,
+        8,
+    )
     engine.compute_entropy_from_logits = entropy_from_logits_with_chunking
 
     def outputs_of(batch: TensorDict) -> dict[str, Tensor]:

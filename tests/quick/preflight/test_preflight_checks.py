@@ -266,7 +266,11 @@ def test_remote_code_is_said():
 @pytest.mark.parametrize(
     ("sets", "needed", "hint"),
     [
-        (("rollout.top_p=0.9",), ("top_p", "429.2", "50,000"), "a trained model has a handful; rollout.top_k bounds them"),
+        (
+            ("rollout.top_p=0.9",),
+            ("top_p", "429.2", "50,000"),
+            "a trained model has a handful; rollout.top_k bounds them",
+        ),
         (("rollout.top_p=0.9", "rollout.top_k=20000"), ("top_k", "171.7", "20,000"), "lower it"),
         (("rollout.top_k=1000",), None, ""),
         ((), None, ""),
@@ -278,7 +282,9 @@ def test_words_of_a_token_that_memory_could_not_hold_are_said(
     """12 bytes of each, of 32 * 8 * 3,000 tokens."""
     sets = (*sets, "batch.prompts_per_step=32", "rollout.samples_per_prompt=8", "task.max_response_tokens=3000")
     inputs = with_inputs(model_shape=ModelShape(vocab=50_000))
-    found = [each for each in findings(*sets, "model.builtin=null", "model.path=/m", inputs=inputs) if "drawn" in each[0]]
+    found = [
+        each for each in findings(*sets, "model.builtin=null", "model.path=/m", inputs=inputs) if "drawn" in each[0]
+    ]
     wanted = []
     if needed is not None:
         key, size, words = needed
