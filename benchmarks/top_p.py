@@ -3,8 +3,8 @@
 
 MODEL is a folder of a dense Llama, Qwen2, Qwen3 or Mistral with a chat template. One engine of vLLM's in this process
 answers small word problems in INT8 and reports the words that each token was drawn from. Two trainers compute the
-log-probs of the sampled tokens: transformers' forward in BF16, and the rollouts' own (one flow). Each does so over
-those words, as a run does, and among all words. The mean of the weight p_trainer / p_rollout is to be 1; its standard
+log-probs of the sampled tokens over those words, as in a run: transformers' forward in BF16, and the rollouts' own (one
+flow). BF16 also does so among all words. The mean of the weight p_trainer / p_rollout is to be 1; its standard
 error is of the same tokens. Processor seconds of rollouts are those of three settings, one after another: all words,
 top-p, and top-p with the words reported.
 """
@@ -110,8 +110,8 @@ def generate(llm: LLM, prompts: list[list[int]], *, samples: int, **settings: fl
     return outputs, time.process_time() - began
 
 
-def by_bf16(folder: Path, rollouts: Rollouts, *, support: RowSupport | None) -> Tensor:
-    """[N] log-probs of transformers' forward in BF16, over the support, or among all words."""
+def by_bf16(folder: Path, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """[N] log-probs of transformers' forward in BF16: over the words drawn from, and among all words."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,18 +122,17 @@ def by_bf16(folder: Path, rollouts: Rollouts, *, support: RowSupport | None) -> 
     rows = {"input_ids": rollouts.ids_T[None], "position_ids": rollouts.positions_T[None], "use_cache": False}
     hidden_ND = model.model(**rows).last_hidden_state[0, rollouts.predicting_N]
     words_N1 = rollouts.ids_T[rollouts.predicting_N + 1][:, None]
-    chunks = hidden_ND.split(TOKENS_AT_ONCE), words_N1.split(TOKENS_AT_ONCE)
-    supports = [None] * len(chunks[0]) if support is None else support.split(TOKENS_AT_ONCE)
-    return torch.cat(
-        [
-            LogProbs.apply(model.lm_head(hidden), words, some)[:, 0]
-            for hidden, words, some in zip(*chunks, supports, strict=True)
-        ]
-    )
+    parts = (each.split(TOKENS_AT_ONCE) for each in (hidden_ND, words_N1, rollouts.support))
+    pairs = [
+        [LogProbs.apply(model.lm_head(hidden), words, each)[:, 0] for each in (support, None)]
+        for hidden, words, support in zip(*parts, strict=True)
+    ]
+    over, among_all = (torch.cat(columns) for columns in zip(*pairs, strict=True))
+    return over, among_all
 
 
-def by_one_flow(folder: Path, rollouts: Rollouts, *, support: RowSupport | None) -> Tensor:
-    """[N] log-probs of the rollouts' forward."""
+def by_one_flow(folder: Path, rollouts: Rollouts) -> Tensor:
+    """[N] log-probs of the rollouts' forward over the words drawn from."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -147,7 +146,7 @@ def by_one_flow(folder: Path, rollouts: Rollouts, *, support: RowSupport | None)
         temperature=1.0,
         shift_labels=rollouts.ids_T[rollouts.predicting_N + 1][None],
         logits_to_keep=rollouts.predicting_N,
-        support=support,
+        support=rollouts.support,
     )
     log_probs: Tensor = output.log_probs[0]
     return log_probs
@@ -207,10 +206,9 @@ def main() -> int:
         "| log-probs of the trainer | mean weight | standard error | errors from 1 | largest | equal bit for bit |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, log_probs_of in (("BF16", by_bf16), ("one flow", by_one_flow)):
-        for over, support in (("over the words drawn from", rollouts.support), ("among all words", None)):
-            log_probs_N = log_probs_of(given.model, rollouts, support=support)
-            lines.append(row_of(f"{name}, {over}", log_probs_N, rollout_N=rollouts.rollout_N))
+    over, among_all = by_bf16(given.model, rollouts)
+    sides = {"BF16": over, "BF16, among all words": among_all, "one flow": by_one_flow(given.model, rollouts)}
+    lines += [row_of(name, log_probs_N, rollout_N=rollouts.rollout_N) for name, log_probs_N in sides.items()]
     text = "\n".join(lines) + "\n"
     console.out(text)
     if given.output:
