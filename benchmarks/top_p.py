@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import LLM
 
-    from appliance.quant.support import RowSupport
 
 TOKENS_AT_ONCE = 256  # whose logits are there together
 
