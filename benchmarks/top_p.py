@@ -192,7 +192,7 @@ def main() -> int:
     lines = [
         "# Importance weights with top-p",
         "",
-        f"`python -m benchmarks.top_p`, {datetime.date.today()}: {processor()}, {given.threads} threads, model "
+        f"`python -m benchmarks.top_p`, {datetime.date.today()}: {processor()}, threads: {given.threads}, model "
         f"`{given.model.name}`, INT8 rollouts without a profile, temperature 1, `top_p` {given.top_p:g}, "
         f"{len(rollouts.rollout_N):,} tokens.",
         "",
