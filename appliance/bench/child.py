@@ -136,6 +136,7 @@ def _measure(engine: LLM, *, prompts: Prompts, workload: Workload, pair: int, sc
             seed=place * workload.samples_per_prompt if workload.temperature else None,  # as a run's samples have one
             temperature=workload.temperature,
             top_p=workload.top_p,
+            top_k=workload.top_k,
             max_tokens=workload.new_tokens,
             ignore_eos=workload.shapes is not None,
             logprobs=0,

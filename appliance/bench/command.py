@@ -147,6 +147,7 @@ def _recipe_workload(plan: RunPlan) -> Workload:
         new_tokens=plan.task.max_response_tokens,
         temperature=plan.rollout.temperature,
         top_p=plan.rollout.top_p,
+        top_k=plan.rollout.top_k,
     )
 
 

@@ -66,6 +66,8 @@ class Workload(Frozen):
     temperature: float = 1.0
     """> 0 samples, 0 is greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """Likeliest words that are drawn from; 0: all."""
     shapes: Shapes | None = None
 
     @property

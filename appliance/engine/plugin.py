@@ -18,6 +18,7 @@ def register() -> None:
     import appliance.engine.config
     import appliance.engine.first_load  # noqa: F401  registers the load format by its name
     from appliance.engine.int8 import NO_AMX_TILES, no_amx_tiles
+    from appliance.engine.sampling_masks import MASK_SETTING, SAMPLING_MASKS, mask_setting, sampling_masks
     from appliance.engine.seeded_sampling import SEEDED_REQUESTS, SEEDED_SAMPLING, seeded_requests, seeded_sampling
     from appliance.engine.token_ranks import TOKEN_RANKS, token_ranks
     from appliance.patch import apply_patch
@@ -34,6 +35,8 @@ def register() -> None:
             apply_patch(NO_AMX_TILES, no_amx_tiles)
             apply_patch(SEEDED_REQUESTS, seeded_requests)
             apply_patch(SEEDED_SAMPLING, seeded_sampling)
+            apply_patch(MASK_SETTING, mask_setting)
+            apply_patch(SAMPLING_MASKS, sampling_masks)
             apply_patch(TOKEN_RANKS, token_ranks)
             exactly = os.environ.get(EXACT_VARIABLE) == "1"
             for name, value in EXACT_ON_CPU.items() if exactly else ():

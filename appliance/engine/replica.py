@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from appliance.errors import EngineError
 from appliance.quant.files import by_content
 from appliance.quant.mismatch import LayerTrace, Place, TopWords
+from appliance.quant.support import Support
 from appliance.record.engine_start import starting
 from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
@@ -34,6 +36,7 @@ from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import AS_PLANNED, Precision
 from appliance.terms.settings import Quantisation
 
+_ALL_WORDS = 1 << 30  # as top_k: vLLM takes it for the vocabulary
 ENGINE_ENDS_WITHIN_S = 20.0
 
 
@@ -49,6 +52,8 @@ class Sample:
     """The model ended it itself; otherwise it was cut at the length limit."""
     top: TopWords | None = None
     """The most likely words at each generated token; None where they were not asked for."""
+    support: Support | None = None
+    """The words that each generated token was drawn from; None where the engine does not report them."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,20 @@ def told(plan: RunPlan, *, replica: int, precision: Precision = AS_PLANNED) -> Q
         return quantisation
     folder = by_content(Path(quantisation.profile), cache_dir=Path(plan.cache_dir))
     return quantisation.replace(profile=str(folder))
+
+
+def reportable(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the same distribution that an engine accepts which reports supports. vLLM then wants a temperature
+    and a `top_k`: the most likely word is drawn as the only one (one of several where their logits are equal)."""
+    if not sampling["temperature"]:
+        return sampling | {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
+    return sampling if sampling["top_k"] > 0 else sampling | {"top_k": _ALL_WORDS}
+
+
+def support_of(words: Sequence[Sequence[int]]) -> Support:
+    """words: of each token."""
+    size_T = np.fromiter(map(len, words), np.int32, len(words))
+    return Support(np.fromiter(chain.from_iterable(words), np.int32, int(size_T.sum())), size_T)
 
 
 @contextlib.asynccontextmanager
@@ -103,6 +122,7 @@ def load_replica() -> type[RolloutReplica]:
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
             """Each replica has a scheme of its own; verl's configuration has one place for all of them."""
             super()._preprocess_engine_kwargs(engine_kwargs)
+            self._reports_support = bool(engine_kwargs.get("return_sampling_mask"))
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
             precision = read_generation(Path(plan.run_dir)).precision
             engine_kwargs.update(told(plan, replica=self.replica_rank, precision=precision).engine_arguments())
@@ -119,10 +139,12 @@ def load_replica() -> type[RolloutReplica]:
             """Samples of each prompt with its place in the list, as they come.
 
             prompts: at most max_model_len - 1 tokens each.  seeds: of a prompt's first sample, the next number for each
-            further one; None where nothing is drawn.  sampling: temperature, top_p, top_k, logprobs (how many of the
-            most likely words are reported).  num_samples: >= 1.
+            further one; None where nothing is drawn.  sampling: temperature, top_p, top_k (-1: all words), logprobs
+            (how many of the most likely words are reported).  num_samples: >= 1.
             already: tokens at the end of each prompt that count as its response, of earlier turns.
             """
+            if self._reports_support:
+                sampling, seeds = reportable(sampling), [seed or 0 for seed in seeds]
             # Flat: no object for each word of each token.
             always = {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
             asked = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
@@ -149,6 +171,7 @@ def load_replica() -> type[RolloutReplica]:
             final = await queue.get()
             samples = []
             for one in final.outputs:
+                support = None if one.sampling_mask is None else support_of(one.sampling_mask.token_ids)
                 ids, flat = list(one.token_ids), one.logprobs
                 words_TL = np.array(flat.token_ids, np.int32).reshape(len(ids), -1 if ids else 1)
                 log_probs_TL = np.array(flat.logprobs, np.float32).reshape(words_TL.shape)
@@ -157,15 +180,17 @@ def load_replica() -> type[RolloutReplica]:
                     raise EngineError(what, hint="report it with the log: this version of vLLM is not as expected")
                 top = TopWords(words_TL[:, 1:].copy(), log_probs_TL[:, 1:].copy()) if words_TL.shape[1] > 1 else None
                 finished = one.finish_reason == "stop"
-                samples.append(Sample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top))
+                samples.append(Sample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top, support=support))
             return place, Group(samples, weights_version=self.global_steps or 0)
 
         async def traced(
             self, ids: list[int], *, token: int, temperature: float, names: list[str], kept: Place | None = None
         ) -> LayerTrace:
-            """Of `token` after `ids`, which are read as a prompt, in the layers `names`. While nothing is generated."""
+            """Of `token` after `ids`, which are read as a prompt, in the layers `names`, its log-prob among all words.
+            While nothing is generated."""
             params = SamplingParams(
                 temperature=temperature,
+                top_k=_ALL_WORDS if self._reports_support else 0,
                 max_tokens=1,
                 logprob_token_ids=[token],
                 skip_reading_prefix_cache=True,

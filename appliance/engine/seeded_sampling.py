@@ -99,11 +99,13 @@ def seeded_sampling(
         p: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """logits: [B, V] float32.  generators: by row, of the rows with a seed."""
+        logits = apply_top_k_top_p(logits, k, p)
+        if hasattr(self, "drawn_from"):  # engine/sampling_masks.py asks for them
+            self.drawn_from.append(logits)
         if not generators or not all(isinstance(one, PositionedGenerator) for one in generators.values()):
-            return original(self, logits, generators, k, p)
+            return original(self, logits, generators, None, None)
         from appliance.engine.inverse_cdf import draw  # a compiler that engines without seeds do not need
 
-        logits = apply_top_k_top_p(logits, k, p)
         words = draw(logits, row_uniforms(generators, rows=len(logits)))
         if self.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
             return words, None

@@ -73,6 +73,8 @@ CPU_TRAINER_PATCHES = ("cpu-process-group",)
 CPU_ROLLOUT_PATCHES = (
     "cpu-no-amx-tiles",
     "cpu-process-group",
+    "cpu-sampling-mask-setting",
+    "cpu-sampling-masks",
     "cpu-seeded-requests",
     "cpu-seeded-sampling",
     "cpu-token-ranks",
@@ -239,12 +241,14 @@ def build_plan(
                 or trainer.old_log_probs is OldLogProbs.UPDATE
                 or lora is not None
                 or rollout.top_log_probs > 0
+                or rollout.leaves_words_out
                 or trainer.dtype is Dtype.FP16
                 or recipe.optimizer.norm_fed_lr_scale != 1
                 or recipe.optimizer.schedule is Schedule.LINEAR
             ),
             one_flow=trainer.one_flow,
-            words_of_a_token=1 + rollout.top_log_probs,
+            several_words=rollout.top_log_probs > 0,
+            reports_support=rollout.leaves_words_out,
             capability=capability,
         ),
         pins=pins_for(device),

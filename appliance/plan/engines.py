@@ -50,6 +50,7 @@ def plan_rollout(
         samples_per_prompt=rollout.samples_per_prompt,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        top_k=rollout.top_k,
         prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin in TINY_MODELS else _PROVE_EVERY),
         eager=eager,
         top_log_probs=_top_log_probs(recipe, book=book),
@@ -98,6 +99,10 @@ def _require_one_flow(
     place, hint = "trainer.forward", "use `bf16`"
     if capability is not None and forward is not Forward.ROLLOUT:
         raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint)])
+    if capability is not None and rollout.leaves_words_out:
+        key, usual = ("rollout.top_p", "1.0") if rollout.top_p < 1 else ("rollout.top_k", "0")
+        message = f"{key}: with `{forward}` engines on a GPU do not report which words a token was drawn from"
+        raise RecipeError([(message, f"use {usual}, or trainer.forward: bf16")])
     if capability is not None and rollout.emulated:
         raise RecipeError([(f"{place}: `{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")])
     if capability is not None and rollout.scheme is Scheme.FP8_BLOCK and capability[0] != HOPPER:

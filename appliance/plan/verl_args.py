@@ -226,6 +226,9 @@ def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     found: list[tuple[str, Value]] = []
+    if plan.rollout.leaves_words_out:
+        found.append((f"{ROLLOUT}.top_k", plan.rollout.top_k or -1))
+        found.append((f"+{VLLM}.return_sampling_mask", True))
     if plan.rollout.top_log_probs:
         found.append((f"+{VLLM}.max_logprobs", plan.rollout.top_log_probs))
     if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16

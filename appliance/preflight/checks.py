@@ -41,6 +41,7 @@ _ROPE_REMEDY = (
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
+_SUPPORT_BYTES = 12  # of a word: four in the engine, in the queue and in a batch
 _SHM_NEEDED = GIB // 4
 _SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
 _SHM_NEEDED_WITH_GPUS = GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
@@ -92,7 +93,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
-        _sampling(plan),
+        _sampling(plan, host, inputs.model_shape),
         judge_container(
             host.container, needs_gpu=plan.device != CPU, num_gpus=len(host.gpus), writable=not host.run_root_problem
         ),
@@ -395,7 +396,18 @@ def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
             yield error("log-backend", "logging.backends", message, f"pip install {backend}, or leave it out")
 
 
-def _sampling(plan: RunPlan) -> Iterator[Finding]:
-    if plan.rollout.top_p < 1.0:
-        message = f"{plan.rollout.top_p}: the engine's log-probs are of the cut distribution, the trainer's are not"
-        yield warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
+def _sampling(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """How many words a step's tokens can be drawn from at most, where engines report them."""
+    rollout = plan.rollout
+    if shape is None or not rollout.leaves_words_out:
+        return
+    words = min(rollout.top_k or shape.vocab, shape.vocab)
+    tokens = plan.prompts_per_step * rollout.samples_per_prompt * plan.task.max_response_tokens
+    if (needed := _SUPPORT_BYTES * words * tokens) > host.memory_free_bytes:
+        key = "rollout.top_k" if rollout.top_k else "rollout.top_p"
+        message = (
+            f"the words that a step's tokens are drawn from take {gib(needed)} where the model is so unsure that each "
+            f"token has {words:,} of them; {gib(host.memory_free_bytes)} are free"
+        )
+        hint = "a trained model has a handful; rollout.top_k bounds them" if not rollout.top_k else "lower it"
+        yield warning("top-p", key, message, hint)

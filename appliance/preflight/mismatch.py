@@ -142,7 +142,7 @@ def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
         and not (shape and (shape.has_experts or shape.beyond_one_flow))
         and all(each.scheme.spec.trained_in and not each.lm_head_fp32 for each in rollout.replicas)
         and len({each.scheme for each in rollout.replicas}) == 1
-        and (rollout.tensor_parallel, rollout.top_p, trainer.sequence_parallel) == (1, 1.0, 1)
+        and (rollout.tensor_parallel, trainer.sequence_parallel) == (1, 1)
     )
     if can:
         yield "`trainer.forward: rollout`, with `trainer.attention: auto`, has exactly none (docs/one-flow.md)"

@@ -109,6 +109,7 @@ def own_samples(
     sampling = Sampling(
         temperature=job.temperature,
         top_p=job.top_p,
+        top_k=job.top_k,
         max_tokens=job.response_tokens,
         stop=ends_of_responses(folder, tokenizer=tokenizer),
     )

@@ -52,6 +52,8 @@ class ProfileJob(Frozen):
     """Of the rollouts."""
     top_p: float = 1.0
     """Of the rollouts."""
+    top_k: int = 0
+    """Of the rollouts; 0: all words."""
     response_tokens: int = 0
     """Of one response that the model gives."""
     cache_dir: str
@@ -91,6 +93,7 @@ def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
         schemas_file=plan.task.schemas_file,
         temperature=plan.rollout.temperature,
         top_p=plan.rollout.top_p,
+        top_k=plan.rollout.top_k,
         response_tokens=min(plan.task.max_response_tokens, _RESPONSE_TOKENS),
         cache_dir=plan.cache_dir,
         target=profile.folder if target is None else target,
@@ -157,7 +160,7 @@ def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
     source = Path(job.donor or job.parquet)
     data = model_hash(source, cache_dir=cache_dir) if job.donor else file_hash(source, cache_dir=cache_dir)
     tools = file_hash(Path(job.schemas_file), cache_dir=cache_dir) if job.schemas_file else ""
-    settings = job.model_dump(mode="json", exclude=_PLACES)
+    settings = job.model_dump(mode="json", exclude=_PLACES if job.top_k else _PLACES | {"top_k"})
     return _digest({"version": _VERSION, "model": model, "data": data, "tools": tools, **settings})[:16], model, data
 
 

@@ -239,6 +239,8 @@ class Settings:
     """Of the rollouts."""
     top_p: float = 1.0
     """Of the rollouts."""
+    top_k: Count_ = 0
+    """Of the rollouts; 0: all words."""
     response_tokens: Count_ = 32
     """Of the model's own responses to the prompts, at most."""
     ignore: Names_ = ()

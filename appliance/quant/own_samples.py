@@ -33,6 +33,8 @@ class Sampling:
     """Greater than 0."""
     top_p: float = 1.0
     """Share of the probability that the likeliest words have together; the others are never drawn."""
+    top_k: int = 0
+    """Likeliest words, of which alone one is drawn; 0: all."""
     max_tokens: int = 32
     """Of one response."""
     stop: frozenset[int] = frozenset()
@@ -145,6 +147,9 @@ def _draw(logits_BV: Tensor, *, sampling: Sampling, generator: torch.Generator) 
     """[B] int64. Raises NumericsError when a logit is not finite."""
     if not bool(torch.isfinite(logits_BV).all()):
         raise NumericsError("a logit of the model is not finite: no sample can be drawn")
+    if 0 < sampling.top_k < logits_BV.shape[1]:
+        least_B1 = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
     probs_BV = (logits_BV / sampling.temperature).softmax(dim=-1)
     if sampling.top_p < 1:
         sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True)

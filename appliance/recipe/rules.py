@@ -242,6 +242,11 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
         message = f"{len(rollout.replicas)} schemes for {engines} engine{'' if engines == 1 else 's'}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
+    if recipe.trainer.sequence_parallel > 1:
+        for key, usual in {"rollout.top_p": 1.0, "rollout.top_k": 0}.items():
+            if attrgetter(key)(recipe) != usual:
+                message = "log-probs over the words that are drawn from are not computed where sequences are shared out"
+                yield Broken((key, "trainer.sequence_parallel"), message, f"use {usual}, or sequence_parallel: 1")
 
 
 def _one_flow(recipe: Recipe) -> Iterator[Broken]:
@@ -262,7 +267,6 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
     refused = {
         "rollout.tensor_parallel": (1, "a layer in parts rounds in another way"),
         "rollout.lm_head_fp32": (False, f"the last projection of `{forward}` is in BF16"),
-        "rollout.top_p": (1.0, "a trainer's log-probs know no cut"),
         "trainer.sequence_parallel": (1, f"`{forward}` does not share sequences"),
         "trainer.attention": (Attention.AUTO, "only the forward in BF16 has a choice of it"),
     }
@@ -345,9 +349,6 @@ def _centering(recipe: Recipe) -> Iterator[Broken]:
     if centers and top == 0:
         message = f"`{name}` needs log-probs of the engine's most likely words"
         yield Broken((of_words, key), message, "give a number such as 20, or null")
-    if centers and recipe.rollout.top_p < 1:
-        message = f"`{name}` compares whole distributions, and the engine's is cut where the trainer's is not"
-        yield Broken(("rollout.top_p", key), message, "use 1.0, or another correction.method")
     if centers and recipe.trainer.forward is Forward.ROLLOUT:
         message = f"`{name}` has nothing to take out where the trainer computes what the rollouts do"
         yield Broken((key, "trainer.forward"), message, "use `tis`, or trainer.forward: bf16")

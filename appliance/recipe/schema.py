@@ -236,7 +236,9 @@ class Rollout(Section):
     temperature: float = Field(1.0, gt=0, le=10)
     """of sampling; validation is greedy, but for task.val_sets"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """nucleus sampling; below 1 the mismatch grows"""
+    """nucleus sampling: the likeliest words that together have this probability; log-probs are over them"""
+    top_k: int = Field(0, ge=0, lt=1 << 30)
+    """the likeliest words that are drawn from, so many; 0: all"""
     top_log_probs: int | None = Field(None, ge=0, le=128)
     """most likely words at a token that are compared; null: 20 or 0, by need"""
     tensor_parallel: int = Field(1, ge=1)

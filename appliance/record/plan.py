@@ -265,12 +265,19 @@ class RolloutPlan(Frozen):
     samples_per_prompt: int
     temperature: float
     top_p: float
+    top_k: int = 0
+    """Most likely words that are drawn from; 0: all."""
     prove_every: int
     """Weight updates until each quantised layer was proven, >= 1."""
     eager: bool
     """Whether engines run without CUDA graphs and torch.compile."""
     top_log_probs: int = 0
     """Most likely words at each token whose log-probs engines report in training, and trainers compare."""
+
+    @property
+    def leaves_words_out(self) -> bool:
+        """Whether some words are never drawn, so that engines report which ones a token was drawn from."""
+        return self.top_p < 1 or self.top_k > 0
 
     @property
     def emulated(self) -> bool:

@@ -58,14 +58,16 @@ def child_env(
     backends: tuple[str, ...],
     own_engine: bool = False,
     one_flow: bool = False,
-    words_of_a_token: int = 1,
+    several_words: bool = False,
+    reports_support: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
     offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
     own_engine: verl trains with trainer/verl_engine.py.  one_flow: its forward is the rollouts'.
-    words_of_a_token: whose log-probs the trainer computes.
+    several_words: the trainer computes log-probs of more than the sampled word of a token.
+    reports_support: engines report which words a token was drawn from, and the trainer's log-probs are over them.
     capability: of the GPUs, None on a CPU.
     """
     env = {
@@ -104,8 +106,12 @@ def child_env(
         if one_flow:
             env |= EXACT_ON_CPU
         return tuple(sorted(env.items()))
-    if words_of_a_token > 1:
-        env["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # a kernel of one word for each token: trainer/worker.py has several
+    if several_words or reports_support:
+        env["VERL_DISABLE_FLASH_ATTN_CE"] = (
+            "1"  # a kernel of one word among all: trainer/worker.py has several, and some
+        )
+    if reports_support:
+        env[RUNNER_VARIABLE] = "1"  # the one of vLLM's that reports them on a GPU
     env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it knows no log-probs after temperature, and is compiled by nvcc
     if one_flow:
         env |= {

@@ -208,7 +208,8 @@ def tell_layer(
         return ray.get([worker.__ray_call__.remote(_traced, ids, asked | more) for worker in workers])[0]
 
     by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **asked, **more)) for each in servers]
-    then = None if has_moved else (differing.trainer, differing.rollout)
+    # What is traced has a log-prob among all words.
+    then = None if has_moved or plan.rollout.leaves_words_out else (differing.trainer, differing.rollout)
     what, why = search(differing.ids, by_trainer=by_trainer, by_engines=by_engines, then=then)
     why += "; searched with the weights after the step's update" if has_moved else ""
     append_event(Path(plan.run_dir), kind="note", what=f"step {step}: {what}", why=why, step=step)
@@ -239,8 +240,9 @@ def search(
     """Say what differs, and what it means.
 
     by_trainer, by_engines: `traced` of each.  then: the trainer's and the rollouts' log-prob of the token after `ids`
-    in the step, None where the weights are others by now. Of several engines nobody knows which one sampled: it is the
-    one that repeats its log-prob, or, with other weights, the first one that differs from the trainer.
+    in the step, None where the weights are others by now, or it is over fewer words than the traced ones. Of several
+    engines nobody knows which one sampled: it is the one that repeats its log-prob, or, without `then`, the first one
+    that differs from the trainer.
     """
     ours = by_trainer(ids)
     names = list(ours.digests)

@@ -319,7 +319,8 @@ def centering_term(
     trainer_NK = response_from_nested(model_output[TOP_TRAINER], data[KEPT]).values()
     kept_N, offsets = data[KEPT].values().bool(), data[KEPT].offsets()
     coefficient_NK = coefficients(trainer_NK, rollout_TK=words_of(data, TOP_ROLLOUT), cap=cap)
-    term_N = data["advantages"].values() * (coefficient_NK.to(trainer_NK.dtype) * trainer_NK).sum(dim=-1)
+    log_probs_NK = trainer_NK.masked_fill(trainer_NK == -torch.inf, 0.0)  # outside of a support coefficients are 0
+    term_N = data["advantages"].values() * (coefficient_NK.to(trainer_NK.dtype) * log_probs_NK).sum(dim=-1)
     columns = (term_N.masked_fill(~kept_N, 0.0), kept_N.long())
     term_BT, kept_BT = (torch.nested.nested_tensor_from_jagged(each, offsets).to_padded_tensor(0) for each in columns)
     mode, whole = config.loss_agg_mode, config.global_batch_info

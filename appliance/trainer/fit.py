@@ -119,6 +119,7 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         training=Sampling(
             temperature=plan.rollout.temperature,
             top_p=plan.rollout.top_p,
+            top_k=plan.rollout.top_k or -1,
             num_samples=plan.rollout.samples_per_prompt,
             top_log_probs=plan.rollout.top_log_probs,
         ),
@@ -127,7 +128,9 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         seed=plan.seed,
         in_order=not plan.algorithm.filters,
         val_sets={
-            each.name: Sampling(each.temperature, plan.rollout.top_p if each.temperature else 1.0, each.samples)
+            each.name: Sampling(each.temperature, plan.rollout.top_p, each.samples, plan.rollout.top_k or -1)
+            if each.temperature
+            else Sampling(0.0, 1.0, each.samples)
             for each in plan.task.val_sets
         },
         rewards=[each.name for each in plan.task.own.rewards] if plan.task.own else (),

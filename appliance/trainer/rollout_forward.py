@@ -28,6 +28,7 @@ from appliance.errors import SyncError, TrainingError
 from appliance.quant.files import kept_layers
 from appliance.quant.layer_view import is_ignored
 from appliance.quant.profile import Smoothing, fold, load_smoothing
+from appliance.quant.support import RowSupport
 from appliance.sync.manifest import Manifest, digest
 from appliance.sync.precision import quantisation_at
 from appliance.terms.families import FAMILIES, Unit, beyond_one_flow
@@ -310,6 +311,7 @@ class RolloutForward:
         shift_labels: Tensor,
         temperature: float,
         logits_to_keep: Tensor | None = None,
+        support: RowSupport | None = None,
         trace: Note | None = None,
         **_: Any,
     ) -> CausalLMOutputForPPO:
@@ -318,7 +320,7 @@ class RolloutForward:
 
         input_ids: [1, T].  position_ids: [1, T], from 0 at each sequence's start; segments may share a prefix
         (trainer/attention.py).  logits_to_keep: [R] int64, places of the tokens that have logits, none of them twice;
-        None, all T.  shift_labels: [1, R], or [1, R, L] as in log_probs_of.
+        None, all T.  shift_labels: [1, R], or [1, R, L] as in log_probs_of.  support: of those R tokens.
         """
         config, positions_T = self._config, position_ids[0]
         heads = config.num_attention_heads
@@ -349,6 +351,7 @@ class RolloutForward:
             num_tokens=self._num_tokens,
             temperature=temperature,
             with_entropy=HELD.is_open or not torch.is_grad_enabled(),
+            support=support,
         )
         return CausalLMOutputForPPO(log_probs=log_probs[None], entropy=None if entropy_T is None else entropy_T[None])
 

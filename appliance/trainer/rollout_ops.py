@@ -29,7 +29,8 @@ H width of the residual stream, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,6 +45,7 @@ from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quant
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
 from appliance.quant.cpu_gemm import quantise_weight
+from appliance.quant.support import RowSupport
 from appliance.terms.schemes import Scheme
 from appliance.trainer.attention import Sequences, attend
 from appliance.trainer.rollout_kernels import Gemm, kernels_of, plain_norm
@@ -343,14 +345,21 @@ class _EngineLinear(Function):
 
 
 def log_probs_of(
-    logits_TV: Tensor, labels: Tensor, *, num_tokens: int, temperature: float, with_entropy: bool
+    logits_TV: Tensor,
+    labels: Tensor,
+    *,
+    num_tokens: int,
+    temperature: float,
+    with_entropy: bool,
+    support: RowSupport | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs of `labels`, entropy [T], which has no gradient): float32, nats, over the first `num_tokens`.
 
     labels: [T], or [T, L]: some words of each token, of which the first alone has a gradient.
+    support: of each token's log-probs; None: all words. The entropy is of all words.
     """
     words_TL = labels.view(len(labels), -1)
-    first_T, others, entropy_T = _LogProbs.apply(logits_TV, words_TL, num_tokens, temperature, with_entropy)
+    first_T, others, entropy_T = _LogProbs.apply(logits_TV, words_TL, num_tokens, temperature, with_entropy, support)
     return (first_T if labels.ndim == 1 else torch.cat([first_T[:, None], others], dim=1)), entropy_T
 
 
@@ -359,19 +368,30 @@ class _LogProbs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, words_TL: Tensor, num_tokens: int, temperature: float, with_entropy: bool
+        ctx: Any,
+        logits_TV: Tensor,
+        words_TL: Tensor,
+        num_tokens: int,
+        temperature: float,
+        with_entropy: bool,
+        support: RowSupport | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.num_tokens, ctx.temperature = num_tokens, temperature
+        ctx.num_tokens, ctx.temperature, ctx.support = num_tokens, temperature, support
         ctx.save_for_backward(logits_TV, words_TL[:, 0])
         found: list[Tensor] = []
         entropies: list[Tensor] = []
         rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
-        for logits, words in zip(logits_TV.split(rows), words_TL.split(rows), strict=True):
+        parts = zip(logits_TV.split(rows), words_TL.split(rows), _split(support, rows=rows), strict=False)
+        for logits, words, of_part in parts:
             scaled = _scaled(logits, num_tokens=num_tokens, temperature=temperature)
-            log_probs = kernels_of(scaled).log_softmax(scaled)
-            found.append(log_probs.gather(1, words))
+            log_softmax = kernels_of(scaled).log_softmax
+            if with_entropy or of_part is None:
+                log_probs = log_softmax(scaled)
             if with_entropy:
                 entropies.append(-log_probs.exp().mul_(log_probs)[:, :num_tokens].sum(dim=-1))
+            if of_part is not None:
+                log_probs = log_softmax(of_part.cut_(scaled))
+            found.append(log_probs.gather(1, words))
         log_probs_TL = torch.cat(found)
         others_TL = log_probs_TL[:, 1:].clone()
         entropy_T = torch.cat(entropies) if with_entropy else None
@@ -385,12 +405,18 @@ class _LogProbs(Function):
         grad_TV = torch.empty_like(logits_TV)
         rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
         parts = (each.split(rows) for each in (logits_TV, labels_T, grad_T, grad_TV))
-        for logits, labels, grad, into in zip(*parts, strict=True):
-            minus = _scaled(logits, num_tokens=ctx.num_tokens, temperature=ctx.temperature).softmax(dim=-1)
+        for logits, labels, grad, into, of_part in zip(*parts, _split(ctx.support, rows=rows), strict=False):
+            scaled = _scaled(logits, num_tokens=ctx.num_tokens, temperature=ctx.temperature)
+            minus = (scaled if of_part is None else of_part.cut_(scaled)).softmax(dim=-1)
             minus.scatter_add_(1, labels[:, None], minus.new_full((len(labels), 1), -1.0))
             into.copy_(minus.mul_(-grad[:, None] / ctx.temperature))
         grad_TV[:, ctx.num_tokens :] = 0
-        return grad_TV, None, None, None, None
+        return grad_TV, None, None, None, None, None
+
+
+def _split(support: RowSupport | None, *, rows: int) -> Iterator[RowSupport | None]:
+    """So many rows at a time; without a support None for ever."""
+    return itertools.repeat(None) if support is None else support.split(rows)
 
 
 def _scaled(logits_RV: Tensor, *, num_tokens: int, temperature: float) -> Tensor:

@@ -38,6 +38,7 @@ from appliance.tasks.grading import Graded, Shaping, set_metrics
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool, known_parts, neutral, neutral_parts, reward_means
+from appliance.trainer.support import support_fields
 from appliance.trainer.top_words import top_fields
 from appliance.trainer.turns import Drawn, Opening, Tally, Trajectory, TrajectoryGroup, Turns, one_turn
 
@@ -55,6 +56,8 @@ class Sampling:
     temperature: float
     top_p: float
     num_samples: int
+    top_k: int = -1
+    """Most likely words that are drawn from; -1: all."""
     top_log_probs: int = 0
     """Most likely words at each token whose log-probs are asked for."""
 
@@ -370,7 +373,7 @@ class Rollouts:
                 sampling={
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
-                    "top_k": -1,
+                    "top_k": sampling.top_k,
                     "logprobs": sampling.top_log_probs,
                 },
                 num_samples=num_samples,
@@ -422,7 +425,7 @@ class Rollouts:
         if not (validate or self._in_order):  # a filter chooses among them
             self._rewarded.append(statistics.fmean(rewards))
         return row["uid"], [
-            _fields(prompt, group=group, session=session, accuracy=accuracy, reward=reward)
+            _fields(prompt, group=group, session=session, accuracy=accuracy, reward=reward, trains=not validate)
             for session, (accuracy, reward) in enumerate(zip(accuracies, rewards, strict=True))
         ]
 
@@ -475,18 +478,22 @@ def _shaped(
     return accuracies, [shaping.comparable(each) for each in rewards]
 
 
-def _fields(prompt: _Prompt, *, group: TrajectoryGroup, session: int, accuracy: float, reward: float) -> dict[str, Any]:
+def _fields(
+    prompt: _Prompt, *, group: TrajectoryGroup, session: int, accuracy: float, reward: float, trains: bool
+) -> dict[str, Any]:
     """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). `acc` is what it validates by,
-    and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC)."""
+    and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC). trains: log-probs of it will be computed."""
     sample, prompt_ids = group.samples[session], prompt.token_ids
     response_mask = _ints(sample.mask)
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
     rewards[-1] = reward  # the last token is the model's
     input_ids = _ints(prompt_ids + sample.token_ids)
     top = {} if sample.top is None else top_fields(sample.top.spread(sample.mask))
+    support = support_fields(sample.support.spread(sample.mask)) if trains and sample.support is not None else {}
     return (
         prompt.row
         | top
+        | support
         | {
             "session_id": session,
             "prompts": _ints(prompt_ids),

@@ -22,12 +22,11 @@ from torch import Tensor
 from appliance.corrections.distributions import divergence
 from appliance.quant.mismatch import TopWords
 from appliance.trainer.held import HELD
-from appliance.trainer.shared_prompts import SharedPromptsEngine
+from appliance.trainer.support import LABELS, SupportEngine, predicting_places
 
 TOP_IDS, TOP_ROLLOUT = "rollout_top_ids", "rollout_top_log_probs"  # of a batch: int32, and float32 nats; see words_of
 TOP_TRAINER = "top_log_probs"  # [S, T, K] of a model's output: the trainer's, of the same words, with a gradient
 DIVERGENCE = "divergence"  # [S, N] of a model's output, and of a batch after a pass: float32, nats
-_LABELS = "input_ids_rmpad_rolled"  # verl's
 
 
 def top_fields(top: TopWords) -> dict[str, Tensor]:
@@ -43,17 +42,7 @@ def words_of(data: TensorDict, name: str) -> Tensor:
     return data[name].values().view(len(data["response_mask"].values()), -1)
 
 
-def predicting_places(micro_batch: TensorDict) -> Tensor:
-    """[N] int64: places in verl's row of the token before each response position."""
-    ends_S = micro_batch["input_ids"].offsets()[1:]
-    offsets = micro_batch["response_mask"].offsets()
-    length_S = offsets.diff()
-    before_first_S = ends_S - length_S - 1
-    within_N = torch.arange(int(offsets[-1]), device=ends_S.device) - offsets[:-1].repeat_interleave(length_S)
-    return before_first_S.repeat_interleave(length_S) + within_N
-
-
-class TopWordsEngine(SharedPromptsEngine):
+class TopWordsEngine(SupportEngine):
     """verl's engine, which compares the most likely words where a batch brings them."""
 
     def _compares(self, micro_batch: TensorDict) -> bool:
@@ -64,13 +53,13 @@ class TopWordsEngine(SharedPromptsEngine):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         if not self._compares(micro_batch):
             return inputs, arguments
-        labels, ids_NK = arguments[_LABELS], words_of(micro_batch, TOP_IDS).long()
+        labels, ids_NK = arguments[LABELS], words_of(micro_batch, TOP_IDS).long()
         if not self.shares_prompts:  # logits of all tokens
             whole_TK = ids_NK.new_zeros(len(labels), ids_NK.shape[1])
             ids_NK = whole_TK.index_copy(0, predicting_places(micro_batch), ids_NK)
-        arguments[_LABELS] = torch.cat([labels[:, None], ids_NK], dim=1)
+        arguments[LABELS] = torch.cat([labels[:, None], ids_NK], dim=1)
         if "shift_labels" in inputs:
-            inputs["shift_labels"] = arguments[_LABELS][None]
+            inputs["shift_labels"] = arguments[LABELS][None]
         return inputs, arguments
 
     def prepare_model_outputs(

@@ -25,6 +25,7 @@ from verl.experimental.agent_loop import tool_parser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from appliance.quant.mismatch import TopWords
+from appliance.quant.support import Support
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.rows import Message
 from appliance.tasks.tools import Answer, Schema, call_tool, failure
@@ -44,6 +45,7 @@ class Drawn(Protocol):
     log_probs: list[float]
     finished: bool
     top: TopWords | None
+    support: Support | None
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Trajectory:
     failed_calls: int = 0
     top: TopWords | None = None
     """The most likely words at each token of the model's own; None where engines did not report them."""
+    support: Support | None = None
+    """The words that each token of the model's own was drawn from; None where engines did not report them."""
 
     @property
     def generated(self) -> int:
@@ -269,6 +273,8 @@ class Turns:
         trajectory.token_ids, trajectory.mask, trajectory.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
         if trajectory.top is not None:  # the builder may have cut the last tokens
             trajectory.top = trajectory.top.first(trajectory.generated)
+        if trajectory.support is not None:
+            trajectory.support = trajectory.support.first(trajectory.generated)
 
 
 def in_pool(
@@ -301,7 +307,8 @@ def _tool(name: str, answer: Answer) -> dict[str, Any]:
 def one_turn(drawn: Drawn, *, text: str = "") -> Trajectory:
     """A sample of a run without tools, or the first of several turns, whose text comes later."""
     mask = [1] * len(drawn.token_ids)
-    return Trajectory(drawn.token_ids, drawn.log_probs, mask, drawn.finished, text, top=drawn.top)
+    words = {"top": drawn.top, "support": drawn.support}
+    return Trajectory(drawn.token_ids, drawn.log_probs, mask, drawn.finished, text, **words)
 
 
 def _add(trajectory: Trajectory, drawn: Drawn) -> None:
@@ -310,5 +317,7 @@ def _add(trajectory: Trajectory, drawn: Drawn) -> None:
     trajectory.mask = trajectory.mask + [1] * len(drawn.token_ids)
     if trajectory.top is not None and drawn.top is not None:
         trajectory.top = trajectory.top.followed_by(drawn.top)
+    if trajectory.support is not None and drawn.support is not None:
+        trajectory.support = trajectory.support.followed_by(drawn.support)
     trajectory.finished = drawn.finished
     trajectory.turns += 1

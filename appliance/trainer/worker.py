@@ -28,6 +28,7 @@ from appliance.control_groups import usable_cores
 from appliance.patch import Patch, apply_patch
 from appliance.quant.cpu_gemm import widen_gemms
 from appliance.quant.loading import load_whole
+from appliance.quant.support import RowSupport, current_support
 from appliance.record.liveness import WORKER_ROLE, Heartbeat, keep_stacks
 from appliance.terms.environment import (
     ENGINE_VENDOR,
@@ -82,29 +83,46 @@ _CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: what its cache holds
 class LogProbs(torch.autograd.Function):
     """log softmax(x) of some words of each token, and its gradient, the sum over them of g (onehot(word) - softmax(x)),
     in float32. At most CHUNK_ROWS tokens at a time: of the size of the logits x, which are kept, there is only their
-    gradient."""
+    gradient.
+
+    With a support the softmax is over its words. Another word has probability 0, log-prob -inf, and may have a gradient
+    g of 0 alone."""
 
     @staticmethod
-    def forward(ctx: Any, x_TV: Tensor, words_TL: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TV: Tensor, words_TL: Tensor, support: RowSupport | None = None) -> Tensor:
         """[T, L] float32 (float64 of float64), nats.  x_TV: of any float.  words_TL: int64 in 0..V-1."""
         ctx.save_for_backward(x_TV, words_TL)
+        ctx.support = support
         wide = torch.promote_types(x_TV.dtype, torch.float32)
-        chunks = zip(*(each.split(_rows(x_TV)) for each in (x_TV, words_TL)), strict=True)
+        rows = _rows(x_TV, support=support)
+        chunks = zip(_chunks(x_TV, support=support, dtype=wide), words_TL.split(rows), strict=True)
         return torch.cat([x.log_softmax(dim=-1, dtype=wide).gather(1, words) for x, words in chunks])
 
     @staticmethod
-    def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         x_TV, words_TL = ctx.saved_tensors
         grad_TV = torch.empty_like(x_TV)
-        tensors = (grad_TV, x_TV, words_TL, grad_TL)
-        for into, x, words, grad in zip(*(each.split(_rows(x_TV)) for each in tensors), strict=True):
+        chunks = _chunks(x_TV, support=ctx.support, dtype=grad_TL.dtype)
+        others = (each.split(_rows(x_TV, support=ctx.support)) for each in (grad_TV, words_TL, grad_TL))
+        for x, into, words, grad in zip(chunks, *others, strict=True):
             whole = -grad.sum(dim=-1, keepdim=True)
             into.copy_(x.softmax(dim=-1, dtype=grad.dtype).mul_(whole).scatter_add_(1, words, grad))
-        return grad_TV, None
+        return grad_TV, None, None
 
 
-def _rows(x_TV: Tensor) -> int:
-    return min(CHUNK_ROWS, max(1, _CPU_LOGITS // x_TV.shape[1])) if x_TV.device.type == "cpu" else CHUNK_ROWS
+def _chunks(x_TV: Tensor, *, support: RowSupport | None, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Some rows at a time: of the logits themselves, or with a support of a copy in this type."""
+    rows = _rows(x_TV, support=support)
+    if support is None:
+        yield from x_TV.split(rows)
+        return
+    for x, of_chunk in zip(x_TV.split(rows), support.split(rows), strict=True):
+        yield of_chunk.cut_(x.to(dtype, copy=True))
+
+
+def _rows(x_TV: Tensor, *, support: RowSupport | None) -> int:
+    most = CHUNK_ROWS if support is None else CHUNK_ROWS // 2  # there is a copy, and what is left out of it
+    return min(most, max(1, _CPU_LOGITS // x_TV.shape[1])) if x_TV.device.type == "cpu" else most
 
 
 def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -112,11 +130,12 @@ def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-        """verl's, but that `labels` may have one dimension more: several words for each token."""
+        """verl's, but that `labels` may have one dimension more, several words for each token, and that the softmax is
+        over the words of `current_support`."""
         heart.beat()  # of each forward, of a pass and of an update, which may take an hour
         logits_TV = logits.flatten(0, -2)
         words_TL = labels.reshape(len(logits_TV), labels.shape[-1] if labels.ndim == logits.ndim else 1)
-        return LogProbs.apply(logits_TV, words_TL).view(labels.shape)
+        return LogProbs.apply(logits_TV, words_TL, current_support()).view(labels.shape)
 
     return log_probs
 

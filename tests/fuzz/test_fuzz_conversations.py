@@ -73,7 +73,13 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Trajectory:
             0,
             SimpleNamespace(
                 samples=[
-                    SimpleNamespace(token_ids=cut, log_probs=[-1.0] * len(cut), finished=len(cut) == len(ids), top=None)
+                    SimpleNamespace(
+                        token_ids=cut,
+                        log_probs=[-1.0] * len(cut),
+                        finished=len(cut) == len(ids),
+                        top=None,
+                        support=None,
+                    )
                 ],
                 weights_version=1,
             ),

@@ -47,6 +47,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.kind=dr-grpo",
         "algorithm.kl=0.1",
         "correction.method=score-centering-tis",  # whose words a reference is not asked for
+        "rollout.top_p=0.9",  # but over which words its log-probs are
         "optimizer.schedule=linear",
         "optimizer.min_lr_ratio=0.1",
         "optimizer.warmup_steps=1",
@@ -106,6 +107,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "correction.method=tis-geometric",
         "trainer.forward=rollout",
         "rollout.top_log_probs=8",
+        "rollout.top_k=5",
     ),
 }
 CLOSED: dict[str, set[str]] = {  # the values of what has few

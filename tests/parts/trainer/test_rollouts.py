@@ -174,7 +174,7 @@ class Rounds(Engine):
             if text is None:
                 continue
             ids = TOKENIZER(text + "<|im_end|>")["input_ids"]
-            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True, top=None)
+            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True, top=None, support=None)
             yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
 
 
@@ -236,7 +236,7 @@ class SlowEngine(Engine):
             while not self._left and place == PROMPTS - 1 and not self.pool.graded and time.monotonic() < until:
                 await asyncio.sleep(0.01)
             self.were_graded = self.pool.graded
-            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True, top=None)
+            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True, top=None, support=None)
             yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
 
 
@@ -342,7 +342,7 @@ def test_rewards_and_the_page_get_the_text_after_what_the_prompt_had_begun(monke
 
 
 def _sample(ids: list[int], *, finished: bool) -> SimpleNamespace:
-    return SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=finished, top=None)
+    return SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=finished, top=None, support=None)
 
 
 def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:

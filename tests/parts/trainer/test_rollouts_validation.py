@@ -17,7 +17,7 @@ from appliance.trainer.rollouts import PromptSeeds, Rollouts, Sampling
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 TRAINING = Sampling(temperature=1.0, top_p=1.0, num_samples=3)
-SETS = {"hard": Sampling(temperature=0.5, top_p=0.9, num_samples=2), "held_out": GREEDY}
+SETS = {"hard": Sampling(temperature=0.5, top_p=0.9, num_samples=2, top_k=50), "held_out": GREEDY}
 FAULT = Graded(0.0, Fault.RAISED, "it raised")
 
 
@@ -60,7 +60,7 @@ class Engine:
     async def remote(self, prompts: list[list[int]], **asked: Any) -> AsyncIterator[Any]:
         self.asked.append({"prompts": prompts, **asked})
         for place in range(len(prompts)):
-            sample = SimpleNamespace(token_ids=[7], log_probs=[-1.0], finished=True, top=None)
+            sample = SimpleNamespace(token_ids=[7], log_probs=[-1.0], finished=True, top=None, support=None)
             yield _answer((place, SimpleNamespace(samples=[sample] * asked["num_samples"], weights_version=1)))
 
 
@@ -129,7 +129,7 @@ def test_each_set_is_sampled_as_it_is_to_be_and_told_by_its_name(make: Make) -> 
     made, engine, was_put = make(GRADES)
     run(made, batch(step=4, validate=True, splits=SPLITS))
     assert [(each["prompts"], each["num_samples"], each["sampling"]) for each in engine.asked] == [
-        ([[1, 0], [1, 2]], 2, {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "logprobs": 0}),
+        ([[1, 0], [1, 2]], 2, {"temperature": 0.5, "top_p": 0.9, "top_k": 50, "logprobs": 0}),
         ([[1, 1]], 1, {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": 0}),
     ]
     assert made.by_set() == {

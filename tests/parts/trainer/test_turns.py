@@ -14,6 +14,7 @@ import pytest
 
 from appliance.files import digest_of
 from appliance.quant.mismatch import TopWords
+from appliance.quant.support import Support
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import MOST_CHARACTERS
 from appliance.trainer.rewards import RewardPool
@@ -80,7 +81,8 @@ def drawn(text: str) -> Any:
     ids = TOKENIZER(text.removesuffix("...") + ("" if cut else "<|im_end|>"))["input_ids"]
     log_probs = [-1.0 - place for place in range(len(ids))]
     top = TopWords(np.array(ids, np.int32)[:, None], np.array(log_probs, np.float32)[:, None])
-    return SimpleNamespace(token_ids=ids, log_probs=log_probs, finished=not cut, top=top)
+    support = Support(np.array(ids, np.int32), np.ones(len(ids), np.int32))
+    return SimpleNamespace(token_ids=ids, log_probs=log_probs, finished=not cut, top=top, support=support)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +136,9 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     top = right.top.spread(right.mask)
     assert top.ids_TK[:, 0].tolist() == [id * real for id, real in zip(right.token_ids, right.mask, strict=True)]
     assert top.log_probs_TK[:, 0].tolist() == right.log_probs and 0 in right.mask
+    support = right.support.spread(right.mask)
+    assert support.size_T.tolist() == right.mask  # one word each, of tools' tokens none
+    assert support.ids_F.tolist() == [id for id, real in zip(right.token_ids, right.mask, strict=True) if real]
     assert (wrong.text, wrong.turns, wrong.calls, wrong.said) == ("37", 1, 0, [("assistant", "37")])
     assert groups[0].weights_version == 7
     tally = Tally()

@@ -294,6 +294,8 @@ def test_every_worker_and_the_trainer_must_attest():
         "chunked-log-probs",
         "cpu-no-amx-tiles",
         "cpu-process-group",
+        "cpu-sampling-mask-setting",
+        "cpu-sampling-masks",
         "cpu-seeded-requests",
         "cpu-seeded-sampling",
         "cpu-token-ranks",

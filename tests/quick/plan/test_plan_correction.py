@@ -9,6 +9,7 @@ from plans import HOST
 
 from appliance.corrections.objective import ClipRange, Loss
 from appliance.corrections.weights import TisGeometric
+from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
 from appliance.record.correction import ShadowPlan
@@ -89,3 +90,21 @@ def test_the_most_likely_words_are_asked_for_where_a_correction_needs_them() -> 
     assert {("VERL_ENGINE_VENDOR", "appliance"), ("VERL_DISABLE_FLASH_ATTN_CE", "1")} < set(given.env)
     assert "VERL_DISABLE_FLASH_ATTN_CE" not in dict(planned("cluster.device=h100").env)
     assert RunPlan.model_validate_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(("key", "given"), [("top_p", "0.9"), ("top_k", "50")])
+def test_engines_report_the_words_that_are_drawn_from_where_some_are_left_out(key: str, given: str) -> None:
+    plan, on_gpu = (planned(f"rollout.{key}={given}", f"cluster.device={device}") for device in ("cpu", "h100"))
+    asked = "+actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=true"
+    assert plan.rollout.leaves_words_out
+    assert {asked, f"actor_rollout_ref.rollout.{key}={given}"} < set(plan.argv) and asked in on_gpu.argv
+    assert dict(plan.env)["VERL_ENGINE_VENDOR"] == dict(on_gpu.env)["VERL_ENGINE_VENDOR"] == "appliance"
+    wanted = {"VERL_DISABLE_FLASH_ATTN_CE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert wanted.items() <= dict(on_gpu.env).items() and not wanted.keys() & dict(plan.env)
+    usual = planned("cluster.device=h100")
+    assert asked not in usual.argv and not wanted.keys() & dict(usual.env)
+    with pytest.raises(RecipeError) as raised:
+        planned(f"rollout.{key}={given}", "cluster.device=h100", "trainer.forward=rollout")
+    message = f"rollout.{key}: with `rollout` engines on a GPU do not report which words a token was drawn from"
+    hint = f"use {'1.0' if key == 'top_p' else '0'}, or trainer.forward: bf16"
+    assert raised.value.problems == [(message, hint)]

@@ -256,12 +256,44 @@ def test_log_backend_that_is_not_installed():
     assert found == [(text, "pip install trackio, or leave it out")]
 
 
-def test_remote_code_and_top_p_are_said():
-    sets = ("model.builtin=null", "model.path=/m", "model.trust_remote_code=true", "rollout.top_p=0.9")
+def test_remote_code_is_said():
+    sets = ("model.builtin=null", "model.path=/m", "model.trust_remote_code=true")
     assert [text for text, _ in findings(*sets)] == [
         "warning: model.trust_remote_code: Python code that comes with /m will run",
-        "warning: rollout.top_p: 0.9: the engine's log-probs are of the cut distribution, the trainer's are not",
     ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "needed", "hint"),
+    [
+        (
+            ("rollout.top_p=0.9",),
+            ("top_p", "429.2", "50,000"),
+            "a trained model has a handful; rollout.top_k bounds them",
+        ),
+        (("rollout.top_p=0.9", "rollout.top_k=20000"), ("top_k", "171.7", "20,000"), "lower it"),
+        (("rollout.top_k=1000",), None, ""),
+        ((), None, ""),
+    ],
+)
+def test_words_of_a_token_that_memory_could_not_hold_are_said(
+    sets: tuple[str, ...], needed: tuple[str, str, str] | None, hint: str
+) -> None:
+    """12 bytes of each, of 32 * 8 * 3,000 tokens."""
+    sets = (*sets, "batch.prompts_per_step=32", "rollout.samples_per_prompt=8", "task.max_response_tokens=3000")
+    inputs = with_inputs(model_shape=ModelShape(vocab=50_000))
+    found = [
+        each for each in findings(*sets, "model.builtin=null", "model.path=/m", inputs=inputs) if "drawn" in each[0]
+    ]
+    wanted = []
+    if needed is not None:
+        key, size, words = needed
+        text = (
+            f"warning: rollout.{key}: the words that a step's tokens are drawn from take {size} GiB where the model is "
+            f"so unsure that each token has {words} of them; 20.0 GiB are free"
+        )
+        wanted = [(text, hint)]
+    assert found == wanted
 
 
 def test_checkpoints_of_a_large_model_need_disk():

@@ -115,7 +115,6 @@ def test_the_budget_follows_the_guards_bound_and_a_named_profile_has_to_go() -> 
         ("rollout.scheme=auto", "rollout.replicas=[int8, fp8]", "quantization.emulate=true", "cluster.gpus_per_node=2"),
         ("rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=2"),
         ("rollout.lm_head_fp32=true",),
-        ("rollout.top_p=0.9",),
         ("model.lora={rank: 8}",),
         ("rollout.tensor_parallel=2", "cluster.gpus_per_node=2"),
     ],

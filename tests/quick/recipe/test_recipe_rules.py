@@ -334,8 +334,20 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ),
         ),
         (
-            ("trainer.forward=rollout", "rollout.top_p=0.9"),
-            ("rollout.top_p: a trainer's log-probs know no cut", "use 1.0, or trainer.forward: bf16"),
+            ("rollout.top_p=0.9", "trainer.sequence_parallel=2", *GPU),
+            (
+                "rollout.top_p: log-probs over the words that are drawn from are not computed where sequences are "
+                "shared out",
+                "use 1.0, or sequence_parallel: 1",
+            ),
+        ),
+        (
+            ("rollout.top_k=50", "trainer.sequence_parallel=2", *GPU),
+            (
+                "rollout.top_k: log-probs over the words that are drawn from are not computed where sequences are "
+                "shared out",
+                "use 0, or sequence_parallel: 1",
+            ),
         ),
         (
             ("trainer.forward=rollout", "trainer.sequence_parallel=2", *GPU),

@@ -138,14 +138,6 @@ CENTERED = "correction:\n  method: score-centering-tis\n"
             ),
         ),
         (
-            "rollout: {top_p: 0.9}\n",
-            (
-                "2: rollout.top_p: `score-centering-tis` compares whole distributions, and the engine's is cut where "
-                "the trainer's is not",
-                "use 1.0, or another correction.method",
-            ),
-        ),
-        (
             "trainer: {forward: rollout}\n",
             (
                 "4: correction.method: `score-centering-tis` has nothing to take out where the trainer computes what "
