@@ -13,10 +13,10 @@ import yaml
 from appliance import hub
 from appliance.compare.file import Comparison, in_order, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
+from appliance.finding import Finding
 from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
 from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
-from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, is_written, load_recipe

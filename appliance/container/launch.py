@@ -25,9 +25,9 @@ from docker.types import DeviceRequest, Mount, Ulimit
 
 from appliance import console, hub
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import Finding, Severity
 from appliance.launch.command import new_run_dir
 from appliance.launch.side_job import stop_on_errors
-from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.report import examine, print_plan
 from appliance.recipe import library
 from appliance.recipe.load import files_of

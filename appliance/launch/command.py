@@ -22,11 +22,11 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import partial_prefix
+from appliance.finding import Finding, has_error
 from appliance.launch import resume as resuming
 from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
 from appliance.launch.train import Step, run_training
 from appliance.plan.derive import steps_of
-from appliance.preflight.finding import Finding, has_error
 from appliance.preflight.report import as_json, examine, lines, print_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe

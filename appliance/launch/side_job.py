@@ -17,9 +17,9 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, error_class
 from appliance.files import is_full
+from appliance.finding import Finding, Severity, lines
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Finding, Severity, lines
 from appliance.preflight.inputs import read_inputs
 from appliance.processes import module_argv
 from appliance.recipe.text import full_path

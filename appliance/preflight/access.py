@@ -14,10 +14,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.errors import PreflightError
+from appliance.finding import Finding, error, warning
 from appliance.plan.host import Ports
 from appliance.preflight.container import is_mounted_secret
 from appliance.preflight.disk import nearest_existing
-from appliance.preflight.finding import Finding, error, warning
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from appliance.finding import Finding, Severity, error, warning
 from appliance.plan.host import HostFacts, Limits
 from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimated, moments, peak, shape_on_cpu
 from appliance.preflight import device
@@ -20,7 +21,6 @@ from appliance.preflight.disk import (
     judge_disk,
     needed_bytes,
 )
-from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.preflight.mismatch import judge_mismatch
 from appliance.preflight.weights import judge_weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from appliance.finding import Finding, Severity, error, warning
 from appliance.plan.engines import (
     CHANGES_ENGINES,
     finer_schemes,
@@ -14,7 +15,6 @@ from appliance.plan.engines import (
 )
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_estimated, moments
-from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.recipe.schema import Attention, Forward
 from appliance.record.plan import RunPlan, Switching
 from appliance.tasks.library import TINY_MODELS

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.preflight.finding import Finding, Severity, warning
+from appliance.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
 from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from appliance import console, hub
+from appliance.finding import Finding, as_json, lines
 from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import estimates, judge
-from appliance.preflight.finding import Finding, as_json, lines
 from appliance.preflight.inputs import model_bytes, model_shape, read_inputs
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import to_plain, to_yaml

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.launch.outcome import Child
 from appliance.launch.side_job import (
     OF_A_PROFILE,
@@ -30,7 +31,6 @@ from appliance.launch.side_job import (
 )
 from appliance.launch.train import Step
 from appliance.plan.engines import PROFILE_FOLDER
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import model_shape, stored_result
 from appliance.preflight.mismatch import expected_of, judge_mismatch, layer_name
 from appliance.preflight.probes import read_host

@@ -15,10 +15,10 @@ from plans import HOST, make_plan
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.finding import Finding, Severity
 from appliance.launch.command import run_check, run_plan
 from appliance.plan.build import build_plan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.events import append_event, parse_event, parse_metrics

@@ -27,8 +27,8 @@ from appliance.container.launch import (
     without_home,
 )
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import Finding, Severity
 from appliance.plan.build import build_plan
-from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import ClusterPlan, CodeFile, ValSetPlan
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-TOOLS = {"console", "control_groups", "errors", "files", "hub", "patch", "processes", "signals"}
+TOOLS = {"console", "control_groups", "errors", "files", "finding", "hub", "patch", "processes", "signals"}
 FACTS = {"terms", "corrections", "guard"}
 
 # A folder -> the folders and tools that it may import. A rule that needs an exception for a file says that a wall is
@@ -31,15 +31,18 @@ MAY_IMPORT = {
     },
     # the launcher: recipe -> plan -> everything else
     "tasks": {"errors", "files", "gguf", "hub", "processes", "quant", "record", "terms"},
-    "recipe": {"errors", "quant", "tasks", *FACTS},
-    "plan": {"control_groups", "errors", "files", "gguf", "hub", "processes", "recipe", "record", "tasks", *FACTS},
+    "recipe": {"errors", "finding", "quant", "tasks", *FACTS},
+    "plan": {
+        *("control_groups", "errors", "files", "finding", "gguf", "hub", "processes"),
+        *("recipe", "record", "tasks", *FACTS),
+    },
     "preflight": {
-        *("console", "control_groups", "errors", "gguf", "hub", "patch", "processes"),
+        *("console", "control_groups", "errors", "finding", "gguf", "hub", "patch", "processes"),
         *("plan", "quant", "recipe", "record", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
     "launch": {
-        *("console", "errors", "files", "processes", "signals"),
+        *("console", "errors", "files", "finding", "processes", "signals"),
         *("plan", "preflight", "quant", "recipe", "record", "report", "sync", "tasks", "terms"),
     },
     "cluster": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},

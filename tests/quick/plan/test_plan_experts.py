@@ -11,13 +11,13 @@ from plans import HOST, INPUTS
 
 from appliance.bench.command import _eager
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.plan.bench_results import SchemeResult, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
 from appliance.plan.engines import keeps_experts
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
 from appliance.preflight.device import guard
-from appliance.preflight.finding import Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.schemes import Scheme

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
+from appliance.finding import Finding
 from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
 from appliance.preflight.device import guard
-from appliance.preflight.finding import Finding
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from plans import DISK, HOST, INPUTS
 
+from appliance.finding import Finding, Severity, as_json, lines
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
-from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
+from appliance.finding import Finding, Severity
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.plan.memory import GIB, engine_share, engine_weights, gpu_ladder, host_bytes, moments, one_sequence
 from appliance.preflight import device
-from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape

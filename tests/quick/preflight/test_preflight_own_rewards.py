@@ -11,10 +11,10 @@ import pytest
 from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
 
 from appliance.files import digest_of
+from appliance.finding import Severity
 from appliance.launch.side_job import OF_A_PROFILE, examine_for
 from appliance.preflight import inputs
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, read_inputs, reward_problem
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
 from appliance.tasks.own import parse_row

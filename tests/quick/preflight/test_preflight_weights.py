@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS, make_plan
 
+from appliance.finding import Severity
 from appliance.launch import side_job
 from appliance.launch.side_job import OF_AN_ENGINE, OF_THE_MODEL, examine_for
 from appliance.preflight import child as children
 from appliance.preflight import inputs, template, weights
 from appliance.preflight.checks import judge
 from appliance.preflight.child import EarlyChild
-from appliance.preflight.finding import Severity
 from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, judge_weights
 from appliance.quant.headers import INDEX, WHOLE, damage, weight_files

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
+from appliance.finding import Severity
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, Limits
 from appliance.preflight.access import AccessFacts
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, StackFacts, read_inputs
 from appliance.preflight.report import examine
 from appliance.quant.headers import Damage

@@ -23,10 +23,10 @@ from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resume
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import Severity
 from appliance.launch.resume import find_start, find_target, refuse_changes, refuse_misfit
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.preflight.report import examine
 from appliance.recipe.load import load_recipe, to_yaml
