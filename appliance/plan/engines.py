@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.corrections.registry import METHODS
-from appliance.errors import PreflightError, RecipeError
+from appliance.errors import PreflightError
 from appliance.files import digest_of
 from appliance.gguf.source import gguf_facts
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Backward, Forward, OldLogProbsChoice, Recipe, SchemeChange, SchemeChoice
+from appliance.recipe.schema import Forward, OldLogProbsChoice, Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
 from appliance.tasks.library import TINY_MODELS
@@ -26,7 +26,6 @@ PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
 USUAL_TOP_LOG_PROBS = 20
-HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
@@ -54,11 +53,6 @@ def plan_rollout(
         eager=eager,
         top_log_probs=_top_log_probs(recipe, book=book),
     )
-    if recipe.trainer.forward is not Forward.BF16:
-        in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
-        _require_one_flow(planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability)
-        if Action.RAISE_PRECISION in (recipe.guard.actions or ()):  # it is none of the usual
-            _require_finer(planned, forward=recipe.trainer.forward, capability=capability)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -88,35 +82,6 @@ def _top_log_probs(recipe: Recipe, *, book: Book) -> int:
 def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> bool:
     """Whether an engine runs without CUDA graphs and torch.compile. experts: whether a quantised one has some in it."""
     return is_cpu or one_flow or (experts and scheme.quantised)
-
-
-def _require_one_flow(
-    rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, capability: tuple[int, int] | None
-) -> None:
-    """What a recipe alone does not show. Raises RecipeError. in_fp8: the gradients, too.  capability: as
-    plan_rollout."""
-    place, hint = "trainer.forward", "use `bf16`"
-    if capability is not None and forward is not Forward.ROLLOUT:
-        raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint)])
-    if capability is not None and rollout.emulated:
-        raise RecipeError([(f"{place}: `{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")])
-    if capability is not None and rollout.scheme is Scheme.FP8_BLOCK and capability[0] != HOPPER:
-        backward = [("trainer.backward: `fp8-block` has a kernel on Hopper only", hint)] if in_fp8 else []
-        raise RecipeError([(f"{place}: `{forward}` has a kernel of `fp8-block` on Hopper only", hint), *backward])
-    if not forward.knows(rollout.scheme):
-        raise RecipeError([(f"{place}: `{forward}` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
-    if in_fp8 and rollout.scheme is not Scheme.FP8_BLOCK:
-        message = f"trainer.backward: `fp8-block` does not know `{rollout.scheme}`"
-        raise RecipeError([(message, "use rollout.scheme: fp8-block")])
-
-
-def _require_finer(rollout: RolloutPlan, *, forward: Forward, capability: tuple[int, int] | None) -> None:
-    """The governor may lead to them. Raises RecipeError."""
-    for scheme in rollout.scheme.spec.finer:
-        has_kernel = scheme is not Scheme.FP8_BLOCK or capability is None or capability[0] == HOPPER
-        if not (has_kernel and forward.knows(scheme)):
-            message = f"guard.actions: `raise-precision` leads to `{scheme}`, which `{forward}` cannot compute here"
-            raise RecipeError([(message, "leave it out, or use trainer.forward: bf16")])
 
 
 def _why_so_often(recipe: Recipe) -> str:

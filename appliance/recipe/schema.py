@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, StrEnum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
+from appliance.finding import Finding
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
@@ -519,6 +521,26 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Places where the user wrote each dotted key, `file:line` or an option; that of the empty key is the file."""
+
+    def __eq__(self, other: object) -> bool:
+        """Compare values: it does not count where they were written."""
+        return isinstance(other, Recipe) and dict(self) == dict(other)
+
+    def at(self, places: Mapping[str, str]) -> Self:
+        """The same recipe, with the places of its keys."""
+        self._places.update(places)
+        return self
+
+    def placed(self, finding: Finding) -> Finding:
+        """The finding at the first of its keys that the user wrote; a fault of what nobody wrote is the file's."""
+        written = next((key for key in finding.keys if key in self._places), None)
+        if written is not None:
+            others = (key for key in finding.keys if key != written)
+            return replace(finding, keys=(written, *others), where=self._places[written])
+        return replace(finding, where=self._places.get("", "")) if finding.is_fault else finding
+
     @property
     def topology(self) -> Topology:
         return Topology(
@@ -536,6 +558,10 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
+NAMED = {"model": {"builtin": "tiny-arithmetic"}, "trainer": {"steps": 40}}
+"""Examples of the keys that have no default, in their sections."""
+
+
 # The reference.
 
 HEAD = """\
@@ -544,7 +570,7 @@ HEAD = """\
 # `trainer.steps` and `trainer.epochs`, must be given.
 # Scalars follow YAML 1.2: `1e-6` is a number, `on` is text. Anchors, aliases and duplicate keys are refused.
 """
-EXAMPLES = {"name": "reference", "model.builtin": "tiny-arithmetic", "trainer.steps": 40}
+EXAMPLES = {"name": "reference"} | {f"{name}.{key}": keys[key] for name, keys in NAMED.items() for key in keys}
 
 
 def reference() -> str:

@@ -161,7 +161,7 @@ def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
 
 def test_findings_of_check_are_text(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(room, model="./m", train_file="t")
-    found = [Finding(Severity.WARNING, "x", HOSTILE, HOSTILE, HOSTILE)]
+    found = [Finding(Severity.WARNING, "x", (HOSTILE,), HOSTILE, HOSTILE)]
     monkeypatch.setattr("appliance.launch.command.examine", lambda *_, **__: (made, HOST, found))
     monkeypatch.chdir(room)
     with strict_stdout() as printed:

@@ -121,7 +121,7 @@ def test_auto_on_a_gpu(product, device, scheme, why):
 def test_auto_on_an_unknown_gpu():
     with pytest.raises(RecipeError) as raised:
         planned(*AUTO, host=with_gpu("Tesla K80"))
-    message = "cluster.device: `auto` found `Tesla K80`, which this version does not know"
+    message = "--set cluster.device=auto: cluster.device: `auto` found `Tesla K80`, which this version does not know"
     assert raised.value.problems == [(message, "name the most similar GPU in cluster.device, or `cpu`")]
 
 
@@ -134,7 +134,8 @@ def test_an_unknown_gpu_counts_as_the_one_that_is_named():
 def test_auto_that_finds_a_cpu_judges_as_for_a_cpu():
     with pytest.raises(RecipeError) as raised:
         planned("cluster.device=auto", "trainer.attention=flash_attention_2")
-    assert raised.value.problems == [("trainer.attention: `flash_attention_2` needs a GPU", "use `auto`")]
+    place = "--set trainer.attention=flash_attention_2: trainer.attention"
+    assert raised.value.problems == [(f"{place}: `flash_attention_2` needs a GPU", "use `auto`")]
 
 
 def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
@@ -144,7 +145,8 @@ def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
     assert "VERL_ENGINE_VENDOR" in dict(plan.env) and "VERL_ENGINE_VENDOR" not in dict(on_gpu.env)
     with pytest.raises(RecipeError) as raised:
         planned("trainer.forward=linears", "cluster.device=h100")
-    assert raised.value.problems == [("trainer.forward: `linears` runs on a CPU only", "use `bf16`")]
+    place = "--set trainer.forward=linears: trainer.forward"
+    assert raised.value.problems == [(f"{place}: `linears` runs on a CPU only", "use `bf16`")]
 
 
 def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
@@ -228,20 +230,21 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     assert not planned("trainer.forward=rollout").trainer.fp8_backward
     with pytest.raises(RecipeError) as raised:
         planned(*flow, "cluster.device=l4")
+    forward, backward = ("--set trainer.forward=rollout: trainer.forward", f"--set {flow[1]}: trainer.backward")
     assert raised.value.problems == [
-        ("trainer.forward: `rollout` has a kernel of `fp8-block` on Hopper only", "use `bf16`"),
-        ("trainer.backward: `fp8-block` has a kernel on Hopper only", "use `bf16`"),
+        (f"{forward}: `rollout` has a kernel of `fp8-block` on Hopper only", "use `bf16`"),
+        (f"{backward}: `fp8-block` has a kernel on Hopper only", "use `bf16`"),
     ]
     with pytest.raises(RecipeError) as raised:
         planned(*flow, "quantization.emulate=true", "cluster.device=h100")
-    problem = ("trainer.forward: `rollout` emulates FP8 on a CPU only", "remove quantization.emulate")
+    problem = (f"{forward}: `rollout` emulates FP8 on a CPU only", "remove quantization.emulate")
     assert raised.value.problems == [problem]
     on_hopper = planned(*flow, "cluster.device=h100")
     assert "; gradients in fp8-block; " in plan_text(on_hopper, needs=[("disk", "1 GiB")])
     assert choice(on_hopper, "trainer.backward") == ("fp8-block", "as given")
     with pytest.raises(RecipeError) as raised:
         planned(*flow[:2], "rollout.scheme=auto")
-    problem = ("trainer.backward: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")
+    problem = (f"{backward}: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")
     assert raised.value.problems == [problem]
 
 
@@ -256,7 +259,8 @@ def test_the_governor_leads_one_flow_to_no_scheme_that_it_cannot_compute(sets: t
     assert planned(*sets).trainer.one_flow or problem == "`linears`"
     with pytest.raises(RecipeError) as raised:
         planned(*sets, "guard.actions=[raise-precision]")
-    message = f"guard.actions: `raise-precision` leads to `fp8-block`, which {problem} cannot compute here"
+    place = "--set guard.actions=[raise-precision]: guard.actions"
+    message = f"{place}: `raise-precision` leads to `fp8-block`, which {problem} cannot compute here"
     assert raised.value.problems == [(message, "leave it out, or use trainer.forward: bf16")]
 
 
@@ -374,7 +378,7 @@ def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
     asked = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
     with pytest.raises(RecipeError) as raised:
         planned(*asked, "cluster.device=b200")
-    message = "quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
+    message = f"--set {asked[1]}: quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
     assert planned(*asked, "cluster.device=h100").profile.mismatch_budget == 0.02
 

@@ -75,8 +75,8 @@ def test_experts_are_refused_in_fp16(moe: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         planned(moe, *sets, device="cpu")
     why = "trainer.dtype: engines have experts in BF16 alone"
-    assert raised.value.problems == [(why, "use `bf16`")]
-    named = planned(moe, device="h100")
+    assert raised.value.problems == [(f"--set trainer.dtype=fp16: {why}", "use `bf16`")]
+    named = planned(Path("owner/moe"), f"cluster.run_dir={moe.parent}", device="cpu")
     named = named.replace(trainer=named.trainer.replace(dtype=Dtype.FP16))
     assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {why}", "use `bf16`")]
 
@@ -88,7 +88,7 @@ def test_experts_are_refused_with_the_rollouts_forward(moe: Path, forward: str) 
     for kept in ((), (KEPT,)):
         with pytest.raises(RecipeError) as raised:
             planned(moe, asked, *kept, device="cpu")
-        assert raised.value.problems == [(refusal, "use `bf16`")]
+        assert raised.value.problems == [(f"--set {asked}: {refusal}", "use `bf16`")]
         named = planned(Path("owner/moe"), asked, *kept, f"cluster.run_dir={moe.parent}", device="cpu")
         assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {refusal}", "use `bf16`")]
 

@@ -233,7 +233,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from plans import make_plan
-from appliance.plan.build import is_folder
+from appliance.plan.model_source import is_folder
 from appliance.record.plan import ModelPlan, ProfilePlan, UaqPlan
 from appliance.plan.bench_results import read_result, result_key
 from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it

@@ -475,13 +475,18 @@ def test_a_model_class_that_the_engine_does_not_know(tmp_path):
 
 def test_findings_as_lines_and_as_json():
     """The lines have the worst first; JSON keeps the order in which it was asked."""
-    found = [Finding(Severity.ERROR, "a", "x", "bad", "mend it"), Finding(Severity.INFO, "b", "y", "so")]
+    found = [
+        Finding(Severity.ERROR, "a", ("x", "z"), "bad", "mend it", "r.yaml:3"),
+        Finding(Severity.INFO, "b", ("y",), "so"),
+    ]
     assert lines(found[::-1]) == lines(found)
-    assert lines(found) == ["error: x: bad", "hint: mend it", "info: y: so"]
+    assert lines(found) == ["error: r.yaml:3: x: bad", "hint: mend it", "info: y: so"]
     assert as_json(found)[0] == {
         "severity": "error",
         "code": "a",
         "place": "x",
+        "keys": ["x", "z"],
+        "where": "r.yaml:3",
         "message": "bad",
         "remedy": "mend it",
     }

@@ -30,7 +30,7 @@ def test_the_package_is_missed_only_by_who_asks_for_it() -> None:
     remedy = "remove it: `auto` needs no package"
     asks = planned("dapo-7b-int8", "trainer.attention=flash_attention_2")
     assert list(device.attention(asks, HOST)) == [
-        Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
+        Finding(Severity.ERROR, "flash-attention", ("trainer.attention",), message, remedy)
     ]
     assert list(device.attention(asks, dataclasses.replace(HOST, packages=frozenset({"flash_attn"})))) == []
     for recipe in (*SHIPPED, "arithmetic-tiny-int8"):

@@ -25,6 +25,7 @@ from appliance.preflight.child import EarlyChild
 from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, judge_weights
 from appliance.quant.headers import INDEX, WHOLE, damage, weight_files
+from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
 from appliance.tasks.templates import TemplateFacts
 
@@ -297,7 +298,7 @@ def test_a_command_that_is_no_training_starts_no_child_whose_findings_it_does_no
     monkeypatch.setattr(weights, "_KNOWN", {})
     monkeypatch.setattr(inputs, "model_shape", lambda _: None)
     monkeypatch.setattr(side_job, "judge", lambda *_, **__: [])
-    examine_for((plan_of_a_folder(tmp_path),), host=HOST, about=about)
+    examine_for((plan_of_a_folder(tmp_path),), recipe=Recipe(), host=HOST, about=about)
     assert started == modules
 
 

@@ -149,7 +149,7 @@ def test_a_resume_with_a_file_that_is_not_there_says_so(
     if isinstance(caught.value, RecipeError):
         assert caught.value.problems == [(message, hint)]
     else:
-        assert f"error: task.rewards: {message}\nhint: {hint}\n" in capsys.readouterr().err
+        assert f":10: task.rewards: {message}\nhint: {hint}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["a", "b"])
