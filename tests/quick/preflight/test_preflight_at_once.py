@@ -4,6 +4,7 @@ its model, its device, or this host."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from plans import HOST
 
 from appliance import console
 from appliance.errors import RecipeError
-from appliance.preflight.report import load_judged
+from appliance.plan.host import HostGpu
+from appliance.preflight.report import examine, load_judged
+from appliance.recipe.load import load_recipe
 
 pytestmark = pytest.mark.usefixtures("no_sample", "small_host")
 
@@ -58,6 +61,7 @@ def test_faults_of_model_device_and_host_are_told_together_each_with_its_place(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("appliance.preflight.report.read_inputs", lambda *_, **__: pytest.fail("a child may start"))
     console.err_console.cache_clear()
     options = [part for each in (f"model.path={model}", *WRONG) for part in ("--set", each)]
     done = called(*command, "gsm8k-0.5b-int8", *options, monkeypatch=monkeypatch, capfd=capfd)
@@ -90,6 +94,26 @@ def test_a_key_that_is_wrong_is_not_judged_by_its_default(model: Path, tmp_path:
     assert keys.count("cluster.device") == 1
     assert [key for key in keys if key.startswith("logging")] == ["logging.backends.0"]
     assert "trainer.forward" not in keys  # on which device, is not known
+
+
+def test_rules_that_single_keys_do_not_mend_leave_the_other_sections_to_be_judged(model: Path, tmp_path: Path) -> None:
+    """A task of the user's own without rewards breaks a rule with its defaults, too."""
+    messages = told(tmp_path, model, "task.kind=own", "logging.backends=[trackio]")
+    keys = [each.partition(": ")[2].partition(": ")[0] for each in messages]
+    assert "logging.backends" in keys and any("has no rewards" in each for each in messages)
+    assert not any(key.startswith("task.") for key in keys if key != "task.rewards")
+
+
+def test_a_gpu_that_is_not_known_is_one_fault(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned for the GPU that is most like it, and what that one lacks is not reported."""
+    gpu = HostGpu("Tesla K80", 11 << 30)
+    monkeypatch.setattr("appliance.preflight.report.read_host", lambda _: replace(HOST, gpus=(gpu,)))
+    sets = (f"model.path={model}", "cluster.device=auto", "trainer.forward=linears", "cluster.gpus_per_node=2")
+    plan, _, findings = examine(
+        load_recipe("gsm8k-0.5b-int8", sets=sets), run_dir=tmp_path / "runs" / "a", ask_hub=False, run_code=False
+    )
+    errors = [finding.place for finding in findings if finding.is_error]
+    assert plan.device == "a10" and errors.count("cluster.device") == 1 and "trainer.forward" in errors
 
 
 def test_a_plan_tells_no_faults_of_this_host(model: Path, tmp_path: Path) -> None:
