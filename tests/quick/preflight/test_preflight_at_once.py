@@ -69,6 +69,7 @@ def test_faults_of_model_device_and_host_are_told_together_each_with_its_place(
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     for option, fact in WRONG.items():
         assert f"error: --set {option}: {fact.format(folder=model)}" in errors
+    assert "no name on the hub" not in done.stderr  # the folder is judged as a folder
     if "--json" in command:
         findings = json.loads(done.stdout)["findings"]
         where = {each["place"]: (each["where"], each["code"]) for each in findings}
@@ -94,6 +95,18 @@ def test_a_key_that_is_wrong_is_not_judged_by_its_default(model: Path, tmp_path:
     assert keys.count("cluster.device") == 1
     assert [key for key in keys if key.startswith("logging")] == ["logging.backends.0"]
     assert "trainer.forward" not in keys  # on which device, is not known
+
+
+@pytest.mark.parametrize(("wrong", "key"), [("task.train_file=5", "train_file"), ("task.val_file=v.jsonl", "val_file")])
+def test_data_that_is_named_wrongly_is_not_said_to_be_missing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, key: str
+) -> None:
+    """Without `task.train_file` the data would come from the hub, which is not asked."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RecipeError) as raised:
+        load_judged("gsm8k-0.5b-int8", sets=(f"model.path={model}", f"cluster.run_dir={tmp_path}", wrong))
+    (about_the_task,) = [message for message, _ in raised.value.problems if "task." in message]
+    assert about_the_task.startswith(f"--set {wrong}: task.{key}: ")
 
 
 def test_rules_that_single_keys_do_not_mend_leave_the_other_sections_to_be_judged(model: Path, tmp_path: Path) -> None:
