@@ -11,7 +11,6 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.inputs import InputFacts
-from appliance.recipe.schema import Checkpoint, Guard
 from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import (
     AlgorithmPlan,
@@ -28,6 +27,7 @@ from appliance.record.plan import (
     TaskPlan,
     TrainerPlan,
 )
+from appliance.settings.sections import Checkpoint, Guard
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 

@@ -14,13 +14,13 @@ from appliance.recipe.schema import (
     AlgorithmKind,
     Attention,
     Backward,
-    Checkpoint,
     Forward,
     OldLogProbsChoice,
     Recipe,
 )
 from appliance.record.correction import CorrectionPlan, ShadowPlan
 from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, KlPlan, LoraPlan, TrainerPlan, UaqPlan
+from appliance.settings.sections import Checkpoint
 from appliance.tasks.library import OWN, TINY_MODELS
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs

@@ -13,9 +13,10 @@ from appliance.files import digest_of
 from appliance.gguf.source import gguf_facts
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Forward, OldLogProbsChoice, Recipe, SchemeChange, SchemeChoice
+from appliance.recipe.schema import Forward, OldLogProbsChoice, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
+from appliance.settings.sections import SchemeChange
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme

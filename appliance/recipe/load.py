@@ -19,7 +19,7 @@ from appliance.errors import MOST_SHOWN, RecipeError
 from appliance.finding import Finding
 from appliance.recipe import library
 from appliance.recipe.rules import broken_rules
-from appliance.recipe.schema import SECTIONS, Lora, Recipe, Reward, ValSet
+from appliance.recipe.schema import SECTIONS, Recipe, Reward, ValSet
 from appliance.recipe.text import (
     FLOAT,
     MAX_BYTES,
@@ -32,6 +32,7 @@ from appliance.recipe.text import (
     parse,
     scalar,
 )
+from appliance.settings.sections import Lora
 from appliance.terms.schemes import listed
 
 Path_ = tuple[str, ...]

@@ -18,8 +18,10 @@ MAY_IMPORT = {
     "terms": {"errors", "files"},
     "corrections": {"errors"},
     "guard": {"terms"},
+    # what a user sets
+    "settings": {"files", "guard", "terms"},
     # on disk, and between processes
-    "record": {"errors", "files", "processes", *FACTS},
+    "record": {"errors", "files", "processes", "settings", *FACTS},
     "sync": {"errors", "files", "record", "terms"},
     "quant": {"errors", "files", "terms"},
     "gguf": {"files", "terms"},
@@ -31,10 +33,10 @@ MAY_IMPORT = {
     },
     # the launcher: recipe -> plan -> everything else
     "tasks": {"errors", "files", "gguf", "hub", "processes", "quant", "record", "terms"},
-    "recipe": {"errors", "finding", "quant", "tasks", *FACTS},
+    "recipe": {"errors", "finding", "quant", "settings", "tasks", *FACTS},
     "plan": {
         *("control_groups", "errors", "files", "finding", "gguf", "hub", "processes"),
-        *("recipe", "record", "tasks", *FACTS),
+        *("recipe", "record", "settings", "tasks", *FACTS),
     },
     "preflight": {
         *("console", "control_groups", "errors", "finding", "gguf", "hub", "patch", "processes"),
