@@ -32,12 +32,10 @@ from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
-    CheckpointPlan,
     ClusterPlan,
     CodeFile,
     ExpectedAttestation,
     ModelPlan,
-    OptimizerPlan,
     OwnPlan,
     RewardPlan,
     RolloutPlan,
@@ -184,7 +182,8 @@ def resolve(
     micro = trainer.micro_batch_sequences
     correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=derive.Book())
     guard = engines.plan_guard(recipe, rollout=rollout, is_cpu=capability is None, experts=experts, book=book)
-    validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
+    switching = guard.scheme_change
+    validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     draft = RunPlan(
@@ -204,10 +203,9 @@ def resolve(
         correction=correction,
         uaq=uaq,
         lora=lora,
-        optimizer=OptimizerPlan(**recipe.optimizer.model_dump(include=set(OptimizerPlan.model_fields))),
-        norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
+        optimizer=recipe.optimizer,
         cluster=_cluster(recipe, root=run_dir.parent),
-        checkpoint=CheckpointPlan(**recipe.checkpoint.model_dump()),
+        checkpoint=recipe.checkpoint,
         resume_from=str(resume_from or ""),
         guard=guard,
         validate_bf16_every=validate_bf16_every,
@@ -217,7 +215,7 @@ def resolve(
         validate_before=recipe.trainer.validate_before,
         validate_every=validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
-        logging_backends=backends,
+        logging=recipe.logging,
         argv=(),
         env=child_env(
             run_dir,

@@ -15,8 +15,8 @@ from appliance.guard.policy import Action
 from appliance.plan.derive import Book
 from appliance.recipe.schema import Forward, OldLogProbsChoice, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
-from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
-from appliance.settings.sections import SchemeChange
+from appliance.record.plan import ModelPlan, ProfilePlan, RolloutPlan, RunPlan
+from appliance.settings.sections import Guard, SchemeChange
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
@@ -183,26 +183,25 @@ def _names(entry: str, name: str) -> bool:
         return False
 
 
-def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool, experts: bool, book: Book) -> GuardPlan:
+def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool, experts: bool, book: Book) -> Guard:
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
-    asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     usual, why_usual = USUAL_ACTIONS, "the usual ladder"
     if recipe.trainer.old_log_probs is OldLogProbsChoice.ROLLOUT:
         usual = tuple(each for each in usual if each is not Action.TIGHTEN)
         why_usual = "without `tighten`: a correction has nothing to act on"
     actions = usual if recipe.guard.actions is None else recipe.guard.actions
     if recipe.guard.scheme_change is not SchemeChange.AUTO:
-        switching, why = Switching(recipe.guard.scheme_change.value), "as given"
+        switching, why = recipe.guard.scheme_change, "as given"
     elif prevents := why_not_live(rollout, actions=actions, is_cpu=is_cpu, experts=experts):
-        switching, why = Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
+        switching, why = SchemeChange.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
     else:
         why = "engines run eagerly: a layer changes with a weight update, proven like any"
-        switching = Switching.LIVE
+        switching = SchemeChange.LIVE
     if rollout.scheme.quantised:
         book.note("rollout.scheme_changes", switching, why)
     if recipe.guard.actions is None:
         book.note("guard.actions", ", ".join(actions), why_usual)
-    return GuardPlan(**asked, actions=actions, switching=switching)
+    return recipe.guard.replace(actions=actions, scheme_change=switching)
 
 
 def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], is_cpu: bool, experts: bool) -> str:
@@ -224,12 +223,12 @@ def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
     return plan.rollout.scheme.spec.finer if plan.guard.ranks_layers else ()
 
 
-def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
+def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: SchemeChange, steps: int) -> tuple[int, str]:
     """(steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
     asked = recipe.trainer.validate_bf16_every
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"
-    costs = "every validation in BF16 starts the engines twice" if switching is Switching.RESTART else ""
+    costs = "every validation in BF16 starts the engines twice" if switching is SchemeChange.RESTART else ""
     if asked is not None:
         how = f"as given, and at the end{costs and ': '}{costs}"
         return asked, how if asked else "off"

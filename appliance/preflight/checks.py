@@ -389,7 +389,7 @@ def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterato
 
 
 def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    for backend in plan.logging_backends:
+    for backend in plan.logging.backends:
         if backend not in host.packages:
             message = f"the package `{backend}` is not installed"
             yield error("log-backend", "logging.backends", message, f"pip install {backend}, or leave it out")

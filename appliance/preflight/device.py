@@ -18,7 +18,8 @@ from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_estimated, moments
 from appliance.plan.rules import faults_of_experts
 from appliance.recipe.schema import Attention
-from appliance.record.plan import RunPlan, Switching
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
@@ -170,7 +171,7 @@ def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
 def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """A model of the hub may turn out to have experts only here."""
     changes = plan.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
-    if not changes or plan.guard.switching is Switching.RESTART or not plan.rollout.scheme.quantised:
+    if not changes or plan.guard.scheme_change is SchemeChange.RESTART or not plan.rollout.scheme.quantised:
         return
     layers = max(1, shape.layers) if shape and shape.has_experts else layers_with_experts(plan.model)
     quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}

@@ -6,8 +6,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
+from appliance.files import Frozen
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.terms.settings import Schedule
 from appliance.terms.shapes import Linear
@@ -18,12 +19,10 @@ T = TypeVar("T")
 Lax = Annotated[T, Field(strict=False)]  # the text of an enum's member, a list for a tuple
 
 
-class Section(BaseModel):
-    """A mapping of the recipe: frozen, nothing extra, no coercion (the text `3` is not the number 3)."""
+class Section(Frozen):
+    """A mapping of the recipe."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class SchemeChange(StrEnum):
@@ -115,6 +114,16 @@ class Guard(Section):
     """`live` with a weight update, `restart` of the rollout engines, or `auto`"""
     reserve_bf16: bool = False
     """count the engines' memory as for rollouts in BF16, the highest rung"""
+
+    @property
+    def ranks_layers(self) -> bool:
+        """Whether somebody may ask for the worst layers."""
+        return Action.RAISE_PRECISION in (self.actions or ())
+
+    @property
+    def comes_to_bf16(self) -> bool:
+        """Whether rollouts may lose all of their quantised layers."""
+        return Action.BF16 in (self.actions or ())
 
 
 class Checkpoint(Section):

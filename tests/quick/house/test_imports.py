@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
     "trainer": {
         *("control_groups", "errors", "files", "patch"),
-        *("cluster", "quant", "record", "sync", "tasks", *FACTS),
+        *("cluster", "quant", "record", "settings", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
     "tasks": {"errors", "files", "gguf", "hub", "processes", "quant", "record", "terms"},
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     },
     "preflight": {
         *("console", "control_groups", "errors", "finding", "gguf", "hub", "patch", "processes"),
-        *("plan", "quant", "recipe", "record", "tasks", "terms"),
+        *("plan", "quant", "recipe", "record", "settings", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
     "launch": {

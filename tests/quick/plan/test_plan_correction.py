@@ -72,7 +72,7 @@ def test_trainer_and_engine_read_the_scaled_model() -> None:
 
 def test_a_learning_rate_of_their_own_needs_our_engine() -> None:
     plan = planned("optimizer.norm_fed_lr_scale=1.5")
-    assert (plan.norm_fed_lr_scale, dict(plan.env)["VERL_ENGINE_VENDOR"]) == (1.5, "appliance")
+    assert (plan.optimizer.norm_fed_lr_scale, dict(plan.env)["VERL_ENGINE_VENDOR"]) == (1.5, "appliance")
     on_gpu = planned("cluster.device=h100", "trainer.old_log_probs=recompute")
     assert "VERL_ENGINE_VENDOR" not in dict(on_gpu.env)
 

@@ -19,7 +19,8 @@ from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
 from appliance.preflight.device import guard
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import RunPlan, Switching
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype
 from appliance.terms.shapes import ModelShape, read_shape
@@ -99,7 +100,7 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     assert plan.rollout.eager
     assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
     assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
-    assert plan.guard.switching is Switching.RESTART
+    assert plan.guard.scheme_change is SchemeChange.RESTART
     assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
 
@@ -141,10 +142,10 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
         (found,) = guard(planned(given, *sets, one, *more, device="cpu"), inputs.model_shape)
         assert found.code == "guard-scheme"
     auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
-    assert auto.guard.switching is Switching.LIVE
+    assert auto.guard.scheme_change is SchemeChange.LIVE
     assert choices(auto)["rollout.scheme_changes"][1].startswith("engines run eagerly")
     assert auto.validate_bf16_every == auto.steps
-    assert planned(moe, *scheme.split(", "), device="cpu").guard.switching is Switching.RESTART
+    assert planned(moe, *scheme.split(", "), device="cpu").guard.scheme_change is SchemeChange.RESTART
 
 
 @pytest.mark.parametrize(
