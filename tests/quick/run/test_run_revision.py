@@ -324,7 +324,7 @@ def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp
     named = f"model.revision={OLD}"
     refuse_changes(recipe(named), target=target, force=False)
     refuse_misfit(start, plan=planned(tmp_path, named))
-    with pytest.raises(RecipeError, match=r"model\.revision: the run has None, the recipe 'v1'"):
+    with pytest.raises(RecipeError, match=r"model\.revision: the run has null, the recipe \"v1\""):
         refuse_changes(recipe("model.revision=v1"), target=target, force=False)
 
 
