@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from plans import HOST
+from pydantic import ValidationError
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
@@ -15,6 +16,7 @@ from appliance.preflight.report import plan_text
 from appliance.recipe.load import load_recipe
 from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, read_plan
+from appliance.settings.sections import Guard, Lora
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import OldLogProbs, Quantisation
 
@@ -449,6 +451,23 @@ def test_the_text_of_a_plan_ends_with_a_command_a_shell_reads():
     command = text.partition("\nChild\n")[2]
     assert command.splitlines()[0] == "APPLIANCE_PLAN=/runs/arithmetic-1/plan.json \\"
     assert command.splitlines()[-1].strip() == plan.argv[-1]
+
+
+def test_a_plan_has_nothing_open_that_a_recipe_may_leave_open() -> None:
+    plan = planned()
+    for changes in ({"guard": Guard()}, {"guard": plan.guard.replace(scheme_change="auto")}, {"lora": Lora()}):
+        with pytest.raises(ValidationError, match=r"Assertion failed, (guard|lora)"):
+            plan.replace(**changes)
+
+
+def test_a_plan_of_an_earlier_version_is_read_with_its_keys_where_they_are_today(tmp_path: Path) -> None:
+    plan = planned("optimizer.norm_fed_lr_scale=1.5", "logging.backends=[wandb]", "guard.scheme_change=restart")
+    earlier = json.loads(plan.to_json())
+    earlier["norm_fed_lr_scale"] = earlier["optimizer"].pop("norm_fed_lr_scale")
+    earlier["logging_backends"] = earlier.pop("logging")["backends"]
+    earlier["guard"]["switching"] = earlier["guard"].pop("scheme_change")
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))
+    assert read_plan(tmp_path / "plan.json") == plan
 
 
 def test_a_plan_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
