@@ -90,7 +90,7 @@ def train(
     idle += [("--image", "--in-container")] if image and not in_container else []
     if idle:
         raise RecipeError([(f"{each}: does nothing without {of}", f"add {of}, or leave it out") for each, of in idle])
-    loaded = _load(recipe, sets)
+    loaded = _load_judged(recipe, sets)
     asked = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
     if in_container:
         from appliance.container.launch import examine_and_train
@@ -114,7 +114,8 @@ def plan(
     from appliance.launch.command import run_plan
     from appliance.profile.command import made_before
 
-    run_plan(_load(recipe, sets), name=name, full=full, json_mode=json_mode, find_profile=made_before)
+    loaded = _load_judged(recipe, sets, for_this_host=False)
+    run_plan(loaded, name=name, full=full, json_mode=json_mode, find_profile=made_before)
 
 
 @app.command()
@@ -123,7 +124,7 @@ def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption 
     from appliance.launch.command import run_check
     from appliance.profile.command import made_before
 
-    run_check(_load(recipe, sets), typed=recipe, json_mode=json_mode, find_profile=made_before)
+    run_check(_load_judged(recipe, sets), typed=recipe, json_mode=json_mode, find_profile=made_before)
 
 
 @app.command()
@@ -431,6 +432,12 @@ def _load(recipe: str, sets: list[str] | None) -> Recipe:
     from appliance.recipe.load import load_recipe
 
     return load_recipe(recipe, sets=sets or ())
+
+
+def _load_judged(recipe: str, sets: list[str] | None, *, for_this_host: bool = True) -> Recipe:
+    from appliance.preflight.report import load_judged
+
+    return load_judged(recipe, sets=sets or (), for_this_host=for_this_host)
 
 
 def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, ...]:

@@ -11,23 +11,19 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.inputs import InputFacts
-from appliance.recipe.schema import Checkpoint, Guard
 from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import (
     AlgorithmPlan,
-    CheckpointPlan,
     EnginePlan,
-    GuardPlan,
     ModelPlan,
-    OptimizerPlan,
     OwnPlan,
     RewardPlan,
     RolloutPlan,
     RunPlan,
-    Switching,
     TaskPlan,
     TrainerPlan,
 )
+from appliance.settings.sections import Checkpoint, Guard, Logging, Optimizer, SchemeChange
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -127,7 +123,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         steps=1,
         validate_every=1,
         prompts_per_step=32,
-        logging_backends=(),
+        logging=Logging(),
         argv=(),
         env=(),
         pins=(),
@@ -135,8 +131,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         attestations=(),
         guard=make_guard(),
         uaq=None,
-        optimizer=OptimizerPlan(learning_rate=1e-6, weight_decay=0.01, warmup_steps=0, max_grad_norm=1.0),
-        norm_fed_lr_scale=1.0,
+        optimizer=Optimizer(),
         cluster=None,
         checkpoint=make_checkpoint(),
         resume_from="",
@@ -175,15 +170,14 @@ def make_rollout(*schemes: Scheme, **changes: object) -> RolloutPlan:
     return plan.replace(**changes)
 
 
-def make_guard(**changes: object) -> GuardPlan:
-    """A recipe's defaults, but no action. changes: fields of GuardPlan in place of these."""
-    usual = Guard().model_dump(exclude={"scheme_change"}) | {"actions": (), "switching": Switching.LIVE}
-    return GuardPlan(**{**usual, **changes})
+def make_guard(**changes: object) -> Guard:
+    """A recipe's defaults, but no action. changes: fields of Guard in place of these."""
+    return Guard(**{"actions": (), "scheme_change": SchemeChange.LIVE, **changes})
 
 
-def make_checkpoint(**changes: object) -> CheckpointPlan:
-    """A recipe's defaults. changes: fields of CheckpointPlan in place of these."""
-    return CheckpointPlan(**{**Checkpoint().model_dump(), **changes})
+def make_checkpoint(**changes: object) -> Checkpoint:
+    """A recipe's defaults. changes: fields of Checkpoint in place of these."""
+    return Checkpoint(**{**Checkpoint().model_dump(), **changes})
 
 
 def make_algorithm(**changes: object) -> AlgorithmPlan:

@@ -56,7 +56,7 @@ def run_bench(
         plan, host = plan_in(folder, recipe)
         _refuse_without_kernels(schemes, plan=plan, host=host)
         of_the_recipe = OF_THE_MODEL | OF_THE_DATA if parsed is None else frozenset()
-        examine_for((plan,), host=host, about=OF_AN_ENGINE | of_the_recipe)
+        examine_for((plan,), recipe=recipe, host=host, about=OF_AN_ENGINE | of_the_recipe)
         env = dict(plan.env)
         if parsed is None:
             make_inputs(plan, command="bench")

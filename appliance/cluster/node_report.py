@@ -21,9 +21,9 @@ import pydantic.dataclasses
 
 from appliance import hub
 from appliance.files import digest_of, write_whole
+from appliance.finding import Severity
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge_node
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_stack
 from appliance.preflight.probes import read_host
 from appliance.quant.headers import damage

@@ -11,15 +11,16 @@ from pathlib import Path
 import yaml
 
 from appliance import hub
-from appliance.compare.file import Comparison, in_order, run_name
+from appliance.compare.file import Comparison, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
+from appliance.finding import Finding, refuse_faults
 from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
-from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
+from appliance.plan.build import CACHE_NAME, OriginalPlan, resolve
 from appliance.plan.host import HostFacts
-from appliance.preflight.finding import Finding
+from appliance.plan.model_source import hub_name
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
-from appliance.recipe.load import Setting, is_written, load_recipe
+from appliance.recipe.load import Setting, in_order, is_written, load_recipe
 from appliance.recipe.schema import Recipe, Task
 from appliance.recipe.text import Node, Problem, full_path
 from appliance.record.code import code_of
@@ -76,8 +77,9 @@ def plan_runs(comparison: Comparison, *, date: str | None = None) -> list[Planne
             )
             judged[arm] = (host, tuple(findings), commits)
         host, found, commits = judged[arm]
-        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, date=date, **commits)
+        plan = resolve(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, date=date, **commits)
         planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
+    refuse_faults(dict.fromkeys(finding for _, findings, _ in judged.values() for finding in findings))
     _refuse_other_problems(planned, comparison=comparison)
     return planned
 
@@ -249,7 +251,7 @@ def resumed_run(run: PlannedRun) -> PlannedRun | None:
     if newest is None:
         return None
     host = read_host(run.run_dir.parent)
-    plan = build_plan(
+    plan = resolve(
         run.recipe,
         run_dir=run.run_dir,
         host=host,

@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError
 from appliance.errors import RecipeError
 from appliance.files import Frozen
 from appliance.recipe import library
-from appliance.recipe.load import Setting, explain, line_of, read_option, read_tree, shown, similar
+from appliance.recipe.load import Setting, explain, in_order, read_option, read_tree, shown, similar
 from appliance.recipe.schema import NAME_PATTERN
 from appliance.recipe.text import Node, Problem, Refused
 
@@ -140,11 +140,6 @@ def load_comparison(name_or_path: str) -> Comparison:
         margin=read.margin,
         against=read.against,
     )
-
-
-def in_order(problems: list[Problem], *, file: str) -> list[Problem]:
-    """Each once, by the lines of the file; what stands elsewhere comes last, in the order found."""
-    return sorted(dict.fromkeys(problems), key=lambda problem: line_of(problem[0], file=file))
 
 
 def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:

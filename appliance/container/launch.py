@@ -25,9 +25,9 @@ from docker.types import DeviceRequest, Mount, Ulimit
 
 from appliance import console, hub
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import Finding, Severity, refuse_faults
 from appliance.launch.command import new_run_dir
 from appliance.launch.side_job import stop_on_errors
-from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.report import examine, print_plan
 from appliance.recipe import library
 from appliance.recipe.load import files_of
@@ -286,6 +286,7 @@ def examine_and_train(
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
     plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)
+    refuse_faults(findings)
     if dry_run and resume == "never":
         print_plan(plan, recipe=recipe, findings=of_the_host(findings), json_mode=json_mode)
     elif dry_run:

@@ -22,11 +22,11 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import partial_prefix
+from appliance.finding import Finding, has_error, refuse_faults
 from appliance.launch import resume as resuming
 from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
 from appliance.launch.train import Step, run_training
 from appliance.plan.derive import steps_of
-from appliance.preflight.finding import Finding, has_error
 from appliance.preflight.report import as_json, examine, lines, print_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
@@ -97,6 +97,7 @@ class Attempts:
         self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
     ) -> int:
         """name: as of run_training.  resume: the run to go on with, None for a new one."""
+        refuse_faults(findings)
         if not self.dry_run:
             stop_on_errors(findings)
         if resume is not None:
@@ -133,6 +134,7 @@ class Attempts:
             resume_from=start.found.newest,
             original=resuming.original_plan(target, alone=restart is not None),
         )
+        refuse_faults(findings)
         resuming.refuse_misfit(start, plan=plan)
         return self.begin(plan, findings, name=target.run_dir.name, resume=start)
 
@@ -193,16 +195,19 @@ def run_plan(
         console.say(f"warning: cluster.run_dir: {error.message}")
         run_dir = full_path(recipe.cluster.run_dir) / (name or f"{recipe.name}-1")
     plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=False, find_profile=find_profile)
+    refuse_faults([finding for finding in findings if finding.is_fault])
     print_plan(plan, recipe=recipe, findings=findings, json_mode=json_mode, full=full)
 
 
 def run_check(recipe: Recipe, *, typed: str, json_mode: bool, find_profile: FindProfile = lambda plan: None) -> None:
-    """Judge this host. typed: the recipe as the user named it. Raises PreflightError when it cannot."""
+    """Judge this host. typed: the recipe as the user named it. Raises RecipeError when the recipe has a fault, with all
+    errors, and PreflightError when the host cannot run it."""
     run_dir = new_run_dir(recipe, name=None)
     findings = examine(recipe, run_dir=run_dir, ask_hub=True, find_profile=find_profile)[2]
     if json_mode:
         console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
-    else:
+    refuse_faults(findings)
+    if not json_mode:
         its = "it" if recipe.cluster.nodes == 1 else "its part; other hosts are judged when they join a training"
         can = [] if has_error(findings) else [f"{typed}: this host can run {its}"]
         console.show("\n".join([*lines(findings), *can]))

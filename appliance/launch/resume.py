@@ -18,13 +18,15 @@ from pydantic import BaseModel, ValidationError
 from appliance import console
 from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.files import partial_prefix, write_whole
+from appliance.finding import Finding, fault, refuse_faults
+from appliance.launch.changes import REMEDIES, Change, refused_changes
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, own_of
 from appliance.plan.derive import Pace
 from appliance.plan.engines import refuse_other_profile
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.uaq import MARK_FILE, read_mark
-from appliance.recipe.load import load_recipe, to_plain
+from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.record.attestations import ATTEST_FOLDER
@@ -72,19 +74,11 @@ from appliance.record.session import (
 from appliance.sync.records import SYNC_FOLDER
 from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype, Schedule
+from appliance.terms.settings import Dtype
 
 _CLAIMED = frozenset({LOGS, CODE_FOLDER, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
 _MODEL = "model"
-
-# What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
-_HARMLESS_SECTIONS = ("checkpoint.", "guard.", "logging.")
-_HARMLESS = {
-    *("name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization", "trainer.steps"),
-    *("trainer.epochs", "trainer.validate_before", "trainer.validate_every", "trainer.max_restarts"),
-}
-_LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks that is not constant
 
 
 @dataclass(frozen=True)
@@ -176,28 +170,24 @@ def _record(run_dir: Path) -> RunRecord:
 
 
 def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
-    """Raises RecipeError, a problem a key, when the recipe is another one than the run's where that matters; and one
-    for each of the user's Python files that the run has not, or has otherwise. force: let them pass."""
-    if force:
+    """Raises RecipeError with each key that differs from the run's recipe and may not (launch/changes.py), and with
+    each of the user's Python files that the run has otherwise, or that is not there. force: let them pass."""
+    if force or not target.record.attempt:
         return
-    kept, problems, missing = target.run_dir / "recipe.yaml", [], []
-    if kept.is_file() and target.record.attempt:
-        before, now = _flat(_recipe_before(kept)), _flat(recipe)
-        problems = [
-            f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)
-            and not (is_harmless(key) and (recipe.optimizer.schedule is Schedule.CONSTANT or key not in _LENGTH))
-            and not _is_begun_with(key, recipe, target=target)
-        ]
-    if (own := own_of(recipe)) and target.record.attempt:
-        sums = _plan_before(target.run_dir).task.sums
-        other = [each for each in own.code if each.sha256 and each.sha256 != sums.get(each.copy_name)]
-        problems += [f"{each.path}: it is not the file that the run began with" for each in other]
-        missing = [f"{each.path}: no such file, or it cannot be read" for each in own.code if not each.sha256]
-    hint = "give what the run has, start a new one with another --name, or take the change with --force"
-    if told := [*_with_hint(missing, "correct the path"), *_with_hint(problems, hint)]:
-        raise RecipeError(told)
+    run_dir, findings = target.run_dir, list[Finding]()
+    if (kept := run_dir / "recipe.yaml").is_file():
+        changes = refused_changes(recipe, before=_recipe_before(kept), has_checkpoint=bool(in_order(run_dir)))
+        findings += (each for each in changes if not _is_begun_with(each.place, recipe, target=target))
+    if own := own_of(recipe):
+        sums = _plan_before(run_dir).task.sums
+        for file in own.code:
+            key = "task.tools" if file.path == own.tools else "task.rewards"
+            if not file.sha256:
+                findings.append(fault((key,), f"{file.path}: no such file, or it cannot be read", "correct the path"))
+            elif file.sha256 != sums.get(file.copy_name):
+                message = f"{file.path}: it is not the file that the run began with"
+                findings.append(fault((key,), message, REMEDIES[Change.FORCED]))
+    refuse_faults(recipe.placed(finding) for finding in findings)
 
 
 def _recipe_before(kept: Path) -> Recipe:
@@ -222,18 +212,6 @@ def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
     """Whether the key names the very commit that the run's model was, without being named, when the run began."""
     original = original_plan(target) if key == "model.revision" and recipe.model.revision else None
     return original is not None and original.commit == recipe.model.revision
-
-
-def is_harmless(key: str) -> bool:
-    """Whether a dotted key may differ between two attempts of one run."""
-    return key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS)
-
-
-def _flat(recipe: Recipe) -> dict[str, object]:
-    plain = to_plain(recipe)
-    sections = {name: keys for name, keys in plain.items() if isinstance(keys, dict)}
-    inner = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
-    return {name: value for name, value in plain.items() if name not in sections} | inner
 
 
 def is_done(target: Target, *, steps: int) -> bool:

@@ -17,11 +17,12 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, error_class
 from appliance.files import is_full
+from appliance.finding import Finding, Severity, lines, refuse_faults
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Finding, Severity, lines
 from appliance.preflight.inputs import read_inputs
 from appliance.processes import module_argv
+from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
@@ -175,18 +176,20 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
                 each.rmdir()
 
 
-def examine_for(plans: Iterable[RunPlan], *, host: HostFacts, about: frozenset[str]) -> None:
-    """Say what preflight finds about the plans, of the codes that the command needs. Raises PreflightError when one is
-    an error."""
+def examine_for(plans: Iterable[RunPlan], *, recipe: Recipe, host: HostFacts, about: frozenset[str]) -> None:
+    """Say what preflight finds about the plans, of the codes that the command needs. recipe: that they are of.  Raises
+    PreflightError when one is an error."""
     # Nothing here uses the task's code or a chat template, and some commands make a model of their own.
     read_weights = not about.isdisjoint(OF_THE_WEIGHTS)
     read = partial(read_inputs, ask_hub=True, run_code=False, read_weights=read_weights, try_template=False)
     found = [finding for plan in plans for finding in judge(plan, host=host, inputs=read(plan))]
-    stop_on_errors([finding for finding in dict.fromkeys(found) if finding.code in about])
+    stop_on_errors([recipe.placed(finding) for finding in dict.fromkeys(found) if finding.code in about])
 
 
 def stop_on_errors(findings: list[Finding]) -> None:
-    """Say the findings that are more than information. Raises PreflightError when one is an error."""
+    """Say the findings that are more than information. Raises RecipeError when the recipe has a fault, PreflightError
+    when one is another error."""
+    refuse_faults(findings)
     for line in lines([each for each in findings if each.severity is not Severity.INFO]):
         console.say(line)
     raise_on_errors(findings)

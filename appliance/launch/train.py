@@ -20,12 +20,12 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, TrainingError
 from appliance.files import is_full
+from appliance.finding import Finding, Severity
 from appliance.launch.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.launch.resume import Resume, begin_attempt
 from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.supervise import GracefulStop, supervise
 from appliance.preflight.access import write_token
-from appliance.preflight.finding import Finding, Severity
 from appliance.processes import find_processes, module_argv
 from appliance.record.code import code_of
 from appliance.record.events import Event, MemoryWatch, RunTail, append_event, append_failure, failure_event

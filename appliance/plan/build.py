@@ -1,4 +1,5 @@
 """Recipe to RunPlan, for the hardware that the recipe names. Every derived number becomes a Choice with its reason.
+What the plan shows to be wrong with the recipe is found by plan/rules.py.
 
 Pure but for looks at files: the fingerprint of data files, whether `model.path` is a folder and which shapes its
 config.json has, and what `bench` kept.
@@ -11,30 +12,30 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from appliance import hub
-from appliance.errors import RecipeError
 from appliance.files import digest_of
+from appliance.finding import refuse_faults
 from appliance.gguf.source import gguf_facts, is_gguf
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
-from appliance.plan.memory import kv_cache_blocks
+from appliance.plan.memory import GIB, kv_cache_blocks
 from appliance.plan.model_shape import model_shape
+from appliance.plan.model_source import hub_name, is_folder
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
+from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import argv
-from appliance.recipe.rules import broken_on_cpu, broken_without_profile
 from appliance.recipe.schema import Forward, LongPrompts, Recipe, Reward, SchemeChoice, ValSet
-from appliance.recipe.text import Broken, full_path
+from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
-    CheckpointPlan,
     ClusterPlan,
     CodeFile,
     ExpectedAttestation,
     ModelPlan,
-    OptimizerPlan,
     OwnPlan,
     RewardPlan,
     RolloutPlan,
@@ -107,7 +108,14 @@ class OriginalPlan:
     are by now."""
 
 
-def build_plan(
+def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, **more: Any) -> RunPlan:
+    """The plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows."""
+    plan = resolve(recipe, run_dir=run_dir, host=host, **more)
+    refuse_faults(judge_plan(recipe, plan, host=host))
+    return plan
+
+
+def resolve(
     recipe: Recipe,
     *,
     run_dir: Path,
@@ -126,7 +134,8 @@ def build_plan(
     commit: that the model's revision is on the hub, empty where nobody asked.  data_commit: of `task.data` likewise; a
     run that is resumed keeps its own.  date: the day that the chat template is given, as a comparison began with it;
     None: that of the original, else today where the template asks, or may ask.
-    Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
+    Raises nothing for a recipe that breaks no rule of recipe/rules.py: what its plan shows to be wrong is left to
+    plan/rules.py.
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
     model = _model(recipe, cache_dir=cache_dir, commit=commit)
@@ -141,8 +150,6 @@ def build_plan(
     )
     if SchemeChoice.AUTO in recipe.rollout.schemes:
         book.note("rollout.scheme", automatic, why)
-    if is_cpu:
-        _refuse(broken_on_cpu(recipe))
     if original and original.data == recipe.task.data:
         data_commit = original.data_commit
     code = original.code if original else {}
@@ -158,8 +165,6 @@ def build_plan(
     rollout = engines.plan_rollout(
         recipe, automatic=automatic, run_dir=run_dir, capability=capability, experts=experts, book=book
     )
-    if SchemeChoice.AUTO in recipe.rollout.schemes:
-        _refuse(broken_without_profile(recipe, schemes=[each.scheme for each in rollout.replicas]))
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
     book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe))
@@ -176,24 +181,18 @@ def build_plan(
         book.note("threads_per_process", threads, why)
     uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
     lora = derive.plan_lora(recipe, book=book)
-    if lora and engines.layers_with_experts(model):
-        raise RecipeError(
-            [("model.lora: this model has experts, whose weights are no linear layers", "set it to null")]
-        )
-    if recipe.trainer.dtype is Dtype.FP16 and engines.layers_with_experts(model):
-        raise RecipeError([("trainer.dtype: engines have experts in BF16 alone", "use `bf16`")])
-    if (forward := recipe.trainer.forward) is not Forward.BF16 and engines.layers_with_experts(model):
-        raise RecipeError([(f"trainer.forward: `{forward}` does not know experts", "use `bf16`")])
-    is_run = any(each.scheme is automatic for each in rollout.replicas)  # one that is named is the rules' affair
-    if recipe.trainer.dtype is Dtype.FP16 and is_run and not automatic.spec.in_fp16:
-        message = f"rollout.scheme: `auto` is `{automatic}` on {device}, which engines have in BF16 alone"
-        raise RecipeError([(message, "use `int8`, or `bf16`, or trainer.dtype: bf16")])
     micro = trainer.micro_batch_sequences
     correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=derive.Book())
     guard = engines.plan_guard(
-        recipe, rollout=rollout, old_log_probs=trainer.old_log_probs, is_cpu=is_cpu, experts=experts, book=book
+        recipe,
+        rollout=rollout,
+        old_log_probs=trainer.old_log_probs,
+        is_cpu=capability is None,
+        experts=experts,
+        book=book,
     )
-    validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
+    switching = guard.scheme_change
+    validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     draft = RunPlan(
@@ -213,10 +212,9 @@ def build_plan(
         correction=correction,
         uaq=uaq,
         lora=lora,
-        optimizer=OptimizerPlan(**recipe.optimizer.model_dump(include=set(OptimizerPlan.model_fields))),
-        norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
+        optimizer=recipe.optimizer,
         cluster=_cluster(recipe, root=run_dir.parent),
-        checkpoint=CheckpointPlan(**recipe.checkpoint.model_dump()),
+        checkpoint=recipe.checkpoint,
         resume_from=str(resume_from or ""),
         guard=guard,
         validate_bf16_every=validate_bf16_every,
@@ -226,7 +224,7 @@ def build_plan(
         validate_before=recipe.trainer.validate_before,
         validate_every=validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
-        logging_backends=backends,
+        logging=recipe.logging,
         argv=(),
         env=child_env(
             run_dir,
@@ -272,11 +270,6 @@ def build_plan(
     return plan.replace(argv=argv(plan))
 
 
-def _refuse(broken: Iterable[Broken]) -> None:
-    if problems := [(f"{each.keys[0]}: {each.message}", each.hint) for each in broken]:
-        raise RecipeError(problems)
-
-
 def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
     """root: of the run folders, which all nodes share."""
     cluster = recipe.cluster
@@ -307,11 +300,11 @@ def _device(recipe: Recipe, *, host: HostFacts, book: derive.Book) -> str:
         return recipe.cluster.device
     if not host.gpus:
         return book.note("cluster.device", CPU, "this host has no GPU")
-    product = host.gpus[0].product
-    if (gpu := gpu_of_product(product)) is None:
-        message = f"cluster.device: `auto` found `{product}`, which this version does not know"
-        raise RecipeError([(message, "name the most similar GPU in cluster.device, or `cpu`")])
-    return book.note("cluster.device", gpu.name, f"this host has {len(host.gpus)} x {product}")
+    found = host.gpus[0]
+    gpu = gpu_of_product(found.product)
+    if gpu is None:  # refused by plan/rules.py, and planned for the GPU whose memory is the most alike
+        gpu = min(GPUS.values(), key=lambda known: abs(known.memory_gib * GIB - found.memory_bytes))
+    return book.note("cluster.device", gpu.name, f"this host has {len(host.gpus)} x {found.product}")
 
 
 def _automatic(
@@ -356,8 +349,8 @@ def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
     if hub_name(recipe) and revision:
         commit = commit or hub.commit_in_cache(source, revision=revision)
         path = str(hub.snapshot(source, commit=commit)) if commit else source
-    elif revision:
-        raise RecipeError([(f"model.revision: {gguf or path} is not a model on the hub", "leave it out")])
+    elif revision:  # refused by plan/rules.py
+        revision = ""
     return ModelPlan(
         path=path,
         source=source,
@@ -368,18 +361,6 @@ def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
         gguf=gguf,
         provenance=provenance,
     )
-
-
-def hub_name(recipe: Recipe) -> str:
-    """Of the recipe's model, empty where it is a folder, a file or built in."""
-    source = recipe.model.path or ""
-    return source if source and not is_folder(source) else ""
-
-
-def is_folder(source: str) -> bool:
-    """Whether `model.path` means a folder or a GGUF file: it exists, or cannot be a hub name (`owner/name`)."""
-    is_path = is_gguf(str(full_path(source))) or source.startswith(("/", ".", "~")) or source.count("/") > 1
-    return is_path or os.path.isdir(full_path(source))
 
 
 def _date(model: ModelPlan, *, today: str) -> str:

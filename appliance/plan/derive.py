@@ -15,13 +15,13 @@ from appliance.recipe.schema import (
     AlgorithmKind,
     Attention,
     Backward,
-    Checkpoint,
     Forward,
     OldLogProbsChoice,
     Recipe,
 )
 from appliance.record.correction import CorrectionPlan, ShadowPlan
-from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, KlPlan, LoraPlan, TrainerPlan, UaqPlan
+from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, KlPlan, TrainerPlan, UaqPlan
+from appliance.settings.sections import Checkpoint, Lora
 from appliance.tasks.library import OWN, TINY_MODELS
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs
@@ -302,16 +302,13 @@ def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
     return UaqPlan(scale=scale, folder=str(run_dir / SCALED_FOLDER))
 
 
-def plan_lora(recipe: Recipe, *, book: Book) -> LoraPlan | None:
+def plan_lora(recipe: Recipe, *, book: Book) -> Lora | None:
     """None where all weights are trained."""
     asked = recipe.model.lora
     if asked is None:
         return None
-    targets = asked.targets or tuple(Linear)
     book.note("model.lora", f"rank {asked.rank}", "merged at each update of weights: engines see a model as any other")
-    return LoraPlan(
-        rank=asked.rank,
-        alpha=asked.alpha if asked.alpha else book.note("model.lora.alpha", asked.rank, "as the rank"),
-        targets=tuple(map(str, targets)),
-        dropout=asked.dropout,
+    return asked.replace(
+        alpha=asked.alpha or book.note("model.lora.alpha", asked.rank, "as the rank"),
+        targets=asked.targets or tuple(Linear),
     )

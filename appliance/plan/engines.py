@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.corrections.registry import METHODS
-from appliance.errors import PreflightError, RecipeError
+from appliance.errors import PreflightError
 from appliance.files import digest_of
 from appliance.gguf.source import gguf_facts
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Backward, Forward, Recipe, SchemeChange, SchemeChoice
+from appliance.recipe.schema import Forward, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
-from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
+from appliance.record.plan import ModelPlan, ProfilePlan, RolloutPlan, RunPlan
+from appliance.settings.sections import Guard, SchemeChange
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
@@ -26,7 +27,6 @@ PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
 USUAL_TOP_LOG_PROBS = 20
-HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
@@ -55,11 +55,6 @@ def plan_rollout(
         eager=eager,
         top_log_probs=_top_log_probs(recipe, book=book),
     )
-    if recipe.trainer.forward is not Forward.BF16:
-        in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
-        _require_one_flow(planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability)
-        if Action.RAISE_PRECISION in (recipe.guard.actions or ()):  # it is none of the usual
-            _require_finer(planned, forward=recipe.trainer.forward, capability=capability)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -89,39 +84,6 @@ def _top_log_probs(recipe: Recipe, *, book: Book) -> int:
 def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> bool:
     """Whether an engine runs without CUDA graphs and torch.compile. experts: whether a quantised one has some in it."""
     return is_cpu or one_flow or (experts and scheme.quantised)
-
-
-def _require_one_flow(
-    rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, capability: tuple[int, int] | None
-) -> None:
-    """What a recipe alone does not show. Raises RecipeError. in_fp8: the gradients, too.  capability: as
-    plan_rollout."""
-    place, hint = "trainer.forward", "use `bf16`"
-    if capability is not None and forward is not Forward.ROLLOUT:
-        raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint)])
-    if capability is not None and rollout.leaves_words_out:
-        key, usual = ("rollout.top_p", "1.0") if rollout.top_p < 1 else ("rollout.top_k", "0")
-        message = f"{key}: with `{forward}` engines on a GPU do not report which words a token was drawn from"
-        raise RecipeError([(message, f"use {usual}, or trainer.forward: bf16")])
-    if capability is not None and rollout.emulated:
-        raise RecipeError([(f"{place}: `{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")])
-    if capability is not None and rollout.scheme is Scheme.FP8_BLOCK and capability[0] != HOPPER:
-        backward = [("trainer.backward: `fp8-block` has a kernel on Hopper only", hint)] if in_fp8 else []
-        raise RecipeError([(f"{place}: `{forward}` has a kernel of `fp8-block` on Hopper only", hint), *backward])
-    if not forward.knows(rollout.scheme):
-        raise RecipeError([(f"{place}: `{forward}` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
-    if in_fp8 and rollout.scheme is not Scheme.FP8_BLOCK:
-        message = f"trainer.backward: `fp8-block` does not know `{rollout.scheme}`"
-        raise RecipeError([(message, "use rollout.scheme: fp8-block")])
-
-
-def _require_finer(rollout: RolloutPlan, *, forward: Forward, capability: tuple[int, int] | None) -> None:
-    """The governor may lead to them. Raises RecipeError."""
-    for scheme in rollout.scheme.spec.finer:
-        has_kernel = scheme is not Scheme.FP8_BLOCK or capability is None or capability[0] == HOPPER
-        if not (has_kernel and forward.knows(scheme)):
-            message = f"guard.actions: `raise-precision` leads to `{scheme}`, which `{forward}` cannot compute here"
-            raise RecipeError([(message, "leave it out, or use trainer.forward: bf16")])
 
 
 def _why_so_often(recipe: Recipe) -> str:
@@ -224,26 +186,25 @@ def _names(entry: str, name: str) -> bool:
 
 def plan_guard(
     recipe: Recipe, *, rollout: RolloutPlan, old_log_probs: OldLogProbs, is_cpu: bool, experts: bool, book: Book
-) -> GuardPlan:
+) -> Guard:
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
-    asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     usual, why_usual = USUAL_ACTIONS, "the usual ladder"
     if old_log_probs is OldLogProbs.ROLLOUT:
         usual = tuple(each for each in usual if each is not Action.TIGHTEN)
         why_usual = "without `tighten`: a correction has nothing to act on"
     actions = usual if recipe.guard.actions is None else recipe.guard.actions
     if recipe.guard.scheme_change is not SchemeChange.AUTO:
-        switching, why = Switching(recipe.guard.scheme_change.value), "as given"
+        switching, why = recipe.guard.scheme_change, "as given"
     elif prevents := why_not_live(rollout, actions=actions, is_cpu=is_cpu, experts=experts):
-        switching, why = Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
+        switching, why = SchemeChange.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
     else:
         why = "engines run eagerly: a layer changes with a weight update, proven like any"
-        switching = Switching.LIVE
+        switching = SchemeChange.LIVE
     if rollout.scheme.quantised:
         book.note("rollout.scheme_changes", switching, why)
     if recipe.guard.actions is None:
         book.note("guard.actions", ", ".join(actions), why_usual)
-    return GuardPlan(**asked, actions=actions, switching=switching)
+    return recipe.guard.replace(actions=actions, scheme_change=switching)
 
 
 def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], is_cpu: bool, experts: bool) -> str:
@@ -265,12 +226,12 @@ def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
     return plan.rollout.scheme.spec.finer if plan.guard.ranks_layers else ()
 
 
-def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
+def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: SchemeChange, steps: int) -> tuple[int, str]:
     """(steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
     asked = recipe.trainer.validate_bf16_every
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"
-    costs = "every validation in BF16 starts the engines twice" if switching is Switching.RESTART else ""
+    costs = "every validation in BF16 starts the engines twice" if switching is SchemeChange.RESTART else ""
     if asked is not None:
         how = f"as given, and at the end{costs and ': '}{costs}"
         return asked, how if asked else "off"

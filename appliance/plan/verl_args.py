@@ -195,7 +195,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("trainer.device", "cpu" if plan.is_cpu else "cuda"),
         ("trainer.nnodes", plan.nodes),
         ("trainer.n_gpus_per_node", plan.gpus_per_node),
-        ("trainer.logger", list(plan.logging_backends)),
+        ("trainer.logger", list(plan.logging.backends)),
         ("trainer.project_name", "appliance"),
         ("trainer.experiment_name", plan.name),
         ("trainer.total_training_steps", plan.steps),

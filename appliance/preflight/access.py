@@ -14,10 +14,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.errors import PreflightError
+from appliance.finding import Finding, error, warning
 from appliance.plan.host import Ports
 from appliance.preflight.container import is_mounted_secret
 from appliance.preflight.disk import nearest_existing
-from appliance.preflight.finding import Finding, error, warning
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 
@@ -55,7 +55,7 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
     """ask_network: whether `cluster.address` may be tried, which can take seconds."""
     cluster = plan.cluster
     head = cluster.address if cluster and ask_network else ""
-    has_key, doubt = wandb_key() if WANDB in plan.logging_backends else (True, "")
+    has_key, doubt = wandb_key() if WANDB in plan.logging.backends else (True, "")
     return AccessFacts(
         cache_problem=_write_problem(Path(plan.cache_dir)),
         unreadable=_unreadable(plan),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from appliance.finding import Finding, Severity, error, warning
 from appliance.plan.host import HostFacts, Limits
 from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimated, moments, peak, shape_on_cpu
 from appliance.preflight import device
@@ -20,7 +21,6 @@ from appliance.preflight.disk import (
     judge_disk,
     needed_bytes,
 )
-from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.preflight.mismatch import judge_mismatch
 from appliance.preflight.weights import judge_weights
@@ -271,7 +271,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         remedy = "mend the rows, or give the task that they are of"
         if plan.task.own is not None:
             place, remedy = "task.rewards", problem.remedy
-        yield Finding(severity, "reward", place, problem.message, remedy)
+        yield Finding(severity, "reward", (place,), problem.message, remedy)
     own = plan.task.own
     if own is not None and any(not each.file and each.function == "code" for each in own.rewards):
         message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
@@ -285,13 +285,13 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if is_from_hub(plan.task) and not inputs.has_data and plan.task.own is not None:
         message = f"rewards are not tried on rows of {plan.task.own.data} before a run has made its data of them"
         remedy = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
-        yield Finding(Severity.INFO, "not-scored", "task.data", message, remedy)
+        yield Finding(Severity.INFO, "not-scored", ("task.data",), message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         if plan.task.own is not None:  # `datasets` keeps what it loaded once
             message = f"{plan.task.own.data} is a data set of the hub, and {why}"
             hint = "it must have been loaded here before; else give task.train_file"
-            yield Finding(Severity.WARNING, "data-unreachable", "task.data", message, hint)
+            yield Finding(Severity.WARNING, "data-unreachable", ("task.data",), message, hint)
             return
         message = f"none is given, so the data comes from the hub, and {why}"
         yield error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
@@ -390,7 +390,7 @@ def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterato
 
 
 def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    for backend in plan.logging_backends:
+    for backend in plan.logging.backends:
         if backend not in host.packages:
             message = f"the package `{backend}` is not installed"
             yield error("log-backend", "logging.backends", message, f"pip install {backend}, or leave it out")

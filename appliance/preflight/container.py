@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from appliance.finding import Finding, error, warning
 from appliance.plan.host import ContainerFacts
-from appliance.preflight.finding import Finding, error, warning
 from appliance.terms.environment import HUB_TOKEN_VARIABLE, IMAGE_VARIABLE
 
 _IN_MEMORY = ("tmpfs", "ramfs")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from appliance.finding import Finding, Severity, error, warning
 from appliance.plan.engines import (
     CHANGES_ENGINES,
     finer_schemes,
@@ -14,14 +16,14 @@ from appliance.plan.engines import (
 )
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_estimated, moments
-from appliance.preflight.finding import Finding, Severity, error, warning
-from appliance.recipe.schema import Attention, Forward
-from appliance.record.plan import RunPlan, Switching
+from appliance.plan.rules import faults_of_experts
+from appliance.recipe.schema import Attention
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
 from appliance.terms.schemes import BLOCK, Scales
-from appliance.terms.settings import Dtype
 from appliance.terms.shapes import ModelShape
 
 FLASH, FLASH_PACKAGE = str(Attention.FLASH_ATTENTION_2), "flash_attn"
@@ -89,7 +91,7 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
         message = f"{moment.short / GIB:.1f} GiB are missing on each GPU while {_WHILE[moment.name]}: {moment.text}"
         remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"
         severity = Severity.ERROR if moment.certainly_short else Severity.WARNING
-        yield Finding(severity, "gpu-memory", "cluster.device", message, remedy)
+        yield Finding(severity, "gpu-memory", ("cluster.device",), message, remedy)
     if shape:
         yield from _engine(plan, shape)
     yield from offloaded(plan, host, shape)
@@ -113,7 +115,7 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
     if planned.short:
         severity = Severity.ERROR if planned.certainly_short else Severity.WARNING
         message = f"an engine needs more than its share: {planned.text}"
-        yield Finding(severity, "engine-memory", place, message, "raise it, or rollout.tensor_parallel")
+        yield Finding(severity, "engine-memory", (place,), message, "raise it, or rollout.tensor_parallel")
         return
     actions = [each for each in CHANGES_ENGINES if each in plan.guard.actions]
     validates = bool(plan.validate_bf16_every)
@@ -126,7 +128,7 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
     without = [f"leave {' and '.join(f'`{each}`' for each in actions)} out of guard.actions"] if actions else []
     without += ["set trainer.validate_bf16_every to 0"] if validates else []
     remedy = f"raise {place} or rollout.tensor_parallel, or {' and '.join(without)}"
-    yield Finding(severity, "engine-memory", "guard.reserve_bf16", message, remedy)
+    yield Finding(severity, "engine-memory", ("guard.reserve_bf16",), message, remedy)
 
 
 def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
@@ -169,7 +171,7 @@ def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
 def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """A model of the hub may turn out to have experts only here."""
     changes = plan.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
-    if not changes or plan.guard.switching is Switching.RESTART or not plan.rollout.scheme.quantised:
+    if not changes or plan.guard.scheme_change is SchemeChange.RESTART or not plan.rollout.scheme.quantised:
         return
     layers = max(1, shape.layers) if shape and shape.has_experts else layers_with_experts(plan.model)
     quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}
@@ -184,14 +186,8 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
     """shape: None where the model is built in, or not known yet. A model of the hub may turn out to have experts."""
     if shape is None or not shape.has_experts:
         return
-    if plan.lora:
-        message = "this model has experts, whose weights are no linear layers"
-        yield error("experts", "model.lora", message, "set it to null")
-    if plan.trainer.dtype is Dtype.FP16:
-        yield error("experts", "trainer.dtype", "engines have experts in BF16 alone", "use `bf16`")
-    if plan.trainer.quantises:
-        forward = Forward.ROLLOUT if plan.trainer.one_flow else Forward.LINEARS
-        yield error("experts", "trainer.forward", f"`{forward}` does not know experts", "use `bf16`")
+    if not layers_with_experts(plan.model):  # of those that the plan could see plan/rules.py tells
+        yield from (replace(finding, code="experts") for finding in faults_of_experts(plan))
     if plan.device == CPU:
         return
     flags = host.cpu_flags
@@ -223,12 +219,12 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
         slower = ratio < PAYS_FROM
         message = f"{'quantising does not pay here' if slower else 'quantising pays here'}, {stored}"
         severity = Severity.WARNING if slower else Severity.INFO
-        yield Finding(severity, "gain", "rollout.scheme", message, "use `bf16`" if slower else "")
+        yield Finding(severity, "gain", ("rollout.scheme",), message, "use `bf16`" if slower else "")
         return
     if why := _doubt(plan, shape=shape):
         message = f"`{scheme}` may be no faster than `bf16` here: {why}; not measured on this host"
         yield Finding(
-            Severity.INFO, "gain", "rollout.scheme", message, "`appliance bench RECIPE` measures it, in minutes"
+            Severity.INFO, "gain", ("rollout.scheme",), message, "`appliance bench RECIPE` measures it, in minutes"
         )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.finding import Finding, error, warning
 from appliance.plan.memory import GIB, trained_weights
-from appliance.preflight.finding import Finding, error, warning
 from appliance.record.checkpoints import FOLDER, step_of
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape

@@ -142,6 +142,11 @@ def read_inputs(
         return replace(facts, weights=weights.hear(), template=template.hear())
 
 
+def look_at_inputs(plan: RunPlan) -> InputFacts:
+    """The facts that need no network and no child: of a plan that is refused anyway."""
+    return read_inputs(plan, ask_hub=False, run_code=False, read_weights=False, try_template=False)
+
+
 def _read(
     plan: RunPlan,
     *,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.preflight.finding import Finding, Severity, warning
+from appliance.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
 from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan
@@ -83,7 +83,7 @@ def judge_mismatch(
     built in, or not known yet.  stored: what `bench` has measured of this plan."""
     bound = plan.guard.k3_kl
     if expected is not None and expected.without_budget is not None:
-        yield Finding(Severity.INFO, CODE, "quantization.mismatch_budget", _choice(plan, expected, stored))
+        yield Finding(Severity.INFO, CODE, ("quantization.mismatch_budget",), _choice(plan, expected, stored))
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
         return
     message = (

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from appliance import console, hub
-from appliance.plan.build import OriginalPlan, build_plan, hub_name
+from appliance.errors import RecipeError
+from appliance.finding import Finding, as_json, lines
+from appliance.plan.build import OriginalPlan, build_plan, resolve
 from appliance.plan.host import HostFacts
+from appliance.plan.model_source import hub_name
+from appliance.plan.rules import judge_plan, unknown_gpu
 from appliance.preflight.checks import estimates, judge
-from appliance.preflight.finding import Finding, as_json, lines
-from appliance.preflight.inputs import model_bytes, model_shape, read_inputs
+from appliance.preflight.inputs import look_at_inputs, model_bytes, model_shape, read_inputs
 from appliance.preflight.probes import read_host
-from appliance.recipe.load import to_plain, to_yaml
+from appliance.recipe.load import TypedRecipe, concerns, in_order, read_recipe, to_plain, to_yaml
+from appliance.recipe.rules import usable
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import full_path
 from appliance.record.plan import Choice, RunPlan
 from appliance.tasks.library import task_of
 
@@ -28,6 +33,33 @@ _GROUPS = {
 }
 _NARROWEST = 40  # columns of a reason beside its choice; where a terminal has fewer it stands below
 _LONGEST_VALUE = 28
+
+
+def load_judged(name_or_path: str, *, sets: Iterable[str] = (), for_this_host: bool = True) -> Recipe:
+    """The recipe of a command, as load_recipe. Raises RecipeError with everything that is wrong with it, and with the
+    errors of the rest of it: what a look at its model and at this host shows, without a child or the network.
+
+    for_this_host: whether it is to run here, so that what this host lacks counts.
+    """
+    typed = read_recipe(name_or_path, sets=sets)
+    if not typed.problems:
+        return typed.recipe
+    problems = [*typed.problems, *((error.fact, error.remedy) for error in _errors_of_the_rest(typed, for_this_host))]
+    raise RecipeError(in_order(problems, file=typed.file))
+
+
+def _errors_of_the_rest(typed: TypedRecipe, for_this_host: bool) -> Iterator[Finding]:
+    """Errors of what is left of a recipe when the keys that are wrong with it are put back to their defaults."""
+    if (rest := usable(typed.recipe)) is None:
+        return
+    recipe, put_back = rest
+    run_dir = full_path(recipe.cluster.run_dir) / recipe.name
+    host = read_host(run_dir.parent)
+    plan = resolve(recipe, run_dir=run_dir, host=host)
+    findings = judge_plan(recipe, plan, host=host)
+    if for_this_host:
+        findings += [recipe.placed(finding) for finding in judge(plan, host=host, inputs=look_at_inputs(plan))]
+    yield from (each for each in findings if each.is_error and not concerns(each, put_back | typed.faulty))
 
 
 def examine(
@@ -44,17 +76,17 @@ def examine(
     date: str | None = None,
     find_profile: Callable[[RunPlan], Path | None] = lambda plan: None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
-    """The plan of a run and everything that this host has against it.
+    """The plan of a run and every finding about it: the faults of its recipe, and what this host has against it. Where
+    the recipe has one, children and the network are left for when it has none.
 
     run_dir: absolute.  ask_hub, run_code: as read_inputs; where no code runs, weights are not read either.
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
     is asked where it may be.  date: as build_plan.
     find_profile: the folder of a profile that was made for the same plan before.
-    Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
-    plan = build_plan(
+    plan = resolve(
         recipe,
         run_dir=run_dir,
         host=host,
@@ -65,15 +97,17 @@ def examine(
         data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
         date=date,
     )
-    inputs = read_inputs(
-        plan,
-        ask_hub=ask_hub,
-        run_code=run_code,
-        read_weights=run_code,
-        host=host,
-        made_profile=find_profile(plan),
-    )
-    return plan, host, judge(plan, host=host, inputs=inputs)
+    faults = judge_plan(recipe, plan, host=host)
+    if faults:
+        inputs = look_at_inputs(plan)
+    else:
+        made = find_profile(plan)
+        inputs = read_inputs(
+            plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host, made_profile=made
+        )
+    stand_ins = [("cluster", "device")] if unknown_gpu(recipe, host) else []
+    others = (recipe.placed(finding) for finding in judge(plan, host=host, inputs=inputs))
+    return plan, host, [*faults, *(finding for finding in others if not concerns(finding, stand_ins))]
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:

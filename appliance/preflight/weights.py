@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance import hub
+from appliance.finding import Finding, error, warning
 from appliance.preflight.child import REMEDY_OF_LATE, WITHIN_S, EarlyChild
-from appliance.preflight.finding import Finding, error, warning
 from appliance.processes import module_argv
 from appliance.record.plan import ModelPlan
 from appliance.tasks.user_code import voice

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.launch.outcome import Child
 from appliance.launch.side_job import (
     OF_A_PROFILE,
@@ -30,7 +31,6 @@ from appliance.launch.side_job import (
 )
 from appliance.launch.train import Step
 from appliance.plan.engines import PROFILE_FOLDER
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import model_shape, stored_result
 from appliance.preflight.mismatch import expected_of, judge_mismatch, layer_name
 from appliance.preflight.probes import read_host
@@ -82,7 +82,7 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
             message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
             hint = f"use {' or '.join(f'`{each}`' for each in PROFILED)}, and quantization.profile `auto`"
             raise RecipeError([(message, hint)])
-        examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
+        examine_for((plan,), recipe=recipe, host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         with new_folder(output, option="-o") if output else nullcontext():
             target = _make(plan, output=output)
             if output or not plan.profile.source:  # a folder of the user's is only read
@@ -98,7 +98,7 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
     with work_folder(recipe.cluster.run_dir, command="setup") as folder:
         plan, host = plan_in(folder, recipe)
         _refuse_existing(output, *((beside,) if plan.profile else ()))
-        examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
+        examine_for((plan,), recipe=recipe, host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         of_its_own = new_folder(beside, option="-o") if plan.profile else nullcontext()
         with new_folder(output.absolute().parent, option="-o"), of_its_own:
             profile = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,23 @@ from pydantic_core import ErrorDetails
 
 from appliance.corrections.registry import correction_of
 from appliance.errors import MOST_SHOWN, RecipeError
+from appliance.finding import Finding
 from appliance.recipe import library
 from appliance.recipe.rules import broken_rules
-from appliance.recipe.schema import SECTIONS, Lora, Recipe, Reward, ValSet
-from appliance.recipe.text import FLOAT, MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse, scalar
+from appliance.recipe.schema import SECTIONS, Recipe, Reward, ValSet
+from appliance.recipe.text import (
+    FLOAT,
+    MAX_BYTES,
+    MAX_DEPTH,
+    Node,
+    Problem,
+    Refused,
+    Scalar,
+    odd_character,
+    parse,
+    scalar,
+)
+from appliance.settings.sections import Lora
 from appliance.terms.schemes import listed
 
 Path_ = tuple[str, ...]
@@ -36,12 +49,36 @@ class Setting:
     """Its value, and where that was written."""
 
 
+@dataclass(frozen=True)
+class TypedRecipe:
+    """A recipe as it was typed, right or wrong."""
+
+    recipe: Recipe
+    """What could be read of it, each key with its place; the others have their defaults."""
+    problems: list[Problem]
+    """Everything that is wrong with it, whatever the host, in the order of the file."""
+    faulty: frozenset[Path_]
+    """Sections and keys that could not be read."""
+    file: str
+    """Path of the recipe, as it is in the problems."""
+
+
 def load_recipe(
     name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = (), by_rules: bool = True
 ) -> Recipe:
-    """The resolved recipe: `extends` merged in and cleared, then `settings`, then `--set` options. name_or_path: a
-    shipped recipe's name or a file.  sets: `dotted.key=value` each.  by_rules: whether it is asked if its keys go
-    together: a run's own was, by the rules of its day.  Raises RecipeError with all problems."""
+    """The recipe, as `read_recipe`. Raises RecipeError with all problems."""
+    typed = read_recipe(name_or_path, sets=sets, settings=settings, by_rules=by_rules)
+    if typed.problems:
+        raise RecipeError(typed.problems)
+    return typed.recipe
+
+
+def read_recipe(
+    name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = (), by_rules: bool = True
+) -> TypedRecipe:
+    """The recipe with `extends` merged in and cleared, then `settings`, then `--set` options. name_or_path: a shipped
+    recipe's name or a file.  sets: `dotted.key=value` each.  by_rules: whether it is asked if its keys go together: a
+    run's own was, by the rules of its day.  Raises RecipeError for a file that is not there, or no YAML mapping."""
     path = library.find(name_or_path)
     problems: list[Problem] = []
     tree = _with_parent(read_tree(path, problems), path=path, problems=problems)
@@ -55,10 +92,7 @@ def load_recipe(
             node = Node({key: node}, node.place)
         tree = _merged(tree, {setting.path[0]: node})
     tree.setdefault("name", Node(path.stem, str(path)))
-    recipe = _validated(tree, file=str(path), problems=problems, by_rules=by_rules)
-    if problems:
-        raise RecipeError(problems)
-    return recipe
+    return _validated(tree, file=str(path), problems=problems, by_rules=by_rules)
 
 
 def files_of(recipe: Path) -> list[Path]:
@@ -228,8 +262,9 @@ def _placed(node: Node, *, place: str) -> Node:
 # A tree to a recipe
 
 
-def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_rules: bool) -> Recipe:
-    """The recipe, with problems added. Rules are judged on what is left when faulty keys are taken out."""
+def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_rules: bool) -> TypedRecipe:
+    """The recipe, and the problems with those of its keys. Rules are judged on what is left when faulty keys are taken
+    out."""
     tree = {name: node for name, node in tree.items() if name not in SECTIONS or node.value is not None}
     tree = _without_replaced(tree)
     faulty: set[Path_] = set()
@@ -238,14 +273,29 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_
     except ValidationError as error:
         faulty |= _explain_all(error, tree=tree, file=file, problems=problems)
         recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
-    for broken in broken_rules(recipe) if by_rules else ():
-        keys = [tuple(key.split(".")) for key in broken.keys]
-        if not any(key[: len(bad)] == bad for key in keys for bad in faulty):
-            written = next((key for key in keys if _find(tree, key)), keys[0])
-            where = _place(tree, written, file=file)
-            problems.append((f"{where}: {'.'.join(written)}: {broken.message}", broken.hint))
-    problems.sort(key=lambda problem: line_of(problem[0], file=file))
-    return recipe
+    recipe = recipe.at({"": file, **dict(_places(tree))})
+    for finding in map(recipe.placed, broken_rules(recipe) if by_rules else ()):
+        if not concerns(finding, faulty):
+            problems.append((finding.fact, finding.remedy))
+    return TypedRecipe(recipe, in_order(problems, file=file), frozenset(faulty), file=file)
+
+
+def concerns(finding: Finding, keys: Collection[Path_]) -> bool:
+    """Whether it is about one of the keys, or about something in them."""
+    paths = [tuple(key.split(".")) for key in finding.keys]
+    return any(path[: len(key)] == key for path in paths for key in keys)
+
+
+def _places(level: Scalar | list[Node] | dict[str, Node] | Refused, path: Path_ = ()) -> Iterator[tuple[str, str]]:
+    """(dotted key, its place) of all that is written there and below."""
+    entries: Iterable[tuple[str, Node]] = ()
+    if isinstance(level, dict):
+        entries = level.items()
+    elif isinstance(level, list):
+        entries = ((str(number), node) for number, node in enumerate(level))
+    for key, node in entries:
+        yield ".".join((*path, key)), node.place
+        yield from _places(node.value, (*path, key))
 
 
 def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
@@ -289,6 +339,11 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
         message, hint = explain(each) if number < MOST_SHOWN else (each["msg"], "")
         problems.append((f"{what}: {message}", hint))
     return {path[:2] for _, path, _ in found}
+
+
+def in_order(problems: Iterable[Problem], *, file: str) -> list[Problem]:
+    """Each problem once, by the lines of the file; those of other places come last, in the order found."""
+    return sorted(dict.fromkeys(problems), key=lambda problem: line_of(problem[0], file=file))
 
 
 def line_of(message: str, *, file: str) -> tuple[int, int]:

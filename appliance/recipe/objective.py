@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from appliance.corrections.objective import Advantage, Estimator, KlPlace
 from appliance.corrections.registry import METHODS
+from appliance.finding import Finding, fault
 from appliance.recipe.schema import Algorithm, Forward, Recipe, SchemeChoice
-from appliance.recipe.text import Broken
 from appliance.tasks.library import OWN
 from appliance.terms.schemes import Scheme, listed
 from appliance.terms.settings import Dtype, Schedule
@@ -15,87 +15,87 @@ from appliance.terms.settings import Dtype, Schedule
 MOST_OF_A_MEAN = 0.1  # from 1: a response whose mean ratio is farther away is another policy's
 
 
-def broken_objective(recipe: Recipe) -> Iterator[Broken]:
+def broken_objective(recipe: Recipe) -> Iterator[Finding]:
     for rule in (_correction, _bounds, _aggregate, _gdpo, _kl, _entropy, _schedule, _dtype):
         yield from rule(recipe)
 
 
-def _correction(recipe: Recipe) -> Iterator[Broken]:
+def _correction(recipe: Recipe) -> Iterator[Finding]:
     """Which correction has a meaning beside which loss: the table of docs/algorithms.md."""
     loss, method = recipe.algorithm.loss, METHODS[recipe.correction.method]
     if message := method.conflict(loss):
         fitting = [name for name, each in METHODS.items() if not each.conflict(loss)]
         source = f"`{loss.spec.correction}` as its source does, or another one of " if loss.spec.correction else ""
         hint = f"use {source}{listed(fitting)}"
-        yield Broken(("correction.method", "algorithm.loss"), message, hint)
+        yield fault(("correction.method", "algorithm.loss"), message, hint)
 
 
-def _bounds(recipe: Recipe) -> Iterator[Broken]:
+def _bounds(recipe: Recipe) -> Iterator[Finding]:
     loss, usual = recipe.algorithm.loss, Algorithm(loss=recipe.algorithm.loss).bounds
     for key, bound in recipe.algorithm.bounds.items():
         if key not in loss.spec.bounds:
             if getattr(recipe.algorithm, key) is not None:
                 keys = (f"algorithm.{key}", "algorithm.loss")
-                yield Broken(keys, f"`{loss}` has no such bound", "remove it, or set it to null")
+                yield fault(keys, f"`{loss}` has no such bound", "remove it, or set it to null")
         elif loss.spec.of_sequences and (bound - 1 if key == "dual_clip" else bound) > MOST_OF_A_MEAN:
             message = f"`{loss}` bounds the mean ratio of a response, and {bound:g} is a bound for a token's"
-            yield Broken((f"algorithm.{key}", "algorithm.loss"), message, f"give one such as {usual[key]:g}, or null")
+            yield fault((f"algorithm.{key}", "algorithm.loss"), message, f"give one such as {usual[key]:g}, or null")
 
 
-def _aggregate(recipe: Recipe) -> Iterator[Broken]:
+def _aggregate(recipe: Recipe) -> Iterator[Finding]:
     spec, given = recipe.algorithm.loss.spec, recipe.algorithm.aggregate
     if spec.own_aggregate and given not in (None, spec.aggregate):
         message = f"`{recipe.algorithm.loss}` is a mean over responses, and no other"
         hint = f"use `{spec.aggregate}`, or null"
-        yield Broken(("algorithm.aggregate", "algorithm.loss", "algorithm.kind"), message, hint)
+        yield fault(("algorithm.aggregate", "algorithm.loss", "algorithm.kind"), message, hint)
 
 
-def _gdpo(recipe: Recipe) -> Iterator[Broken]:
+def _gdpo(recipe: Recipe) -> Iterator[Finding]:
     algorithm = recipe.algorithm
     if algorithm.advantage is not Advantage.GDPO:
         return
     key, hint = "algorithm.advantage", "use another advantage, such as `grpo`"
     if recipe.task.kind != OWN or len(recipe.task.rewards) < 2:
         message = "`gdpo` normalises each of several rewards, and this task has one"
-        yield Broken((key, "task.rewards", "task.kind"), message, hint)
+        yield fault((key, "task.rewards", "task.kind"), message, hint)
     if algorithm.kl and algorithm.kl_in is KlPlace.REWARD:
         message = "`gdpo` reads the task's rewards one by one, and would leave out the divergence"
-        yield Broken((key, "algorithm.kl_in"), message, f"set kl_in to `loss`, or {hint}")
+        yield fault((key, "algorithm.kl_in"), message, f"set kl_in to `loss`, or {hint}")
     if algorithm.overlong_tokens:
         message = "`gdpo` reads the task's rewards one by one, and would leave out the penalty for length"
-        yield Broken((key, "algorithm.overlong_tokens"), message, f"use the built-in reward `length`, or {hint}")
+        yield fault((key, "algorithm.overlong_tokens"), message, f"use the built-in reward `length`, or {hint}")
 
 
-def _kl(recipe: Recipe) -> Iterator[Broken]:
+def _kl(recipe: Recipe) -> Iterator[Finding]:
     algorithm = recipe.algorithm
     for key in ("kl_estimator", "kl_in"):
         if not algorithm.kl and getattr(algorithm, key) != Algorithm.model_fields[key].default:
             keys = (f"algorithm.{key}", "algorithm.kl")
-            yield Broken(keys, "there is no divergence without a weight", "remove it, or give algorithm.kl")
+            yield fault(keys, "there is no divergence without a weight", "remove it, or give algorithm.kl")
     if not algorithm.kl:
         return
     if algorithm.kl_estimator is Estimator.K1 and algorithm.kl_in is KlPlace.LOSS:
         message = "`k1` in the loss has a gradient of mean 0 wherever the policy is: it holds nothing back"
-        yield Broken(("algorithm.kl_estimator", "algorithm.kl_in"), message, "use `k3` or `k2`, or kl_in: reward")
+        yield fault(("algorithm.kl_estimator", "algorithm.kl_in"), message, "use `k3` or `k2`, or kl_in: reward")
     if (forward := recipe.trainer.forward) is not Forward.BF16:
         message = f"the reference computes in BF16: with `{forward}` the divergence would be the quantisation's"
-        yield Broken(("algorithm.kl", "trainer.forward"), message, "use trainer.forward: bf16, or algorithm.kl: 0")
+        yield fault(("algorithm.kl", "trainer.forward"), message, "use trainer.forward: bf16, or algorithm.kl: 0")
 
 
-def _entropy(recipe: Recipe) -> Iterator[Broken]:
+def _entropy(recipe: Recipe) -> Iterator[Finding]:
     if recipe.algorithm.entropy_bonus and recipe.trainer.forward is Forward.ROLLOUT:
         message = "with `rollout` the entropy has no gradient, and a bonus for it would do nothing"
         keys = ("algorithm.entropy_bonus", "trainer.forward")
-        yield Broken(keys, message, "use trainer.forward: bf16, or algorithm.entropy_bonus: 0")
+        yield fault(keys, message, "use trainer.forward: bf16, or algorithm.entropy_bonus: 0")
 
 
-def _schedule(recipe: Recipe) -> Iterator[Broken]:
+def _schedule(recipe: Recipe) -> Iterator[Finding]:
     if recipe.optimizer.schedule is Schedule.CONSTANT and recipe.optimizer.min_lr_ratio:
         keys = ("optimizer.min_lr_ratio", "optimizer.schedule")
-        yield Broken(keys, "a constant rate does not sink", "remove it, or use `cosine` or `linear`")
+        yield fault(keys, "a constant rate does not sink", "remove it, or use `cosine` or `linear`")
 
 
-def _dtype(recipe: Recipe) -> Iterator[Broken]:
+def _dtype(recipe: Recipe) -> Iterator[Finding]:
     """What is in BF16 whatever is asked. `plan.build` asks for experts, too."""
     if recipe.trainer.dtype is not Dtype.FP16:
         return
@@ -112,7 +112,7 @@ def _dtype(recipe: Recipe) -> Iterator[Broken]:
     for name, given, fitting, message in refused:
         if given != fitting:
             hint = f"use {name}: {'null' if fitting is None else fitting}, or trainer.dtype: bf16"
-            yield Broken((name, "trainer.dtype"), message, hint)
+            yield fault((name, "trainer.dtype"), message, hint)
     if other := next((each for each in named if not each.spec.in_fp16), None):
         key = "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"
-        yield Broken((key, "trainer.dtype"), f"engines have `{other}` in BF16 alone", "use `int8` or `bf16`")
+        yield fault((key, "trainer.dtype"), f"engines have `{other}` in BF16 alone", "use `int8` or `bf16`")

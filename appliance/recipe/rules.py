@@ -1,4 +1,5 @@
-"""What one key cannot say of another: rules over a whole recipe. Pure; each broken rule names the keys it concerns."""
+"""What one key cannot say of another: rules over a whole recipe, which need nothing else. Pure; each broken one is a
+finding that names the keys it concerns."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from operator import attrgetter
 from pathlib import PurePath
 
 from appliance.corrections.registry import METHODS
+from appliance.finding import Finding, fault
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.objective import broken_objective
 from appliance.recipe.schema import (
+    NAMED,
+    SECTIONS,
     Algorithm,
     AlgorithmKind,
     Attention,
@@ -26,7 +30,7 @@ from appliance.recipe.schema import (
     SchemeChoice,
     Task,
 )
-from appliance.recipe.text import Broken, path_problem, pattern_problem
+from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import BUILT_IN_MODELS, OWN, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
@@ -41,35 +45,54 @@ OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "r
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def broken_rules(recipe: Recipe) -> list[Broken]:
+def broken_rules(recipe: Recipe) -> list[Finding]:
     """Every rule the recipe breaks, in the order of the file's sections."""
     rules = (_model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
     rules = (*rules, _batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
-def _model(recipe: Recipe) -> Iterator[Broken]:
+def usable(recipe: Recipe) -> tuple[Recipe, frozenset[tuple[str, ...]]] | None:
+    """The recipe with all keys that broken rules concern put back to their defaults, so that it breaks none and the
+    rest of it can be judged; and the keys, or whole sections, that were put back. None where that does not mend it."""
+    put_back = set[tuple[str, ...]]()
+    for depth in (2, 2, 1, 1):  # single keys first, then sections
+        if not (broken := broken_rules(recipe)):
+            return recipe, frozenset(put_back)
+        paths = {tuple(key.split(".")[:depth]) for finding in broken for key in finding.keys}
+        put_back |= paths
+        sections = {}
+        for name in {path[0] for path in paths}:
+            usual = SECTIONS[name].model_validate(NAMED.get(name, {}))
+            keys = [path[1] for path in paths if path[0] == name and len(path) > 1]
+            update = {key: getattr(usual, key) for key in keys}
+            sections[name] = getattr(recipe, name).model_copy(update=update) if keys else usual
+        recipe = recipe.model_copy(update=sections)
+    return None
+
+
+def _model(recipe: Recipe) -> Iterator[Finding]:
     model, keys = recipe.model, ("model.path", "model.builtin")
     if model.path and model.builtin:
-        yield Broken(keys, "`path` and `builtin` exclude each other", "set one of them to null")
+        yield fault(keys, "`path` and `builtin` exclude each other", "set one of them to null")
     if not model.path and not model.builtin:
-        yield Broken(keys, "no model is named", f"give `path`, or `builtin: {next(iter(TINY_MODELS))}`")
+        yield fault(keys, "no model is named", f"give `path`, or `builtin: {next(iter(TINY_MODELS))}`")
     if model.builtin and model.revision:
-        yield Broken(("model.revision",), "a built-in model has none", "leave it out, or set model.builtin to null")
+        yield fault(("model.revision",), "a built-in model has none", "leave it out, or set model.builtin to null")
     if model.builtin and model.builtin not in BUILT_IN_MODELS:
-        yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {listed(BUILT_IN_MODELS)}")
+        yield fault(("model.builtin",), f"unknown value `{model.builtin}`", f"use {listed(BUILT_IN_MODELS)}")
     elif model.builtin and recipe.task.longest > (most := BUILT_IN_MODELS[model.builtin].max_positions):
         message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
-        yield Broken(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
+        yield fault(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
 
 
-def _lora(recipe: Recipe) -> Iterator[Broken]:
+def _lora(recipe: Recipe) -> Iterator[Finding]:
     """What acts on weights that LoRA does not train. `plan.build` asks for experts, too."""
     key, lora = "model.lora", recipe.model.lora
     if lora is None:
         return
     if lora.targets and len(set(lora.targets)) < len(lora.targets):
-        yield Broken((f"{key}.targets", key), "a layer is named twice", "name each once")
+        yield fault((f"{key}.targets", key), "a layer is named twice", "name each once")
     refused = {
         "correction.uaq_scale": (None, "UAQ scales weights so that an update moves them more, and LoRA moves none"),
         "optimizer.norm_fed_lr_scale": (1.0, "it is a rate of the weights that a norm feeds, and LoRA trains none"),
@@ -80,10 +103,10 @@ def _lora(recipe: Recipe) -> Iterator[Broken]:
     }
     for name, (usual, message) in refused.items():
         if attrgetter(name)(recipe) != usual:
-            yield Broken((name, key), message, "remove it, or set model.lora to null")
+            yield fault((name, key), message, "remove it, or set model.lora to null")
 
 
-def _task(recipe: Recipe) -> Iterator[Broken]:
+def _task(recipe: Recipe) -> Iterator[Finding]:
     task = recipe.task
     yield from _val_sets(task)
     if task.kind == OWN:
@@ -91,91 +114,87 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
         calls = isinstance(TINY_MODELS.get(recipe.model.builtin or ""), CalculatorSpec)
         if task.tools and recipe.model.builtin in BUILT_IN_MODELS and not calls:
             message = f"the chat template of `{recipe.model.builtin}` has no tools"
-            yield Broken(("task.tools", "model.builtin"), message, "use `tiny-calculator`")
+            yield fault(("task.tools", "model.builtin"), message, "use `tiny-calculator`")
         return
     made = TASKS[task.kind]
     for key in OF_OWN:
         if getattr(task, key) != Task.model_fields[key].default:
             message = f"`{task.kind}` has no such thing, it is of `own`"
-            yield Broken((f"task.{key}", "task.kind"), message, "remove it, or set task.kind to `own`")
+            yield fault((f"task.{key}", "task.kind"), message, "remove it, or set task.kind to `own`")
     if made.source is None:
         of_sets = {f"task.val_sets.{name}.file": each.file for name, each in task.val_sets.items()}
         for key, value in {"task.train_file": task.train_file, "task.val_file": task.val_file, **of_sets}.items():
             if value:
-                yield Broken((key, "task.kind"), f"`{task.kind}` makes its own problems", "remove it")
+                yield fault((key, "task.kind"), f"`{task.kind}` makes its own problems", "remove it")
     elif task.val_file and not task.train_file:
         keys = ("task.val_file", "task.train_file")
-        yield Broken(keys, "there is no `train_file` beside it", "give task.train_file too")
+        yield fault(keys, "there is no `train_file` beside it", "give task.train_file too")
     if made.check_sizes is not None:
         name, usual = next(((name, each) for name, each in task.val_sets.items() if not each.file), ("", None))
         sizes = {"train_size": task.train_size, "val_size": usual.size if usual else task.val_size}
         for text, hint in made.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
             key, _, message = text.partition(": ")
             key = f"task.val_sets.{name}.size" if usual and key == "task.val_size" else key
-            yield Broken((key, "task.difficulty"), message, hint)
+            yield fault((key, "task.difficulty"), message, hint)
 
 
-def _val_sets(task: Task) -> Iterator[Broken]:
+def _val_sets(task: Task) -> Iterator[Finding]:
     """What they are is in tasks/task.py, `splits`; how many problems a file has is seen when it is read."""
     if not task.val_sets:
         return
     for key in ("val_file", "val_size"):
         if getattr(task, key) != Task.model_fields[key].default:
             message = f"`{key}` and `val_sets` exclude each other"
-            yield Broken(
-                (f"task.{key}", "task.val_sets"), message, "remove one: a set has a file and a size of its own"
-            )
+            yield fault((f"task.{key}", "task.val_sets"), message, "remove one: a set has a file and a size of its own")
     held_out = [name for name, each in task.val_sets.items() if not each.file]
     if len(held_out) > 1:
         message = f"{listed(held_out)} have no file: only one validation can be held out of the training data"
-        yield Broken((f"task.val_sets.{held_out[1]}", "task.val_sets"), message, "give the others a `file`")
+        yield fault((f"task.val_sets.{held_out[1]}", "task.val_sets"), message, "give the others a `file`")
     for name, each in task.val_sets.items():
         place = f"task.val_sets.{name}"
         if not each.file and not each.size:
             message = "how many problems are held out of the training data is not given"
-            yield Broken((f"{place}.size", place, "task.val_sets"), message, "give `size`, or a `file`")
+            yield fault((f"{place}.size", place, "task.val_sets"), message, "give `size`, or a `file`")
         if each.samples > 1 and each.temperature == 0:
             message = f"{each.samples} samples at temperature 0 are all the same"
-            yield Broken(
-                (f"{place}.samples", f"{place}.temperature"), message, "use 1 sample, or a temperature above 0"
-            )
+            yield fault((f"{place}.samples", f"{place}.temperature"), message, "use 1 sample, or a temperature above 0")
 
 
-def _own_task(task: Task) -> Iterator[Broken]:
+def _own_task(task: Task) -> Iterator[Finding]:
     if not task.train_file and not task.data:
         keys = ("task.train_file", "task.data")
-        yield Broken(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
+        yield fault(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
     if task.train_file and task.data:
-        yield Broken(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
+        yield fault(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
     if task.data and not _DATA_SET.fullmatch(task.data):
         hint = "a data set of the hub is `owner/name`; a file is task.train_file"
-        yield Broken(("task.data",), f"`{task.data}` is no name of a data set", hint)
+        yield fault(("task.data",), f"`{task.data}` is no name of a data set", hint)
     for key in ("config", "split"):
         if not task.data and getattr(task, key) != Task.model_fields[key].default:
             message = "it is of a data set on the hub, and `data` names none"
-            yield Broken((f"task.{key}", "task.data"), message, "remove it, or give task.data")
+            yield fault((f"task.{key}", "task.data"), message, "remove it, or give task.data")
     yield from _asked(task)
     yield from _own_code(task)
 
 
-def _own_code(task: Task) -> Iterator[Broken]:
+def _own_code(task: Task) -> Iterator[Finding]:
     """Rewards and tools: what is built in, and the user's files."""
     if task.max_turns and not task.tools:
-        yield Broken(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
+        yield fault(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
         hint = "such as [{name: math}]; docs/own-task.md has them all"
-        yield Broken(("task.rewards",), "a task of your own has no rewards", hint)
+        yield fault(("task.rewards",), "a task of your own has no rewards", hint)
     elif not any(each.weight for each in task.rewards):
-        yield Broken(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
+        yield fault(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
     timed = [each.name for each in task.rewards if each.name in BUILT_IN and BUILT_IN[each.name].most_s]
     if (most_s := sum(BUILT_IN[name].most_s for name in timed)) >= task.reward_timeout_s:
         message = f"{listed(timed)} may take {most_s:g} s, and a response has {task.reward_timeout_s:g} s"
         hint = f"give task.reward_timeout_s more than {most_s:g}"
-        yield Broken(("task.reward_timeout_s", "task.rewards"), message, hint)
+        yield fault(("task.reward_timeout_s", "task.rewards"), message, hint)
     for each in task.rewards:
-        yield from (Broken(("task.rewards",), message, hint) for message, hint in _broken_reward(each))
+        yield from (fault(("task.rewards",), message, hint) for message, hint in _broken_reward(each))
     if task.tools and (why := _no_code(task.tools)):
-        yield Broken(("task.tools",), *why)
+        yield fault(("task.tools",), *why)
 
 
 def _no_code(file: str) -> tuple[str, str] | None:
@@ -213,57 +232,57 @@ def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
         yield f"`{reward.url[:60]}` is no address of an API", "such as `http://localhost:8000/v1`, without a password"
 
 
-def _asked(task: Task) -> Iterator[Broken]:
+def _asked(task: Task) -> Iterator[Finding]:
     """How a row becomes a prompt."""
     if task.template is None:
         return
     if task.prompt != Task.model_fields["prompt"].default:
         keys = ("task.template", "task.prompt")
         hint = "a template names its fields itself: remove one; an inherited `prompt` goes with `prompt: prompt`"
-        yield Broken(keys, "`template` and `prompt` exclude each other", hint)
+        yield fault(keys, "`template` and `prompt` exclude each other", hint)
     hint = "write {field} or {field.inner} for a field's value, {{ and }} for braces"
     try:
         if not any(name for _, name in template_parts(task.template)):
-            yield Broken(("task.template",), "it names no field, so that all prompts are the same", hint)
+            yield fault(("task.template",), "it names no field, so that all prompts are the same", hint)
     except ValueError as error:
-        yield Broken(("task.template",), str(error), hint)
+        yield fault(("task.template",), str(error), hint)
 
 
-def _rollout(recipe: Recipe) -> Iterator[Broken]:
+def _rollout(recipe: Recipe) -> Iterator[Finding]:
     rollout, gpus = recipe.rollout, recipe.cluster.gpus_per_node
     if gpus % rollout.tensor_parallel:
         message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
-        yield Broken(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
+        yield fault(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
     engines = recipe.topology.engines
     if rollout.replicas and rollout.scheme is not SchemeChoice.AUTO:
         keys = ("rollout.replicas", "rollout.scheme")
-        yield Broken(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
+        yield fault(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
     if rollout.replicas and len(rollout.replicas) > engines:
         message = f"{len(rollout.replicas)} schemes for {engines} engine{'' if engines == 1 else 's'}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
-        yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
+        yield fault(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
     if recipe.trainer.sequence_parallel > 1:
         for key, usual in {"rollout.top_p": 1.0, "rollout.top_k": 0}.items():
             if attrgetter(key)(recipe) != usual:
                 message = "log-probs over the words that are drawn from are not computed where sequences are shared out"
-                yield Broken((key, "trainer.sequence_parallel"), message, f"use {usual}, or sequence_parallel: 1")
+                yield fault((key, "trainer.sequence_parallel"), message, f"use {usual}, or sequence_parallel: 1")
 
 
-def _one_flow(recipe: Recipe) -> Iterator[Broken]:
+def _one_flow(recipe: Recipe) -> Iterator[Finding]:
     """What the trainer's own form of the rollouts' forward does not have. `plan.build` asks for the device, too."""
     key, backward, schemes = "trainer.forward", "trainer.backward", _named_schemes(recipe)
     in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
     if in_fp8 and any(each is not Scheme.FP8_BLOCK for each in schemes):
         message = "`fp8-block` takes the codes of a forward in `fp8-block`"
-        yield Broken((backward, _scheme_key(recipe)), message, "use rollout.scheme: fp8-block, or backward: bf16")
+        yield fault((backward, _scheme_key(recipe)), message, "use rollout.scheme: fp8-block, or backward: bf16")
     if in_fp8 and recipe.trainer.forward is not Forward.ROLLOUT:
-        yield Broken((backward, key), "`fp8-block` needs the rollouts' forward", "use trainer.forward: rollout")
+        yield fault((backward, key), "`fp8-block` needs the rollouts' forward", "use trainer.forward: rollout")
     if (forward := recipe.trainer.forward) is Forward.BF16:
         return
     if other := next((each for each in schemes if not forward.knows(each)), None):
-        yield Broken((key, _scheme_key(recipe)), f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
+        yield fault((key, _scheme_key(recipe)), f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
     if len({*schemes}) > 1:
-        yield Broken((key, "rollout.replicas"), f"`{forward}` is one scheme, not several", "name one scheme")
+        yield fault((key, "rollout.replicas"), f"`{forward}` is one scheme, not several", "name one scheme")
     refused = {
         "rollout.tensor_parallel": (1, "a layer in parts rounds in another way"),
         "rollout.lm_head_fp32": (False, f"the last projection of `{forward}` is in BF16"),
@@ -272,25 +291,25 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
     }
     for name, (usual, message) in refused.items():
         if attrgetter(name)(recipe) != usual:
-            yield Broken((name, key), message, f"use {usual}, or trainer.forward: bf16".replace("False", "false"))
+            yield fault((name, key), message, f"use {usual}, or trainer.forward: bf16".replace("False", "false"))
 
 
-def _old_log_probs(recipe: Recipe) -> Iterator[Broken]:
+def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:
     """What asks how far the rollouts' log-probs are from the trainer's, which are then the same numbers."""
     if recipe.trainer.old_log_probs is not OldLogProbsChoice.ROLLOUT:
         return
     key, hint = "trainer.old_log_probs", "or trainer.old_log_probs: recompute"
     if recipe.trainer.forward is not Forward.ROLLOUT:
         message = "`rollout` takes the engines' log-probs for the trainer's, and a BF16 forward has others"
-        yield Broken((key, "trainer.forward"), message, f"use trainer.forward: rollout, {hint}")
+        yield fault((key, "trainer.forward"), message, f"use trainer.forward: rollout, {hint}")
     if METHODS[recipe.correction.method].has_shadow_pass:
         message = (
             f"`{recipe.correction.method}` fits bounds to how log-probs differ from the engines', and these do not"
         )
-        yield Broken((key, "correction.method"), message, f"use another method, {hint}")
+        yield fault((key, "correction.method"), message, f"use another method, {hint}")
     if Action.TIGHTEN in (recipe.guard.actions or ()):
         message = "`tighten` is for a correction, which has nothing to act on where old log-probs are the engines'"
-        yield Broken(("guard.actions", key), message, f"remove `tighten`, {hint}")
+        yield fault(("guard.actions", key), message, f"remove `tighten`, {hint}")
 
 
 def _scheme_key(recipe: Recipe) -> str:
@@ -301,11 +320,11 @@ def _named_schemes(recipe: Recipe) -> list[Scheme]:
     return [Scheme(each.value) for each in recipe.rollout.schemes if each is not SchemeChoice.AUTO]
 
 
-def _quantization(recipe: Recipe) -> Iterator[Broken]:
+def _quantization(recipe: Recipe) -> Iterator[Finding]:
     quantization = recipe.quantization
     if quantization.emulate and not any(scheme.spec.can_emulate for scheme in _named_schemes(recipe)):
         message = "only an FP8 scheme can be emulated"
-        yield Broken(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
+        yield fault(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
     if quantization.profile != "auto":
         is_none = quantization.profile == "none"
         for key in ("smoothing", "mismatch_budget"):
@@ -313,12 +332,12 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
             if key in quantization.model_fields_set and (value if is_none else value is not None):
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
                 message = f"it comes from the profile, and `profile` {has}"
-                yield Broken((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
+                yield fault((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
     if SchemeChoice.AUTO not in recipe.rollout.schemes:
         yield from broken_without_profile(recipe, schemes=_named_schemes(recipe))
 
 
-def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Broken]:
+def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Finding]:
     """What only a profile does, where none is made; `plan.build` asks again when `auto` finds a scheme."""
     quantised = [scheme for scheme in schemes if scheme.quantised]
     if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
@@ -328,51 +347,51 @@ def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iter
         if value and value != Quantization.model_fields[key].default:
             message = f"it is of a profile, and none is made for `{quantised[0]}`"
             hint = f"remove it, or use {listed(PROFILED)}"
-            yield Broken((f"quantization.{key}", _scheme_key(recipe)), message, hint)
+            yield fault((f"quantization.{key}", _scheme_key(recipe)), message, hint)
 
 
-def _correction(recipe: Recipe) -> Iterator[Broken]:
+def _correction(recipe: Recipe) -> Iterator[Finding]:
     correction, method = recipe.correction, METHODS[recipe.correction.method]
     for refusal in method.refusals(cap=correction.cap, bounds=correction.bounds, clip=recipe.algorithm.clip):
-        yield Broken(*refusal)
+        yield fault(*refusal)
     if (scale := correction.uaq_scale) is not None and (scale == 1 or not 1 / MOST <= scale <= MOST):
         message = "1 scales nothing" if scale == 1 else f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}"
-        yield Broken(("correction.uaq_scale",), message, "give one such as 1.5, or null")
+        yield fault(("correction.uaq_scale",), message, "give one such as 1.5, or null")
     yield from _shadow(recipe)
     yield from _centering(recipe)
 
 
-def _centering(recipe: Recipe) -> Iterator[Broken]:
+def _centering(recipe: Recipe) -> Iterator[Finding]:
     """Report the settings with which score centering and the comparison of whole distributions cannot be combined."""
     name, top = recipe.correction.method, recipe.rollout.top_log_probs
     centers, key, of_words = METHODS[name].centers, "correction.method", "rollout.top_log_probs"
     if centers and top == 0:
         message = f"`{name}` needs log-probs of the engine's most likely words"
-        yield Broken((of_words, key), message, "give a number such as 20, or null")
+        yield fault((of_words, key), message, "give a number such as 20, or null")
     if centers and recipe.trainer.forward is Forward.ROLLOUT:
         message = f"`{name}` has nothing to take out where the trainer computes what the rollouts do"
-        yield Broken((key, "trainer.forward"), message, "use `tis`, or trainer.forward: bf16")
+        yield fault((key, "trainer.forward"), message, "use `tis`, or trainer.forward: bf16")
     if (centers or top) and recipe.trainer.sequence_parallel > 1:
         message = "log-probs of the engine's most likely words are not computed where sequences are shared out"
         keys = ("trainer.sequence_parallel", of_words, key)
-        yield Broken(keys, message, "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none")
+        yield fault(keys, message, "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none")
 
 
-def _shadow(recipe: Recipe) -> Iterator[Broken]:
+def _shadow(recipe: Recipe) -> Iterator[Finding]:
     correction, method = recipe.correction, ("correction.method",)
     if not METHODS[correction.method].has_shadow_pass:
         with_one = listed(name for name, each in METHODS.items() if each.has_shadow_pass)
         for key in ("shadow_every", "shadow_fraction"):
             if getattr(correction, key) != Correction.model_fields[key].default:
                 message = f"`{correction.method}` has no shadow pass"
-                yield Broken((f"correction.{key}", *method), message, f"remove it, or use {with_one}")
+                yield fault((f"correction.{key}", *method), message, f"remove it, or use {with_one}")
     elif not shadow_sequences(recipe):
         ranks, whole = recipe.topology.data_parallel, recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
         message = (
             f"`{correction.method}` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
             f"none for each of {ranks} rank{'' if ranks == 1 else 's'}"
         )
-        yield Broken(("correction.shadow_fraction", *method), message, "raise it")
+        yield fault(("correction.shadow_fraction", *method), message, "raise it")
 
 
 def shadow_sequences(recipe: Recipe) -> int:
@@ -381,7 +400,7 @@ def shadow_sequences(recipe: Recipe) -> int:
     return int(recipe.correction.shadow_fraction * whole) // ranks * ranks
 
 
-def _batch(recipe: Recipe) -> Iterator[Broken]:
+def _batch(recipe: Recipe) -> Iterator[Finding]:
     """What must divide what. verl checks little of it, and with packing by tokens next to nothing."""
     batch, samples, prompts = recipe.batch, recipe.rollout.samples_per_prompt, recipe.batch.prompts_per_step
     gpus, ranks = recipe.topology.gpus, recipe.topology.data_parallel
@@ -390,34 +409,34 @@ def _batch(recipe: Recipe) -> Iterator[Broken]:
     mini_keys = ("batch.mini_batch_prompts", "batch.prompts_per_step")
     if prompts * samples % gpus:
         message = f"{prompts} prompts x {samples} samples do not divide over {gpus} GPUs"
-        yield Broken(("batch.prompts_per_step", *sizes), message, "each GPU takes the same number of sequences")
+        yield fault(("batch.prompts_per_step", *sizes), message, "each GPU takes the same number of sequences")
     if mini > prompts:
-        yield Broken(mini_keys, f"{mini} is more than the {prompts} prompts of a step", "lower it")
+        yield fault(mini_keys, f"{mini} is more than the {prompts} prompts of a step", "lower it")
     elif prompts % mini:
-        yield Broken(mini_keys, f"{mini} does not divide the {prompts} prompts of a step", "use a divisor")
+        yield fault(mini_keys, f"{mini} does not divide the {prompts} prompts of a step", "use a divisor")
     if mini * samples % ranks:
         if mini != prompts:
             message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
-            yield Broken((*mini_keys, *sizes), message, "each rank takes the same number of sequences")
+            yield fault((*mini_keys, *sizes), message, "each rank takes the same number of sequences")
     elif batch.micro_batch_sequences and (mini * samples // ranks) % batch.micro_batch_sequences:
         message = f"{batch.micro_batch_sequences} does not divide the {mini * samples // ranks} sequences of a rank"
         keys = ("batch.micro_batch_sequences", *mini_keys, *sizes)
-        yield Broken(keys, message, "it is the sequences of one forward on one GPU")
+        yield fault(keys, message, "it is the sequences of one forward on one GPU")
 
 
-def _packing(recipe: Recipe) -> Iterator[Broken]:
+def _packing(recipe: Recipe) -> Iterator[Finding]:
     batch, longest = recipe.batch, recipe.task.longest
     if batch.max_tokens_per_gpu and batch.micro_batch_sequences:
         keys = ("batch.max_tokens_per_gpu", "batch.micro_batch_sequences")
-        yield Broken(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")
+        yield fault(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")
     room = (batch.max_tokens_per_gpu or longest) * recipe.trainer.sequence_parallel
     if room < longest:
         message = f"{batch.max_tokens_per_gpu} tokens do not hold one sequence of {longest} (prompt and response)"
         keys = ("batch.max_tokens_per_gpu", "task.max_response_tokens", "trainer.sequence_parallel")
-        yield Broken(keys, message, "raise it")
+        yield fault(keys, message, "raise it")
 
 
-def _dapo(recipe: Recipe) -> Iterator[Broken]:
+def _dapo(recipe: Recipe) -> Iterator[Finding]:
     """What only `dapo` has, and how it must fit."""
     algorithm, batch = recipe.algorithm, recipe.batch
     if algorithm.kind is not AlgorithmKind.DAPO:
@@ -428,97 +447,97 @@ def _dapo(recipe: Recipe) -> Iterator[Broken]:
         ]
         for key in (*given, *(["batch.generation_prompts"] if batch.generation_prompts else [])):
             message = f"`{algorithm.kind}` has no such thing, it is of `dapo`"
-            yield Broken((key, "algorithm.kind"), message, "remove it, or set algorithm.kind to `dapo`")
+            yield fault((key, "algorithm.kind"), message, "remove it, or set algorithm.kind to `dapo`")
         return
     longest, prompts = recipe.task.max_response_tokens, batch.prompts_per_step
     if algorithm.overlong_tokens > longest:
         message = f"{algorithm.overlong_tokens} is more than the {longest} tokens of a response"
-        yield Broken(("algorithm.overlong_tokens", "task.max_response_tokens"), message, "lower it")
+        yield fault(("algorithm.overlong_tokens", "task.max_response_tokens"), message, "lower it")
     if (batch.generation_prompts or prompts) % prompts:
         message = f"{batch.generation_prompts} is no multiple of the {prompts} prompts of a step"
         hint = "verl 0.9.1 counts prompts in generation in whole steps (max_inflight_gen_batches)"
-        yield Broken(("batch.generation_prompts", "batch.prompts_per_step"), message, hint)
+        yield fault(("batch.generation_prompts", "batch.prompts_per_step"), message, hint)
 
 
-def _length(recipe: Recipe) -> Iterator[Broken]:
+def _length(recipe: Recipe) -> Iterator[Finding]:
     trainer, keys = recipe.trainer, ("trainer.steps", "trainer.epochs")
     if 0 < recipe.task.train_size < (prompts := recipe.batch.prompts_per_step):
         message = f"{recipe.task.train_size} problems do not fill one step of {prompts} prompts"
-        yield Broken(("task.train_size", "batch.prompts_per_step"), message, "raise it")
+        yield fault(("task.train_size", "batch.prompts_per_step"), message, "raise it")
     if trainer.steps and trainer.epochs:
-        yield Broken(keys, "`steps` and `epochs` exclude each other", "set one of them to null")
+        yield fault(keys, "`steps` and `epochs` exclude each other", "set one of them to null")
     if not trainer.steps and not trainer.epochs:
-        yield Broken(keys, "the length of the training is not given", "give `steps` or `epochs`")
+        yield fault(keys, "the length of the training is not given", "give `steps` or `epochs`")
     if trainer.epochs and not recipe.task.train_size:
-        yield Broken(("trainer.epochs", "task.train_size"), "`epochs` needs task.train_size", "give it, or `steps`")
+        yield fault(("trainer.epochs", "task.train_size"), "`epochs` needs task.train_size", "give it, or `steps`")
     if recipe.topology.gpus % trainer.sequence_parallel:
         message = f"{trainer.sequence_parallel} does not divide the GPUs of the cluster"
-        yield Broken(("trainer.sequence_parallel", "cluster.gpus_per_node", "cluster.nodes"), message)
+        yield fault(("trainer.sequence_parallel", "cluster.gpus_per_node", "cluster.nodes"), message)
 
 
-def _guard(recipe: Recipe) -> Iterator[Broken]:
+def _guard(recipe: Recipe) -> Iterator[Finding]:
     quantised = set(recipe.rollout.schemes) - {SchemeChoice.BF16}
     if Action.RAISE_PRECISION in (recipe.guard.actions or ()):
         keys = ("guard.actions", _scheme_key(recipe))
         if not quantised:
-            yield Broken(keys, "rollouts in BF16 have no precision to raise", "remove `raise-precision`")
+            yield fault(keys, "rollouts in BF16 have no precision to raise", "remove `raise-precision`")
         elif len(quantised) > 1:
             message = "`raise-precision` cannot say which of several quantised schemes to raise"
-            yield Broken(keys, message, "remove it (`bf16` works for all), or use one scheme beside bf16")
+            yield fault(keys, message, "remove it (`bf16` works for all), or use one scheme beside bf16")
     every, both = recipe.trainer.validate_every, recipe.trainer.validate_bf16_every or 0
     if both and (not every or both % every):
         message = f"there is no validation every {both} steps to stand beside"
         hint = f"use a multiple of validate_every ({every})" if every else "set validate_every, or null for the end"
-        yield Broken(("trainer.validate_bf16_every", "trainer.validate_every"), message, hint)
+        yield fault(("trainer.validate_bf16_every", "trainer.validate_every"), message, hint)
 
 
-def _cluster(recipe: Recipe) -> Iterator[Broken]:
+def _cluster(recipe: Recipe) -> Iterator[Finding]:
     yield from _device(recipe)
     if recipe.cluster.nodes > 1 and "run_dir" not in recipe.cluster.model_fields_set:
         hint = "set it to a folder on a file system that all nodes share"
-        yield Broken(("cluster.run_dir",), f"{recipe.cluster.nodes} nodes share the run's folder", hint)
+        yield fault(("cluster.run_dir",), f"{recipe.cluster.nodes} nodes share the run's folder", hint)
     if recipe.cluster.address is not None and recipe.cluster.token_file is None:
         hint = "give the file with its token"
-        yield Broken(("cluster.token_file",), "cluster.address is a cluster that is there already", hint)
+        yield fault(("cluster.token_file",), "cluster.address is a cluster that is there already", hint)
     if ".." in PurePath(recipe.cluster.run_dir).parts:
         hint = "give an absolute path, or one below the folder where the program is started"
-        yield Broken(("cluster.run_dir",), "`..` is not allowed here", hint)
+        yield fault(("cluster.run_dir",), "`..` is not allowed here", hint)
 
 
-def _device(recipe: Recipe) -> Iterator[Broken]:
+def _device(recipe: Recipe) -> Iterator[Finding]:
     device = recipe.cluster.device
     if device not in (AUTO, *DEVICES):
         near = difflib.get_close_matches(device.lower(), DEVICES, n=1)
         use = f"use one of {listed((AUTO, *DEVICES))}"
         hint = f"did you mean `{near[0]}`? {use}" if near else use
-        yield Broken(("cluster.device",), f"unknown value `{device}`", hint)
+        yield fault(("cluster.device",), f"unknown value `{device}`", hint)
         return
     for scheme in dict.fromkeys(_named_schemes(recipe)):
         if why := why_outgrown(scheme, device=device):
-            yield Broken((_scheme_key(recipe), "cluster.device"), why, "use `fp8`, or `bf16`")
+            yield fault((_scheme_key(recipe), "cluster.device"), why, "use `fp8`, or `bf16`")
     if device == CPU:
         yield from broken_on_cpu(recipe)
 
 
-def broken_on_cpu(recipe: Recipe) -> Iterator[Broken]:
+def broken_on_cpu(recipe: Recipe) -> Iterator[Finding]:
     """What a CPU cannot do; `plan.build` asks again when `auto` finds one."""
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
-        yield Broken(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
+        yield fault(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
     for key in ("offload_parameters", "offload_optimizer"):
         if getattr(recipe.trainer, key):
             message = "on a CPU everything is in the host's memory already"
-            yield Broken((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")
+            yield fault((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")
 
 
-def _texts(recipe: Recipe) -> Iterator[Broken]:
+def _texts(recipe: Recipe) -> Iterator[Finding]:
     for key in PATHS:
         value = attrgetter(key)(recipe)
         if value and (why := path_problem(value)):
-            yield Broken((key,), why, "correct the path")
+            yield fault((key,), why, "correct the path")
     for name, each in recipe.task.val_sets.items():
         if each.file and (why := path_problem(each.file)):
-            yield Broken((f"task.val_sets.{name}.file",), why, "correct the path")
+            yield fault((f"task.val_sets.{name}.file",), why, "correct the path")
     for rule in recipe.quantization.ignore:
         if rule.startswith("re:") and (why := pattern_problem(rule[3:])):
             message = f"`{rule[:60]}` is not a regular expression: {why}"
-            yield Broken(("quantization.ignore",), message, "correct it")
+            yield fault(("quantization.ignore",), message, "correct it")

@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, StrEnum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
-from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
+from appliance.finding import Finding
+from appliance.settings.sections import Checkpoint, Guard, Lax, Logging, Lora, Optimizer, Section
 from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
 from appliance.terms.schemes import PROFILED, Scales, Scheme, listed
-from appliance.terms.settings import Dtype, Schedule
-from appliance.terms.shapes import Linear
+from appliance.terms.settings import Dtype
 
-ALL_LINEAR = "all-linear"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
 SchemeChoice.__doc__ = "`auto` and the schemes of `terms.schemes.Scheme`."
@@ -75,52 +75,7 @@ class LongPrompts(StrEnum):
     TRUNCATE = "truncate"
 
 
-class SchemeChange(StrEnum):
-    AUTO = "auto"
-    LIVE = "live"
-    RESTART = "restart"
-
-
-class LogBackend(StrEnum):
-    TENSORBOARD = "tensorboard"
-    TRACKIO = "trackio"
-    WANDB = "wandb"
-
-
-T = TypeVar("T")
-Lax = Annotated[T, Field(strict=False)]  # the text of an enum's member, a list for a tuple
 REVISION_PATTERN = r"^[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*$"  # a path in the hub's cache
-
-
-class Section(BaseModel):
-    """A mapping of the recipe: frozen, nothing extra, no coercion (the text `3` is not the number 3)."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def _name_all_linear(targets: object) -> object:
-    """Every linear layer by its name, where peft's word for all of them stands, alone or as a list."""
-    return list(Linear) if targets in (ALL_LINEAR, [ALL_LINEAR]) else targets
-
-
-_ByPeftsName = BeforeValidator(
-    _name_all_linear, json_schema_input_type=Literal["all-linear"] | tuple[Linear | Literal["all-linear"], ...]
-)
-
-
-class Lora(Section):
-    """An adapter: the product of two narrow matrices beside each linear layer is trained, the model itself is not."""
-
-    rank: int = Field(32, ge=1, le=1024)
-    """width of both matrices"""
-    alpha: int | None = Field(None, ge=1)
-    """their product counts alpha / rank times; null: as the rank"""
-    targets: Annotated[Lax[tuple[Lax[Linear], ...]], _ByPeftsName] | None = Field(None, min_length=1)
-    """linear layers that get one; null or `all-linear`, which is peft's name for it: all of a decoder layer"""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """of what enters the adapter, in updates"""
 
 
 class Model(Section):
@@ -212,7 +167,7 @@ class Task(Section):
     """of `own`: the field that rewards get, dotted; null: verl's, or none"""
     rewards: Lax[tuple[Reward, ...]] = ()
     """of `own`: docs/own-task.md"""
-    val_sets: dict[Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")], ValSet] = {}
+    val_sets: dict[Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")], ValSet] = Field({})
     """several validations, the first one is the one that counts; {}: val_file"""
     tools: str | None = Field(None, min_length=1)
     """of `own`: a Python file whose functions the model may call"""
@@ -351,29 +306,6 @@ class Algorithm(Section):
         return ClipRange(self.bounds["clip_low"], self.bounds["clip_high"])
 
 
-class Optimizer(Section):
-    """AdamW."""
-
-    learning_rate: float = Field(1e-6, ge=0, le=1)
-    """after the warm-up"""
-    schedule: Lax[Schedule] = Schedule.CONSTANT
-    """from there: `constant`, or `cosine` or `linear` down to the last step"""
-    min_lr_ratio: float = Field(0.0, ge=0, lt=1)
-    """what is left of it at the end"""
-    betas: Lax[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]] = (0.9, 0.999)
-    """decay of the two averages"""
-    epsilon: float = Field(1e-8, gt=0, le=1)
-    """beside the root of the second average"""
-    weight_decay: float = Field(0.01, ge=0, le=1)
-    """decoupled from the gradient"""
-    warmup_steps: int = Field(0, ge=0)
-    """linear from 0, in steps"""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """longer gradients are scaled down to this norm"""
-    norm_fed_lr_scale: float = Field(1.0, gt=0)
-    """times learning_rate, for the layers that UAQ scales"""
-
-
 class Batch(Section):
     """Sizes. A sequence is one prompt with one response."""
 
@@ -445,59 +377,6 @@ class Cluster(Section):
     """how long the nodes may take to join, s"""
 
 
-class Guard(Section):
-    """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
-
-    actions: Lax[tuple[Lax[Action], ...]] | None = None
-    """of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
-    k3_kl: float = Field(K3_KL, gt=0)
-    """a step is bad with a mean k3 mismatch above, nats per token"""
-    weight_std: float = Field(WEIGHT_STD, gt=0)
-    """or a spread of the importance weights above"""
-    ess: float = Field(ESS, ge=0, lt=1)
-    """or an effective sample size below, as a share of the tokens"""
-    truncated_fraction: float = Field(TRUNCATED_FRACTION, gt=0, le=1)
-    """or a larger share of tokens whose weight is cut"""
-    bad_steps: int = Field(3, ge=1)
-    """so many bad steps of the last 2 * bad_steps - 1 lead on"""
-    fine_steps: int = Field(20, ge=1)
-    """so many fine steps in a row lead back"""
-    cooling_steps: int = Field(5, ge=0)
-    """steps after a climb that are not judged; one after a descent"""
-    gradient_steps: int = Field(3, ge=1)
-    """gradients in a row that are not finite, then it stops"""
-    save_budget_s: float = Field(300, gt=0)
-    """seconds to save in after a signal, then it is ended"""
-    stall_s: float = Field(1800, gt=0)
-    """seconds without any progress, then the training is cut"""
-    reward_failures: float = Field(0.1, ge=0, le=1)
-    """a step with a larger share of failed rewards stops it"""
-    scheme_change: Lax[SchemeChange] = SchemeChange.AUTO
-    """`live` with a weight update, `restart` of the rollout engines, or `auto`"""
-    reserve_bf16: bool = False
-    """count the engines' memory as for rollouts in BF16, the highest rung"""
-
-
-class Checkpoint(Section):
-    """When the state is saved, besides at the end and when `RUN/save` is touched, and how much of it stays."""
-
-    every_steps: int = Field(0, ge=0)
-    """save after every so many steps; 0: not by steps"""
-    every_minutes: float = Field(0.0, ge=0)
-    """save when the last one is so old; 0: not by time"""
-    keep: int | None = Field(2, ge=1)
-    """so many of the newest stay; null: all"""
-    keep_best: bool = False
-    """save the best validation so far, and keep the best"""
-
-
-class Logging(Section):
-    """Where metrics go besides metrics.jsonl."""
-
-    backends: Lax[tuple[Lax[LogBackend], ...]] = ()
-    """of `tensorboard`, `trackio`, `wandb`"""
-
-
 class Recipe(Section):
     """One training, as a user describes it."""
 
@@ -521,6 +400,26 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Places where the user wrote each dotted key, `file:line` or an option; that of the empty key is the file."""
+
+    def __eq__(self, other: object) -> bool:
+        """Compare values: it does not count where they were written."""
+        return isinstance(other, Recipe) and dict(self) == dict(other)
+
+    def at(self, places: Mapping[str, str]) -> Self:
+        """The same recipe, with the places of its keys."""
+        self._places.update(places)
+        return self
+
+    def placed(self, finding: Finding) -> Finding:
+        """The finding at the first of its keys that the user wrote; a fault of what nobody wrote is the file's."""
+        written = next((key for key in finding.keys if key in self._places), None)
+        if written is not None:
+            others = (key for key in finding.keys if key != written)
+            return replace(finding, keys=(written, *others), where=self._places[written])
+        return replace(finding, where=self._places.get("", "")) if finding.is_fault else finding
+
     @property
     def topology(self) -> Topology:
         return Topology(
@@ -538,6 +437,10 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
+NAMED = {"model": {"builtin": "tiny-arithmetic"}, "trainer": {"steps": 40}}
+"""Examples of the keys that have no default, in their sections."""
+
+
 # The reference.
 
 HEAD = """\
@@ -546,7 +449,7 @@ HEAD = """\
 # `trainer.steps` and `trainer.epochs`, must be given.
 # Scalars follow YAML 1.2: `1e-6` is a number, `on` is text. Anchors, aliases and duplicate keys are refused.
 """
-EXAMPLES = {"name": "reference", "model.builtin": "tiny-arithmetic", "trainer.steps": 40}
+EXAMPLES = {"name": "reference"} | {f"{name}.{key}": keys[key] for name, keys in NAMED.items() for key in keys}
 
 
 def reference() -> str:

@@ -16,7 +16,6 @@ import unicodedata
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
@@ -35,15 +34,6 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 Scalar = None | bool | int | float | str
 Problem = tuple[str, str]
-
-
-class Broken(NamedTuple):
-    """A rule over several keys that a recipe breaks."""
-
-    keys: tuple[str, ...]
-    """The dotted keys concerned; the message stands at the first that the user wrote."""
-    message: str
-    hint: str = ""
 
 
 class Refused(Enum):

@@ -6,20 +6,20 @@ has a default that a recipe has too: plan/build.py says them all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace
 from appliance.files import Frozen
-from appliance.guard.policy import Action
 from appliance.record.correction import CorrectionPlan
+from appliance.settings.sections import Checkpoint, Guard, Logging, Lora, Optimizer, SchemeChange
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs, Quantisation, Schedule
+from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs, Quantisation
 
 SCHEMA_VERSION = 1
 CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
@@ -76,17 +76,6 @@ class ModelPlan(Frozen):
         if self.is_cached:
             return Path(self.path).name
         return f"{self.source}@{self.commit}" if self.is_pinned else self.path
-
-
-class LoraPlan(Frozen):
-    """An adapter in FP32 is trained beside the model, which stays as it is, in BF16."""
-
-    rank: int
-    alpha: int
-    """The adapter's product counts alpha / rank times."""
-    targets: tuple[str, ...]
-    """Of `terms.shapes.Linear`."""
-    dropout: float
 
 
 class UaqPlan(Frozen):
@@ -324,15 +313,6 @@ class ProfilePlan(Frozen):
     """Of runs of earlier versions alone: the error of a layer's outputs above which it was kept in BF16."""
 
 
-class Switching(StrEnum):
-    """How engines change their scheme while a run lasts."""
-
-    LIVE = "live"
-    """With a weight update."""
-    RESTART = "restart"
-    """New engines take over."""
-
-
 class KlPlan(Frozen):
     """The divergence from the model at the start, which a reference of it in each trainer rank computes."""
 
@@ -370,21 +350,6 @@ class AlgorithmPlan(Frozen):
         return self.kind == "dapo"
 
 
-class OptimizerPlan(Frozen):
-    """AdamW."""
-
-    learning_rate: float
-    weight_decay: float
-    warmup_steps: int
-    """In steps of the training, whatever the updates of each: verl moves the rate once a step."""
-    max_grad_norm: float
-    schedule: Schedule = Schedule.CONSTANT
-    min_lr_ratio: float = 0.0
-    """What is left of the rate at the end."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-
-
 class TrainerPlan(Frozen):
     """How the trainer's forward and backward run."""
 
@@ -417,43 +382,6 @@ class TrainerPlan(Frozen):
     quantises = property(lambda self: self.one_flow or self.linears)
 
 
-class GuardPlan(Frozen):
-    """What the governor may do, and when a step counts as bad: bounds in the units of the metrics."""
-
-    actions: tuple[Action, ...]
-    k3_kl: float
-    weight_std: float
-    ess: float
-    truncated_fraction: float
-    bad_steps: int
-    """Of the last 2 * bad_steps - 1, lead up."""
-    fine_steps: int
-    """In a row, lead down."""
-    cooling_steps: int
-    """After a climb, not judged."""
-    gradient_steps: int
-    """Gradients in a row, not finite, that stop the run."""
-    save_budget_s: float
-    """For saving at a signal."""
-    stall_s: float
-    """Without progress, then the training is cut."""
-    reward_failures: float
-    """A step with a larger share of failed rewards stops the run, 0..1."""
-    reserve_bf16: bool
-    """Whether memory is counted as if all rollouts were in BF16."""
-    switching: Switching
-
-    @property
-    def ranks_layers(self) -> bool:
-        """Whether somebody may ask for the worst layers."""
-        return Action.RAISE_PRECISION in self.actions
-
-    @property
-    def comes_to_bf16(self) -> bool:
-        """Whether rollouts may lose all of their quantised layers."""
-        return Action.BF16 in self.actions
-
-
 class ClusterPlan(Frozen):
     """Where the nodes of a training of several meet."""
 
@@ -466,19 +394,6 @@ class ClusterPlan(Frozen):
     token_file: str
     wait_s: float
     """How long nodes may take to join."""
-
-
-class CheckpointPlan(Frozen):
-    """When a step is saved (the last one always is), and what stays."""
-
-    every_steps: int
-    """0: not for this reason."""
-    every_minutes: float
-    """0: not for this reason."""
-    keep: int | None
-    """So many of the newest; None: all."""
-    keep_best: bool
-    """Whether the one with the best greedy validation is saved too, and stays."""
 
 
 class ExpectedAttestation(Frozen):
@@ -516,7 +431,7 @@ class RunPlan(Frozen):
     validate_every: int
     """Steps between two validations; the end is always one."""
     prompts_per_step: int
-    logging_backends: tuple[str, ...]
+    logging: Logging
     argv: tuple[str, ...]
     """The exact child: what plan/verl_args.py makes of the rest of this plan."""
     env: tuple[tuple[str, str], ...]
@@ -525,23 +440,31 @@ class RunPlan(Frozen):
     """(distribution, version that the patches were made for)."""
     choices: tuple[Choice, ...]
     attestations: tuple[ExpectedAttestation, ...]
-    guard: GuardPlan
+    guard: Guard
+    """With the actions written out, and with how engines change their scheme."""
     uaq: UaqPlan | None
-    optimizer: OptimizerPlan
-    norm_fed_lr_scale: float
-    """Times the learning rate, for the linear layers that a norm feeds."""
+    optimizer: Optimizer
     cluster: ClusterPlan | None
     """None: one node, with a Ray of the run's own."""
-    checkpoint: CheckpointPlan
+    checkpoint: Checkpoint
     resume_from: str
     """The checkpoint whose step this attempt goes on after, empty for a start from the model."""
     validate_bf16_every: int
     """Steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one."""
     algorithm: AlgorithmPlan
     trainer: TrainerPlan
-    lora: LoraPlan | None = None
-    """None: all weights are trained."""
+    lora: Lora | None = None
+    """An adapter in FP32 that is trained beside the model, which stays as it is, in BF16; with its alpha and its layers
+    written out. None: all weights are trained."""
     schema_version: Literal[1]
+
+    @model_validator(mode="after")
+    def _is_resolved(self) -> Self:
+        """Nothing that a recipe may leave open is open here."""
+        lora, guard = self.lora, self.guard
+        assert guard.actions is not None and guard.scheme_change is not SchemeChange.AUTO, "guard"
+        assert lora is None or (lora.alpha is not None and lora.targets is not None), "lora"
+        return self
 
     @property
     def is_cpu(self) -> bool:
@@ -579,9 +502,32 @@ class RunPlan(Frozen):
 def read_plan(path: Path) -> RunPlan:
     """Raises ValueError with one sentence where it is no plan of this version, OSError when it cannot be read."""
     try:
-        return RunPlan.model_validate_json(path.read_bytes())
+        return RunPlan.model_validate_json(_with_keys_of_today(path.read_bytes()))
     except ValidationError as error:
         raise ValueError(sentence(error)) from error
+
+
+_MOVED = {
+    "logging_backends": "logging.backends",
+    "norm_fed_lr_scale": "optimizer.norm_fed_lr_scale",
+    "guard.switching": "guard.scheme_change",
+}
+"""Dotted keys of the plans of runs that an earlier version made, and where they are now."""
+
+
+def _with_keys_of_today(text: bytes) -> bytes:
+    """The text of a plan, with what an earlier version wrote elsewhere where it is now."""
+    try:
+        plan: dict[str, Any] = json.loads(text)
+        for old, new in _MOVED.items():
+            *sections, key = old.split(".")
+            holder = plan[sections[0]] if sections else plan
+            if key in holder:
+                section, name = new.split(".")
+                plan.setdefault(section, {})[name] = holder.pop(key)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return text  # no plan at all, which is said of it as it is
+    return json.dumps(plan).encode()
 
 
 def sentence(error: ValidationError) -> str:

@@ -107,8 +107,8 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
         how = "scales losses" if scales else "does not scale losses"
         raise AttestationError(f"trainer rank {worker.rank} {how}, the plan says {asked_dtype}")
     rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
-    if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
-        asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
+    if rates[1:] != ([] if plan.optimizer.norm_fed_lr_scale == 1 else [rates[0] * plan.optimizer.norm_fed_lr_scale]):
+        asked = f"the plan asks for one of {plan.optimizer.norm_fed_lr_scale:g} times the rate"
         raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
     if not (loaded := tensors_loaded(module)):
         raise AttestationError(
@@ -159,7 +159,8 @@ def _take(worker: Any, plan: RunPlan) -> float:
 
 def as_planned(optimizer: Optimizer, *, schedule: LambdaLR, plan: RunPlan) -> float:
     """Where nothing has changed no bit of it does. Returns the rate that holds now, of the first group."""
-    planned, scales = plan.optimizer, (1.0, plan.norm_fed_lr_scale)  # the second group: verl_engine.py, split_rates
+    planned = plan.optimizer
+    scales = (1.0, planned.norm_fed_lr_scale)  # the second group: verl_engine.py, split_rates
     settings = {"betas": planned.betas, "eps": planned.epsilon}
     for group, scale in zip(optimizer.param_groups, scales, strict=False):
         rate, decay = planned.learning_rate * scale, planned.weight_decay / scale
@@ -263,9 +264,9 @@ def search(
         usual = "what follows the layers differs: the temperature, the tokens that are masked, the softmax"
         if then is None and ours.log_prob == theirs.log_prob:
             usual = (
-                "and both give the next token the same log-prob: the weights before the update differed, or how the "
-                "token was decoded or trained beside others; trainer.old_log_probs: recompute compares before the "
-                "weights change"
+                "and both give the next token the same log-prob: the weights before the update or the words drawn from "
+                "differed, or how the token was decoded or trained beside others; trainer.old_log_probs: recompute "
+                "compares before the weights change"
             )
         means = means or [usual]
         return f"no layer differs where both read the sequence of {len(ids)} tokens again", "; ".join(means)

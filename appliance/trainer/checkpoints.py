@@ -44,7 +44,8 @@ from appliance.record.checkpoints import (
 )
 from appliance.record.events import METRICS_FILE, append_event
 from appliance.record.lines import read
-from appliance.record.plan import CheckpointPlan, RunPlan
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import Checkpoint
 from appliance.trainer.export import base_folder, put_base_files
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
@@ -77,9 +78,7 @@ class DriverState:
     schema_version: Literal[1] = 1
 
 
-def why_save(
-    plan: CheckpointPlan, *, step: int, is_last: bool, is_best: bool, is_asked: bool, since_save_s: float
-) -> str:
+def why_save(plan: Checkpoint, *, step: int, is_last: bool, is_best: bool, is_asked: bool, since_save_s: float) -> str:
     """Why this step is to be saved, empty when it is not. since_save_s: since the last save, or the start."""
     if is_last:
         return "the end"

@@ -32,13 +32,14 @@ from verl.utils.device import get_device_id
 from appliance.errors import EngineError, SyncError
 from appliance.quant.loading import load_whole
 from appliance.record.checkpoints import ADAPTER_FOLDER
-from appliance.record.plan import LoraPlan, ModelPlan
+from appliance.record.plan import ModelPlan
+from appliance.settings.sections import Lora
 from appliance.sync.manifest import digest
 
 _WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 
 
-def put_adapter_in(module: Module, *, lora: LoraPlan, seed: int) -> PeftModel:
+def put_adapter_in(module: Module, *, lora: Lora, seed: int) -> PeftModel:
     """The model, frozen, with an adapter. Raises EngineError for a target that is no layer of it."""
     names = {name.rpartition(".")[2] for name, each in module.named_modules() if isinstance(each, torch.nn.Linear)}
     if missing := sorted({*lora.targets} - names):
@@ -48,7 +49,7 @@ def put_adapter_in(module: Module, *, lora: LoraPlan, seed: int) -> PeftModel:
         task_type=TaskType.CAUSAL_LM,
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(lora.targets),
+        target_modules=[str(target) for target in lora.targets],
         lora_dropout=lora.dropout,
         bias="none",
     )
@@ -106,7 +107,7 @@ class Expected(NamedTuple):
         return message + f"{apart_NK.numel()} numbers differ, by up to {float(apart_NK.max()):.3g}"
 
 
-def expected_merge(module: Module, *, lora: LoraPlan, turn: int) -> Expected:
+def expected_merge(module: Module, *, lora: Lora, turn: int) -> Expected:
     """Before a merge. Every rank calls it, the first one gets the numbers. turn: which layer, modulo their number.
 
     The bound: s B A and the sum are rounded to BF16, 2^-9 of each and of what they are then; B and A may be rounded

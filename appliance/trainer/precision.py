@@ -20,7 +20,8 @@ from appliance.guard.governor import Measures
 from appliance.quant.files import read_file_header
 from appliance.record.events import append_event
 from appliance.record.lines import json_object
-from appliance.record.plan import RunPlan, Switching
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.sync.precision import write_wanted
 from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, check_sync, layer_errors_file
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -69,7 +70,7 @@ class RolloutPrecision:
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        self._is_live = plan.guard.switching is Switching.LIVE
+        self._is_live = plan.guard.scheme_change is SchemeChange.LIVE
         self._run_dir = Path(plan.run_dir)
         self._measured: tuple[Scheme, float] = plan.rollout.scheme, 0.0
         self._decided = AS_PLANNED
@@ -339,7 +340,8 @@ class Validation:
                 return None
             mean = validate()
         is_last = step >= self._plan.steps
-        if not (is_last and self._plan.guard.switching is Switching.RESTART):  # engines to end with: not worth a start
+        restarts = self._plan.guard.scheme_change is SchemeChange.RESTART
+        if not (is_last and restarts):  # engines to end with: not worth a start
             update()
         return mean
 

@@ -193,7 +193,7 @@ class ApplianceEngine(TopWordsEngine):
 
     def _build_optimizer(self, module: Module) -> Optimizer:
         optimizer = super()._build_optimizer(module)
-        if (scale := _plan().norm_fed_lr_scale) != 1:
+        if (scale := _plan().optimizer.norm_fed_lr_scale) != 1:
             split_rates(optimizer, named=module.named_parameters(), scale=scale)
         return optimizer
 

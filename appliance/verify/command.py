@@ -48,7 +48,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         plans = [plan_in(folder, each, host=host)[0] for each in asked_for]
         plan, asked = plans[0], _asked(plans)
         _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
-        examine_for(plans, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
+        examine_for(plans, recipe=recipe, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
         if plan.model.is_cached or plan.model.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None

@@ -19,7 +19,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import Interrupted, PreflightError
 from appliance.plan.build import pins_for
-from appliance.plan.engines import HOPPER
+from appliance.plan.rules import HOPPER
 from appliance.preflight.checks import PYTHON
 from appliance.preflight.probes import read_gpus
 from appliance.record.attestations import version_of

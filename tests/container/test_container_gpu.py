@@ -80,7 +80,7 @@ def test_check_names_the_flag_that_gives_it_gpus(engine: DockerClient, gpu_image
         code = container.wait()["StatusCode"]
         said = container.logs().decode()
     assert code == 3, said
-    assert "error: cluster.device: this container sees no GPU\nhint: docker run --gpus all ...\n" in said
+    assert ": cluster.device: this container sees no GPU\nhint: docker run --gpus all ...\n" in said
 
 
 def test_accept_lists_its_rows_and_refuses_a_host_without_a_gpu(engine: DockerClient, gpu_image: str) -> None:

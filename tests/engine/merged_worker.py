@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 from verl.utils.fsdp_utils import apply_fsdp2
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from appliance.record.plan import LoraPlan
+from appliance.settings.sections import Lora
 from appliance.terms.shapes import Linear
 from appliance.trainer.lora import put_adapter_in
 
 UPDATES = 3
-LORA = LoraPlan(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
+LORA = Lora(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
 
 
 def main() -> None:

@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from plans import DISK, HOST
 
-from appliance.plan.build import build_plan
+from appliance import hub
+from appliance.errors import RecipeError
+from appliance.finding import refuse_faults
+from appliance.plan.build import resolve
 from appliance.plan.host import HostGpu
+from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import hydra_value
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disks
 from appliance.preflight.inputs import InputFacts
 from appliance.preflight.report import plan_text
-from appliance.recipe.load import load_recipe, to_yaml
+from appliance.recipe.load import read_recipe, to_yaml
+from appliance.recipe.rules import usable
 from appliance.recipe.schema import SECTIONS
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import child_env
@@ -50,7 +55,8 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra_is_warm() -> None:
-    """What OmegaConf compiles at its first use is nothing that a text asked for."""
+    """What OmegaConf and the hub load at their first use is nothing that a text asked for."""
+    hub.cached_snapshot("owner/name")
     assert parsed(f"a.b={hydra_value(['${x', 'y'])}") == ("a.b", ["${x", "y"])
 
 
@@ -89,8 +95,13 @@ def changes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def plan(file: Path, *, host: int) -> RunPlan:
-    recipe = load_recipe(str(file))
-    made = build_plan(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])
+    typed = read_recipe(str(file))
+    if (rest := usable(typed.recipe)) is None:
+        raise RecipeError(typed.problems)
+    recipe, put_back = rest
+    assert bool(put_back) <= bool(typed.problems)
+    made = resolve(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])  # raises nothing, whatever was wrong
+    refuse_faults(judge_plan(recipe, made, host=HOSTS[host]))
     judge(made, host=HOSTS[host], inputs=INPUTS)
     plan_text(made, recipe_yaml=to_yaml(recipe), needs=estimates(made, model_bytes=0, shape=None))
     assert RunPlan.model_validate_json(made.to_json()) == made

@@ -15,10 +15,10 @@ from plans import HOST, make_plan
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.finding import Finding, Severity
 from appliance.launch.command import run_check, run_plan
 from appliance.plan.build import build_plan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.events import append_event, parse_event, parse_metrics
@@ -161,7 +161,7 @@ def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
 
 def test_findings_of_check_are_text(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(room, model="./m", train_file="t")
-    found = [Finding(Severity.WARNING, "x", HOSTILE, HOSTILE, HOSTILE)]
+    found = [Finding(Severity.WARNING, "x", (HOSTILE,), HOSTILE, HOSTILE)]
     monkeypatch.setattr("appliance.launch.command.examine", lambda *_, **__: (made, HOST, found))
     monkeypatch.chdir(room)
     with strict_stdout() as printed:

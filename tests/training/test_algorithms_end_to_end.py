@@ -18,8 +18,9 @@ from appliance.corrections.registry import METHODS
 from appliance.errors import RecipeError
 from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Forward, Lora, Optimizer, Recipe
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Forward, Recipe
 from appliance.record.checkpoints import checkpoint_folder
+from appliance.settings.sections import Lora, Optimizer
 from appliance.terms.settings import Dtype, Schedule
 
 pytestmark = pytest.mark.e2e(minutes=8)

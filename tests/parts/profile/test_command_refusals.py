@@ -133,7 +133,7 @@ def test_preflight_stops_these_commands_too(
         run(loaded(file, "model.path=/nonexistent"), output=tmp_path / "new" / "out")
     assert raised.value.message == "this host cannot run the plan: 1 finding above"
     assert capsys.readouterr().err.splitlines() == [
-        "error: model.path: /nonexistent: no such folder",
+        "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",
     ]
     assert not (tmp_path / "new").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.record.plan import Switching
+from appliance.settings.sections import SchemeChange
 from appliance.sync.precision import read_generation, read_wanted
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -19,7 +19,7 @@ TOOK = {"digest_s": 0.1, "proof_s": 0.1, "seconds": 1.0, "telemetry": None}
 class ProvingEngine:
     """said: gets `update int8` for each update.  brought: by the last one."""
 
-    def __init__(self, run_dir: Path, *, way: Switching, said: list[str]) -> None:
+    def __init__(self, run_dir: Path, *, way: SchemeChange, said: list[str]) -> None:
         self.brought: Precision = AS_PLANNED
         self._run_dir = run_dir
         self._way = way
@@ -29,7 +29,7 @@ class ProvingEngine:
     def update(self, step: int) -> None:
         """In place of verl's `update_weights`."""
         self._syncs += 1
-        live = self._way is Switching.LIVE
+        live = self._way is SchemeChange.LIVE
         before = self.brought
         self.brought = read_wanted(self._run_dir) if live else read_generation(self._run_dir).precision
         scheme = str(self.brought.scheme or Scheme.INT8)

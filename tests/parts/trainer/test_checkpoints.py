@@ -23,7 +23,8 @@ from verl.trainer.ppo.utils import create_rl_sampler
 
 from appliance.errors import CheckpointError, TrainingError, is_restartable
 from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, read_manifest
-from appliance.record.plan import CheckpointPlan, UaqPlan
+from appliance.record.plan import UaqPlan
+from appliance.settings.sections import Checkpoint
 from appliance.terms.schemes import AS_PLANNED, Scheme
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, at_its_place, restore_random, take_random, why_save
@@ -50,7 +51,7 @@ NEVER = {"step": 7, "is_last": False, "is_best": False, "is_asked": False, "sinc
         (plans.make_checkpoint(every_minutes=0.5), {"since_save_s": 30.0}, "every 0.5 minutes"),
     ],
 )
-def test_why_a_step_is_saved(plan: CheckpointPlan, now: dict[str, Any], reason: str) -> None:
+def test_why_a_step_is_saved(plan: Checkpoint, now: dict[str, Any], reason: str) -> None:
     assert why_save(plan, **{**NEVER, **now}) == reason
 
 

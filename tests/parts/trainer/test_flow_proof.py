@@ -192,8 +192,9 @@ def test_with_other_weights_the_engine_that_differs_is_held_against_the_trainer(
     what, why = search(ids, by_trainer=traced(model), by_engines=[traced(model)], then=None)
     assert what == "no layer differs where both read the sequence of 4 tokens again"
     assert why == (
-        "and both give the next token the same log-prob: the weights before the update differed, or how the token was "
-        "decoded or trained beside others; trainer.old_log_probs: recompute compares before the weights change"
+        "and both give the next token the same log-prob: the weights before the update or the words drawn from "
+        "differed, or how the token was decoded or trained beside others; trainer.old_log_probs: recompute "
+        "compares before the weights change"
     )
 
 

@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from appliance.errors import EngineError, SyncError
-from appliance.record.plan import LoraPlan, ModelPlan
+from appliance.record.plan import ModelPlan
+from appliance.settings.sections import Lora
 from appliance.terms.shapes import Linear, ModelShape
 from appliance.trainer.lora import Expected, Frozen, checked, expected_merge, merge, put_adapter_in, save_adapter
 
 UPDATES, RANKS = 4, 2
-LORA = LoraPlan(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
+LORA = Lora(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
 MODEL = ModelPlan(path="/base", source="owner/name", builtin="", revision="", trust_remote_code=False)
 UNIT = 2.0**-8  # of a value that is rounded to BF16, half of its last bit
 

@@ -11,6 +11,7 @@ from test_verl_engine import tiny
 from torch.optim.lr_scheduler import LambdaLR
 
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Optimizer
 from appliance.trainer.attest import as_planned
 from appliance.trainer.verl_engine import split_rates
 
@@ -18,7 +19,7 @@ WARMUP = 7  # steps: a third of the rate is no power of two
 
 
 def planned(tmp_path: Path, *, scale: float = 1.0, **settings: object) -> RunPlan:
-    plan = make_plan(tmp_path, norm_fed_lr_scale=scale)
+    plan = make_plan(tmp_path, optimizer=Optimizer(norm_fed_lr_scale=scale))
     return plan.replace(optimizer=plan.optimizer.replace(warmup_steps=WARMUP, **settings))
 
 
@@ -32,8 +33,8 @@ def made(plan: RunPlan) -> tuple[torch.optim.AdamW, LambdaLR]:
         betas=settings.betas,
         eps=settings.epsilon,
     )
-    if plan.norm_fed_lr_scale != 1:
-        split_rates(optimizer, named=model.named_parameters(), scale=plan.norm_fed_lr_scale)
+    if plan.optimizer.norm_fed_lr_scale != 1:
+        split_rates(optimizer, named=model.named_parameters(), scale=plan.optimizer.norm_fed_lr_scale)
     return optimizer, LambdaLR(optimizer, lambda step: min(1.0, step / WARMUP))
 
 

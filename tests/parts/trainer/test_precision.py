@@ -12,7 +12,8 @@ from plans import make_plan, make_rollout
 from appliance.errors import PreflightError, SyncError
 from appliance.guard.governor import Measures
 from appliance.guard.policy import Action
-from appliance.record.plan import ProfilePlan, RunPlan, Switching
+from appliance.record.plan import ProfilePlan, RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.sync.precision import read_wanted
 from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -88,7 +89,7 @@ def test_what_another_attempt_left_behind_is_no_wish_of_this_one(tmp_path: Path)
 
 def restarting(run_dir: Path) -> RunPlan:
     plan = make_plan(run_dir, rollout=make_rollout(Scheme.INT8))
-    return plan.replace(guard=plan.guard.replace(switching=Switching.RESTART))
+    return plan.replace(guard=plan.guard.replace(scheme_change=SchemeChange.RESTART))
 
 
 def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from trainers import make_trainer
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder
-from appliance.record.plan import RunPlan, Switching
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.sync.precision import write_generation
 from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -53,7 +54,7 @@ class Rolled:
 class Run:
     """Of eight steps, each one saved. Attempts of it start with the model or after any step."""
 
-    def __init__(self, run_dir: Path, way: Switching, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, run_dir: Path, way: SchemeChange, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run_dir, self.way = run_dir, way
         self._attempts = 0
         self.guard = GUARD
@@ -70,7 +71,7 @@ class Run:
         return make_plan(
             self.run_dir,
             steps=len(K3),
-            guard=self.guard.replace(switching=self.way),
+            guard=self.guard.replace(scheme_change=self.way),
             checkpoint=make_checkpoint(every_steps=1, keep=len(K3)),
             resume_from=str(checkpoint_folder(self.run_dir, step=after)) if after else "",
         )
@@ -127,7 +128,7 @@ def restart(trainer: Trainer, why: str) -> None:
     write_generation(trainer.run_dir, engines.generation)
 
 
-@pytest.fixture(params=Switching)
+@pytest.fixture(params=[SchemeChange.LIVE, SchemeChange.RESTART])
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path / "run", request.param, monkeypatch)
 
@@ -143,7 +144,7 @@ def test_a_resumed_run_rolls_out_as_one_that_nobody_stopped(run: Run) -> None:
         ("int8", 2),
     ]
     changes = sum(one.asked != other.asked for one, other in pairwise(whole))  # of live engines: new ones say all anew
-    assert run.attested == [["worker"]] * (changes if run.way is Switching.LIVE else 0)
+    assert run.attested == [["worker"]] * (changes if run.way is SchemeChange.LIVE else 0)
     for after in reversed(range(1, len(K3))):  # each time from a checkpoint of the whole run
         assert run.attempt(after=after) == whole[after:]
 

@@ -28,7 +28,7 @@ from verl.workers.utils.padding import response_from_nested
 
 import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
 from appliance.errors import TrainingError
-from appliance.record.plan import LoraPlan
+from appliance.settings.sections import Lora
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import ATTENTION_NAME, Quantisation
 from appliance.trainer.attention import Sequences, attend_each
@@ -264,8 +264,8 @@ def test_the_rollouts_forward_gives_each_response_token_the_same_bits(
     ("changes", "shares"),
     [
         ({}, True),
-        ({"lora": LoraPlan(rank=4, alpha=8, targets=("q_proj",), dropout=0.0)}, True),
-        ({"lora": LoraPlan(rank=4, alpha=8, targets=("q_proj",), dropout=0.1)}, False),
+        ({"lora": Lora(rank=4, alpha=8, targets=("q_proj",), dropout=0.0)}, True),
+        ({"lora": Lora(rank=4, alpha=8, targets=("q_proj",), dropout=0.1)}, False),
         ({"device": "h100"}, False),
         ({"one_flow": True}, True),
         ({"sequence_parallel": 2}, False),

@@ -12,7 +12,7 @@ from proving_engine import ProvingEngine
 
 from appliance.errors import SyncError
 from appliance.guard.governor import Measures
-from appliance.record.plan import Switching
+from appliance.settings.sections import SchemeChange
 from appliance.sync.precision import write_generation
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -28,10 +28,10 @@ class Parts:
     """Of a run of 4 steps, with engines as planned. said: what happened, in order: `start int8` of engines, `update
     int8` of engines that are so, `validate`."""
 
-    def __init__(self, run_dir: Path, *, is_leaving: bool = False, every: int = 0, way: Switching) -> None:
+    def __init__(self, run_dir: Path, *, is_leaving: bool = False, every: int = 0, way: SchemeChange) -> None:
         """is_leaving: asked to stop.  every: steps between validations in BF16."""
         plan = make_plan(run_dir, steps=4, validate_bf16_every=every, rollout=make_rollout(Scheme.INT8))
-        plan = plan.replace(guard=plan.guard.replace(switching=way))
+        plan = plan.replace(guard=plan.guard.replace(scheme_change=way))
         self.run_dir, self.said, self.may_validate = run_dir, list[str](), True
         self.precision = RolloutPrecision(plan)
         self.precision.want(PLANNED)
@@ -78,7 +78,7 @@ class Parts:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Callable[..., Parts]:
-    return lambda way=Switching.RESTART, **given: Parts(tmp_path, way=way, **given)
+    return lambda way=SchemeChange.RESTART, **given: Parts(tmp_path, way=way, **given)
 
 
 def test_engines_start_when_another_precision_is_wanted_and_not_before(parts: Callable[..., Parts]) -> None:
@@ -92,7 +92,7 @@ def test_engines_start_when_another_precision_is_wanted_and_not_before(parts: Ca
 
 
 def test_live_engines_are_asked_and_none_starts(parts: Callable[..., Parts]) -> None:
-    made = parts(Switching.LIVE)
+    made = parts(SchemeChange.LIVE)
     made.precision.want(TOP)
     made.update(1)
     made.update(1)
@@ -135,8 +135,8 @@ def test_each_update_must_be_proven_anew(parts: Callable[..., Parts]) -> None:
         made.updates.proven(lambda step: step)(1)
 
 
-@pytest.mark.parametrize("way", Switching)
-def test_a_run_that_stops_begins_no_validation_in_bf16(parts: Callable[..., Parts], way: Switching) -> None:
+@pytest.mark.parametrize("way", [SchemeChange.LIVE, SchemeChange.RESTART])
+def test_a_run_that_stops_begins_no_validation_in_bf16(parts: Callable[..., Parts], way: SchemeChange) -> None:
     made = parts(way, every=1)
     made.may_validate = False
     with pytest.raises(StopAsked):
@@ -168,7 +168,7 @@ def test_a_validation_in_bf16_has_engines_started_there_and_back_but_not_at_the_
 
 
 def test_live_engines_go_back_at_the_end_too(parts: Callable[..., Parts]) -> None:
-    made = parts(Switching.LIVE, every=1)
+    made = parts(SchemeChange.LIVE, every=1)
     assert made.validate(4)["val_reward_bf16_mean"] == 0.75
     assert made.said == ["validate", "update bf16", "attest", "validate", "update int8", "attest"]
     assert made.precision.live.label == "int8"
@@ -183,22 +183,22 @@ def test_a_validation_in_bf16_that_is_not_due_is_not_made(parts: Callable[..., P
 @pytest.mark.parametrize(
     ("step", "every", "way", "wanted", "present", "restarts"),
     [
-        (1, 0, Switching.RESTART, PLANNED, AS_PLANNED, False),
-        (1, 0, Switching.RESTART, TOP, AS_PLANNED, True),
-        (1, 0, Switching.RESTART, TOP, BF16, False),
-        (1, 0, Switching.RESTART, PLANNED, BF16, True),
-        (2, 2, Switching.RESTART, PLANNED, AS_PLANNED, True),  # it is validated in BF16
-        (3, 2, Switching.RESTART, PLANNED, AS_PLANNED, False),
-        (2, 2, Switching.RESTART, TOP, BF16, False),
-        (2, 2, Switching.RESTART, TOP, AS_PLANNED, True),
-        (2, 2, Switching.LIVE, TOP, AS_PLANNED, False),
+        (1, 0, SchemeChange.RESTART, PLANNED, AS_PLANNED, False),
+        (1, 0, SchemeChange.RESTART, TOP, AS_PLANNED, True),
+        (1, 0, SchemeChange.RESTART, TOP, BF16, False),
+        (1, 0, SchemeChange.RESTART, PLANNED, BF16, True),
+        (2, 2, SchemeChange.RESTART, PLANNED, AS_PLANNED, True),  # it is validated in BF16
+        (3, 2, SchemeChange.RESTART, PLANNED, AS_PLANNED, False),
+        (2, 2, SchemeChange.RESTART, TOP, BF16, False),
+        (2, 2, SchemeChange.RESTART, TOP, AS_PLANNED, True),
+        (2, 2, SchemeChange.LIVE, TOP, AS_PLANNED, False),
     ],
 )
 def test_it_is_known_which_steps_have_engines_started(
     parts: Callable[..., Parts],
     step: int,
     every: int,
-    way: Switching,
+    way: SchemeChange,
     wanted: Measures,
     present: Precision,
     restarts: bool,

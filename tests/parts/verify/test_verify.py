@@ -135,9 +135,9 @@ def test_preflight_stops_it_before_an_engine_starts(
         run_verify(recipe, schemes=(Scheme.FP8,), emulate=False, json_mode=False)
     assert raised.value.message == "this host cannot run the plan: 2 findings above"
     assert capsys.readouterr().err.splitlines() == [
-        "error: cluster.device: `h200` is wanted, this host has no GPU",
+        "error: --set cluster.device=h200: cluster.device: `h200` is wanted, this host has no GPU",
         "hint: run it there, or try `--set cluster.device=cpu`",
-        "error: model.path: /nonexistent: no such folder",
+        "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",
     ]
 

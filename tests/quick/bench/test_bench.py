@@ -243,7 +243,7 @@ def test_bench_stops_at_preflight_before_an_engine_starts(tmp_path: Path) -> Non
     done = bench(tmp_path, "--set", "model.builtin=null", "--set", "model.path=/nonexistent")
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.splitlines() == [
-        "error: model.path: /nonexistent: no such folder",
+        "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",
         "error: this host cannot run the plan: 1 finding above",
     ]

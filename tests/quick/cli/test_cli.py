@@ -151,14 +151,14 @@ def test_plan_as_json(appliance, tmp_path):
 def test_plan_of_fp8_prints_with_the_finding_attached(appliance):
     done = appliance("plan", "arithmetic-tiny-int8", "--set", "rollout.scheme=fp8")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\n\nFindings on this host\nerror: rollout.scheme: " in done.stdout
+    assert "\n\nFindings on this host\nerror: --set rollout.scheme=fp8: rollout.scheme: " in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [("check",), ("train",), ("train", "--dry-run")])
 def test_fp8_is_refused_here_with_the_reason(appliance, arguments, tmp_path):
     done = appliance(*arguments, "arithmetic-tiny-int8", "--set", "rollout.scheme=fp8-channel")
     assert done.returncode == 3
-    assert re.search(r"error: rollout\.scheme: .*`fp8-channel`", done.stdout + done.stderr)
+    assert re.search(r"error: --set \S+: rollout\.scheme: .*`fp8-channel`", done.stdout + done.stderr)
     assert done.stderr.endswith("error: this host cannot run the plan: 1 finding above\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -24,6 +24,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, HostGpu, Limits
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Logging
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN
 
@@ -187,7 +188,7 @@ def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
 
 
 def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path).replace(logging_backends=("wandb", "trackio"))
+    plan = plan_of(tmp_path).replace(logging=Logging(backends=("wandb", "trackio")))
     without = dataclasses.replace(HEAD, name="beta", facts=dataclasses.replace(HOST, packages=frozenset()))
     assert differences([HEAD, without], head=HEAD, plan=plan, canary="word") == []
 

@@ -27,8 +27,8 @@ from appliance.container.launch import (
     without_home,
 )
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import Finding, Severity
 from appliance.plan.build import build_plan
-from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import ClusterPlan, CodeFile, ValSetPlan
 
@@ -376,11 +376,11 @@ def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
 
 
 def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: pytest.CaptureFixture[str]) -> None:
-    brought = [Finding(Severity.ERROR, code, "a", "is missing") for code in ("flash-attention", "patch")]
-    stop_without([*brought, Finding(Severity.WARNING, "memory", "memory", "is small")])
+    brought = [Finding(Severity.ERROR, code, ("a",), "is missing") for code in ("flash-attention", "patch")]
+    stop_without([*brought, Finding(Severity.WARNING, "memory", ("memory",), "is small")])
     assert capsys.readouterr().err == ""
     with pytest.raises(PreflightError, match="1 finding above"):
-        stop_without([*brought, Finding(Severity.ERROR, "no-gpu", "cluster.device", "no GPU")])
+        stop_without([*brought, Finding(Severity.ERROR, "no-gpu", ("cluster.device",), "no GPU")])
     assert capsys.readouterr().err == "error: cluster.device: no GPU\n"
 
 
@@ -428,8 +428,8 @@ def test_code_of_the_users_runs_in_the_container_alone(
             examine_and_train(recipe, typed="a", **given)
         return capsys.readouterr().err
 
-    keys = ("task.rewards", "task.tools")
-    missing = [f"error: {key}: {name}: no such file" for key, name in zip(keys, names, strict=True)]
+    keys = ("rewards", "tools")
+    missing = [f": task.{key}: {name}: no such file" for key, name in zip(keys, names, strict=True)]
     told = errors()
     assert all(each in told for each in missing)
     for each in names:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-TOOLS = {"console", "control_groups", "errors", "files", "hub", "patch", "processes", "signals"}
+TOOLS = {"console", "control_groups", "errors", "files", "finding", "hub", "patch", "processes", "signals"}
 FACTS = {"terms", "corrections", "guard"}
 
 # A folder -> the folders and tools that it may import. A rule that needs an exception for a file says that a wall is
@@ -18,8 +18,10 @@ MAY_IMPORT = {
     "terms": {"errors", "files"},
     "corrections": {"errors"},
     "guard": {"terms"},
+    # what a user sets
+    "settings": {"files", "guard", "terms"},
     # on disk, and between processes
-    "record": {"errors", "files", "processes", *FACTS},
+    "record": {"errors", "files", "processes", "settings", *FACTS},
     "sync": {"errors", "files", "record", "terms"},
     "quant": {"errors", "files", "terms"},
     "gguf": {"files", "terms"},
@@ -27,19 +29,22 @@ MAY_IMPORT = {
     "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
     "trainer": {
         *("control_groups", "errors", "files", "patch"),
-        *("cluster", "quant", "record", "sync", "tasks", *FACTS),
+        *("cluster", "quant", "record", "settings", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
     "tasks": {"errors", "files", "gguf", "hub", "processes", "quant", "record", "terms"},
-    "recipe": {"errors", "quant", "tasks", *FACTS},
-    "plan": {"control_groups", "errors", "files", "gguf", "hub", "processes", "recipe", "record", "tasks", *FACTS},
+    "recipe": {"errors", "finding", "quant", "settings", "tasks", *FACTS},
+    "plan": {
+        *("control_groups", "errors", "files", "finding", "gguf", "hub", "processes"),
+        *("recipe", "record", "settings", "tasks", *FACTS),
+    },
     "preflight": {
-        *("console", "control_groups", "errors", "gguf", "hub", "patch", "processes"),
-        *("plan", "quant", "recipe", "record", "tasks", "terms"),
+        *("console", "control_groups", "errors", "finding", "gguf", "hub", "patch", "processes"),
+        *("plan", "quant", "recipe", "record", "settings", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
     "launch": {
-        *("console", "errors", "files", "processes", "signals"),
+        *("console", "errors", "files", "finding", "processes", "signals"),
         *("plan", "preflight", "quant", "recipe", "record", "report", "sync", "tasks", "terms"),
     },
     "cluster": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from plans import HOST
+from pydantic import ValidationError
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
@@ -15,6 +16,7 @@ from appliance.preflight.report import plan_text
 from appliance.recipe.load import load_recipe
 from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, read_plan
+from appliance.settings.sections import Guard, Lora
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import OldLogProbs, Quantisation
 
@@ -121,7 +123,7 @@ def test_auto_on_a_gpu(product, device, scheme, why):
 def test_auto_on_an_unknown_gpu():
     with pytest.raises(RecipeError) as raised:
         planned(*AUTO, host=with_gpu("Tesla K80"))
-    message = "cluster.device: `auto` found `Tesla K80`, which this version does not know"
+    message = "--set cluster.device=auto: cluster.device: `auto` found `Tesla K80`, which this version does not know"
     assert raised.value.problems == [(message, "name the most similar GPU in cluster.device, or `cpu`")]
 
 
@@ -134,7 +136,8 @@ def test_an_unknown_gpu_counts_as_the_one_that_is_named():
 def test_auto_that_finds_a_cpu_judges_as_for_a_cpu():
     with pytest.raises(RecipeError) as raised:
         planned("cluster.device=auto", "trainer.attention=flash_attention_2")
-    assert raised.value.problems == [("trainer.attention: `flash_attention_2` needs a GPU", "use `auto`")]
+    place = "--set trainer.attention=flash_attention_2: trainer.attention"
+    assert raised.value.problems == [(f"{place}: `flash_attention_2` needs a GPU", "use `auto`")]
 
 
 def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
@@ -144,7 +147,8 @@ def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
     assert "VERL_ENGINE_VENDOR" in dict(plan.env) and "VERL_ENGINE_VENDOR" not in dict(on_gpu.env)
     with pytest.raises(RecipeError) as raised:
         planned("trainer.forward=linears", "cluster.device=h100")
-    assert raised.value.problems == [("trainer.forward: `linears` runs on a CPU only", "use `bf16`")]
+    place = "--set trainer.forward=linears: trainer.forward"
+    assert raised.value.problems == [(f"{place}: `linears` runs on a CPU only", "use `bf16`")]
 
 
 def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
@@ -240,20 +244,21 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     assert not planned("trainer.forward=rollout").trainer.fp8_backward
     with pytest.raises(RecipeError) as raised:
         planned(*flow, "cluster.device=l4")
+    forward, backward = ("--set trainer.forward=rollout: trainer.forward", f"--set {flow[1]}: trainer.backward")
     assert raised.value.problems == [
-        ("trainer.forward: `rollout` has a kernel of `fp8-block` on Hopper only", "use `bf16`"),
-        ("trainer.backward: `fp8-block` has a kernel on Hopper only", "use `bf16`"),
+        (f"{forward}: `rollout` has a kernel of `fp8-block` on Hopper only", "use `bf16`"),
+        (f"{backward}: `fp8-block` has a kernel on Hopper only", "use `bf16`"),
     ]
     with pytest.raises(RecipeError) as raised:
         planned(*flow, "quantization.emulate=true", "cluster.device=h100")
-    problem = ("trainer.forward: `rollout` emulates FP8 on a CPU only", "remove quantization.emulate")
+    problem = (f"{forward}: `rollout` emulates FP8 on a CPU only", "remove quantization.emulate")
     assert raised.value.problems == [problem]
     on_hopper = planned(*flow, "cluster.device=h100")
     assert "; gradients in fp8-block; " in plan_text(on_hopper, needs=[("disk", "1 GiB")])
     assert choice(on_hopper, "trainer.backward") == ("fp8-block", "as given")
     with pytest.raises(RecipeError) as raised:
         planned(*flow[:2], "rollout.scheme=auto")
-    problem = ("trainer.backward: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")
+    problem = (f"{backward}: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")
     assert raised.value.problems == [problem]
 
 
@@ -268,7 +273,8 @@ def test_the_governor_leads_one_flow_to_no_scheme_that_it_cannot_compute(sets: t
     assert planned(*sets).trainer.one_flow or problem == "`linears`"
     with pytest.raises(RecipeError) as raised:
         planned(*sets, "guard.actions=[raise-precision]")
-    message = f"guard.actions: `raise-precision` leads to `fp8-block`, which {problem} cannot compute here"
+    place = "--set guard.actions=[raise-precision]: guard.actions"
+    message = f"{place}: `raise-precision` leads to `fp8-block`, which {problem} cannot compute here"
     assert raised.value.problems == [(message, "leave it out, or use trainer.forward: bf16")]
 
 
@@ -388,7 +394,7 @@ def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
     asked = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
     with pytest.raises(RecipeError) as raised:
         planned(*asked, "cluster.device=b200")
-    message = "quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
+    message = f"--set {asked[1]}: quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
     assert planned(*asked, "cluster.device=h100").profile.mismatch_budget == 0.02
 
@@ -459,6 +465,23 @@ def test_the_text_of_a_plan_ends_with_a_command_a_shell_reads():
     command = text.partition("\nChild\n")[2]
     assert command.splitlines()[0] == "APPLIANCE_PLAN=/runs/arithmetic-1/plan.json \\"
     assert command.splitlines()[-1].strip() == plan.argv[-1]
+
+
+def test_a_plan_has_nothing_open_that_a_recipe_may_leave_open() -> None:
+    plan = planned()
+    for changes in ({"guard": Guard()}, {"guard": plan.guard.replace(scheme_change="auto")}, {"lora": Lora()}):
+        with pytest.raises(ValidationError, match=r"Assertion failed, (guard|lora)"):
+            plan.replace(**changes)
+
+
+def test_a_plan_of_an_earlier_version_is_read_with_its_keys_where_they_are_today(tmp_path: Path) -> None:
+    plan = planned("optimizer.norm_fed_lr_scale=1.5", "logging.backends=[wandb]", "guard.scheme_change=restart")
+    earlier = json.loads(plan.to_json())
+    earlier["norm_fed_lr_scale"] = earlier["optimizer"].pop("norm_fed_lr_scale")
+    earlier["logging_backends"] = earlier.pop("logging")["backends"]
+    earlier["guard"]["switching"] = earlier["guard"].pop("scheme_change")
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))
+    assert read_plan(tmp_path / "plan.json") == plan
 
 
 def test_a_plan_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_trainer_and_engine_read_the_scaled_model() -> None:
 
 def test_a_learning_rate_of_their_own_needs_our_engine() -> None:
     plan = planned("optimizer.norm_fed_lr_scale=1.5")
-    assert (plan.norm_fed_lr_scale, dict(plan.env)["VERL_ENGINE_VENDOR"]) == (1.5, "appliance")
+    assert (plan.optimizer.norm_fed_lr_scale, dict(plan.env)["VERL_ENGINE_VENDOR"]) == (1.5, "appliance")
     on_gpu = planned("cluster.device=h100", "trainer.old_log_probs=recompute")
     assert "VERL_ENGINE_VENDOR" not in dict(on_gpu.env)
 
@@ -105,6 +105,6 @@ def test_engines_report_the_words_that_are_drawn_from_where_some_are_left_out(ke
     assert asked not in usual.argv and not wanted.keys() & dict(usual.env)
     with pytest.raises(RecipeError) as raised:
         planned(f"rollout.{key}={given}", "cluster.device=h100", "trainer.forward=rollout")
-    message = f"rollout.{key}: with `rollout` engines on a GPU do not report which words a token was drawn from"
+    message = f"--set rollout.{key}={given}: rollout.{key}: with `rollout` engines on a GPU do not report which words a token was drawn from"
     hint = f"use {'1.0' if key == 'top_p' else '0'}, or trainer.forward: bf16"
     assert raised.value.problems == [(message, hint)]

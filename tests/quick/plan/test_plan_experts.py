@@ -11,15 +11,16 @@ from plans import HOST, INPUTS
 
 from appliance.bench.command import _eager
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.plan.bench_results import SchemeResult, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
 from appliance.plan.engines import keeps_experts
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
 from appliance.preflight.device import guard
-from appliance.preflight.finding import Severity
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import RunPlan, Switching
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype
 from appliance.terms.shapes import ModelShape, read_shape
@@ -75,8 +76,8 @@ def test_experts_are_refused_in_fp16(moe: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         planned(moe, *sets, device="cpu")
     why = "trainer.dtype: engines have experts in BF16 alone"
-    assert raised.value.problems == [(why, "use `bf16`")]
-    named = planned(moe, device="h100")
+    assert raised.value.problems == [(f"--set trainer.dtype=fp16: {why}", "use `bf16`")]
+    named = planned(Path("owner/moe"), f"cluster.run_dir={moe.parent}", device="cpu")
     named = named.replace(trainer=named.trainer.replace(dtype=Dtype.FP16))
     assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {why}", "use `bf16`")]
 
@@ -88,7 +89,7 @@ def test_experts_are_refused_with_the_rollouts_forward(moe: Path, forward: str) 
     for kept in ((), (KEPT,)):
         with pytest.raises(RecipeError) as raised:
             planned(moe, asked, *kept, device="cpu")
-        assert raised.value.problems == [(refusal, "use `bf16`")]
+        assert raised.value.problems == [(f"--set {asked}: {refusal}", "use `bf16`")]
         named = planned(Path("owner/moe"), asked, *kept, f"cluster.run_dir={moe.parent}", device="cpu")
         assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {refusal}", "use `bf16`")]
 
@@ -99,7 +100,7 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     assert plan.rollout.eager
     assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
     assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
-    assert plan.guard.switching is Switching.RESTART
+    assert plan.guard.scheme_change is SchemeChange.RESTART
     assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
 
@@ -141,10 +142,10 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
         (found,) = guard(planned(given, *sets, one, *more, device="cpu"), inputs.model_shape)
         assert found.code == "guard-scheme"
     auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
-    assert auto.guard.switching is Switching.LIVE
+    assert auto.guard.scheme_change is SchemeChange.LIVE
     assert choices(auto)["rollout.scheme_changes"][1].startswith("engines run eagerly")
     assert auto.validate_bf16_every == auto.steps
-    assert planned(moe, *scheme.split(", "), device="cpu").guard.switching is Switching.RESTART
+    assert planned(moe, *scheme.split(", "), device="cpu").guard.scheme_change is SchemeChange.RESTART
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
+from appliance.finding import Finding
 from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
 from appliance.preflight.device import guard
-from appliance.preflight.finding import Finding
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import RunPlan, Switching
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import SchemeChange
 from appliance.terms.settings import OldLogProbs
 from appliance.terms.shapes import ModelShape
 
@@ -46,7 +47,7 @@ def findings(plan: RunPlan, inputs: InputFacts = INPUTS) -> list[tuple[str, str]
 
 def test_on_a_cpu_engines_change_live_and_the_whole_ladder_is_there() -> None:
     plan = planned()
-    assert (plan.guard.actions, plan.guard.switching) == (USUAL, Switching.LIVE)
+    assert (plan.guard.actions, plan.guard.scheme_change) == (USUAL, SchemeChange.LIVE)
     why = "engines run eagerly: a layer changes with a weight update, proven like any"
     assert choice(plan, "rollout.scheme_changes") == ("live", why)
     assert choice(plan, "guard.actions") == ("warn, tighten, bf16, stop", "the usual ladder")
@@ -65,15 +66,15 @@ def test_on_a_cpu_engines_change_live_and_the_whole_ladder_is_there() -> None:
 )
 def test_engines_are_restarted_where_they_cannot_change(sets: tuple[str, ...], why: str) -> None:
     plan = planned(*sets)
-    assert plan.guard.switching is Switching.RESTART
+    assert plan.guard.scheme_change is SchemeChange.RESTART
     assert choice(plan, "rollout.scheme_changes") == ("restart", f"{why}: {STAYS}")
     assert choice(plan, "trainer.validate_bf16_every") == ("0", f"off: {TWICE}")
     assert findings(plan) == []
 
 
 def test_ranks_matter_only_where_a_finer_scheme_may_be_asked_for() -> None:
-    assert planned(*EMULATED, "rollout.tensor_parallel=2").guard.switching is Switching.LIVE
-    assert planned(*EMULATED, "guard.actions=[raise-precision]").guard.switching is Switching.LIVE
+    assert planned(*EMULATED, "rollout.tensor_parallel=2").guard.scheme_change is SchemeChange.LIVE
+    assert planned(*EMULATED, "guard.actions=[raise-precision]").guard.scheme_change is SchemeChange.LIVE
 
 
 def test_on_a_gpu_the_whole_ladder_is_there() -> None:
@@ -86,7 +87,7 @@ def test_on_a_gpu_the_whole_ladder_is_there() -> None:
 
 def test_a_restart_can_be_asked_for() -> None:
     plan = planned("guard.scheme_change=restart")
-    assert plan.guard.switching is Switching.RESTART
+    assert plan.guard.scheme_change is SchemeChange.RESTART
     assert choice(plan, "rollout.scheme_changes") == ("restart", "as given")
     assert RunPlan.model_validate_json(plan.to_json()) == plan
 
@@ -115,7 +116,7 @@ def test_a_model_with_experts_in_a_folder_is_known_when_planning(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     sets = ("model.builtin=null", f"model.path={tmp_path}")
     plan = planned(*sets)
-    assert (plan.guard.actions, plan.guard.switching) == (USUAL, Switching.RESTART)
+    assert (plan.guard.actions, plan.guard.scheme_change) == (USUAL, SchemeChange.RESTART)
     assert choice(plan, "rollout.scheme_changes") == ("restart", f"{EXPERTS}: {STAYS}")
     assert findings(plan) == []
     assert len(findings(planned(*sets, "guard.scheme_change=live"))) == 1

@@ -12,6 +12,7 @@ from gguf_files import METADATA, write_tiny
 from plans import DISK, HOST, INPUTS
 
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.gguf.source import gguf_facts
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
@@ -19,7 +20,6 @@ from appliance.plan.memory import GIB, forward_bytes, peak, shape_on_cpu
 from appliance.plan.model_shape import model_shape
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disks, bytes_to_cache, needed_bytes
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan

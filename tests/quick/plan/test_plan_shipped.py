@@ -13,11 +13,11 @@ import shipped
 from plans import DISK, HOST, verl_config
 
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
 from appliance.preflight.disk import Disks
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan

@@ -15,6 +15,7 @@ from plans import make_plan
 from appliance.plan.host import Ports
 from appliance.preflight.access import AccessFacts, judge_access, ports_in_use, read_access
 from appliance.record.plan import ClusterPlan, ModelPlan, RunPlan
+from appliance.settings.sections import Logging
 
 
 def cluster(**changes: object) -> ClusterPlan:
@@ -149,7 +150,7 @@ def test_wandb_needs_a_key(
     if netrc:
         (tmp_path / ".netrc").write_text(netrc)
         (tmp_path / ".netrc").chmod(0o600)
-    assert facts(make_plan(tmp_path / "runs" / "a-1", logging_backends=("wandb",))).wandb_key is has
+    assert facts(make_plan(tmp_path / "runs" / "a-1", logging=Logging(backends=("wandb",)))).wandb_key is has
     assert facts(make_plan(tmp_path / "runs" / "a-1")).wandb_key is True
 
 
@@ -167,7 +168,7 @@ def test_a_netrc_file_of_another_name(
     (tmp_path / name).write_text("machine api.wandb.ai login user password k")
     if by_variable:
         monkeypatch.setenv("NETRC", f"~/{name}")
-    found = facts(make_plan(tmp_path / "runs" / "a-1", logging_backends=("wandb",)))
+    found = facts(make_plan(tmp_path / "runs" / "a-1", logging=Logging(backends=("wandb",))))
     assert (found.wandb_key, found.wandb_doubt) == (True, "")
 
 
@@ -193,7 +194,7 @@ def test_where_a_key_of_wandb_cannot_be_told_a_warning_says_why(
     monkeypatch.setenv("WANDB_BASE_URL", url)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
-    found = facts(make_plan(tmp_path / "runs" / "a-1", logging_backends=("wandb",)))
+    found = facts(make_plan(tmp_path / "runs" / "a-1", logging=Logging(backends=("wandb",))))
     [finding] = judge_access(found)
     wanted = f"whether `wandb` has a key here cannot be told: {why.format(home=tmp_path)}"
     assert finding.text == f"warning: logging.backends: {wanted}"
@@ -233,7 +234,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from plans import make_plan
-from appliance.plan.build import is_folder
+from appliance.plan.model_source import is_folder
 from appliance.record.plan import ModelPlan, ProfilePlan, UaqPlan
 from appliance.plan.bench_results import read_result, result_key
 from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it

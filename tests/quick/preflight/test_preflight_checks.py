@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from plans import DISK, HOST, INPUTS
 
+from appliance.finding import Finding, Severity, as_json, lines
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
-from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
@@ -507,13 +507,18 @@ def test_a_model_class_that_the_engine_does_not_know(tmp_path):
 
 def test_findings_as_lines_and_as_json():
     """The lines have the worst first; JSON keeps the order in which it was asked."""
-    found = [Finding(Severity.ERROR, "a", "x", "bad", "mend it"), Finding(Severity.INFO, "b", "y", "so")]
+    found = [
+        Finding(Severity.ERROR, "a", ("x", "z"), "bad", "mend it", "r.yaml:3"),
+        Finding(Severity.INFO, "b", ("y",), "so"),
+    ]
     assert lines(found[::-1]) == lines(found)
-    assert lines(found) == ["error: x: bad", "hint: mend it", "info: y: so"]
+    assert lines(found) == ["error: r.yaml:3: x: bad", "hint: mend it", "info: y: so"]
     assert as_json(found)[0] == {
         "severity": "error",
         "code": "a",
         "place": "x",
+        "keys": ["x", "z"],
+        "where": "r.yaml:3",
         "message": "bad",
         "remedy": "mend it",
     }

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
+from appliance.finding import Finding, Severity
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.plan.memory import GIB, engine_share, engine_weights, gpu_ladder, host_bytes, moments, one_sequence
 from appliance.preflight import device
-from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -30,7 +30,7 @@ def test_the_package_is_missed_only_by_who_asks_for_it() -> None:
     remedy = "remove it: `auto` needs no package"
     asks = planned("dapo-7b-int8", "trainer.attention=flash_attention_2")
     assert list(device.attention(asks, HOST)) == [
-        Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
+        Finding(Severity.ERROR, "flash-attention", ("trainer.attention",), message, remedy)
     ]
     assert list(device.attention(asks, dataclasses.replace(HOST, packages=frozenset({"flash_attn"})))) == []
     for recipe in (*SHIPPED, "arithmetic-tiny-int8"):

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from appliance.finding import Severity
 from appliance.plan.build import build_plan
 from appliance.plan.host import UNLIMITED, Limits
 from appliance.plan.memory import GIB, peak, shape_on_cpu
 from appliance.preflight import probes
 from appliance.preflight.checks import judge_limits
-from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_limits
 from appliance.recipe.load import load_recipe
 

@@ -9,9 +9,9 @@ import pytest
 from plans import HOST, INPUTS
 
 from appliance.errors import RecipeError
+from appliance.finding import Severity
 from appliance.plan.build import build_plan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import InputFacts
 from appliance.preflight.mismatch import Expected
 from appliance.quant.choice import Candidate

@@ -11,11 +11,12 @@ import pytest
 from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
 
 from appliance.files import digest_of
+from appliance.finding import Severity
 from appliance.launch.side_job import OF_A_PROFILE, examine_for
 from appliance.preflight import inputs
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, read_inputs, reward_problem
+from appliance.recipe.schema import Recipe
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
 from appliance.tasks.own import parse_row
 from appliance.tasks.rows import write_parquet
@@ -225,7 +226,7 @@ def test_commands_that_are_no_training_do_not_run_it(tmp_path: Path, monkeypatch
     plan = planned(tmp_path, reward_plan("f", file=file), rows=rows)
     assert read_inputs(plan, ask_hub=True).reward_problem is not None and (tmp_path / "ran").exists()
     (tmp_path / "ran").unlink()
-    examine_for((plan,), host=HOST, about=OF_A_PROFILE)
+    examine_for((plan,), recipe=Recipe(), host=HOST, about=OF_A_PROFILE)
     assert not (tmp_path / "ran").exists()
 
 

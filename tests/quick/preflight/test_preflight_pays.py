@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from plans import HOST, make_plan, make_rollout
 
+from appliance.finding import Severity
 from appliance.plan.bench_results import SchemeResult, result_key, write_result
 from appliance.preflight.device import gain
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import StoredResult

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
+from appliance.finding import Severity
 from appliance.plan.build import build_plan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.recipe.load import load_recipe
 from appliance.tasks.templates import TemplateFacts
 from appliance.terms.shapes import ModelShape, read_shape

@@ -15,16 +15,17 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS, make_plan
 
+from appliance.finding import Severity
 from appliance.launch import side_job
 from appliance.launch.side_job import OF_AN_ENGINE, OF_THE_MODEL, examine_for
 from appliance.preflight import child as children
 from appliance.preflight import inputs, template, weights
 from appliance.preflight.checks import judge
 from appliance.preflight.child import EarlyChild
-from appliance.preflight.finding import Severity
 from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, judge_weights
 from appliance.quant.headers import INDEX, WHOLE, damage, weight_files
+from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
 from appliance.tasks.templates import TemplateFacts
 
@@ -297,7 +298,7 @@ def test_a_command_that_is_no_training_starts_no_child_whose_findings_it_does_no
     monkeypatch.setattr(weights, "_KNOWN", {})
     monkeypatch.setattr(inputs, "model_shape", lambda _: None)
     monkeypatch.setattr(side_job, "judge", lambda *_, **__: [])
-    examine_for((plan_of_a_folder(tmp_path),), host=HOST, about=about)
+    examine_for((plan_of_a_folder(tmp_path),), recipe=Recipe(), host=HOST, about=about)
     assert started == modules
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
+from appliance.finding import Severity
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, Limits
 from appliance.preflight.access import AccessFacts
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, StackFacts, read_inputs
 from appliance.preflight.report import examine
 from appliance.quant.headers import Damage
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import Switching
+from appliance.settings.sections import SchemeChange
 from appliance.terms.shapes import KNOWN
 
 BAD = Damage(("a is cut short", "b is missing"), "copy it again")
@@ -96,7 +96,7 @@ def test_what_the_rooms_say_is_said_by_check(
 def test_a_change_of_scheme_that_cannot_be_live_is_said_by_check(tmp_path: Path) -> None:
     """Of a model of the hub, whose experts are seen only here."""
     plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=HUB_MODEL), run_dir=tmp_path / "a-1", host=HOST)
-    assert plan.guard.switching is Switching.LIVE
+    assert plan.guard.scheme_change is SchemeChange.LIVE
     experts = dataclasses.replace(KNOWN["Qwen/Qwen2.5-32B"], architectures=("Qwen3MoeForCausalLM",))
     inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), model_shape=experts)
     assert "guard-scheme" in [each.code for each in judge(plan, host=HOST, inputs=inputs)]

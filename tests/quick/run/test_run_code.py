@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -133,6 +134,15 @@ def resume(made: Recipe, *, force: bool = False) -> int:
 
 
 OTHER = "it is not the file that the run began with"
+
+
+def _without_place(message: str) -> str:
+    """The message of a fault behind the line of the recipe that it names."""
+    place, _, fact = message.partition(": ")
+    assert re.search(r"r\.yaml:\d+$", place), message
+    return fact
+
+
 GIVE = "give what the run has, start a new one with another --name, or take the change with --force"
 
 
@@ -147,9 +157,10 @@ def test_a_resume_with_a_file_that_is_not_there_says_so(
     with pytest.raises(PreflightError if force else RecipeError) as caught:
         resume(own, force=force)
     if isinstance(caught.value, RecipeError):
-        assert caught.value.problems == [(message, hint)]
+        ((refusal, what_to_do),) = caught.value.problems
+        assert (_without_place(refusal), what_to_do) == (f"task.rewards: {message}", hint)
     else:
-        assert f"error: task.rewards: {message}\nhint: {hint}\n" in capsys.readouterr().err
+        assert f":10: task.rewards: {message}\nhint: {hint}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["a", "b"])
@@ -161,7 +172,10 @@ def test_a_resume_with_other_files_is_refused_by_their_names(
     with pytest.raises(RecipeError) as caught:
         resume(own)
     rewards, tools = (str(tmp_path / folder / name) for name in ("rewards.py", "tools.py"))
-    assert caught.value.problems == [(f"{rewards}: {OTHER}", ""), (f"{tools}: {OTHER}", GIVE)]
+    assert [(_without_place(message), hint) for message, hint in caught.value.problems[-2:]] == [
+        (f"task.rewards: {rewards}: {OTHER}", GIVE),
+        (f"task.tools: {tools}: {OTHER}", GIVE),
+    ]
 
 
 def test_the_same_files_in_another_folder_are_the_same(
@@ -179,7 +193,8 @@ def test_a_file_that_the_run_never_had_is_another_one(
     task = own.task.model_copy(update={"rewards": [Reward(name="more.py:f")]})
     with pytest.raises(RecipeError) as caught:
         refuse_changes(own.model_copy(update={"task": task}), target=target_of(tmp_path / "small-1"), force=False)
-    assert caught.value.problems == [(f"{tmp_path / 'a' / 'more.py'}: {OTHER}", GIVE)]
+    ((message, hint),) = caught.value.problems
+    assert (_without_place(message), hint) == (f"task.rewards: {tmp_path / 'a' / 'more.py'}: {OTHER}", GIVE)
 
 
 @pytest.mark.slow  # seconds each

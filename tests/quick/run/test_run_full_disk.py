@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError
-from appliance.preflight.finding import Severity
+from appliance.finding import Severity
 from appliance.preflight.report import examine
 from appliance.recipe.load import load_recipe
 from appliance.record.session import create_session

@@ -16,6 +16,7 @@ from stopped_runs import events, recipe, resumed, save, stopped, target_of, with
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch import command
+from appliance.launch.changes import CHANGES, REMEDIES, Change, change_of
 from appliance.launch.resume import (
     Resume,
     Target,
@@ -24,7 +25,6 @@ from appliance.launch.resume import (
     find_start,
     find_target,
     is_done,
-    is_harmless,
     original_plan,
     refuse_changes,
     refuse_misfit,
@@ -32,6 +32,7 @@ from appliance.launch.resume import (
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight import report
 from appliance.preflight.disk import Disk, Disks
+from appliance.recipe import library
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.record import checkpoints as seal_module
 from appliance.record.checkpoints import hash_file
@@ -142,11 +143,26 @@ def test_what_a_change_of_the_recipe_means(tmp_path: Path, small_plan: Callable)
     with pytest.raises(RecipeError) as caught:
         refuse_changes(changed, target=target, force=False)
     hint = "give what the run has, start a new one with another --name, or take the change with --force"
+    rate = "--set optimizer.learning_rate=1e-3: optimizer.learning_rate"
     assert caught.value.problems == [
-        ("optimizer.learning_rate: the run has 0.0002, the recipe 0.001", ""),
-        ("seed: the run has 0, the recipe 1", hint),
+        (f"{rate}: the run has 0.0002, the recipe 0.001", hint),
+        ("--set seed=1: seed: the run has 0, the recipe 1", hint),
     ]
     refuse_changes(changed, target=target, force=True)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+def test_what_a_checkpoint_holds_is_not_to_be_forced(tmp_path: Path, small_plan: Callable, checkpoints: int) -> None:
+    """A run without a checkpoint begins again, and takes it."""
+    run_dir = stopped(small_plan(tmp_path))
+    for step in range(checkpoints):
+        save(run_dir, step + 1)
+    with pytest.raises(RecipeError) as caught:
+        refuse_changes(recipe("model.lora={rank: 8}"), target=target_of(run_dir), force=False)
+    ((message, hint),) = caught.value.problems
+    lora = '{"rank": 8, "alpha": null, "targets": null, "dropout": 0.0}'
+    assert message == f"--set model.lora={{rank: 8}}: model.lora: the run has null, the recipe {lora}"
+    assert hint == REMEDIES[Change.NEVER if checkpoints else Change.FORCED]
 
 
 def test_a_run_s_own_recipe_is_not_judged_by_the_rules_of_today(tmp_path: Path, small_plan: Callable) -> None:
@@ -159,7 +175,7 @@ def test_a_run_s_own_recipe_is_not_judged_by_the_rules_of_today(tmp_path: Path, 
     with pytest.raises(RecipeError) as caught:
         refuse_changes(now, target=target, force=False)
     assert [message for message, _ in caught.value.problems] == [
-        "quantization.smoothing: the run has 0.7, the recipe 0.5"
+        f"{library.find('arithmetic-tiny-int8')}: quantization.smoothing: the run has 0.7, the recipe 0.5"
     ]
 
 
@@ -170,23 +186,26 @@ def test_a_learning_rate_that_sinks_has_its_steps(tmp_path: Path, small_plan: Ca
     with pytest.raises(RecipeError) as caught:
         refuse_changes(recipe("optimizer.schedule=cosine", "trainer.steps=99"), target=target_of(run_dir), force=False)
     ((message, hint),) = caught.value.problems
-    assert message.startswith("trainer.steps: the run has ") and hint.startswith("give what the run has, ")
+    assert message.startswith("--set trainer.steps=99: trainer.steps: the run has ")
+    assert hint == REMEDIES[Change.FORCED]
 
 
-def test_the_harmless_keys_are_these_and_no_others() -> None:
-    """Each is a key of the recipe; what is not here decides what is computed."""
+def test_the_keys_that_may_change_are_these_and_no_others() -> None:
+    """The table names keys of the recipe, and sections; what may not change decides what is computed."""
     keys = {
         f"{name}.{key}" if key else name
         for name, value in recipe().model_dump().items()
         for key in (value if isinstance(value, dict) else ("",))
     }
     watched = {key for key in keys if key.partition(".")[0] in ("checkpoint", "guard", "logging")}
-    assert set(filter(is_harmless, keys)) - watched == {
+    free = {key for key in keys if change_of(key) is Change.FREE}
+    assert free - watched == {
         *("name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
         *("trainer.steps", "trainer.epochs", "trainer.validate_before", "trainer.validate_every"),
         "trainer.max_restarts",
     }
-    assert all(map(is_harmless, watched)) and len(watched) > 10
+    assert watched < free and len(watched) > 10
+    assert {key for key in CHANGES if key not in keys} == {"checkpoint", "guard", "logging"}, "these name no key"
 
 
 # what does not fit

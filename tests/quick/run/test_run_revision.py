@@ -23,10 +23,10 @@ from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resume
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import Severity
 from appliance.launch.resume import find_start, find_target, refuse_changes, refuse_misfit
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import read_inputs
 from appliance.preflight.report import examine
 from appliance.recipe.load import load_recipe, to_yaml
@@ -324,7 +324,7 @@ def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp
     named = f"model.revision={OLD}"
     refuse_changes(recipe(named), target=target, force=False)
     refuse_misfit(start, plan=planned(tmp_path, named))
-    with pytest.raises(RecipeError, match=r"model\.revision: the run has None, the recipe 'v1'"):
+    with pytest.raises(RecipeError, match=r"model\.revision: the run has null, the recipe \"v1\""):
         refuse_changes(recipe("model.revision=v1"), target=target, force=False)
 
 

@@ -14,7 +14,8 @@ from stopped_runs import events, resumed, save, stopped
 from appliance.errors import EngineError, PreflightError
 from appliance.launch.resume import begin_attempt, refuse_misfit
 from appliance.profile.uaq import is_scaled
-from appliance.record.plan import LoraPlan, RunPlan, UaqPlan
+from appliance.record.plan import RunPlan, UaqPlan
+from appliance.settings.sections import Lora
 from appliance.terms.settings import Dtype
 
 SCALES = b"scales"
@@ -133,7 +134,7 @@ def adapter(*, alpha: int = 16) -> bytes:
     return json.dumps({"r": 8, "lora_alpha": alpha, "target_modules": ["v_proj", "q_proj"]}).encode()
 
 
-LORA = LoraPlan(rank=8, alpha=16, targets=("q_proj", "v_proj"), dropout=0.1)
+LORA = Lora(rank=8, alpha=16, targets=("q_proj", "v_proj"), dropout=0.1)
 OTHER = "model.lora is another one than global_step_3 was trained with: "
 
 
@@ -148,7 +149,7 @@ OTHER = "model.lora is another one than global_step_3 was trained with: "
     ],
 )
 def test_the_adapter_is_the_checkpoints(
-    tmp_path: Path, small_plan: Callable, saved: bytes | None, lora: LoraPlan | None, why: str
+    tmp_path: Path, small_plan: Callable, saved: bytes | None, lora: Lora | None, why: str
 ) -> None:
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)

@@ -1,0 +1,109 @@
+"""A finding: what is wrong, or worth knowing, about one setting, one file or this host. No other form says it.
+
+Rules yield findings, and no rule stops another one: the rules of the recipe (recipe/rules.py), those that need the
+model or the device (plan/rules.py), and those that need this host (preflight/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from appliance.errors import RecipeError
+
+FAULT = "recipe"  # the code of an error that is the recipe's: exit code 2
+
+
+class Severity(StrEnum):
+    """An error stops `check` and `train`, with exit code 2 where it is the recipe's and 3 where it is this host's; the
+    others are said and nothing more."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+@dataclass(frozen=True)
+class Finding:
+    severity: Severity
+    code: str
+    """Stable name of its kind, for scripts."""
+    keys: tuple[str, ...]
+    """Dotted keys of the recipe that it concerns, the one to change first; or one file, folder or limit."""
+    message: str
+    remedy: str = ""
+    """What to do, or empty."""
+    where: str = ""
+    """Place where the user wrote the first key, `file:line` or an option; empty where nobody wrote it."""
+
+    @property
+    def place(self) -> str:
+        """The key, file, folder or limit concerned."""
+        return self.keys[0]
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the recipe is wrong, on whatever host."""
+        return self.code == FAULT
+
+    @property
+    def is_error(self) -> bool:
+        return self.severity is Severity.ERROR
+
+    @property
+    def fact(self) -> str:
+        """What is wrong and where."""
+        return ": ".join(filter(None, (self.where, self.place, self.message)))
+
+    @property
+    def text(self) -> str:
+        return f"{self.severity}: {self.fact}"
+
+
+def error(code: str, place: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.ERROR, code, (place,), message, remedy)
+
+
+def warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.WARNING, code, (place,), message, remedy)
+
+
+def fault(keys: tuple[str, ...], message: str, remedy: str = "") -> Finding:
+    """An error that is the recipe's. keys: as of Finding; it is placed at the first one that the user wrote."""
+    return Finding(Severity.ERROR, FAULT, keys, message, remedy)
+
+
+def refuse_faults(findings: Iterable[Finding]) -> None:
+    """Raise RecipeError with all errors, those of this host too, when one of them is the recipe's."""
+    errors = [finding for finding in findings if finding.is_error]
+    if any(finding.is_fault for finding in errors):
+        raise RecipeError([(finding.fact, finding.remedy) for finding in errors])
+
+
+def has_error(findings: Iterable[Finding]) -> bool:
+    return any(finding.is_error for finding in findings)
+
+
+def lines(findings: Iterable[Finding]) -> list[str]:
+    """`severity: where: place: message`, the worst first, each followed by its `hint:` line where there is a remedy."""
+    told = []
+    for finding in sorted(findings, key=lambda finding: list(Severity).index(finding.severity)):
+        told += [finding.text, f"hint: {finding.remedy}"] if finding.remedy else [finding.text]
+    return told
+
+
+def as_json(findings: Iterable[Finding]) -> list[dict[str, object]]:
+    """The documents of `--json`. `place` is the first of `keys`."""
+    return [
+        {
+            "severity": finding.severity,
+            "code": finding.code,
+            "place": finding.place,
+            "keys": list(finding.keys),
+            "where": finding.where,
+            "message": finding.message,
+            "remedy": finding.remedy,
+        }
+        for finding in findings
+    ]

@@ -1,0 +1,81 @@
+"""What may change between two attempts of one run: a table of the recipe's keys, and the findings for what must not.
+
+Compared is the recipe that the run has kept with the one that is typed now. What a checkpoint itself says against the
+plan (its ranks, its weights, its profile) is asked of it in launch/resume.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+
+from appliance.finding import Finding, fault
+from appliance.recipe.load import to_plain
+from appliance.recipe.schema import Recipe
+from appliance.terms.settings import Schedule
+
+
+class Change(Enum):
+    """What a difference in one key means for a run that is resumed."""
+
+    FREE = "free"
+    """Nothing that is computed: how long, what is watched, kept and shown, and where."""
+    FORCED = "forced"
+    """Other numbers from there on: taken with `--force`."""
+    NEVER = "never"
+    """Another state than a checkpoint has, which no attempt could load. A run without one takes it with `--force`."""
+
+
+CHANGES = {
+    "name": Change.FREE,
+    "checkpoint": Change.FREE,
+    "cluster.run_dir": Change.FREE,
+    "correction.uaq_scale": Change.NEVER,
+    "guard": Change.FREE,
+    "logging": Change.FREE,
+    "model.lora": Change.NEVER,
+    "optimizer.norm_fed_lr_scale": Change.NEVER,
+    "rollout.gpu_memory_utilization": Change.FREE,
+    "rollout.kv_cache_gb": Change.FREE,
+    "trainer.dtype": Change.NEVER,
+    "trainer.epochs": Change.FREE,
+    "trainer.max_restarts": Change.FREE,
+    "trainer.steps": Change.FREE,
+    "trainer.validate_before": Change.FREE,
+    "trainer.validate_every": Change.FREE,
+}
+"""By key, or by section for all of its keys; what is not here needs `--force`."""
+
+REMEDIES = {
+    Change.FORCED: "give what the run has, start a new one with another --name, or take the change with --force",
+    Change.NEVER: "give what the run has, or start a new one with another --name: its checkpoints have the other",
+}
+_LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks that is not constant
+
+
+def change_of(key: str, *, schedule: Schedule = Schedule.CONSTANT, has_checkpoint: bool = True) -> Change:
+    """What another value of a dotted key means. schedule: of the learning rate.  has_checkpoint: whether the run has
+    one."""
+    change = CHANGES.get(key) or CHANGES.get(key.partition(".")[0]) or Change.FORCED
+    if change is Change.FREE and key in _LENGTH and schedule is not Schedule.CONSTANT:
+        return Change.FORCED  # the rate would jump: verl's schedule takes the new number of steps with the old place
+    return change if has_checkpoint or change is not Change.NEVER else Change.FORCED
+
+
+def refused_changes(recipe: Recipe, *, before: Recipe, has_checkpoint: bool) -> Iterator[Finding]:
+    """A fault for each key that differs and may not without more. before: that the run has kept."""
+    had, now = _by_key(before), _by_key(recipe)
+    for key in sorted(had.keys() | now.keys()):
+        change = change_of(key, schedule=recipe.optimizer.schedule, has_checkpoint=has_checkpoint)
+        if had.get(key) != now.get(key) and change is not Change.FREE:
+            message = f"the run has {json.dumps(had.get(key))}, the recipe {json.dumps(now.get(key))}"
+            yield recipe.placed(fault((key,), message, REMEDIES[change]))
+
+
+def _by_key(recipe: Recipe) -> dict[str, object]:
+    """JSON values by dotted keys of one or two parts."""
+    plain = to_plain(recipe)
+    sections = {name: keys for name, keys in plain.items() if isinstance(keys, dict)}
+    inner = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+    return {name: value for name, value in plain.items() if name not in sections} | inner
