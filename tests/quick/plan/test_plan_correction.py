@@ -105,6 +105,7 @@ def test_engines_report_the_words_that_are_drawn_from_where_some_are_left_out(ke
     assert asked not in usual.argv and not wanted.keys() & dict(usual.env)
     with pytest.raises(RecipeError) as raised:
         planned(f"rollout.{key}={given}", "cluster.device=h100", "trainer.forward=rollout")
-    message = f"--set rollout.{key}={given}: rollout.{key}: with `rollout` engines on a GPU do not report which words a token was drawn from"
+    place = f"--set rollout.{key}={given}: rollout.{key}"
+    message = f"{place}: with `rollout` engines on a GPU do not report which words a token was drawn from"
     hint = f"use {'1.0' if key == 'top_p' else '0'}, or trainer.forward: bf16"
     assert raised.value.problems == [(message, hint)]
