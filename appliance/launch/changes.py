@@ -70,7 +70,7 @@ def refused_changes(recipe: Recipe, *, before: Recipe, has_checkpoint: bool) -> 
         change = change_of(key, schedule=recipe.optimizer.schedule, has_checkpoint=has_checkpoint)
         if had.get(key) != now.get(key) and change is not Change.FREE:
             message = f"the run has {json.dumps(had.get(key))}, the recipe {json.dumps(now.get(key))}"
-            yield recipe.placed(fault((key,), message, REMEDIES[change]))
+            yield fault((key,), message, REMEDIES[change])
 
 
 def _by_key(recipe: Recipe) -> dict[str, object]:
