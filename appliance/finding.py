@@ -87,10 +87,10 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 def lines(findings: Iterable[Finding]) -> list[str]:
     """`severity: where: place: message`, the worst first, each followed by its `hint:` line where there is a remedy."""
-    told = []
+    shown = []
     for finding in sorted(findings, key=lambda finding: list(Severity).index(finding.severity)):
-        told += [finding.text, f"hint: {finding.remedy}"] if finding.remedy else [finding.text]
-    return told
+        shown += [finding.text, f"hint: {finding.remedy}"] if finding.remedy else [finding.text]
+    return shown
 
 
 def as_json(findings: Iterable[Finding]) -> list[dict[str, object]]:

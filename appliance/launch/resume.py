@@ -175,8 +175,8 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     if force or not target.record.attempt:
         return
     run_dir, findings = target.run_dir, list[Finding]()
-    if (kept := run_dir / "recipe.yaml").is_file():
-        changes = refused_changes(recipe, before=_recipe_before(kept), has_checkpoint=bool(in_order(run_dir)))
+    if (file_before := run_dir / "recipe.yaml").is_file():
+        changes = refused_changes(recipe, before=_recipe_before(file_before), has_checkpoint=bool(in_order(run_dir)))
         findings += (each for each in changes if not _is_begun_with(each.place, recipe, target=target))
     if own := own_of(recipe):
         sums = _plan_before(run_dir).task.sums

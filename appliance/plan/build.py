@@ -300,11 +300,11 @@ def _device(recipe: Recipe, *, host: HostFacts, book: derive.Book) -> str:
         return recipe.cluster.device
     if not host.gpus:
         return book.note("cluster.device", CPU, "this host has no GPU")
-    found = host.gpus[0]
-    gpu = gpu_of_product(found.product)
+    first = host.gpus[0]
+    gpu = gpu_of_product(first.product)
     if gpu is None:  # refused by plan/rules.py, and planned for the GPU whose memory is the most alike
-        gpu = min(GPUS.values(), key=lambda known: abs(known.memory_gib * GIB - found.memory_bytes))
-    return book.note("cluster.device", gpu.name, f"this host has {len(host.gpus)} x {found.product}")
+        gpu = min(GPUS.values(), key=lambda known: abs(known.memory_gib * GIB - first.memory_bytes))
+    return book.note("cluster.device", gpu.name, f"this host has {len(host.gpus)} x {first.product}")
 
 
 def _automatic(

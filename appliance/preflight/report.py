@@ -16,7 +16,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model_source import hub_name
 from appliance.plan.rules import judge_plan, unknown_gpu
 from appliance.preflight.checks import estimates, judge
-from appliance.preflight.inputs import look_at_inputs, model_bytes, model_shape, read_inputs
+from appliance.preflight.inputs import InputFacts, look_at_inputs, model_bytes, model_shape, read_inputs
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import TypedRecipe, concerns, in_order, read_recipe, to_plain, to_yaml
 from appliance.recipe.rules import usable
@@ -58,7 +58,7 @@ def _errors_of_the_rest(typed: TypedRecipe, for_this_host: bool) -> Iterator[Fin
     plan = resolve(recipe, run_dir=run_dir, host=host)
     findings = judge_plan(recipe, plan, host=host)
     if for_this_host:
-        findings += [recipe.placed(finding) for finding in judge(plan, host=host, inputs=look_at_inputs(plan))]
+        findings += _of_this_host(recipe, plan, host=host, inputs=look_at_inputs(plan))
     yield from (each for each in findings if each.is_error and not concerns(each, put_back | typed.faulty))
 
 
@@ -77,7 +77,7 @@ def examine(
     find_profile: Callable[[RunPlan], Path | None] = lambda plan: None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and every finding about it: the faults of its recipe, and what this host has against it. Where
-    the recipe has one, children and the network are left for when it has none.
+    the recipe has a fault, the inputs are read without a child process and without the network.
 
     run_dir: absolute.  ask_hub, run_code: as read_inputs; where no code runs, weights are not read either.
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
@@ -101,13 +101,18 @@ def examine(
     if faults:
         inputs = look_at_inputs(plan)
     else:
-        made = find_profile(plan)
+        profile = find_profile(plan)
         inputs = read_inputs(
-            plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host, made_profile=made
+            plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host, made_profile=profile
         )
+    return plan, host, [*faults, *_of_this_host(recipe, plan, host=host, inputs=inputs)]
+
+
+def _of_this_host(recipe: Recipe, plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> Iterator[Finding]:
+    """Preflight's findings, each with its place; but none about a device that stands in for one that is not known."""
     stand_ins = [("cluster", "device")] if unknown_gpu(recipe, host) else []
-    others = (recipe.placed(finding) for finding in judge(plan, host=host, inputs=inputs))
-    return plan, host, [*faults, *(finding for finding in others if not concerns(finding, stand_ins))]
+    findings = (recipe.placed(finding) for finding in judge(plan, host=host, inputs=inputs))
+    yield from (finding for finding in findings if not concerns(finding, stand_ins))
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
