@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from called import called
+from hub_variables import set_hub
 from plans import HOST
 
 from appliance import console
@@ -60,7 +61,7 @@ def test_faults_of_model_device_and_host_are_told_together_each_with_its_place(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: tuple[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1")
     monkeypatch.setattr("appliance.preflight.report.read_inputs", lambda *_, **__: pytest.fail("a child may start"))
     console.err_console.cache_clear()
     options = [part for each in (f"model.path={model}", *WRONG) for part in ("--set", each)]
@@ -102,7 +103,7 @@ def test_data_that_is_named_wrongly_is_not_said_to_be_missing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, key: str
 ) -> None:
     """Without `task.train_file` the data would come from the hub, which is not asked."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1")
     with pytest.raises(RecipeError) as raised:
         load_judged("gsm8k-0.5b-int8", sets=(f"model.path={model}", f"cluster.run_dir={tmp_path}", wrong))
     (about_the_task,) = [message for message, _ in raised.value.problems if "task." in message]
