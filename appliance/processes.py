@@ -56,6 +56,16 @@ def end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def return_free_memory() -> None:
+    """Give the kernel back what this process has freed.
+
+    glibc keeps what lies between tensors that live on: a trainer of 134 M parameters held 1.5 GB more after 30 updates
+    than after two. It takes 0.1 to 0.2 s there. With another C library nothing happens.
+    """
+    if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def find_processes(mark: str, *, below: int | None = None) -> list[Process]:
     """All living processes that carry the mark or descend from `below`, without this one. mark: `NAME=value`.  below: a
     process id, or None for the mark alone."""

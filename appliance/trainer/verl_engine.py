@@ -51,6 +51,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.workers.engine.base import EngineRegistry
 
+from appliance.processes import return_free_memory
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
@@ -154,10 +155,10 @@ class ApplianceEngine(TopWordsEngine):
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
         if self._gives_old_log_probs:
             HELD.begin()
-        if self.scaler is None:
-            return super().train_batch(data, loss_function)
-        before, outputs = self.scaler.get_scale(), super().train_batch(data, loss_function)
-        if self.is_mp_src_rank_with_outputs():
+        before = None if self.scaler is None else self.scaler.get_scale()
+        outputs = super().train_batch(data, loss_function)
+        return_free_memory()
+        if before is not None and self.is_mp_src_rank_with_outputs():
             values = (scale := self.scaler.get_scale()), float(scale < before)
             outputs["metrics"] |= {name: [value] for name, value in zip(SCALER_METRICS, values, strict=True)}
         return outputs

@@ -23,7 +23,7 @@ import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
 from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.trainer import rollout_ops
+from appliance.trainer import rollout_ops, verl_engine
 from appliance.trainer.held import HELD
 from appliance.trainer.rollout_forward import RolloutForward
 from appliance.trainer.verl_engine import ApplianceEngine
@@ -114,6 +114,8 @@ def test_copies_that_are_kept_change_no_bit_and_are_made_once_an_update(
     monkeypatch.setattr(
         FSDPParam, "init_unsharded_param", lambda param: (casts.update([param._param_fqn]), original(param))[1]
     )
+    returns: list[str] = []
+    monkeypatch.setattr(verl_engine, "return_free_memory", lambda: returns.append("after an update"))
     weights, counts = [], []
     for keeps_copies in (False, True):
         engine = engine_of(keeps_copies=keeps_copies, checkpointing=checkpointing)
@@ -125,6 +127,7 @@ def test_copies_that_are_kept_change_no_bit_and_are_made_once_an_update(
         weights.append({name: each.full_tensor().clone() for name, each in engine.module.named_parameters()})
         counts.append(dict(casts))
     anew, kept = counts
+    assert len(returns) == 2 * UPDATES
     assert set(kept) == set(anew) and set(kept.values()) == {UPDATES}
     assert set(anew.values()) == {2 * UPDATES * MICRO_BATCHES}
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
