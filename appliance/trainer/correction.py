@@ -269,7 +269,7 @@ def corrected_loss(
     used = {f"{USED}{name}": value for name, value in used.items()}
     used |= clipped_negatives(config, model_output, data, kind=kind)
     if config.use_kl_loss:
-        used[REFERENCE_KL] = _reference_kl(config, model_output, data)
+        used[REFERENCE_KL] = _reference_kl_in_loss(config, model_output, data)
     centering = get_non_tensor_data(data, CENTERING, None)
     if centering is not None:
         term, sums = centering_term(config, model_output, data, cap=centering.cap)
@@ -368,7 +368,7 @@ def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
     return float(reported[CLIPPED_NEGATIVE]) / negative if negative else None
 
 
-def _reference_kl(config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict) -> float:
+def _reference_kl_in_loss(config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict) -> float:
     """The estimator's sum over the tokens that stay, nats: verl reports it aggregated as the loss."""
     log_prob_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
     padded = data.select("ref_log_prob", KEPT).to_padded_tensor()

@@ -21,7 +21,7 @@ from appliance.tasks.tiny_model import save_tokenizer
 
 LOST = "model.layers.1.mlp.up_proj.weight"
 LOST_TENSOR = (
-    "error: model.path: {}: the weights are not those of the model in config.json: 1 is missing (model.layers.1.mlp."
+    "model.path: {}: the weights are not those of the model in config.json: 1 is missing (model.layers.1.mlp."
     "up_proj.weight)\nhint: copy or download the model again, or correct its config.json\n"
 )
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # so that both streams come in the order in which they were written

@@ -278,7 +278,8 @@ def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recip
     assert own_samples(job, folder=Path(job.model)) == samples
     greedy = own_samples(job.replace(temperature=0.01), folder=Path(job.model))
     assert greedy != samples
-    assert own_samples(job.replace(temperature=5.0, top_k=1), folder=Path(job.model)) == greedy
+    hot, cold = (own_samples(job.replace(temperature=t, top_k=1), folder=Path(job.model)) for t in (5.0, 1.0))
+    assert hot == cold != samples  # of one word there is nothing to draw
 
 
 def test_long_prompts_leave_sixteen_answers_to_compare(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ QUANTISED = [scheme for scheme in Scheme if scheme.quantised]
 OF_ONE_SCHEME = {
     "engine/fp8.py",
     "engine/fp8_proof.py",
-    "plan/engines.py",
+    "plan/rules.py",
     "quant/codec_int8.py",
     "recipe/rules.py",
     "report/summary.py",

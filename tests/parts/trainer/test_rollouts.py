@@ -277,7 +277,7 @@ def test_the_overlong_penalty_counts_what_the_model_said() -> None:
     prompt, group = SimpleNamespace(row={}, token_ids=[1]), TrajectoryGroup([spoken], 0)
     shaping = Shaping(max_tokens=4, buffer_tokens=2, penalty=1.0)
     (accuracy,), (reward,) = module._shaped([Graded(1.0)], group=group, shaping=shaping, known=[True])
-    fields = module._fields(prompt, group=group, session=0, accuracy=accuracy, reward=reward)
+    fields = module._fields(prompt, group=group, session=0, accuracy=accuracy, reward=reward, trains=True)
     assert fields["rm_scores"].tolist() == [0.0] * 7 + [0.5]
 
 
@@ -356,7 +356,9 @@ def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> 
     row = {"uid": "u", "global_steps": 1, "raw_prompt": [], "extra_info": {"row": "{}"}}
     prompt = SimpleNamespace(row=row, token_ids=[1])
     spoken = Trajectory([7], [0.0], [1], True, "7", said=[("assistant", "7")])
-    fields = module._fields(prompt, group=TrajectoryGroup([spoken], 0), session=0, accuracy=1.0, reward=1.0)
+    fields = module._fields(
+        prompt, group=TrajectoryGroup([spoken], 0), session=0, accuracy=1.0, reward=1.0, trains=True
+    )
     assert fields["turns"] == [("assistant", "7")] and row["extra_info"] == {"row": "{}"}
     asyncio.run(module._put([("u", [fields])], partition="train"))
     samples, finished = put
