@@ -177,8 +177,6 @@ def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model:
     what, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, -9.0))
     assert what == "no layer differs where both read the sequence of 4 tokens again"
     assert why == f"the engine does not repeat its log-prob: -9 in the batch, {ours:.9g} alone"
-    _, why = search(ids, by_trainer=traced(model), by_engines=engines, then=None)  # sampled from fewer words
-    assert why == "what follows the layers differs: the temperature, the tokens that are masked, the softmax"
 
 
 def test_with_other_weights_the_engine_that_differs_is_held_against_the_trainer(model: Qwen2ForCausalLM) -> None:
