@@ -28,7 +28,7 @@ MAY_IMPORT = {
     # the worker: in the processes of vLLM and verl
     "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
     "trainer": {
-        *("control_groups", "errors", "files", "patch"),
+        *("control_groups", "errors", "files", "patch", "processes"),
         *("cluster", "quant", "record", "settings", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
