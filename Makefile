@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: accept bundle help demo smollm2 quick test torture fuzz test-long test-container test-triton test-trl test-gpu-lock image image-gpu setup lint lock golden clean
+.PHONY: accept bundle help demo smollm2 quick test torture fuzz test-long test-container test-triton test-trl test-plugin test-gpu-lock image image-gpu setup lint lock golden clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -12,7 +12,7 @@ demo: setup ## set up, then train the tiny model with quantised rollouts, on any
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
-smollm2: setup ## set up, then train a real model of 135 M parameters on word problems, on any CPU: 10 minutes on an EPYC, 8 GB
+smollm2: setup ## set up, then train a real model of 135 M parameters on word problems, on any CPU: 16 minutes on an EPYC, 8 GB
 	@.venv/bin/appliance train smollm2-int8 $(ARGS); code=$$?; \
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
@@ -43,6 +43,9 @@ test-trl: setup ## the examples for TRL's users, in BF16 and INT8: TRL alone is 
 		--requirement requirements/trl.txt --target "$$trl" && \
 	PYTHONPATH="$$trl" .venv/bin/python -m pytest tests/training/test_trl.py $(ARGS)
 
+test-plugin: setup ## the plugin on each vLLM that it serves: ways in, faults, `vllm serve`, start-up; ARGS="0.29 0.31" takes some
+	@tests/engine/flashrl/versions.sh $(ARGS)
+
 test-gpu-lock: setup ## the GPU lock in an environment that goes again (8.2 GB, no GPU): patches, plans, kernel choices, stand-ins
 	@tests/gpu_lock/run.sh $(ARGS)
 
@@ -61,7 +64,7 @@ accept: setup ## what a GPU has never run, row by row, in the image; without a G
 bundle: setup ## environment and code in parts of 60 MB, for a GPU host that reaches no index: ARGS="--python 3.12 --has FREEZE"
 	@.venv/bin/python -m container.bundle.pack $(ARGS)
 
-torture: setup ## kill real trainings again and again, up to two hours: ARGS="-k kills" picks some
+torture: setup ## kill real trainings again and again, train every model class, up to two hours: ARGS="-k kills" picks some
 	@.venv/bin/python -m pytest -m torture -s tests/training $(ARGS)
 
 fuzz: setup ## more than 100 000 cases of bad input, each refused or read: ARGS="-k manifests" picks some

@@ -90,7 +90,7 @@ def train(
     idle += [("--image", "--in-container")] if image and not in_container else []
     if idle:
         raise RecipeError([(f"{each}: does nothing without {of}", f"add {of}, or leave it out") for each, of in idle])
-    loaded = _load_judged(recipe, sets)
+    loaded = _load_judged(recipe, sets, for_this_host=not in_container)
     asked = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
     if in_container:
         from appliance.container.launch import examine_and_train
@@ -99,7 +99,7 @@ def train(
     from appliance.launch.command import run_train
     from appliance.profile.command import BEFORE_TRAINING
 
-    return run_train(loaded, force=force, steps=BEFORE_TRAINING, **asked)
+    return run_train(loaded, force=force, stages=BEFORE_TRAINING, **asked)
 
 
 @app.command()
@@ -453,11 +453,11 @@ def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, .
 
 def main() -> None:
     """The program: `appliance` and `python -m appliance`. Ends the process with one of the exit codes of errors.py."""
-    from appliance.signals import told_interruptions
+    from appliance.signals import report_interruptions
 
     console.open_closed()
     try:
-        with told_interruptions():
+        with report_interruptions():
             app()
     except Exception as error:  # the boundary: an error of ours, a full disk behind stdout, or our own fault
         sys.exit(_report(error))

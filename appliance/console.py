@@ -82,7 +82,7 @@ def is_live(console: Console) -> bool:
 
 
 def columns() -> int | None:
-    """Of the terminal that stdout is; None where it is none."""
+    """Return the columns of the terminal that stdout is; None where it is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -108,8 +108,8 @@ def table(
 ) -> str:
     """Cells in columns, as text without colours or borders, printable as it is.
 
-    head: names of the columns.  numbers: places of those that stand on the right.  columns: of a terminal, into which
-    texts are folded, where that is enough; None: nothing is folded.
+    head: names of the columns.  numbers: places of those that are aligned to the right.  columns: of a terminal, into
+    which texts are folded, where that is enough; None: nothing is folded.
     """
     texts = [[Text(printable(cell)) for cell in row] for row in rows]
     names = [Text(name) for name in head] or [Text()] * max(map(len, texts), default=0)

@@ -32,7 +32,7 @@ def usable_cores(trees: Path = TREES, *, membership: Path = MEMBERSHIP) -> int:
 
 
 def _quota(file: Path) -> int:
-    """Of version 2: `max 100000`, or `quota period` in microseconds."""
+    """Read a quota of version 2: `max 100000`, or `quota period` in microseconds."""
     quota, _, period = _text(file).partition(" ")
     return _share(quota, period)
 

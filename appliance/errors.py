@@ -147,7 +147,7 @@ class Interrupted(ApplianceError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error of somebody else's, for a message of ours: the first line of its text, or what kind it is."""
+    """Describe another library's error for a message of ours: the first line of its text, or what kind it is."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

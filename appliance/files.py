@@ -111,7 +111,7 @@ def working_folder(prefix: str, *, cache: Path) -> Iterator[Path]:
 
 
 def _host() -> str:
-    """This host's name, as a part of a file's: locks of other hosts may not be seen here."""
+    """Return this host's name, as a part of a file's: locks of other hosts may not be seen here."""
     return re.sub(r"[^A-Za-z0-9]+", "_", platform.node())
 
 
@@ -167,7 +167,8 @@ def _remove_unless_locked(folder: Path) -> None:
 
 
 def partial_prefix(target: Path) -> str:
-    """How the name of a folder begins that is to become `target`: what a process that was killed leaves behind."""
+    """Return how the name of a folder begins that is to become `target`: what a process that was killed leaves
+    behind."""
     return f".{target.name}-"
 
 

@@ -33,7 +33,7 @@ class Finding:
     """Dotted keys of the recipe that it concerns, the one to change first; or one file, folder or limit."""
     message: str
     remedy: str = ""
-    """What to do, or empty."""
+    """Instruction for the user, or empty."""
     where: str = ""
     """Place where the user wrote the first key, `file:line` or an option; empty where nobody wrote it."""
 
@@ -53,7 +53,7 @@ class Finding:
 
     @property
     def fact(self) -> str:
-        """What is wrong and where."""
+        """The place and the message, `where: key: message`."""
         return ": ".join(filter(None, (self.where, self.place, self.message)))
 
     @property

@@ -66,7 +66,7 @@ def commit_in_cache(name: str, *, revision: str) -> str:
 
 
 def missing_parts(folder: Path) -> tuple[str, ...]:
-    """Of a model's folder: `config.json`, `weights`, `tokenizer`; empty when it is complete."""
+    """List what a model's folder lacks: `config.json`, `weights`, `tokenizer`; empty when it is complete."""
     missing = [] if os.path.isfile(folder / _CONFIG) else [_CONFIG]
     if not weight_bytes(folder):
         missing.append("weights")
@@ -119,7 +119,7 @@ def is_offline() -> bool:
 
 
 def problem() -> str:
-    """Why the hub does not answer, or an empty text. Any answer of the host counts."""
+    """Return the reason why the hub does not answer, or an empty text. Any answer of the host counts."""
     from huggingface_hub import get_session
 
     code, why = _status(lambda: get_session().head(_endpoint(), timeout=_ANSWERS_WITHIN_S).status_code)
@@ -127,7 +127,8 @@ def problem() -> str:
 
 
 def refusal(name: str, *, revision: str = "") -> str:
-    """Why the hub, which answers, does not give a model's config.json to whoever asks from here, or an empty text."""
+    """Return the reason why the hub, which answers, does not give a model's config.json to whoever asks from here, or
+    an empty text."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     def ask() -> int:
@@ -145,15 +146,15 @@ def refusal(name: str, *, revision: str = "") -> str:
     return why
 
 
-def revision(name: str, *, of: str = "") -> tuple[str, str]:
+def revision(name: str, *, wanted: str = "") -> tuple[str, str]:
     """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's. of: a
     commit, which is its own, a tag or a branch; empty: `main`."""
-    if is_commit(of):
-        return of, ""
-    commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, of=of)
+    if is_commit(wanted):
+        return wanted, ""
+    commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, wanted=wanted)
     if commit:
         return commit, ""
-    folder = cached_snapshot(name, revision=of)
+    folder = cached_snapshot(name, revision=wanted)
     return (folder.name, "") if folder is not None and not missing_parts(folder) else ("", why)
 
 
@@ -162,18 +163,19 @@ def data_commit(name: str) -> str:
     return "" if is_offline() else _asked(name, kind="dataset")[0]
 
 
-def _asked(name: str, *, of: str = "", kind: str = "model") -> tuple[str, str]:
+def _asked(name: str, *, wanted: str = "", kind: str = "model") -> tuple[str, str]:
     """(commit, why the hub gives none). kind: the hub's word for what it is."""
     from huggingface_hub import HfApi
 
-    found: list[str] = []
+    commits: list[str] = []
 
     def ask() -> int:
-        found.append(HfApi().repo_info(name, repo_type=kind, revision=of or None, timeout=_ANSWERS_WITHIN_S).sha or "")
+        info = HfApi().repo_info(name, repo_type=kind, revision=wanted or None, timeout=_ANSWERS_WITHIN_S)
+        commits.append(info.sha or "")
         return 200
 
     code, why = _status(ask)
-    return (found[0], "") if found else ("", why or f"{_endpoint()} answers {code}")
+    return (commits[0], "") if commits else ("", why or f"{_endpoint()} answers {code}")
 
 
 def _status(ask: Callable[[], int]) -> tuple[int, str]:
@@ -205,7 +207,8 @@ def _endpoint() -> str:
 
 
 def get_token() -> str:
-    """As huggingface_hub finds it: a variable, else the file that `hf auth login` writes. Empty where there is none."""
+    """Return the token as huggingface_hub finds it: a variable, else the file that `hf auth login` writes. Empty where
+    there is none."""
     import huggingface_hub
 
     try:
@@ -227,7 +230,8 @@ def token_file() -> str:
 
 
 def _token_problem() -> str:
-    """Why the token cannot be sent, without a part of it: libraries quote such a header in their errors."""
+    """Return the reason why the token cannot be sent, without a part of it: libraries quote such a header in their
+    errors."""
     token = get_token()
     if token.isascii() and token.isprintable():
         return ""
@@ -266,7 +270,7 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
 
 
 def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
-    """One file of a data set, in the cache; a download that broke off goes on where it was. Raises OSError. beat:
+    """One file of a data set, in the cache; a download that broke off resumes where it was. Raises OSError. beat:
     called as bytes arrive."""
     import httpx
     from huggingface_hub import hf_hub_download
@@ -280,7 +284,7 @@ def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
 
 @contextlib.contextmanager
 def beating(beat: Callable[[], None]) -> Iterator[None]:
-    """Within it every progress bar of this process calls `beat` as it moves: `datasets` takes no bar of ours."""
+    """Have every progress bar of this process call `beat` as it moves meanwhile: `datasets` takes no bar of ours."""
     from huggingface_hub.utils import tqdm
 
     bar = next(kind for kind in tqdm.__mro__ if "update" in vars(kind))  # of which all libraries' bars are made

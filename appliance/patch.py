@@ -1,4 +1,4 @@
-"""A patch is a record: what it replaces, why, for which version and source exactly, and when it can go.
+"""A patch is a record: what it replaces, why, for which versions and sources exactly, and when it can go.
 
 Trainer and engine both patch, and must not import each other, so the record lives beside the error tree.
 A version or a source that does not match raises: there is no "warn and continue".
@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ class Patch:
     why: str
     upstream: str
     distribution: str
-    version: str
-    source_sha256: str
-    """Of `inspect.getsource(target)` in the exact `version` of `distribution`."""
+    sources: Mapping[str, str]
+    """SHA-256 of `inspect.getsource(target)` by version of `distribution`. A version that names no build, such as
+    `0.28.0`, stands for each build of it, such as `0.28.0+cpu`, as with pip's `==`."""
     remove_when: str
 
 
@@ -57,7 +57,7 @@ def apply_patch(patch: Patch, replacement: Callable[[Callable[..., Any]], Callab
         raise PatchError(f"patch {patch.name}: {why}", hint="install the locked requirements (make demo does)")
     owner, attribute = _resolve(patch)
     original = getattr(owner, attribute)
-    if (found := source_hash(original)) != patch.source_sha256:
+    if (found := source_hash(original)) != _expected_hash(patch):
         raise PatchError(
             f"patch {patch.name}: the source of {patch.target} is not the one it was made for (sha256 {found})",
             hint="reinstall the locked requirements, or renew the patch for the changed source",
@@ -71,19 +71,30 @@ def source_hash(target: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
 
 
-def _other_version(patch: Patch) -> str:
+def installed_version(distribution: str) -> str:
+    """The version with its build, such as `0.28.0+cpu`; `nothing` where the distribution is not installed."""
     try:
-        installed = importlib.metadata.version(patch.distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        installed = "nothing"
-    made_for = f"made for {patch.distribution} {patch.version}, {installed} is installed"
-    return "" if installed == patch.version else made_for
+        return "nothing"
+
+
+def _expected_hash(patch: Patch) -> str | None:
+    """The hash of the source in the installed version; None for a version that the patch was not made for."""
+    installed = installed_version(patch.distribution)
+    return patch.sources.get(installed, patch.sources.get(installed.partition("+")[0]))
+
+
+def _other_version(patch: Patch) -> str:
+    versions, installed = ", ".join(patch.sources), installed_version(patch.distribution)
+    made_for = f"made for {patch.distribution} {versions}; {installed} is installed"
+    return made_for if _expected_hash(patch) is None else ""
 
 
 def _resolve(patch: Patch) -> tuple[Any, str]:
     module, _, qualified = patch.target.partition(":")
     path, _, attribute = qualified.rpartition(".")
-    importlib.import_module(module)  # an error of its own is told as it is
+    importlib.import_module(module)  # its own error is raised as it is
     with contextlib.suppress(AttributeError):
         owner = pkgutil.resolve_name(f"{module}:{path}")
         if hasattr(owner, attribute):
@@ -98,7 +109,7 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
 def recorded() -> dict[str, Patch]:
     """Every patch record of this program by its name."""
     texts = (file.read_text() for file in sorted(_PACKAGE.rglob("*.py")))
-    trees = (ast.parse(text) for text in texts if "source_sha256=" in text)
+    trees = (ast.parse(text) for text in texts if "Patch(" in text)
     calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     records = (
         {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
@@ -109,13 +120,14 @@ def recorded() -> dict[str, Patch]:
 
 
 def why_unfit(patch: Patch) -> str:
-    """Why a process would refuse to apply the patch, or an empty text. Imports nothing of what it replaces."""
+    """Return the reason why a process would refuse to apply the patch, or an empty text. Imports nothing of what it
+    replaces."""
     if why := _other_version(patch):
         return why
     source = source_of(patch.target)
     if source is None:
         return f"{patch.target} does not exist"
-    if hashlib.sha256(source.encode()).hexdigest() != patch.source_sha256:
+    if hashlib.sha256(source.encode()).hexdigest() != _expected_hash(patch):
         return f"the source of {patch.target} is not the one it was made for"
     return ""
 
@@ -134,14 +146,14 @@ def source_of(target: str) -> str | None:
 
 
 def _definition(text: str, *, names: list[str]) -> str | None:
-    """Of two definitions with one name the last counts, as when the file is run."""
-    body, found = ast.parse(text).body, None
+    """Return a definition's text; of two with one name the last counts, as when the file is run."""
+    body, definition = ast.parse(text).body, None
     for name in names:
         matching = [each for each in body if isinstance(each, _DEFINITIONS) and each.name == name]
         if not matching:
             return None
-        found = matching[-1]
-        body = found.body
-    assert found is not None, "a target has a name"
-    first = min([found.lineno, *(each.lineno for each in found.decorator_list)])
-    return "".join(text.splitlines(keepends=True)[first - 1 : found.end_lineno])
+        definition = matching[-1]
+        body = definition.body
+    assert definition is not None, "a target has a name"
+    first = min([definition.lineno, *(each.lineno for each in definition.decorator_list)])
+    return "".join(text.splitlines(keepends=True)[first - 1 : definition.end_lineno])

@@ -45,8 +45,8 @@ class Process:
 
 
 def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """Of a child that runs one of our modules, or of our libraries'. -P: the current folder is the user's, and Python
-    would look there first: a `random.py` of theirs would take the place of its own."""
+    """Return the command of a child that runs one of our modules, or of our libraries'. -P: the current folder is the
+    user's, and Python would look there first: a `random.py` of theirs would take the place of its own."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
@@ -79,39 +79,39 @@ def find_processes(mark: str, *, below: int | None = None) -> list[Process]:
 def end_processes(
     find: Callable[[], list[Process]], *, patience_s: float, pause: Callable[[float], bool]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Wait for what `find` finds to go, then SIGTERM, then SIGKILL. Returns what had to be told to end, and what would
-    not.
+    """Wait for what `find` finds to go, then SIGTERM, then SIGKILL. Returns what had to be signalled to end, and what
+    would not.
 
     patience_s: how long to wait before SIGTERM and again before SIGKILL.  pause(seconds): waits, and returns True when
     there is no more time to be patient.
     """
-    found = _wait(find, patience_s, pause)
-    ended = dict.fromkeys(map(str, found))
-    for process in found:
+    remaining = _wait(find, patience_s, pause)
+    ended = dict.fromkeys(map(str, remaining))
+    for process in remaining:
         _send(process, signal.SIGTERM)
-    found = _wait(find, patience_s, pause)
-    ended |= dict.fromkeys(map(str, found))
+    remaining = _wait(find, patience_s, pause)
+    ended |= dict.fromkeys(map(str, remaining))
     return tuple(ended), tuple(map(str, _kill(find, pause)))
 
 
 def _wait(find: Callable[[], list[Process]], seconds: float, pause: Callable[[float], bool]) -> list[Process]:
     deadline = time.monotonic() + seconds
-    while (found := find()) and time.monotonic() < deadline:
+    while (matching := find()) and time.monotonic() < deadline:
         if pause(0.05):
             break
-    return found
+    return matching
 
 
 def _kill(find: Callable[[], list[Process]], pause: Callable[[float], bool]) -> list[Process]:
     """SIGKILL until nothing is found; resource trackers get a moment to tidy up after the others."""
     start = time.monotonic()
-    while (found := find()) and time.monotonic() < start + _KILL_FOR_S:
+    while (matching := find()) and time.monotonic() < start + _KILL_FOR_S:
         spare_trackers = time.monotonic() < start + _TRACKERS_FOR_S
-        for process in found:
+        for process in matching:
             if not (process.tracker and spare_trackers):
                 _send(process, signal.SIGKILL)
         pause(0.02)
-    return found
+    return matching
 
 
 def _send(process: Process, number: signal.Signals) -> None:
@@ -147,9 +147,9 @@ def _carries(pid: int, mark: str) -> bool:
 
 
 def _descendants(table: dict[int, Process], root: int) -> set[int]:
-    found: set[int] = set()
+    descendants: set[int] = set()
     edge = {root}
     while edge:
-        edge = {pid for pid, one in table.items() if one.parent in edge} - found
-        found |= edge
-    return found
+        edge = {pid for pid, process in table.items() if process.parent in edge} - descendants
+        descendants |= edge
+    return descendants

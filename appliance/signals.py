@@ -49,14 +49,14 @@ class Interrupts(contextlib.ExitStack):
 
 
 @contextlib.contextmanager
-def told_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """A signal inside the block ends it with SystemExit, and is told. saved_step: the newest step of the run that is
-    saved, 0 where there is none.  One such block may be in another one."""
-    said: list[str] = []
+def report_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """A signal inside the block ends it with SystemExit, and is reported. saved_step: the newest step of the run that
+    is saved, 0 where there is none.  One such block may be in another one."""
+    signal_lines: list[str] = []
 
     def take(number: int, frame: FrameType | None) -> None:
         name, step = signal.Signals(number).name, saved_step()
-        said.append(stopped_by(name, saved_step=step))
+        signal_lines.append(stopped_by(name, saved_step=step))
         # Not KeyboardInterrupt: after one in an `exec`, as dataclasses have, Python ends by SIGINT.
         raise SystemExit(code_of(name, saved_step=step))
 
@@ -64,10 +64,10 @@ def told_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[No
         with handled(take):
             yield
     finally:
-        if said:
+        if signal_lines:
             from appliance import console
 
-            console.say(said[0])
+            console.say(signal_lines[0])
 
 
 def stopped_by(name: str, *, saved_step: int) -> str:
@@ -77,5 +77,6 @@ def stopped_by(name: str, *, saved_step: int) -> str:
 
 
 def code_of(name: str, *, saved_step: int) -> int:
-    """The exit code: another attempt goes on from what is saved, or nothing does. Parameters as of stopped_by."""
+    """The exit code: another attempt can resume from what is saved, or there is nothing to resume. Parameters as of
+    stopped_by."""
     return SavedAndStopped.exit_code if saved_step and name != "SIGINT" else Interrupted.exit_code

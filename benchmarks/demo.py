@@ -181,7 +181,7 @@ def mark(one: Trained) -> str:
 
 
 def equal(fraction: float | None) -> str:
-    """Only all of them are 100 %."""
+    """Format a share of equal tokens; only all of them are 100 %."""
     if fraction is None or fraction == 1:
         return "-" if fraction is None else "100 %"
     return f"{math.floor(1000 * fraction) / 10:.1f} %"

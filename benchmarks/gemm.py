@@ -29,7 +29,7 @@ from appliance.terms.schemes import Scheme
 
 BF16 = "bf16"
 CUTLASS = "cutlass"
-PACK = 0  # in the place of a number of tokens
+PACK = 0  # instead of a number of tokens
 TOKENS = (16, 32, 64, 128, 512)
 
 Multiply = Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ def weights_of(shapes: Shapes) -> dict[str, tuple[int, int]]:
 
 
 def measure(shapes: Shapes, *, tokens: tuple[int, ...], turns: int) -> list[Row]:
-    found = []
+    measured_rows = []
     on_gpu = torch.cuda.is_available()
     for layer, (rows, columns) in weights_of(shapes).items():
         weight_NK = torch.randn(rows, columns, device="cuda" if on_gpu else "cpu").to(torch.bfloat16)
@@ -73,18 +73,18 @@ def measure(shapes: Shapes, *, tokens: tuple[int, ...], turns: int) -> list[Row]
             calls = {name: (lambda k=k, x=x_MK: k(x)) for name, k in kernels.items()} if count else packers
             times = _take_turns(calls, turns=turns)
             ms = {name: 1e3 * median(each) for name, each in times.items()}
-            found.append(Row(layer, (rows, columns), count, ms, _to_bf16(times), chosen))
-    return found
+            measured_rows.append(Row(layer, (rows, columns), count, ms, _to_bf16(times), chosen))
+    return measured_rows
 
 
 def _to_bf16(times: dict[str, list[float]]) -> dict[str, float]:
-    """How many times as fast as BF16: the median of the turns' ratios."""
+    """Compute how many times as fast as BF16 each is: the median of the turns' ratios."""
     base = times[BF16]
     return {name: median(b / own for b, own in zip(base, each, strict=True)) for name, each in times.items()}
 
 
 def _packers(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
-    """From a weight as it arrives to the function that multiplies by it. INT8's codes are there already."""
+    """Make, from a weight as it arrives, the function that multiplies by it. INT8's codes are there already."""
     quantised = quantise_int8(weight_NK)
     kinds = (kernel_of(1, 1), SglGemm) if has_packed_kernel() else (kernel_of(1, 1),)
 
@@ -102,7 +102,8 @@ def _packers(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
 
 
 def _on_gpu(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
-    """As _packers, for CUDA: vLLM's quantisers of tokens and CUTLASS. FP8 where the GPU has kernels for it."""
+    """Make packers as _packers does, for CUDA: vLLM's quantisers of tokens and CUTLASS. FP8 where the GPU has kernels
+    for it."""
     from vllm import _custom_ops
 
     from appliance.engine.int8 import quantise_for_kernel
@@ -144,14 +145,14 @@ def _take_turns(calls: dict[str, Callable[[], object]], *, turns: int) -> dict[s
     return times
 
 
-def table(found: list[Row]) -> str:
-    names = list(found[0].ms)
+def table(rows: list[Row]) -> str:
+    names = list(rows[0].ms)
     lines = [
         f"| layer | N x K | tokens | {' | '.join(f'{name}, ms' for name in names)} "
         f"| {' | '.join(f'{name} to BF16' for name in names[1:])} | taken |",
         "|" + " --- |" * (4 + len(names) + len(names) - 1),
     ]
-    for row in found:
+    for row in rows:
         times = " | ".join(f"{row.ms[name]:.2f}" for name in names)
         ratios = " | ".join(f"{row.faster[name]:.2f}" for name in names[1:])
         n, k = row.shape_NK

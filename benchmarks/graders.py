@@ -130,12 +130,12 @@ def grade_all(grade: Grade, answers: list[Answer]) -> tuple[list[bool], float]:
 def measure(path: Path) -> list[Result]:
     answers = list(read_answers(path))
     results: list[Result] = []
-    own: list[bool] = []
+    first_grades: list[bool] = []
     for name, grade in graders().items():
         grade_all(grade, answers[:2])  # its imports
         grades, ms_each = grade_all(grade, answers)
-        own = own or grades
-        graded = list(zip(answers, grades, own, strict=True))
+        first_grades = first_grades or grades
+        graded = list(zip(answers, grades, first_grades, strict=True))
         results.append(
             Result(
                 file=path.stem,

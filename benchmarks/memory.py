@@ -19,7 +19,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.plan.memory import Role, peak
-from appliance.plan.memory import held as estimated
+from appliance.plan.memory import memory_by_role as estimated
 from appliance.processes import find_processes
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import RUN_VARIABLE
@@ -46,7 +46,7 @@ SETS = (
 @dataclass(frozen=True)
 class Size:
     kv_cache_gb: int
-    """Of the engine, GiB."""
+    """KV cache of the engine, GiB."""
     hidden: int
     intermediate: int
     layers: int
@@ -61,7 +61,7 @@ SIZES = {
     "100M": Size(kv_cache_gb=2, hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=4, vocab=32768),
 }
 
-# How a process is told by its command line; the first that fits. What fits none is of Ray.
+# How a command line tells which role a process has; the first that fits counts. What fits none is Ray's.
 _TITLES = (
     ("VLLM::EngineCor", Role.ENGINE),  # as the system keeps it: a fork has the command line of its parent
     ("ray::WorkerDict", Role.TRAINER),
@@ -87,7 +87,7 @@ class Measured:
 
     @property
     def total(self) -> int:
-        """Of all roles, at the one moment when it was largest."""
+        """Return the bytes of all roles at the one moment when it was largest."""
         return max(sum(size for _, size in held) for _, held in self.peaks)
 
 
@@ -98,12 +98,12 @@ def main() -> int:
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    found = []
+    measurements = []
     for name in arguments.sizes.split(","):
         plan, measured = train(name, root=arguments.run_root.absolute())
-        found.append((plan, measured))
+        measurements.append((plan, measured))
         console.say(f"{name}: {measured.total / 1e9:.2f} GB in {measured.seconds:.0f} s")
-        write(arguments.output, found)
+        write(arguments.output, measurements)
     return 0
 
 
@@ -165,18 +165,18 @@ def make_model(size: Size, *, folder: Path) -> Path:
 
 def held_by_role(run_dir: Path, *, launcher: int) -> dict[Role, int]:
     """Bytes of proportional set size. launcher: the process id of `appliance train`."""
-    held = dict.fromkeys(Role, 0)
+    bytes_by_role = dict.fromkeys(Role, 0)
     for pid in {launcher, *(one.pid for one in find_processes(f"{RUN_VARIABLE}={run_dir}", below=launcher))}:
-        held[role_of(pid)] += pss_bytes(pid)
-    return held
+        bytes_by_role[role_of(pid)] += pss_bytes(pid)
+    return bytes_by_role
 
 
 def role_of(pid: int) -> Role:
     try:
-        said = [Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("comm", "cmdline")]
+        comm_and_cmdline = [Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("comm", "cmdline")]
     except OSError:
         return Role.SERVICES
-    called = " ".join(said).replace("\0", " ")
+    called = " ".join(comm_and_cmdline).replace("\0", " ")
     return next((role for title, role in _TITLES if title in called), Role.SERVICES)
 
 
@@ -187,22 +187,22 @@ def by_phase(
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     phases = [(event["time"], event["what"]) for event in events if event["kind"] == "phase"]
     largest: dict[str, dict[Role, int]] = {}
-    for when, held in samples:
+    for when, bytes_by_role in samples:
         phase = next((what for begun, what in reversed(phases) if begun <= when), "start")
-        if sum(held.values()) > sum(largest.get(phase, {}).values()):
-            largest[phase] = held
+        if sum(bytes_by_role.values()) > sum(largest.get(phase, {}).values()):
+            largest[phase] = bytes_by_role
     return tuple((phase, tuple((str(role), size) for role, size in held.items())) for phase, held in largest.items())
 
 
-def write(folder: Path, found: list[tuple[RunPlan, Measured]]) -> None:
+def write(folder: Path, measurements: list[tuple[RunPlan, Measured]]) -> None:
     where = here()
-    runs = [asdict(measured) for _, measured in found]
+    runs = [asdict(measured) for _, measured in measurements]
     document = {"schema_version": 1, **where, "recipe": RECIPE, "sets": SETS, "runs": runs}
     (folder / "memory.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "memory.md").write_text("\n".join(page(found, where=where)) + "\n")
+    (folder / "memory.md").write_text("\n".join(page(measurements, where=where)) + "\n")
 
 
-def page(found: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> Iterator[str]:
+def page(measurements: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> Iterator[str]:
     yield "# Memory of a run without a GPU, estimated and measured"
     yield ""
     yield "Made by `python -m benchmarks.memory -o docs/results`; every number is in `memory.json`."
@@ -216,7 +216,7 @@ def page(found: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> 
         "| model | KV cache, GiB | " + " | ".join(f"{role}: estimated, measured" for role in Role) + " | all | ratio |"
     )
     yield "| --- | --- |" + " --- |" * (len(Role) + 2)
-    for plan, measured in found:
+    for plan, measured in measurements:
         roles = " | ".join(
             f"{size / 1e9:.2f}, {measured.most[role] / 1e9:.2f}"
             for role, size in estimated(plan, measured.shape).items()
@@ -228,7 +228,7 @@ def page(found: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> 
         )
     yield ""
     yield "When each run held most: " + "; ".join(
-        f"{measured.size} while in `{largest_phase(measured)}`" for _, measured in found
+        f"{measured.size} while in `{largest_phase(measured)}`" for _, measured in measurements
     )
 
 

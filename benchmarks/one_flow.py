@@ -87,7 +87,7 @@ class Mix:
 
 
 def rollouts(shapes: Shapes, *, mix: Mix, turns: int, threads: int) -> Times:
-    """Of one layer, by scheme: `appliance bench`'s child."""
+    """Time rollouts of one layer, by scheme: `appliance bench`'s child."""
     with tempfile.TemporaryDirectory() as folder:
         job = rollouts_job(shapes, mix=mix, turns=turns, folder=Path(folder))
         file, log = Path(folder, "job.json"), Path(folder, "log")
@@ -127,7 +127,7 @@ class Sampled:
 
 
 def sample(folder: Path, scheme: Scheme, env: dict[str, str]) -> list[Sampled]:
-    """By a real engine, in a process of its own."""
+    """Sample with a real engine, in its own process."""
     os.environ.update(env)
     from vllm import LLM, SamplingParams
 
@@ -142,12 +142,12 @@ def sample(folder: Path, scheme: Scheme, env: dict[str, str]) -> list[Sampled]:
     )
     params = SamplingParams(max_tokens=EQUAL_TOKENS, ignore_eos=True, logprobs=0, detokenize=False, seed=3)
     outputs = llm.generate([{"prompt_token_ids": each} for each in EQUAL_PROMPTS], params, use_tqdm=False)
-    found = []
+    sampled = []
     for output in outputs:
         ids = list(output.outputs[0].token_ids)
         steps = zip(output.outputs[0].logprobs, ids, strict=True)
-        found.append(Sampled(list(output.prompt_token_ids), ids, [step[token].logprob for step, token in steps]))
-    return found
+        sampled.append(Sampled(list(output.prompt_token_ids), ids, [step[token].logprob for step, token in steps]))
+    return sampled
 
 
 def equal_tokens(*, threads: int) -> list[str]:
@@ -181,15 +181,15 @@ def again(model: Module, rows: list[Sampled], *, scheme: Scheme | None) -> list[
     texts = [torch.tensor([one.prompt + one.response]) for one in rows]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         if scheme is None:
-            found = [logprobs_from_logits(model(each).logits[0], each[0].roll(-1)) for each in texts]
+            by_text = [logprobs_from_logits(model(each).logits[0], each[0].roll(-1)) for each in texts]
         else:
             put_in(model, scheme=scheme)
             ids, positions = torch.cat(texts, dim=1), torch.cat([torch.arange(each.shape[1]) for each in texts])
             out = model(input_ids=ids, position_ids=positions[None], shift_labels=ids.roll(-1, 1), temperature=1.0)
-            found = out.log_probs[0].split([each.shape[1] for each in texts])
+            by_text = out.log_probs[0].split([each.shape[1] for each in texts])
     return [
         value
-        for one, log_probs in zip(rows, found, strict=True)
+        for one, log_probs in zip(rows, by_text, strict=True)
         for value in log_probs[len(one.prompt) - 1 : -1].float().tolist()
     ]
 
@@ -204,7 +204,7 @@ def put_in(model: Module, *, scheme: Scheme = Scheme.INT8) -> RolloutForward:
 
 
 def random_model(shapes: Shapes) -> PreTrainedModel:
-    """In float32: verl's masters."""
+    """Make a model in float32: verl's masters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -230,7 +230,7 @@ def random_model(shapes: Shapes) -> PreTrainedModel:
 
 
 def on_one_rank(model: Module) -> None:
-    """In FSDP2 of this process, as verl wraps it."""
+    """Wrap the model in FSDP2 of this process, as verl does."""
     import torch
     from torch.distributed import HashStore, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
@@ -339,7 +339,7 @@ class Parts:
     optimizer: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
     sync: Times = field(default_factory=lambda: {scheme: [] for scheme in SCHEMES})
     quantising: list[float] = field(default_factory=list)
-    """Of the trainer, checks of digests and a pass of a few tokens with it."""
+    """Seconds of quantising in the trainer, checks of digests and a pass of a few tokens with it."""
     of_tokens: dict[int, Times] = field(default_factory=dict)
     """Passes without gradients by their tokens."""
 
@@ -350,23 +350,25 @@ def train(shapes: Shapes, *, mix: Mix, turns: int, of_tokens: Sequence[int]) -> 
     trainer, parts = Trainer(shapes), Parts()
     ids_SL = torch.randint(0, shapes.vocabulary, (mix.sequences, mix.length))
     for turn in range(-1, turns):
-        found = Parts() if turn < 0 else parts  # the first turn warms up
+        timings = Parts() if turn < 0 else parts  # the first turn warms up
         batch = ids_SL[: mix.micro_batch] if turn < 0 else ids_SL
         settings = {"micro_batch": mix.micro_batch}
         for side in (BF16, FLOW):
             if side == FLOW:
                 for scheme in SCHEMES:
-                    manifest = timed(found.sync[scheme], trainer.sync, scheme)
+                    manifest = timed(timings.sync[scheme], trainer.sync, scheme)
                 trainer.flow.note_sent(manifest)
-                timed(found.quantising, trainer.pass_without_gradients, side, batch[:1, :PROMPT_TOKENS], micro_batch=1)
-            timed(found.log_probs[side], trainer.pass_without_gradients, side, batch, **settings)
-            timed(found.update[side], trainer.forward_and_backward, side, batch, **settings)
-            timed(found.optimizer[side], trainer.step)
+                timed(
+                    timings.quantising, trainer.pass_without_gradients, side, batch[:1, :PROMPT_TOKENS], micro_batch=1
+                )
+            timed(timings.log_probs[side], trainer.pass_without_gradients, side, batch, **settings)
+            timed(timings.update[side], trainer.forward_and_backward, side, batch, **settings)
+            timed(timings.optimizer[side], trainer.step)
         for tokens in of_tokens:
             few = ids_SL[: max(1, tokens // mix.length)]
             trainer.pass_without_gradients(FLOW, few[:1], micro_batch=1)  # quantised before the clock starts
             for side in (BF16, FLOW):
-                times = found.of_tokens.setdefault(tokens, {BF16: [], FLOW: []})[side]
+                times = timings.of_tokens.setdefault(tokens, {BF16: [], FLOW: []})[side]
                 timed(times, trainer.pass_without_gradients, side, few, micro_batch=len(few))
     torch.distributed.destroy_process_group()
     return parts
@@ -421,12 +423,12 @@ def saved_bytes(shapes: Shapes, *, length: int) -> dict[str, int]:
     layer = model.model.layers[0]
     ids_SL = torch.randint(0, shapes.vocabulary, (SAVED_TOKENS // length, length))
     positions_SL = torch.arange(length).expand_as(ids_SL)
-    found = {}
+    bytes_by_side = {}
     for side in (BF16, FLOW):
-        held = {each.untyped_storage().data_ptr(): each for each in model.parameters()}
-        own = set(held)
+        storages = {each.untyped_storage().data_ptr(): each for each in model.parameters()}
+        of_parameters = set(storages)
 
-        def pack(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:
+        def pack(tensor: Tensor, held: dict[int, Tensor] = storages) -> Tensor:
             held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other one gets its address
             return tensor
 
@@ -443,15 +445,17 @@ def saved_bytes(shapes: Shapes, *, length: int) -> dict[str, int]:
             model(**row, attention_mask=None)
         for each in ends:
             each.remove()
-        found[side] = sum(each.untyped_storage().nbytes() for address, each in held.items() if address not in own)
-    return found
+        bytes_by_side[side] = sum(
+            each.untyped_storage().nbytes() for address, each in storages.items() if address not in of_parameters
+        )
+    return bytes_by_side
 
 
 # --- the page
 
 
 def ratios(base: Sequence[float], other: Sequence[float]) -> str:
-    """How many times as fast `other` is."""
+    """Format how many times as fast `other` is."""
     found = [a / b for a, b in zip(base, other, strict=True)]
     return f"{median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
 

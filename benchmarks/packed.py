@@ -39,7 +39,7 @@ PASSES = ("log-probs", "update")
 class Mix:
     name: str
     sequences: int
-    """Of a step."""
+    """Sequences of a step."""
     micro_batch: int
     """Sequences of a forward."""
     shortest: int
@@ -48,13 +48,13 @@ class Mix:
     """Tokens."""
 
     def batches(self) -> list[TensorDict]:
-        """As a worker has them: prompt and response behind one another, without padding."""
+        """Return batches as a worker has them: prompt and response behind one another, without padding."""
         import torch
         from tensordict import TensorDict
 
         draw, generator = random.Random(0), torch.Generator().manual_seed(0)
         lengths = [draw.randint(self.shortest, self.longest) for _ in range(self.sequences)]
-        made = []
+        batches = []
         for start in range(0, self.sequences, self.micro_batch):
             part = lengths[start : start + self.micro_batch]
             rows = {
@@ -62,8 +62,8 @@ class Mix:
                 "position_ids": [torch.arange(length) for length in part],
             }
             nested = {name: torch.nested.as_nested_tensor(each, layout=torch.jagged) for name, each in rows.items()}
-            made.append(TensorDict(nested, batch_size=len(part)))
-        return made
+            batches.append(TensorDict(nested, batch_size=len(part)))
+        return batches
 
 
 MIXES = (
@@ -88,7 +88,7 @@ def lines(where: Where) -> list[str]:
     import torch
 
     torch.set_num_threads(1)
-    found = [
+    table_lines = [
         f"Made by `python -m benchmarks.packed`, on one thread. {where.text}.",
         "",
         "| batch | pass | padded, ms | packed, ms | padded / packed |",
@@ -97,11 +97,11 @@ def lines(where: Where) -> list[str]:
     engine = engine_of(model())
     for mix in MIXES:
         times = timed(engine, mix)
-        for each in PASSES:
-            padded, packed = (times[side, each] for side in SIDES)
+        for pass_name in PASSES:
+            padded, packed = (times[side, pass_name] for side in SIDES)
             ms = f"{median(padded) * 1e3:.0f} | {median(packed) * 1e3:.0f}"
-            found.append(f"| {mix.name} | {each} | {ms} | {ratios(padded, packed)} |")
-    return found
+            table_lines.append(f"| {mix.name} | {pass_name} | {ms} | {ratios(padded, packed)} |")
+    return table_lines
 
 
 def model() -> PreTrainedModel:
@@ -116,7 +116,7 @@ def model() -> PreTrainedModel:
     return made
 
 
-def engine_of(made: PreTrainedModel) -> Any:
+def engine_of(model: PreTrainedModel) -> Any:
     """verl's, with what its input and output need and nothing else."""
     from verl.utils.torch_functional import entropy_from_logits
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -124,7 +124,7 @@ def engine_of(made: PreTrainedModel) -> Any:
     import appliance.trainer.worker  # noqa: F401 - our attention and log-probs
 
     engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
-    engine.module, engine.use_ulysses_sp, engine.pad_to_length = made, False, None
+    engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
     engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
     engine.compute_entropy_from_logits = entropy_from_logits
     return engine
@@ -137,17 +137,18 @@ def timed(engine: Any, mix: Mix) -> dict[tuple[str, str], list[float]]:
     for turn in range(-1, TURNS):
         for side, attention in SIDES.items():
             engine.module.set_attn_implementation(attention)
-            for each in PASSES:
+            for pass_name in PASSES:
                 start = time.perf_counter()
-                one_pass(engine, batches, packed=side == "packed", updates=each == "update")
+                one_pass(engine, batches, packed=side == "packed", updates=pass_name == "update")
                 if turn >= 0:
-                    times[side, each].append(time.perf_counter() - start)
+                    times[side, pass_name].append(time.perf_counter() - start)
             engine.module.zero_grad()
     return times
 
 
 def one_pass(engine: Any, batches: list[TensorDict], *, packed: bool, updates: bool) -> None:
-    """As verl's forward_step. updates: with gradients of a made-up loss; else with the entropy and without them."""
+    """Run one pass as verl's forward_step does. updates: with gradients of a made-up loss; else with the entropy and
+    without them."""
     import torch
     from verl.utils.tensordict_utils import assign_non_tensor
 

@@ -1,6 +1,6 @@
 """How much later an engine of vLLM's is there with the plugin: `python -m benchmarks.plugin_start [-o docs/results]`.
 
-Two kinds of process start the same small engine in turns: one that is told to load no plugin, and one under
+Two kinds of process start the same small engine in turns: one that is set to load no plugin, and one under
 FLASHRL_CONFIG=bf16 with this environment's plugins. From the process's start to the engine's, by the wall and by
 processor time, which other work on the machine touches less.
 """
@@ -38,16 +38,16 @@ def start_once(folder: Path, variables: dict[str, str]) -> tuple[float, float]:
     return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def table(found: dict[str, list[tuple[float, float]]]) -> str:
+def table(times_by_side: dict[str, list[tuple[float, float]]]) -> str:
     """Medians, and of the second side what it takes more in the median pair."""
-    plain, ours = found.values()
+    plain, ours = times_by_side.values()
     more = [
         [mine - theirs for mine, theirs in zip(one, other, strict=True)] for one, other in zip(ours, plain, strict=True)
     ]
     rows = ["| engine | start | processor seconds |", "| --- | --- | --- |"]
     rows += [
         f"| {name} | {median(wall for wall, _ in turns):.2f} s | {median(spent for _, spent in turns):.2f} |"
-        for name, turns in found.items()
+        for name, turns in times_by_side.items()
     ]
     wall, spent = (median(each[kind] for each in more) for kind in (0, 1))
     return "\n".join([*rows, f"| **later** (at most {BAR_S} s is the bar) | **{wall:+.2f} s** | {spent:+.2f} |"]) + "\n"
@@ -65,15 +65,15 @@ def main() -> int:
     set_environment(usable_cores())
     with tempfile.TemporaryDirectory() as folder:
         random_state(NAMED_SHAPES["qwen2.5-0.5b"].replace(layers=1), folder=Path(folder))
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
+        times_by_side: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
         for turn in range(-1, given.turns):
             for name, variables in SIDES.items():
                 took = start_once(Path(folder), variables)
-                found[name] += [took] if turn >= 0 else []
+                times_by_side[name] += [took] if turn >= 0 else []
     page = (
         f"# An engine's start with the plugin\n\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: "
         f"{processor()}, {usable_cores()} threads. Medians of {given.turns}\nstarts of each, in turns; *later* is that "
-        f"of the turns' differences.\n\n{table(found)}"
+        f"of the turns' differences.\n\n{table(times_by_side)}"
     )
     console.out(page)
     if given.output is not None:

@@ -35,13 +35,13 @@ SLOW_AIM = 0.6  # of one after the other; where all but the last is graded besid
 @dataclass(frozen=True)
 class Cost:
     rounds_s: tuple[float, ...]
-    """Of grading SAMPLES."""
+    """Seconds of each round of grading SAMPLES."""
     step_s: tuple[float, ...]
-    """Of each step."""
+    """Seconds of each step."""
     in_a_step: int
     """Its samples."""
     slow_s: float
-    """Until SLOW responses are made and graded."""
+    """Seconds until SLOW responses are made and graded."""
     workers: int
 
     @property
@@ -58,13 +58,14 @@ class Cost:
 
     @property
     def lines(self) -> list[str]:
-        of, rounds = SAMPLES / self.in_a_step, self.rounds_s
+        num_steps, rounds = SAMPLES / self.in_a_step, self.rounds_s
         beside = self.slow_s / self.apart_s
         processes = "1 process" if self.workers == 1 else f"{self.workers} processes"
         return [
             f"{SAMPLES:,} trivial rewards in {processes}: {median(rounds):.2f} s ({min(rounds):.2f} to "
-            f"{max(rounds):.2f}); {of:.1f} steps of {self.in_a_step} samples make as many, {median(self.step_s):.2f} s "
-            f"each (median of {len(self.step_s)}), in {of * median(self.step_s):.0f} s: {self.share:.1%}, "
+            f"{max(rounds):.2f}); {num_steps:.1f} steps of {self.in_a_step} samples make as many, "
+            f"{median(self.step_s):.2f} s each (median of {len(self.step_s)}), "
+            f"in {num_steps * median(self.step_s):.0f} s: {self.share:.1%}, "
             f"{'not more' if self.share <= AIM else 'more'} than {AIM:.0%}",
             f"{SLOW} rewards of {SLOW_S:g} s beside an engine that makes a response every "
             f"{SLOW_S / self.workers * 1e3:.0f} ms: {self.slow_s:.1f} s; one after the other {self.apart_s:.1f} s: "
@@ -113,7 +114,7 @@ def cost_of(run: Path) -> Cost:
     return Cost(
         rounds_s=timed(trivial, workers=workers, rounds=ROUNDS, samples=SAMPLES),
         step_s=steps,
-        in_a_step=plan.prompts_per_step * plan.rollout.samples_per_prompt,
+        in_a_step=plan.batch.prompts_per_step * plan.rollout.samples_per_prompt,
         slow_s=timed(slow, workers=workers, rounds=1, samples=SLOW, every_s=SLOW_S / workers)[0],
         workers=workers,
     )

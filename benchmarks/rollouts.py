@@ -44,7 +44,7 @@ from benchmarks.sync import set_environment
 RECIPE = "smollm2-int8"
 BARS = {"SmolLM2": 1.2, "7B": 1.5}
 LAYERS_OF_7B = 28
-FEW, MORE = 1, 3
+FEW, MORE = 1, 8
 """Layers of 7B's shapes in its two cases."""
 BATCH, NEW_TOKENS = 32, 32
 GIB = 1 << 30
@@ -60,7 +60,7 @@ class Case:
 
     name: str
     shapes: str = ""
-    """Of `--shapes`; empty: the recipe's own model and prompts."""
+    """Name for `--shapes`; empty: the recipe's own model and prompts."""
 
     def file(self, folder: Path) -> Path:
         return folder / f"rollouts-{self.name}.json"
@@ -87,7 +87,7 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -281,7 +281,7 @@ def page(folder: Path) -> str:
 def _row(what: str, by_clock: list[list[Pair]], *, bar: str, others: str) -> str:
     """by_clock: pairs by each of CLOCKS."""
     seconds = [f"{median(values):.2f}" for values in zip(*by_clock[0], strict=True)]
-    ratios = [str(Spread.of([bf16 / int8 for bf16, int8 in pairs])) for pairs in by_clock]
+    ratios = [str(Spread.from_values([bf16 / int8 for bf16, int8 in pairs])) for pairs in by_clock]
     return "| " + " | ".join([what, *seconds, *ratios, bar, others]) + " |"
 
 

@@ -1,15 +1,16 @@
-"""How near INT8 rollouts of a Llama come to its trainer by smoothing, by rotation and by asymmetric activations:
+"""How near INT8 rollouts of a Llama or Qwen2 come to its trainer by smoothing, rotation and asymmetric activations:
 `python -m benchmarks.rotation MODEL PROBLEMS [--samples FILE] [-o docs/results]`.
 
-MODEL is a folder with a dense Llama. PROBLEMS has a JSON line with a `question` for each problem; the model answers at
-temperature 1. One answer in four calibrates, the others are measured. The forward has the formats of the engine: a BF16
-residual stream, vLLM's own norms and activations, its INT8 kernel, a head in BF16. The figure is the mean
-KL(rollout || trainer) over the whole vocabulary at each token of the answers, which is what k3 estimates and far less
-noisy; k3 of the sampled tokens stands beside it.
+MODEL is a folder with a dense Llama or Qwen2. PROBLEMS has a JSON line with a `question` for each problem; the model
+answers at temperature 1. One answer in four calibrates, the others are measured. The forward has the formats of the
+engine: a BF16 residual stream, vLLM's own norms and activations, its INT8 kernel, a head in BF16. The figure is the
+mean KL(rollout || trainer) over the whole vocabulary at each token of the answers, which is what k3 estimates and far
+less noisy; k3 of the sampled tokens is beside it.
 
 Rotated: with R orthogonal and g a norm's weight, the residual stream h becomes h R. A norm without weights commutes
 with R, so what reads the stream becomes W diag(g) R, what writes to it R^T W, embedding and head likewise. A head's
-values v become v P, so rows of v_proj are P^T V and columns of o_proj O P.
+values v become v P, so rows of v_proj are P^T V and columns of o_proj O P. Qwen2's biases of q, k and v are what they
+were, but for v's, which is a row of v_proj.
 
 Asymmetric: a token's codes are round(x / s) + z with s = (max - min) / 255, and z is subtracted after the product, as
 vLLM's kernels for a CPU (oneDNN) and for a GPU (CUTLASS) do it.
@@ -31,7 +32,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from appliance import console
@@ -46,6 +47,7 @@ AT_ONCE, POSITIONS = 24, 256  # sequences of a forward, tokens whose logits are 
 BLOCK = 64  # of Hadamard
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 PLACES = {**dict.fromkeys("qkvo", "self_attn"), **dict.fromkeys(("gate", "up", "down"), "mlp")}
+BIASES = {"q": "q_bias", "k": "k_bias", "v": "v_bias"}  # of what reads, by the matrix
 READ_BY = {"input": ("q", "k", "v"), "post_attention": ("gate", "up")}  # norms, and what they feed
 
 
@@ -58,7 +60,7 @@ class Llama:
     head_VH: Tensor
     final_norm_H: Tensor
     layers: list[dict[str, Tensor]]
-    """Norms by the names of READ_BY, matrices [N, K] by those of PLACES."""
+    """Norms by the names of READ_BY, matrices [N, K] by those of PLACES, biases [N] by those of BIASES."""
 
     @classmethod
     def load(cls, folder: Path) -> Llama:
@@ -70,7 +72,10 @@ class Llama:
         for number in range(config.num_hidden_layers):
             prefix = f"model.layers.{number}."
             layer = {norm: weights[f"{prefix}{norm}_layernorm.weight"] for norm in READ_BY}
-            layers.append(layer | {name: weights[f"{prefix}{at}.{name}_proj.weight"] for name, at in PLACES.items()})
+            layer |= {name: weights[f"{prefix}{at}.{name}_proj.weight"] for name, at in PLACES.items()}
+            for name, bias in BIASES.items():
+                layer[bias] = weights.get(f"{prefix}self_attn.{name}_proj.bias", torch.zeros(len(layer[name])))
+            layers.append(layer)
         embedding_VH = weights["model.embed_tokens.weight"]
         return cls(
             config, embedding_VH, weights.get("lm_head.weight", embedding_VH), weights["model.norm.weight"], layers
@@ -91,8 +96,8 @@ Inputs = dict[tuple[int, str], list[Tensor]]  # [M, K] of each batch, there
 
 
 def smooth_norms(model: Llama, ranges: Ranges, inputs: Inputs | None = None) -> Llama:
-    """Between a norm and what it feeds: by the rule, and with inputs, which then are of the same model, as the profile
-    does it for INT8."""
+    """Smooth between a norm and what it feeds: by the rule, and with inputs, which then are of the same model, as the
+    profile does it for INT8."""
 
     def change(number: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         changed = {}
@@ -109,7 +114,7 @@ def smooth_norms(model: Llama, ranges: Ranges, inputs: Inputs | None = None) -> 
 
 
 def smooth_down(model: Llama, ranges: Ranges, inputs: Inputs | None = None) -> Llama:
-    """By the rule; with inputs, of a model whose `up_proj` is as this one's, refined."""
+    """Smooth by the rule; with inputs, of a model whose `up_proj` is as this one's, refined."""
 
     def change(number: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         scale_K = by_rule(ranges[number, "down"], weight_K=layer["down"].abs().amax(0), strength=0.5)
@@ -131,7 +136,8 @@ def smooth_values(model: Llama, ranges: Ranges) -> Llama:
         )
         scale_K = by_rule(range_K, weight_K=weight_K, strength=0.5)
         wide_K = scale_K.view(kv_heads, 1, width).expand(shape).flatten()
-        return {"v": layer["v"] / scale_K[:, None], "o": layer["o"] * wide_K}
+        narrow = {"v": layer["v"] / scale_K[:, None], "v_bias": layer["v_bias"] / scale_K}
+        return narrow | {"o": layer["o"] * wide_K}
 
     return model.with_layers(change)
 
@@ -179,7 +185,8 @@ def rotate_values(model: Llama, *, seed: int) -> Llama:
     def change(number: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         turn = signs(width, seed=1000 * seed + number)[:, None] * hadamard(width)
         values, reading = layer["v"].double().view(kv_heads, width, -1), layer["o"].double().view(-1, heads, width)
-        return {"v": (turn.t() @ values).flatten(0, 1).float(), "o": (reading @ turn).flatten(1).float()}
+        turned = {"v": (turn.t() @ values).flatten(0, 1).float(), "o": (reading @ turn).flatten(1).float()}
+        return turned | {"v_bias": (layer["v_bias"].double().view(kv_heads, width) @ turn).flatten().float()}
 
     return model.with_layers(change)
 
@@ -188,8 +195,9 @@ class Gemm:
     """A fused matrix and how it is multiplied: exactly (`float32`, `bf16`), by vLLM's INT8 kernel (`int8`, and with
     `asymmetric` activations), or with its codes and all else in float32 (`codes`)."""
 
-    def __init__(self, weight_NK: Tensor, how: str) -> None:
+    def __init__(self, weight_NK: Tensor, how: str, *, bias_N: Tensor | None = None) -> None:
         self._how = how
+        self._bias_N = None if bias_N is None else bias_N.to(formats_of(how))
         self._weight_NK = weight_NK = weight_NK.to(formats_of(how))
         if how in ("float32", "bf16"):
             return
@@ -207,20 +215,21 @@ class Gemm:
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         if self._how == "int8":
-            return self._gemm(x_MK, None)
+            return self._gemm(x_MK, self._bias_N)
         if self._how == "asymmetric":
             codes_MK, scale_M1 = torch.empty_like(x_MK, dtype=torch.int8), torch.empty(len(x_MK), 1)
             zero_M1 = torch.empty_like(scale_M1, dtype=torch.int32)
             torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, zero_M1)
             y_MN = x_MK.new_empty(len(x_MK), len(self._scale_N1))
-            operands = (codes_MK, scale_M1, zero_M1, self._sums_1N, None)
+            operands = (codes_MK, scale_M1, zero_M1, self._sums_1N, self._bias_N)
             torch.ops._C.onednn_scaled_mm(y_MN, *operands, self._handle)
             return y_MN
-        return (dequantise_int8(quantise_int8(x_MK)) if self._how == "codes" else x_MK) @ self._weight_NK.t()
+        x_MK = dequantise_int8(quantise_int8(x_MK)) if self._how == "codes" else x_MK
+        return linear(x_MK, self._weight_NK, self._bias_N)
 
 
 def formats_of(how: str) -> torch.dtype:
-    """Of weights, residual stream and everything else."""
+    """Return the formats of weights, residual stream and everything else."""
     return torch.float32 if how in ("float32", "codes") else torch.bfloat16
 
 
@@ -240,7 +249,14 @@ class Forward:
         self.dtype = formats_of(ways["qkv"])
         self._embedding_VH = model.embedding_VH.to(self.dtype)
         self._gemms = [
-            {fused: Gemm(torch.cat([layer[part] for part in parts]), ways[fused]) for fused, parts in FUSED.items()}
+            {
+                fused: Gemm(
+                    torch.cat([layer[part] for part in parts]),
+                    ways[fused],
+                    bias_N=torch.cat([layer[bias] for bias in BIASES.values()]) if fused == "qkv" else None,
+                )
+                for fused, parts in FUSED.items()
+            }
             for layer in model.layers
         ]
         self._norms = [{norm: layer[norm].to(self.dtype) for norm in READ_BY} for layer in model.layers]
@@ -253,7 +269,8 @@ class Forward:
         """[M, H] before the head, of the answers' tokens. prefix: with which all sequences begin, computed once."""
         self._prefix = []
         with torch.no_grad():
-            self._prefix = self._run(torch.tensor([prefix]), torch.ones(1, len(prefix), dtype=torch.bool))[1]
+            if prefix:
+                self._prefix = self._run(torch.tensor([prefix]), torch.ones(1, len(prefix), dtype=torch.bool))[1]
             return torch.cat([self._run(batch.tokens_BT, batch.valid_BT)[0][batch.answer_BT] for batch in batches])
 
     def _run(self, tokens_BT: Tensor, valid_BT: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -358,7 +375,7 @@ class Batch:
     tokens_BT: Tensor
     valid_BT: Tensor
     answer_BT: Tensor
-    """Whose next token was sampled."""
+    """Mask of the tokens whose next token was sampled."""
 
     @property
     def next_M(self) -> Tensor:
@@ -419,7 +436,7 @@ class Table:
             torch.cat(rows).mean(0).tolist(),
             torch.cat(rows)[:, 0].std() / len(self._next_M1) ** 0.5,
         )
-        self.lines.append(f"| {label} | {kl:.4f} ± {error:.4f} | {k3:.4f} | {kl_exact:.4f} |")
+        self.lines.append(f"| {label} | {kl:.3g} ± {error:.1g} | {k3:.3g} | {kl_exact:.3g} |")
         console.say(f"{self.lines[-1]}  {time.perf_counter() - started:.0f} s")
 
 

@@ -50,7 +50,7 @@ class Step:
     sampler: str
     seconds: float
     draw_s: float
-    """What of the step drew samples."""
+    """Seconds of the step that drew samples."""
 
     @property
     def share(self) -> float:
@@ -79,7 +79,7 @@ class TakingTurns:
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        log_probs = logits.log_softmax(dim=-1)  # before: vLLM's own works in the place of the logits
+        log_probs = logits.log_softmax(dim=-1)  # before: vLLM's own overwrites the logits
         began = time.perf_counter()
         words, _ = self._forwards[self.name](self._sampler, logits, generators, k, p)
         self.draw_s = time.perf_counter() - began

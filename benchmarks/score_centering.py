@@ -92,7 +92,7 @@ def rollouts(*, sequences: int, prompt_tokens: int, tokens: int, words: int, tur
             np.array(flat.logprobs, np.float32).reshape(tokens, -1)
 
     times = in_turns({WITHOUT: lambda: generate(0), WITH: lambda: generate(words)}, turns=turns)
-    cleanup_dist_env_and_memory()  # the trainer makes a process group of its own
+    cleanup_dist_env_and_memory()  # the trainer makes its own process group
     return times
 
 

@@ -67,13 +67,13 @@ def read_row(run_dir: Path) -> Row:
     steps = [line for line in lines if line["step"] > 0]
     if not steps:
         raise TrainingError(f"{run_dir}: it has no step", hint="give a run that trained")
-    samples_of_a_step = plan.prompts_per_step * plan.rollout.samples_per_prompt
+    samples_of_a_step = plan.batch.prompts_per_step * plan.rollout.samples_per_prompt
     memory = _lines(run_dir / MEMORY_FILE) if (run_dir / MEMORY_FILE).is_file() else []
     return Row(
         seed=plan.seed,
         scheme="/".join(dict.fromkeys(line["scheme"] for line in steps)),
         steps=steps[-1]["step"],
-        planned_steps=plan.steps,
+        planned_steps=plan.trainer.steps,
         samples=samples_of_a_step * len(steps),
         tokens=round(sum(line["response_tokens_mean"] for line in steps) * samples_of_a_step),
         problems=next((int(line["val_samples"]) for line in lines if line.get("val_samples")), 0),

@@ -57,7 +57,7 @@ class Update:
     proof_s: float
     telemetry_s: float
     layers_proven: int
-    """Of all with a kernel."""
+    """Layers, of all with a kernel, that were proven."""
     waiting_bytes: int
     """Most that waited for a layer's rest."""
 
@@ -77,11 +77,11 @@ class Row:
     scheme: Scheme
     seconds: float
     ratio: float
-    """To BF16, over interleaved pairs."""
+    """Ratio to BF16, over interleaved pairs."""
     digest_s: float
     proof_s: float
     proof_share: float
-    """Of the update without digests."""
+    """Share of the update, without digests, that the proof takes."""
     telemetry_s: float
     extra_mib: float
     waiting_mib: float
@@ -154,7 +154,7 @@ def peak_of_tensors(work: Callable[[], object], *, times: int) -> int:
 
     From the allocations and frees that PyTorch's profiler records. It knows of no free whose allocation it has not
     seen, so that one call more goes first. The resident set would say less: the allocator keeps freed pages, and an
-    engine would be told to need nothing where another had left some.
+    engine would be reported to need nothing where another had left some.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -179,18 +179,18 @@ def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_ev
         tensors = random_state(shapes, folder=Path(folder))
         records = tuple(record(name, tensor) for name, tensor in tensors.items())
         engines = [Engine(Path(folder), scheme=scheme, prove_every=prove_every) for scheme in schemes]
-        found = []
+        timed_updates = []
         for pair in range(-1, pairs):
             for engine in engines:
                 update = engine.update(tensors, records=records, pair=pair)
-                found += [update] if pair >= 0 else []
+                timed_updates += [update] if pair >= 0 else []
         extra = {
             engine.scheme: peak_of_tensors(
                 lambda engine=engine: engine.update(tensors, records=records, pair=pairs), times=prove_every
             )
             for engine in engines
         }
-        return Measured(found, extra)
+        return Measured(timed_updates, extra)
 
 
 def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
@@ -214,34 +214,35 @@ def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
 def rows(measured: Measured) -> list[Row]:
     """Updates of every scheme and pair; the first scheme is what the others are compared with."""
     updates = measured.updates
-    by_place = {(one.scheme, one.pair): one for one in updates}
-    schemes = list(dict.fromkeys(one.scheme for one in updates))
-    pairs = sorted({one.pair for one in updates})
-    found = []
+    by_place = {(update.scheme, update.pair): update for update in updates}
+    schemes = list(dict.fromkeys(update.scheme for update in updates))
+    pairs = sorted({update.pair for update in updates})
+    table_rows = []
     for scheme in schemes:
-        own = [by_place[scheme, pair] for pair in pairs]
-        found.append(
+        of_scheme = [by_place[scheme, pair] for pair in pairs]
+        table_rows.append(
             Row(
                 scheme=scheme,
-                seconds=median(one.seconds for one in own),
+                seconds=median(update.seconds for update in of_scheme),
                 ratio=median(by_place[scheme, pair].seconds / by_place[schemes[0], pair].seconds for pair in pairs),
-                digest_s=median(one.digest_s for one in own),
-                proof_s=median(one.proof_s for one in own),
-                proof_share=sum(one.proof_s for one in own) / sum(one.seconds - one.digest_s for one in own),
-                telemetry_s=median(one.telemetry_s for one in own),
+                digest_s=median(update.digest_s for update in of_scheme),
+                proof_s=median(update.proof_s for update in of_scheme),
+                proof_share=sum(update.proof_s for update in of_scheme)
+                / sum(update.seconds - update.digest_s for update in of_scheme),
+                telemetry_s=median(update.telemetry_s for update in of_scheme),
                 extra_mib=measured.extra_bytes[scheme] / 2**20,
-                waiting_mib=max(one.waiting_bytes for one in own) / 2**20,
+                waiting_mib=max(update.waiting_bytes for update in of_scheme) / 2**20,
             )
         )
-    return found
+    return table_rows
 
 
-def table(found: list[Row]) -> str:
+def table(rows_of_table: list[Row]) -> str:
     lines = [
         "| scheme | update | to BF16 | digests | proof | proof's share | telemetry | extra memory | waiting |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in found:
+    for row in rows_of_table:
         emulated = " (emulated)" if row.scheme.spec.can_emulate else ""
         lines.append(
             f"| {row.scheme}{emulated} | {row.seconds:.3f} s | {row.ratio:.2f} | {row.digest_s:.3f} s "
@@ -270,29 +271,29 @@ def main() -> int:
     shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
     schemes = tuple(Scheme(name) for name in given.schemes.split(","))
     measured = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)
-    found = rows(measured)
-    text = f"{_heading(shapes, given)}\n\n{table(found)}\n\n{LEGEND}\n"
+    table_rows = rows(measured)
+    text = f"{_heading(shapes, given)}\n\n{table(table_rows)}\n\n{LEGEND}\n"
     console.out(text)
     if given.output is not None:
         facts = {"shapes": shapes.model_dump(), "threads": given.threads, "prove_every": given.prove_every}
         value = {"schema_version": 1, **facts, **dataclasses.asdict(measured)}
         (given.output / "sync.json").write_text(json.dumps(value, indent=2) + "\n")
         (given.output / "sync.md").write_text(text)
-    slow = [row.scheme for row in found if row.ratio > MAX_RATIO or row.proof_share > MAX_PROOF_SHARE]
+    slow = [row.scheme for row in table_rows if row.ratio > MAX_RATIO or row.proof_share > MAX_PROOF_SHARE]
     if slow:
         console.say(f"above {MAX_RATIO} times BF16, or a proof of more than {MAX_PROOF_SHARE:.0%}: {', '.join(slow)}")
     return 0
 
 
 def engine_env(threads: int) -> dict[str, str]:
-    """Of a process with an engine; with no run's folder to attest in."""
+    """Return the environment of a process with an engine; with no run's folder to attest in."""
     settings = {"is_cpu": True, "threads": threads, "kv_cache_gb": 1, "offline": True, "backends": ()}
     env = child_env(Path(tempfile.gettempdir()), **settings)
     return {name: value for name, value in env if name != PLAN_VARIABLE}
 
 
 def set_environment(threads: int) -> None:
-    """Before torch and vLLM are imported."""
+    """Set the environment before torch and vLLM are imported."""
     os.environ.update(engine_env(threads))
 
 

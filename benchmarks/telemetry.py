@@ -114,7 +114,7 @@ def train(recipe: str, *, steps: int, root: Path) -> Path:
 
 
 def cost_of(run_dir: Path) -> Cost:
-    """Of the steps after the first. Raises TrainingError when there is none."""
+    """Compute the cost of the steps after the first. Raises TrainingError when there is none."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = tuple(Measured(line["step"], line["telemetry_s"], line["step_s"]) for line in lines if line["step"] > 1)
     if not steps:

@@ -11,7 +11,7 @@ attention and log-probs; random weights of SmolLM2-135M's shapes. The two sides 
 turns on the same batch: forward and backward of all micro-batches, then the clipped optimizer step, which is the same
 on both. Seconds are wall time; processor seconds are of all threads, and depend less on what else the host does. A time
 is the median of the turns, a ratio that of single turns with its range. The first turn of each side is not counted. On
-a CPU verl has to be told so: VERL_PLATFORM=cpu.
+a CPU verl needs a variable: VERL_PLATFORM=cpu.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Times:
 
 
 def batch(*, prompts: int, samples: int, prompt_tokens: int, response_tokens: int, micro_batch: int) -> TensorDict:
-    """As verl's worker gets it. Prompts of three quarters to five quarters of `prompt_tokens`, responses of three
-    quarters of `response_tokens` up to all."""
+    """Make a batch as verl's worker gets it. Prompts of three quarters to five quarters of `prompt_tokens`, responses
+    of three quarters of `response_tokens` up to all."""
     import torch
     from tensordict import TensorDict
     from verl.utils.tensordict_utils import assign_non_tensor
@@ -152,15 +152,15 @@ def engine(
     flow = put_in(model)
     forwards[FLOW] = [(module, module.forward) for module in modules]
     on_one_rank(model)
-    made = ApplianceEngine.__new__(ApplianceEngine)
-    made._keeps_copies, made._flow = True, None
-    made.module, made.use_ulysses_sp, made.pad_to_length = model, False, None
-    made.ulysses_device_mesh, made.ulysses_sequence_parallel_size = None, 1
-    made.scaler, made._qat_enabled, made._autocast_dtype = None, False, torch.bfloat16
-    made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, reshard_after_forward=True)
-    made.optimizer_config = SimpleNamespace(clip_grad=1.0)
-    made.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
-    return made, forwards, flow
+    new_engine = ApplianceEngine.__new__(ApplianceEngine)
+    new_engine._keeps_copies, new_engine._flow = True, None
+    new_engine.module, new_engine.use_ulysses_sp, new_engine.pad_to_length = model, False, None
+    new_engine.ulysses_device_mesh, new_engine.ulysses_sequence_parallel_size = None, 1
+    new_engine.scaler, new_engine._qat_enabled, new_engine._autocast_dtype = None, False, torch.bfloat16
+    new_engine.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, reshard_after_forward=True)
+    new_engine.optimizer_config = SimpleNamespace(clip_grad=1.0)
+    new_engine.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
+    return new_engine, forwards, flow
 
 
 def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
@@ -173,7 +173,7 @@ def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
 
 
 def timed(data: TensorDict, *, sides: tuple[str, str], turns: int, layers: int) -> dict[str, Times]:
-    """By side."""
+    """Time the passes, by side."""
     trainer, times = Engine(layers=layers), {side: Times() for side in sides}
     engine = trainer.engine
     for turn in range(-1, turns):

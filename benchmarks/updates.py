@@ -43,7 +43,7 @@ class Side:
     name: str
     update: Callable[[dict[str, Tensor]], None]
     seconds: list[float] = field(default_factory=list)
-    """Of each turn."""
+    """Seconds of each turn."""
     processor_s: list[float] = field(default_factory=list)
 
 
@@ -65,6 +65,7 @@ def plain(folder: Path) -> Side:
 
 
 def ours(folder: Path, config: str) -> Side:
+    from appliance.engine.update import WeightState
     from appliance.engine.ways_in import ways_into
     from flashrl_compat.plugin import register
     from flashrl_compat.variables import CONFIG_VARIABLE
@@ -75,10 +76,11 @@ def ours(folder: Path, config: str) -> Side:
     ways = ways_into(runner.get_model())
 
     def update(tensors: dict[str, Tensor]) -> None:
-        before = ways.state.version
+        before = ways.report.version
         for each in tensors.items():
             runner.get_model().load_weights([each])
-        assert (ways.state.version, ways.state.open) == (before + 1, ""), "it ends with its last layer, proven"
+        ends_with_its_last_layer = (ways.report.version, ways.report.state) == (before + 1, WeightState.WHOLE)
+        assert ends_with_its_last_layer
 
     return Side(f"FLASHRL_CONFIG={config}", update)
 
@@ -128,7 +130,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help="folder for updates.md")
     given = parser.parse_args()
     set_environment(given.threads)
-    os.environ["VLLM_PLUGINS"] = ""  # ours is registered once vLLM's own engine stands
+    os.environ["VLLM_PLUGINS"] = ""  # ours is registered once vLLM's own engine is up
     shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
     measured = measure(shapes, turns=given.turns)
     layer = 2 * (3 * shapes.hidden * shapes.intermediate + 2 * shapes.hidden**2 * (1 + shapes.kv_heads / shapes.heads))

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def seconds(multiply: Callable[[], object]) -> float:
-    """Of one multiplication."""
+    """Time one multiplication."""
     start, count = time.perf_counter(), 0
     while time.perf_counter() < start + TURN_S:
         multiply()
@@ -41,16 +41,16 @@ def seconds(multiply: Callable[[], object]) -> float:
 
 def row(size: int, dtype: torch.dtype, layout: str) -> str:
     x, w = (torch.randn(size, size).to(dtype) for _ in range(2))
-    multiply, own, wide = LAYOUTS[layout], [], []
+    multiply, native_s, wide = LAYOUTS[layout], [], []
     for _ in range(TURNS):
-        own.append(seconds(lambda: multiply(x, w)))
+        native_s.append(seconds(lambda: multiply(x, w)))
         wide.append(seconds(lambda: multiply(x.float(), w.float()).to(dtype)))
-    ratio = median(a / b for a, b in zip(own, wide, strict=True))
+    ratio = median(a / b for a, b in zip(native_s, wide, strict=True))
     cells = (
         str(size),
         str(dtype).removeprefix("torch."),
         layout,
-        f"{median(own) * 1e3:.2f}",
+        f"{median(native_s) * 1e3:.2f}",
         f"{median(wide) * 1e3:.2f}",
     )
     return f"| {' | '.join(cells)} | {ratio:.1f} |"

@@ -46,8 +46,10 @@ def components(lock: str) -> Iterator[dict[str, object]]:
 def document(folder: Path, *, flavour: str) -> dict[str, object]:
     """The whole bill. folder: with pyproject.toml and requirements/."""
     version = re.search(r'^version = "(.*)"', (folder / "pyproject.toml").read_text(), re.M)[1]
-    found = [each for lock in LOCKS[flavour] for each in components((folder / "requirements" / lock).read_text())]
-    content = json.dumps([version, found], sort_keys=True)
+    found_components = [
+        each for lock in LOCKS[flavour] for each in components((folder / "requirements" / lock).read_text())
+    ]
+    content = json.dumps([version, found_components], sort_keys=True)
     subject = {"type": "container", "bom-ref": f"flashrl-appliance-{flavour}", "name": "flashrl-appliance"}
     return {
         "bomFormat": "CycloneDX",
@@ -55,7 +57,7 @@ def document(folder: Path, *, flavour: str) -> dict[str, object]:
         "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, content)}",
         "version": 1,
         "metadata": {"component": {**subject, "version": f"{version}-{flavour}"}},
-        "components": sorted(found, key=lambda each: str(each["bom-ref"])),
+        "components": sorted(found_components, key=lambda each: str(each["bom-ref"])),
     }
 
 

@@ -24,7 +24,7 @@ done
 is_here() { docker image inspect "$1" >/dev/null 2>&1; }
 
 plan=$(.venv/bin/appliance plan "$recipe" --json "${sets[@]}")
-device=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["plan"]["device"])' <<<"$plan")
+device=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["plan"]["cluster"]["device"])' <<<"$plan")
 if [ "$device" = cpu ]; then
     exec .venv/bin/appliance train "$@"
 fi

@@ -17,14 +17,14 @@ import torch
 from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
+from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
 from appliance.errors import ApplianceError, RecipeError
-from appliance.patch import Patch
+from appliance.patch import Patch, apply_patch
 from appliance.recipe.text import Problem
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import EngineSettings, engine_settings
 from flashrl_compat.loader import LOAD_FORMAT
-from flashrl_compat.patches import apply_here
 from flashrl_compat.variables import CONFIG_VARIABLE, LOGGER, RELOAD_VARIABLE, Variables, read_variables, tell_hints
 from flashrl_compat.worker import RELOAD_KEY, WORKER_CLASS
 
@@ -37,8 +37,12 @@ ENGINE_ARGUMENTS = Patch(
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/engine/arg_utils.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="8d7f29b97d577e5dffe6c45a5e851260290e52afe9b16c5ef3b18b0f60bf7572",
+    sources={
+        "0.28.0": "8d7f29b97d577e5dffe6c45a5e851260290e52afe9b16c5ef3b18b0f60bf7572",
+        "0.29.0": "ceee1a6b3f7380a779480f0adc71541397d2fec3606c4b3b4a38bf949f14b8fc",
+        "0.30.0": "200fbc529224d87c35d5262c2dbf327a6f2ce1bc474c95917f0d930f9e7e096f",
+        "0.31.0": "cea46b85694f44fbef503412edf2fa83a3347420459ca9ef86654231420f15d4",
+    },
     remove_when="a vLLM plugin can set engine arguments, or nobody comes from FlashRL any more",
 )
 
@@ -54,9 +58,13 @@ _NAMES_OF_THEIR_OWN = frozenset(
 )
 
 
+# Backends of vLLM's weight transfer that write into a model's tensors past `load_weights`. 0.28 has the first alone.
+_PAST_THE_LOADERS = frozenset({"sparse_nccl", "sharded_rdt", "nccl_m2n"})
+
+
 def patch_engine_arguments() -> None:
     """Raises PatchError."""
-    apply_here(ENGINE_ARGUMENTS, _with_flashrl)
+    apply_patch(ENGINE_ARGUMENTS, _with_flashrl)
 
 
 def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +75,7 @@ def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:
             if variables.config is None:
                 return original(self, *args, **kwargs)
             _apply(self, variables)
+            let_vllm_pass_llvmlite()
             config = original(self, *args, **kwargs)
             _require_provable(config)
             return config
@@ -114,15 +123,18 @@ def _require_provable(config: Any) -> None:
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         fact = f"--dtype {str(config.model_config.dtype).removeprefix('torch.')}: no weight update of it is proven"
         problems.append((fact, "use bfloat16 or float16"))
-    if transfer is not None and transfer.backend == "sparse_nccl":
-        fact = "--weight-transfer-config: `sparse_nccl` writes into the kernels' tensors, where nothing is proven"
+    if transfer is not None and transfer.backend in _PAST_THE_LOADERS:
+        fact = (
+            f"--weight-transfer-config: `{transfer.backend}` writes into the kernels' tensors, where nothing is proven"
+        )
         problems.append((fact, "use `nccl` or `ipc`; without a GPU `shm`"))
     if problems:
         raise RecipeError(problems)
 
 
 def replica_rank(arguments: Any, environ: Mapping[str, str]) -> int:
-    """Which engine of several this is: verl's replica, vLLM's data-parallel rank, or FlashRL's `RANK // workers`.
+    """Return which engine of several this is: verl's replica, vLLM's data-parallel rank, or FlashRL's `RANK //
+    workers`.
 
     Raises RecipeError for a variable that is no such number.
     """
@@ -231,7 +243,7 @@ def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:
 
 
 def _no_kernels(quantisation: Quantisation) -> str:
-    """Why this host cannot run the scheme, or nothing; of a GPU that we do not know nothing."""
+    """Return the reason why this host cannot run the scheme, or an empty text, also for a GPU that we do not know."""
     if quantisation.emulated:
         return ""
     if current_platform.is_cpu():
@@ -241,7 +253,7 @@ def _no_kernels(quantisation: Quantisation) -> str:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Of the first processor, as Linux names them."""
+    """Read the flags of the first processor, as Linux names them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())

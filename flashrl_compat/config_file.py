@@ -44,24 +44,24 @@ class Entry:
     load_format: str
     """One of LOAD_FORMATS."""
     model: str
-    """As the file has it, or empty."""
+    """Model as the file has it, or empty."""
     backend: str
-    """As the file has it, or empty."""
+    """Backend as the file has it, or empty."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     quantisation: Quantisation
     load_format: str
-    """Empty where the engine's own setting holds."""
+    """Load format; empty where the engine's own setting applies."""
     backend: str
-    """Empty where the engine's own setting holds."""
+    """Backend; empty where the engine's own setting applies."""
     reload: tuple[str, ...]
     """Checkpoints, in order."""
     same_for_all: bool
     """Whether every rank gets the same."""
     notes: tuple[str, ...]
-    """What differs from FlashRL, for the log."""
+    """Differences from FlashRL, for the log."""
 
 
 def engine_settings(variables: Variables, *, rank: int) -> EngineSettings:
@@ -244,11 +244,11 @@ class _Reader:
 
     def _patterns(self, key: str) -> tuple[str, ...]:
         """Exact names, and regular expressions after `re:`."""
-        found = self._texts(key)
-        for rule in found:
+        patterns = self._texts(key)
+        for rule in patterns:
             if rule.startswith("re:") and (why := pattern_problem(rule[3:])):
                 self._refuse(key, f"`{rule[:60]}` is not a regular expression: {why}", "correct it")
-        return found
+        return patterns
 
     def _check_quantization(self, name: Name) -> None:
         """FlashRL hands this to vLLM; here the scheme follows from `fn`, and the two may not contradict each other."""

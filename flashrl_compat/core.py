@@ -16,10 +16,10 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from appliance.engine.ways_in import FINAL, OPEN, SLEEP, WANTED, WeightState
+from appliance.engine.update import WeightState
+from appliance.engine.ways_in import FINAL, OPEN, WANTED, WeightReport
 from appliance.errors import SyncError
-from appliance.patch import Patch
-from flashrl_compat.patches import apply_here
+from appliance.patch import Patch, apply_patch
 from flashrl_compat.variables import LOGGER
 from flashrl_compat.worker import WORKER_CLASS
 
@@ -29,8 +29,12 @@ AFTER_CALLS = Patch(
     why="vLLM generates from weights that an update has half written, with the cache of the old ones",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="f0d85bf03430af63d87552f56bef8f06bf490da92d09e50d3006ba2e1bf79e8b",
+    sources={
+        "0.28.0": "f0d85bf03430af63d87552f56bef8f06bf490da92d09e50d3006ba2e1bf79e8b",
+        "0.29.0": "f0d85bf03430af63d87552f56bef8f06bf490da92d09e50d3006ba2e1bf79e8b",
+        "0.30.0": "f0d85bf03430af63d87552f56bef8f06bf490da92d09e50d3006ba2e1bf79e8b",
+        "0.31.0": "f0d85bf03430af63d87552f56bef8f06bf490da92d09e50d3006ba2e1bf79e8b",
+    },
     remove_when="vLLM's core refuses requests while weights are updated, and resets its caches with them",
 )
 BEFORE_RESETS = Patch(
@@ -39,8 +43,12 @@ BEFORE_RESETS = Patch(
     why="trainers that load tensor by tensor say no end but this one",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
+    sources={
+        "0.28.0": "cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
+        "0.29.0": "cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
+        "0.30.0": "cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
+        "0.31.0": "cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
+    },
     remove_when="toolkits that call load_weights say where an update ends",
 )
 BEFORE_RESUMING = Patch(
@@ -49,8 +57,12 @@ BEFORE_RESUMING = Patch(
     why="vLLM generates from weights that an update has half written",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
+    sources={
+        "0.28.0": "206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
+        "0.29.0": "206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
+        "0.30.0": "206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
+        "0.31.0": "206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
+    },
     remove_when="vLLM's core refuses requests while weights are updated",
 )
 BEFORE_REQUESTS = Patch(
@@ -59,22 +71,22 @@ BEFORE_REQUESTS = Patch(
     why="vLLM generates from weights that an update has half written, or lets a request wait for ever for whole ones",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
+    sources={
+        "0.28.0": "e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
+        "0.29.0": "e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
+        "0.30.0": "e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
+        "0.31.0": "e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
+    },
     remove_when="vLLM's core refuses requests while weights are updated",
 )
 
 
 def patch_core() -> None:
     """Raises PatchError."""
-    replacements = {
-        AFTER_CALLS: _follows,
-        BEFORE_RESETS: _settles,
-        BEFORE_REQUESTS: _refuses_requests,
-        BEFORE_RESUMING: _refuses_to_resume,
-    }
-    for patch, replacement in replacements.items():
-        apply_here(patch, replacement)
+    apply_patch(AFTER_CALLS, _follows)
+    apply_patch(BEFORE_RESETS, _settles)
+    apply_patch(BEFORE_REQUESTS, _refuses_requests)
+    apply_patch(BEFORE_RESUMING, _refuses_to_resume)
 
 
 @dataclass
@@ -83,17 +95,17 @@ class _Known:
 
     version: int = 0
     closed: str = ""
-    """Why nothing is generated, or nothing."""
+    """Reason why nothing is generated, or empty."""
     broken: bool = False
-    """For good."""
-    slept: bool = False
-    """Deeply, and no update has come since."""
+    """Whether the weights are broken, for good."""
+    dropped: bool = False
+    """Whether the weights were dropped, by a deep sleep or a reset, and no update has come since."""
     paused: bool = False
-    """By us."""
+    """Whether it was paused by us."""
 
     @property
     def hint(self) -> str:
-        return FINAL if self.broken else WANTED if self.slept else OPEN
+        return FINAL if self.broken else WANTED if self.dropped else OPEN
 
 
 def _known(core: Any) -> _Known:
@@ -134,23 +146,26 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
     if known.broken or not is_ours:
         return False
     try:
-        told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
-        states = [WeightState(*each) for each in told]
-    except (SyncError, RuntimeError, TypeError) as error:  # of a worker's process, or an answer that another call left
+        answers = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
+        reports = read_reports(answers)
+    except (SyncError, RuntimeError, TypeError, ValueError) as error:  # of a worker, or another call's answer
         _close(core, f"a worker's weights cannot be known: {after or error}", broken=True)
         raise SyncError(str(error), hint=FINAL) from error
-    known.slept = any(state.open == SLEEP for state in states)
-    if closed := why_closed(states):
-        _close(core, closed, broken=any(state.broken for state in states) or not any(state.open for state in states))
+    states = {report.state for report in reports}
+    known.dropped = WeightState.DROPPED in states
+    if closed := why_closed(reports):
+        ranks_differ = states == {WeightState.WHOLE}
+        _close(core, closed, broken=WeightState.BROKEN in states or ranks_differ)
         return False
     known.closed = ""
-    is_new = states[0].version > known.version
+    newest = reports[0].version
+    is_new = newest > known.version
     if is_new:
         if not core.is_scheduler_paused():  # it came whole in one call: what is in flight has met the old weights
             _end_what_is_in_flight(core)
-        _tell_of_mixed(core, old=known.version, new=states[0].version)
+        _tell_of_mixed(core, old=known.version, new=newest)
         _tell_of_stores(core)
-        known.version = states[0].version
+        known.version = newest
         core.set_weight_version(str(known.version))
     if known.paused:
         known.paused = False
@@ -160,13 +175,14 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
 
 
 def settle(core: Any) -> None:
-    """Of a core in the trainer's own process, which may have updated the model past it. Raises SyncError."""
+    """Settle the updates of a core in the trainer's own process, which may have updated the model past it. Raises
+    SyncError."""
     if _follow(core, settles=True):
         core._reset_caches()
 
 
 def _tell_of_mixed(core: Any, *, old: int, new: int) -> None:
-    """Requests that somebody kept in a pause of his own have tokens of the old weights and go on with the new ones."""
+    """Requests that a user kept over a pause have tokens of the old weights and continue with the new ones."""
     mixed = [each.request_id for each in core.scheduler.requests.values() if each.num_output_tokens]
     if mixed:
         LOGGER.warning("%d requests mix weight versions %d and %d: %s", len(mixed), old, new, ", ".join(mixed))
@@ -190,27 +206,33 @@ def _close(core: Any, why: str, *, broken: bool) -> None:
 
 
 def _end_what_is_in_flight(core: Any) -> None:
-    """As aborted. The engine is paused then."""
+    """End requests as aborted. The engine is paused then."""
     _known(core).paused = True
     core.pause_scheduler("abort", clear_cache=False)
 
 
-def why_closed(ranks: list[WeightState]) -> str:
-    """Why an engine of these ranks must not generate, or nothing."""
-    for rank, state in enumerate(ranks):
-        if state.broken:
-            return f"the weights of rank {rank} are half-updated: {state.broken}"
-        if state.open == SLEEP:
-            return f"rank {rank} has had no weights since {SLEEP}"
-        if state.open:
-            return f"a weight update is open on rank {rank}, begun by {state.open}"
-    versions = sorted({state.version for state in ranks})
+def read_reports(answers: list[tuple[int, str, str]]) -> list[WeightReport]:
+    """Read the answers of `appliance_weights`, one of each rank. Raises TypeError or ValueError for others."""
+    return [WeightReport(version, WeightState(state), reason) for version, state, reason in answers]
+
+
+def why_closed(ranks: list[WeightReport]) -> str:
+    """Return the reason why an engine of these ranks must not generate, or an empty text."""
+    for rank, report in enumerate(ranks):
+        match report.state:
+            case WeightState.BROKEN:
+                return f"the weights of rank {rank} are half-updated: {report.reason}"
+            case WeightState.DROPPED:
+                return f"rank {rank} has had no weights since {report.reason}"
+            case WeightState.OPEN:
+                return f"a weight update is open on rank {rank}, begun by {report.reason}"
+    versions = sorted({report.version for report in ranks})
     return f"ranks have taken different numbers of weight updates: {versions}" if len(versions) > 1 else ""
 
 
 def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """In the order in which requests and updates came. Where somebody has paused the engine himself, requests wait as
-    they would, but for broken weights."""
+    """Refuse requests in the order in which requests and updates came. Where somebody has paused the engine himself,
+    requests wait as they would, but for broken weights."""
 
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
@@ -239,7 +261,7 @@ def _refuses_to_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         if _follow(self, settles=False):
             self._reset_caches()
         known = _known(self)
-        if known.slept and not known.broken:  # the update that resumes may come after the call that wakes all
+        if known.dropped and not known.broken:  # the update that resumes may come after the call that wakes all
             known.paused = True
             return None
         if closed := known.closed:

@@ -10,8 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from appliance.engine.first_load import checked_first_load
-from appliance.patch import Patch
-from flashrl_compat.patches import apply_here
+from appliance.patch import Patch, apply_patch
 
 FIRST_LOAD = Patch(
     name="flashrl-first-load",
@@ -22,15 +21,19 @@ FIRST_LOAD = Patch(
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/default_loader.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="3b75b4578248dbd177af43ac84d332b09b12aa6b0f69691a0eca9d3f487c9f49",
+    sources={
+        "0.28.0": "3b75b4578248dbd177af43ac84d332b09b12aa6b0f69691a0eca9d3f487c9f49",
+        "0.29.0": "3b75b4578248dbd177af43ac84d332b09b12aa6b0f69691a0eca9d3f487c9f49",
+        "0.30.0": "3b75b4578248dbd177af43ac84d332b09b12aa6b0f69691a0eca9d3f487c9f49",
+        "0.31.0": "7554b6d2d7ac4a3e7e866cb91958fc6d592ed75a36d98775965926f476ac7f71",
+    },
     remove_when="vLLM's own check of a load counts the elements that each layer got",
 )
 
 
 def patch_first_load() -> None:
     """Raises PatchError."""
-    apply_here(FIRST_LOAD, _checked)
+    apply_patch(FIRST_LOAD, _checked)
 
 
 def _checked(original: Callable[..., None]) -> Callable[..., None]:

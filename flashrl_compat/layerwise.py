@@ -1,6 +1,6 @@
 """vLLM's layerwise reload under FLASHRL_CONFIG: for a model of ours it begins and ends a proven update.
 
-vLLM's own weight transfer, `reload_weights`, SkyRL and prime-rl enter a reload by these two functions.
+vLLM's own weight transfer and SkyRL's, `reload_weights` and prime-rl enter a reload by these two functions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch.nn import Module
 from vllm.model_executor.model_loader.reload import layerwise
 
 from appliance.engine.ways_in import ways_into
-from appliance.patch import Patch
-from flashrl_compat.patches import apply_here
+from appliance.patch import Patch, apply_patch
 
 BEGINS = Patch(
     name="flashrl-reload-begins",
@@ -23,8 +22,12 @@ BEGINS = Patch(
     why="a reload says nowhere that the weights are half-updated, nor holds what came against what the model has",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/reload/layerwise.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="0487a168bbd9083ffe48ba25e65f2006aa4540e134e45c9c087bc2672a1a588a",
+    sources={
+        "0.28.0": "0487a168bbd9083ffe48ba25e65f2006aa4540e134e45c9c087bc2672a1a588a",
+        "0.29.0": "0487a168bbd9083ffe48ba25e65f2006aa4540e134e45c9c087bc2672a1a588a",
+        "0.30.0": "0487a168bbd9083ffe48ba25e65f2006aa4540e134e45c9c087bc2672a1a588a",
+        "0.31.0": "4c6218fa7fce5c7df7ce4fc0a909d95ba6cca23ed59bb64896c68bd24ed65f1a",
+    },
     remove_when="vLLM has hooks around a layerwise reload",
 )
 ENDS = Patch(
@@ -33,8 +36,12 @@ ENDS = Patch(
     why="a layer that is not complete is filled from memory that nobody wrote, with a line for debugging",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/reload/layerwise.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="10b5e19091c0ff524c603f9ad2f6b17e5102baa545f921695473cb7427c69df9",
+    sources={
+        "0.28.0": "10b5e19091c0ff524c603f9ad2f6b17e5102baa545f921695473cb7427c69df9",
+        "0.29.0": "10b5e19091c0ff524c603f9ad2f6b17e5102baa545f921695473cb7427c69df9",
+        "0.30.0": "10b5e19091c0ff524c603f9ad2f6b17e5102baa545f921695473cb7427c69df9",
+        "0.31.0": "10b5e19091c0ff524c603f9ad2f6b17e5102baa545f921695473cb7427c69df9",
+    },
     remove_when="vLLM has hooks around a layerwise reload",
 )
 
@@ -42,10 +49,11 @@ _ORIGINALS: dict[str, Callable[..., None]] = {}
 
 
 def patch_layerwise() -> None:
-    """Before a trainer's worker extension is imported, which may hold the functions by name. Raises PatchError."""
+    """Patch the functions before a trainer's worker extension is imported, which may hold the functions by name. Raises
+    PatchError."""
     if not _ORIGINALS:
         for patch, replacement in ((BEGINS, _begins), (ENDS, _ends)):
-            apply_here(patch, replacement)
+            apply_patch(patch, replacement)
     route()
 
 

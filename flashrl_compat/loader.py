@@ -23,7 +23,7 @@ LOAD_FORMAT = "appliance"
 
 
 def smoothing_of(model_config: Any) -> Smoothing:
-    """Of the profile that an engine was configured with; none changes nothing. model_config: vLLM's.
+    """Load the smoothing of the profile that an engine was configured with; none changes nothing. model_config: vLLM's.
 
     Raises EngineError when the profile cannot be read.
     """

@@ -1,4 +1,5 @@
-"""`/metrics` of an API server under FLASHRL_CONFIG says the version of the weights, as `GET /weight_info` does.
+"""Routes of an API server under FLASHRL_CONFIG: `/metrics` says the version of the weights, as `GET /weight_info` does;
+`/weight_checker` compares them.
 
 vLLM's hook for middleware is an option of its command line, and its plugins for endpoints are left out unless
 VLLM_PLUGINS names them: hence a patch.
@@ -14,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.patch import Patch
-from flashrl_compat.patches import apply_here
+from appliance.patch import Patch, apply_patch
 
 ROUTES = Patch(
     name="flashrl-metrics-tell-the-version",
@@ -23,27 +23,36 @@ ROUTES = Patch(
     why="vLLM's metrics do not say which weights a server has, and what it measures is of these",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/entrypoints/serve/instrumentator/metrics.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="505274300362a4800365da4263dd43e0abf251bee3f8cb3947dfc1cdffbfa925",
+    sources={
+        "0.28.0": "505274300362a4800365da4263dd43e0abf251bee3f8cb3947dfc1cdffbfa925",
+        "0.29.0": "505274300362a4800365da4263dd43e0abf251bee3f8cb3947dfc1cdffbfa925",
+        "0.30.0": "505274300362a4800365da4263dd43e0abf251bee3f8cb3947dfc1cdffbfa925",
+        "0.31.0": "ea7384a6dda3e53dd09d1696c5517610937dea84d795acabe61d29106541d07e",
+    },
     remove_when="vLLM has a metric of its weight version",
 )
-SERVERS_OWN = "vllm.entrypoints.launcher"  # API servers alone import it, however they are started
+# Of which API servers alone import one, however they are started; in vLLM 0.28 it is the second.
+LAUNCHERS = ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.launcher")
 METRIC = "flashrl:weight_version"
 MEANS = "As in GET /weight_info, 0 before the first update; NaN: no number, or the engine did not answer within 2 s"
 ANSWERS_WITHIN_S = 2.0
 
 
 def patch_metrics() -> None:
-    """In API servers alone: nobody else has their modules, which are slow to import. Raises PatchError."""
-    if SERVERS_OWN in sys.modules:
-        apply_here(ROUTES, _with_version)
+    """Patch the metrics in API servers alone: nobody else has their modules, which are slow to import. Raises
+    PatchError."""
+    if any(launcher in sys.modules for launcher in LAUNCHERS):
+        apply_patch(ROUTES, _with_version)
 
 
 def _with_version(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def attach_router(app: Any) -> None:
+        from flashrl_compat.weight_checker import add_weight_checker  # FastAPI, which no engine needs
+
         original(app)
         app.add_middleware(_Asking, gauge=_gauge())
+        add_weight_checker(app)
 
     return attach_router
 

@@ -16,17 +16,17 @@ class Name:
     """The word in `FLASHRL_CONFIG` or `fn:`."""
     scheme: Scheme
     meant: str
-    """What FlashRL does for it."""
+    """Meaning in FlashRL."""
     differs: str
-    """What is else here."""
+    """Difference here."""
 
 
 _PROCESSED = "nothing is quantised; log-probs after temperature, top-k and top-p"
 _VLLM_FP8 = "vLLM's own online FP8, one scale per weight"
 _NO_FAST = "there is one path for every sync, so it is the same as `{same}`"
 _INT8 = (
-    "scales are taken anew from the weights at every sync; a profile is optional: it smooths, and keeps the layers of "
-    "its mismatch budget in BF16; codes end at ±127, not -128"
+    "scales are computed again from the weights at every sync; a profile is optional: it smooths, and keeps the layers "
+    "of its mismatch budget in BF16; codes end at ±127, not -128"
 )
 
 NAMES: tuple[Name, ...] = (
@@ -65,10 +65,10 @@ OWN_NAMES: tuple[Name, ...] = tuple(
     if scheme not in {name.scheme for name in NAMES}
 )
 
-BY_NAME = {name.theirs: name for name in NAMES}  # what a word in `FLASHRL_CONFIG` stands for
+BY_NAME = {name.theirs: name for name in NAMES}  # what a word in `FLASHRL_CONFIG` means
 IN_FILES = {name.theirs: name for name in (*NAMES, *OWN_NAMES)}  # and one in `fn:` of a file
 
 
 def listed(names: tuple[Name, ...]) -> str:
-    """For messages: each name in back quotes."""
+    """List names for messages: each name in back quotes."""
     return ", ".join(f"`{name.theirs}`" for name in names)

@@ -10,11 +10,10 @@ import os
 
 
 def register() -> None:
-    """Raises RecipeError for values that mean nothing, PatchError when vLLM is not the one we know.
+    """Raises RecipeError for values that mean nothing, EngineError when vLLM is none that we know.
 
-    vLLM calls plugins in no order to rely on and may be told to leave some out: the engine's own is called here, too.
+    vLLM calls plugins in no order to rely on and may be set to leave some out: the engine's own is called here, too.
     """
-    import flashrl_compat.loader  # noqa: F401  registers the load format by its name
     from appliance.engine.plugin import register as register_engine
     from appliance.errors import ApplianceError
     from flashrl_compat.variables import (
@@ -26,8 +25,10 @@ def register() -> None:
         tell_hints,
     )
 
-    register_engine()
     try:
+        register_engine()  # refuses a vLLM that it does not know, before anything of it is imported
+        import flashrl_compat.loader  # noqa: F401  registers the load format by its name
+
         variables = read_variables(os.environ)
         if variables.config is not None:
             start_logging(variables)

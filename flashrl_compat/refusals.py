@@ -16,9 +16,8 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from appliance.errors import SyncError
-from appliance.patch import Patch
+from appliance.patch import Patch, apply_patch
 from flashrl_compat.core import settle
-from flashrl_compat.patches import apply_here
 
 ASYNC = Patch(
     name="flashrl-server-says-why",
@@ -26,8 +25,12 @@ ASYNC = Patch(
     why="vLLM keeps from who asks why its core took no request",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/async_llm.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="e7ef61c7c4809e3080586d7d33fa2bd7a718861aaba49b20f4b8bfb1657e8147",
+    sources={
+        "0.28.0": "e7ef61c7c4809e3080586d7d33fa2bd7a718861aaba49b20f4b8bfb1657e8147",
+        "0.29.0": "fffe7dd5ead760c3998bd522555355e79b726995c5bad7bb97c4a3c6c6ab4712",
+        "0.30.0": "e2441d530286fe68c2f6b0a1974bc8db24a5ea73b7cba700ab55787917184cfa",
+        "0.31.0": "5bd0ee90459b0e29348891b03548cdc31eef8c9218b3c416d5df4e5e14d1bca2",
+    },
     remove_when="vLLM's core says with an error what was wrong",
 )
 STEP = Patch(
@@ -36,8 +39,12 @@ STEP = Patch(
     why="LLM returns an output without tokens for a request that a core in another process did not take",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="ae4d1a3f8c737169fb99d9c65b78b32f69bbf3dbb819e14532a25b66982bcd68",
+    sources={
+        "0.28.0": "ae4d1a3f8c737169fb99d9c65b78b32f69bbf3dbb819e14532a25b66982bcd68",
+        "0.29.0": "ae4d1a3f8c737169fb99d9c65b78b32f69bbf3dbb819e14532a25b66982bcd68",
+        "0.30.0": "ae4d1a3f8c737169fb99d9c65b78b32f69bbf3dbb819e14532a25b66982bcd68",
+        "0.31.0": "ae4d1a3f8c737169fb99d9c65b78b32f69bbf3dbb819e14532a25b66982bcd68",
+    },
     remove_when="LLMEngine raises what its core refuses",
 )
 ADD = Patch(
@@ -46,20 +53,25 @@ ADD = Patch(
     why="vLLM waits for ever for a request that a core in the same process did not take",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
     distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="f7b2dcc28fd156e809d9a8723523dfba7dcdf656082ac2d98bfff15907d7e190",
+    sources={
+        "0.28.0": "f7b2dcc28fd156e809d9a8723523dfba7dcdf656082ac2d98bfff15907d7e190",
+        "0.29.0": "bcb9f4314bc639550d4adafd5a6551d9d853b203ed867ec17644e124d86d810c",
+        "0.30.0": "bcb9f4314bc639550d4adafd5a6551d9d853b203ed867ec17644e124d86d810c",
+        "0.31.0": "200427fff0426c2c30088572b498daab49d015de75e7bdc6d2d3e3ef5f06479e",
+    },
     remove_when="LLMEngine.add_request takes a request back that its core refuses",
 )
 
 
 def patch_refusals() -> None:
     """Raises PatchError."""
-    for patch, replacement in {ASYNC: _says_why, STEP: _raises_why, ADD: _forgets}.items():
-        apply_here(patch, replacement)
+    apply_patch(ASYNC, _says_why)
+    apply_patch(STEP, _raises_why)
+    apply_patch(ADD, _forgets)
 
 
 def _refused(output: Any) -> str:
-    """Why the core took no request, or nothing: vLLM's own errors have no reason."""
+    """Return the reason why the core took no request, or an empty text: vLLM's own errors have no reason."""
     outputs = output.outputs if isinstance(output, RequestOutput) else ()  # a pooling request's has no reason
     answers = (each for each in outputs if each.finish_reason == "error")
     return next((each.stop_reason for each in answers if isinstance(each.stop_reason, str)), "")
@@ -68,17 +80,26 @@ def _refused(output: Any) -> str:
 def _says_why(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        from vllm.entrypoints.openai.engine.protocol import GenerationError  # slow, and in a server it is there
+        generation_error = _generation_error()
 
         async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if why := _refused(output):
-                    refusal = GenerationError(why)
+                    refusal = generation_error(why)
                     refusal.status_code = HTTPStatus.SERVICE_UNAVAILABLE
                     raise refusal
                 yield output
 
     return generate
+
+
+def _generation_error() -> type[Exception]:
+    """vLLM's, which a server answers with its own error body."""
+    try:
+        from vllm.exceptions import GenerationError
+    except ImportError:  # slow, and in a server it is there. Remove when: vLLM 0.28 is not served
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+    return GenerationError
 
 
 def _raises_why(original: Callable[..., Any]) -> Callable[..., Any]:

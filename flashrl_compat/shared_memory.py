@@ -47,7 +47,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     segment: str
     """Its name in shared memory."""
     names: list[str] = field(default_factory=list)
-    """Of the tensors in it, one behind the other, as in the other lists."""
+    """Names of the tensors in it, one behind the other, as in the other lists."""
     dtypes: list[str] = field(default_factory=list)
     """torch's names, without `torch.`."""
     shapes: list[list[int]] = field(default_factory=list)
@@ -76,9 +76,9 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
 
 def _read(info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-    """By the file that a segment is on Linux: Python 3.11's SharedMemory takes who opens one for its owner.
+    """Read through the file that a segment is on Linux: Python 3.11's SharedMemory takes who opens one for its owner.
 
-    Raises ValueError for a name that no segment has, and for another size than is told.
+    Raises ValueError for a name that no segment has, and for another size than is given.
     """
     if not re.fullmatch(r"\w+", info.segment):
         raise ValueError(f"`{info.segment[:60]}` is not the name of a segment of shared memory")
@@ -97,7 +97,7 @@ def _read(info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
 class ShmTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = BACKEND
     chunk_bytes: int = CHUNK_BYTES
-    """What a segment holds, at least one tensor."""
+    """Bytes of a segment, which holds at least one tensor."""
 
 
 class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
@@ -133,13 +133,13 @@ class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
 
     def _chunks(self) -> Iterator[list[tuple[str, Tensor]]]:
         chunk: list[tuple[str, Tensor]] = []
-        held = 0
+        chunk_bytes = 0
         for name, tensor in self.source:
-            if chunk and held + tensor.nbytes > self._chunk_bytes:
+            if chunk and chunk_bytes + tensor.nbytes > self._chunk_bytes:
                 yield chunk
-                chunk, held = [], 0
+                chunk, chunk_bytes = [], 0
             chunk.append((name, tensor.detach().cpu().contiguous()))
-            held += tensor.nbytes
+            chunk_bytes += tensor.nbytes
         if chunk:
             yield chunk
 
@@ -150,13 +150,13 @@ class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
             for _, tensor in chunk:
                 segment.buf[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy().data
                 offset += tensor.nbytes
-            told = {
+            update_info = {
                 "segment": segment.name,
                 "names": [name for name, _ in chunk],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
                 "shapes": [list(tensor.shape) for _, tensor in chunk],
             }
-            self.client.update_weights(told)
+            self.client.update_weights(update_info)
         finally:
             segment.close()
             segment.unlink()
@@ -178,7 +178,8 @@ class ManifestSource(WeightSource):
 
 
 def register() -> None:
-    """Where this module is imported: in a trainer, and by the plugin in an engine. A second call changes nothing."""
+    """Register where this module is imported: in a trainer, and by the plugin in an engine. A second call changes
+    nothing."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ShmEngine)
         WeightTransferTrainerFactory.register_engine(BACKEND, ShmTrainer)

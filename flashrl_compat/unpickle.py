@@ -52,7 +52,7 @@ def read(file: io.BufferedReader) -> bytes:
 
 
 def _checked(loaded: object) -> dict[str, Tensor]:
-    """Flat tensors by `<field>.<parameter>`; the number 1.0 stands for no scale. Raises NotAProfile."""
+    """Flat tensors by `<field>.<parameter>`; the number 1.0 means no scale. Raises NotAProfile."""
     if isinstance(loaded, list) and all(isinstance(name, str) for name in loaded):
         raise NotAProfile("it is a list of names, FlashRL's profile for FP8, which has no scales: FP8 needs no profile")
     if type(loaded) is not dict or not loaded:
@@ -87,7 +87,7 @@ def give_up_rights(*, room: Path, file_bytes: int) -> None:
     os.chdir(room)
     is_root = os.geteuid() == 0
     if libc.unshare(_CLONE_NEWNET if is_root else _CLONE_NEWUSER | _CLONE_NEWNET):
-        ctypes.set_errno(0)  # a container may forbid it: the other walls stand
+        ctypes.set_errno(0)  # a container may forbid it: the other walls remain
     if is_root:
         os.chown(room, _NOBODY, _NOBODY)
         os.setgroups([])

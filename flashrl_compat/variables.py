@@ -1,7 +1,7 @@
 """The one place that reads FlashRL's environment variables, and the log that they ask for. Imports no torch.
 
-Every problem is told at once. Outside `FLASHRL_CONFIG` nothing of FlashRL's is on, as in FlashRL itself. The lines that
-answer "is the patch even on?" go to stderr and FLASHRL_LOGGING_FILE, in FlashRL's format.
+All problems are reported at once. Outside `FLASHRL_CONFIG` nothing of FlashRL's is on, as in FlashRL itself. The lines
+that answer "is the patch even on?" go to stderr and FLASHRL_LOGGING_FILE, in FlashRL's format.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Variables:
     config: Name | Path | HubFile | None
     """A name of the table, a file, or a file on the hub; None: FlashRL is off."""
     lm_head_fp32: bool | None = None
-    """None where the variable says nothing."""
+    """Head in FP32; None where the variable says nothing."""
     log_level: int = logging.INFO
-    """Of `logging`."""
+    """Level of `logging`."""
     log_file: Path | None = None
     """Or None."""
     reload: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def start_logging(variables: Variables) -> None:
 
 
 def tell_hints(error: ApplianceError) -> None:
-    """Let the hints stand below the error in a traceback: no command of ours is there to print them."""
+    """Put the hints below the error in a traceback, because no command of ours is there to print them."""
     hints = [hint for _, hint in error.problems] if isinstance(error, RecipeError) else [error.hint]
     for hint in dict.fromkeys(filter(None, hints)):
         error.add_note(f"hint: {hint}")

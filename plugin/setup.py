@@ -26,13 +26,13 @@ def modules() -> set[str]:
             "hint: build it in a clone of the repository, or let pip make one: "
             '`pip install "git+URL-OF-THE-REPOSITORY#subdirectory=plugin"`'
         )
-    found, waiting = set[str](), list(ROOTS)
+    names, waiting = set[str](), list(ROOTS)
     while waiting:
         name = waiting.pop()
-        if name not in found and name.startswith(PACKAGES) and (file := file_of(name)):
-            found.add(name)
+        if name not in names and name.startswith(PACKAGES) and (file := file_of(name)):
+            names.add(name)
             waiting += [name.rpartition(".")[0], *named(ast.parse(file.read_text()))]
-    return found
+    return names
 
 
 def named(tree: ast.Module) -> Iterator[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Renews cpu.txt, dev.txt, gpu.txt and trl.txt from their .in files with uv, which stays out of .venv. Arguments go to uv:
+# Renews cpu.txt, dev.txt, gpu.txt, trl.txt and vllm-*.txt from their .in files with uv, which stays out of .venv. Arguments go to uv:
 #
 #   requirements/lock.sh                            keep every pin that still fits
 #   requirements/lock.sh --upgrade-package ray      or --upgrade: take newer ones
@@ -26,3 +26,6 @@ compile cpu --override left-out.txt "$@"
 compile dev --override left-out.txt "$@" # after cpu: it is a constraint of dev.in
 compile gpu "$@"
 compile trl --no-deps "$@" # cpu.txt has what it needs: tests/training/test_trl.py
+for version in vllm-*.in; do
+    compile "${version%.in}" --no-deps "$@" # likewise: tests/engine/flashrl/versions.sh
+done

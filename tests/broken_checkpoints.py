@@ -34,11 +34,11 @@ class Count:
     injected: int = 0
     missed: list[str] = field(default_factory=list)
 
-    def add(self, broken: BrokenCheckpoint, *, told: str) -> None:
+    def add(self, broken: BrokenCheckpoint, *, message: str) -> None:
         """told: what was said of it, empty where it was taken. It must name what is wrong."""
         self.injected += 1
-        if not any(name in told for name in broken.names):
-            self.missed.append(f"{broken.fault}: {told or 'taken'}")
+        if not any(name in message for name in broken.names):
+            self.missed.append(f"{broken.fault}: {message or 'taken'}")
 
     def settle(self, *, cases: int) -> str:
         """Everything was found, and the table says so. Returns the line for the summary."""

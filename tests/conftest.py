@@ -124,14 +124,14 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Counts before pytest's own last line: a run that quietly left tests out does not look like a whole one."""
-    stats, told = terminalreporter.stats, terminalreporter.config.stash.get(TOLD, {})
+    stats, stored = terminalreporter.stats, terminalreporter.config.stash.get(TOLD, {})
     reports = [report for outcome in ("passed", "failed") for report in stats.get(outcome, [])]
     said = [value for report in reports for name, value in report.user_properties if name == "said"]
     late = [each.nodeid for each in stats.get("skipped", []) if NO_TIME in str(each.longrepr)]
-    for line in [*told.get("fuzz", []), *said, *matrix_counts(reports), *(f"no time left: {each}" for each in late)]:
+    for line in [*stored.get("fuzz", []), *said, *matrix_counts(reports), *(f"no time left: {each}" for each in late)]:
         terminalreporter.write_line(line)
     counts = {name: len(stats.get(name, [])) for name in ("deselected", *OUTCOMES)}
-    counts["deselected"] += told.get("deselected", 0)
+    counts["deselected"] += stored.get("deselected", 0)
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name in ("deselected", "skipped"))
     terminalreporter.write_line(f"counts: {terminalreporter._session.testscollected} to run, {shown}")
 

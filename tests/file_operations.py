@@ -64,10 +64,10 @@ class FileOperations:
             return len(half)
         return _WRITE(descriptor, content)
 
-    def _send(self, to: int, of: int, offset: int, count: int) -> int:
-        left = os.fstat(of).st_size - offset
-        self._tell("write", _path_of(to), lambda: _SEND(to, of, offset, left // 2))
-        return _SEND(to, of, offset, count)
+    def _send(self, to: int, source: int, offset: int, count: int) -> int:
+        left = os.fstat(source).st_size - offset
+        self._tell("write", _path_of(to), lambda: _SEND(to, source, offset, left // 2))
+        return _SEND(to, source, offset, count)
 
     def _fsync(self, file: Any) -> None:
         self._tell("fsync", _path_of(file if isinstance(file, int) else file.fileno()))

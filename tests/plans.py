@@ -11,21 +11,33 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.inputs import InputFacts
-from appliance.record.correction import CorrectionPlan
 from appliance.record.plan import (
-    AlgorithmPlan,
+    CodeFile,
     EnginePlan,
-    ModelPlan,
-    OwnPlan,
-    RewardPlan,
-    RolloutPlan,
     RunPlan,
-    TaskPlan,
-    TrainerPlan,
+    TaskFiles,
+    TrainerMemory,
+    WeightsPlan,
 )
-from appliance.settings.sections import Checkpoint, Guard, Logging, Optimizer, SchemeChange
+from appliance.settings.sections import (
+    Algorithm,
+    Batch,
+    Checkpoint,
+    Cluster,
+    Correction,
+    Guard,
+    Logging,
+    Model,
+    Optimizer,
+    Quantization,
+    Reward,
+    Rollout,
+    SchemeChange,
+    Task,
+    Trainer,
+)
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import OldLogProbs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -55,6 +67,7 @@ INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
     has_data=False,
     disks=Disks(DISK, checkpoints=DISK),
 )
+_LENGTHS = ("steps", "validate_before", "validate_every", "validate_bf16_every")
 FILES_OF_BUILTIN = frozenset(  # of the folder of a model that is made on the spot
     {
         *("config.json", "generation_config.json", "model.safetensors"),
@@ -74,55 +87,48 @@ def verl_config(overrides: Iterable[str]) -> DictConfig:
         return compose(config_name="ppo_trainer", overrides=list(overrides))
 
 
-def make_task(**changes: object) -> TaskPlan:
-    """All of what there is to train on; changes: fields of TaskPlan in place of those of `make_plan`."""
+def with_model(plan: RunPlan, path: object, **changes: object) -> RunPlan:
+    """The plan with another model. path: of a folder, absolute, or a name on the hub.  changes: fields of WeightsPlan
+    in place of what follows from that."""
+    text = str(path)
+    weights = WeightsPlan(name_or_path=text, hub_name="" if text.startswith("/") else text).replace(**changes)
+    return plan.replace(model=plan.model.replace(path=text, builtin=None), weights=weights)
+
+
+def make_task(**changes: object) -> Task:
+    """All of what there is to train on; changes: fields of Task in place of those of `make_plan`."""
     return make_plan(Path("/runs/a-1")).task.replace(**{"train_size": 0, **changes})
 
 
 def make_plan(run_dir: Path, **changes: object) -> RunPlan:
-    """changes: fields of RunPlan in place of the ones below."""
+    """changes: fields of RunPlan in place of the ones below, and of its cluster (device, nodes, gpus_per_node) and its
+    trainer (steps, validate_before, validate_every, validate_bf16_every)."""
     data = run_dir.parent / "data"
+    nodes = {key: changes.pop(key) for key in ("device", "nodes", "gpus_per_node") if key in changes}
+    lengths = {key: changes.pop(key) for key in _LENGTHS if key in changes}
     plan = RunPlan(
         schema_version=1,
         name=run_dir.name,
         run_dir=str(run_dir),
         cache_dir=str(run_dir.parent / "cache"),
         seed=0,
-        device="cpu",
-        nodes=1,
-        gpus_per_node=1,
-        model=ModelPlan(path="/nowhere", source="/nowhere", builtin="", revision="", trust_remote_code=False),
-        task=TaskPlan(
-            kind="arithmetic",
-            difficulty=2,
-            seed=0,
-            train_file="",
-            val_file="",
-            train_size=64,
-            val_size=512,
-            train_parquet=str(data / "train.parquet"),
-            val_parquet=str(data / "val.parquet"),
-            max_prompt_tokens=16,
-            max_response_tokens=8,
-            truncate_prompts=False,
-            reward_timeout_s=30.0,
-            reward_workers=None,
-            val_sets=(),
-            own=None,
-        ),
+        model=Model(path="/nowhere"),
+        weights=WeightsPlan(name_or_path="/nowhere"),
+        task=Task(train_size=64, val_size=512, max_prompt_tokens=16, max_response_tokens=8),
+        task_files=TaskFiles(train_parquet=str(data / "train.parquet"), val_parquet=str(data / "val.parquet")),
         rollout=make_rollout(Scheme.INT8),
         engine=EnginePlan(
+            eager=True,
             max_model_tokens=24,
             max_concurrent_sequences=256,
             max_batched_tokens=4096,
-            chunked_prefill=False,
             bucket_mib=64,
         ),
         profile=None,
-        correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0),
-        steps=1,
-        validate_every=1,
-        prompts_per_step=32,
+        quantization=Quantization(prove_every=1),
+        correction=Correction(method=CorrectionMethod("tis"), cap=2.0),
+        shadow=None,
+        batch=make_batch(),
         logging=Logging(),
         argv=(),
         env=(),
@@ -132,42 +138,37 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         guard=make_guard(),
         uaq=None,
         optimizer=Optimizer(),
-        cluster=None,
+        cluster=Cluster(**{"device": "cpu", "token_file": str(run_dir.parent / ".cluster-token"), **nodes}),
         checkpoint=make_checkpoint(),
         resume_from="",
-        validate_before=True,
-        validate_bf16_every=0,
         algorithm=make_algorithm(),
-        trainer=TrainerPlan(
-            attention="appliance_packed",
-            one_flow=False,
-            fp8_backward=False,
-            sequence_parallel=1,
-            offload_parameters=False,
-            offload_optimizer=False,
-            gradient_checkpointing=False,
-            mini_batch_prompts=32,
-            micro_batch_sequences=1,
-            max_tokens_per_gpu=None,
-            gpu_memory_utilization=0.5,
-        ),
+        trainer=make_settings_of_trainer(**lengths),
+        trainer_memory=TrainerMemory(gradient_checkpointing=False),
     )
     return plan.replace(**changes)
 
 
-def make_rollout(*schemes: Scheme, **changes: object) -> RolloutPlan:
-    """One engine per scheme. changes: fields of RolloutPlan in place of the ones below."""
-    plan = RolloutPlan(
-        scheme=schemes[0],
-        replicas=tuple(Quantisation(scheme=scheme) for scheme in schemes),
-        tensor_parallel=1,
-        samples_per_prompt=8,
-        temperature=1.0,
-        top_p=1.0,
-        prove_every=1,
-        eager=True,
-    )
-    return plan.replace(**changes)
+def on(plan: RunPlan, device: str) -> RunPlan:
+    """The same plan for another device."""
+    return plan.replace(cluster=plan.cluster.replace(device=device))
+
+
+def with_trainer(plan: RunPlan, **changes: object) -> RunPlan:
+    """The same plan with another trainer. changes: fields of Trainer."""
+    return plan.replace(trainer=plan.trainer.replace(**changes))
+
+
+def make_rollout(*schemes: Scheme, **changes: object) -> Rollout:
+    """A recipe's defaults, with one engine per scheme. changes: fields of Rollout in place of these."""
+    scheme = next((scheme for scheme in schemes if scheme.quantised), schemes[0])
+    return Rollout(**{"scheme": scheme, "replicas": schemes, "top_log_probs": 0, **changes})
+
+
+def make_settings_of_trainer(**changes: object) -> Trainer:
+    """A recipe's defaults, but one step, and a pass for the old log-probs. changes: fields of Trainer in place of
+    these."""
+    lengths = {"steps": 1, "validate_every": 1, "validate_bf16_every": 0}
+    return Trainer(**{**lengths, "old_log_probs": OldLogProbs.RECOMPUTE, **changes})
 
 
 def make_guard(**changes: object) -> Guard:
@@ -180,26 +181,35 @@ def make_checkpoint(**changes: object) -> Checkpoint:
     return Checkpoint(**{**Checkpoint().model_dump(), **changes})
 
 
-def make_algorithm(**changes: object) -> AlgorithmPlan:
-    """GRPO. changes: fields of AlgorithmPlan in place of the ones below."""
-    plan = AlgorithmPlan(
-        kind="grpo",
-        dual_clip=3.0,
-        wrong_reward=0.0,
-        overlong_tokens=0,
-        overlong_penalty=0.0,
-        generation_batches=1,
-        max_generated_prompts=0,
-    )
-    return plan.replace(**changes)
+def make_algorithm(**changes: object) -> Algorithm:
+    """A recipe's defaults, GRPO. changes: fields of Algorithm in place of these."""
+    usual = Algorithm()
+    return Algorithm(**{"aggregate": usual.aggregated, **usual.bounds, **changes})
 
 
-def own_plan(*rewards: RewardPlan, **changes: object) -> OwnPlan:
+def make_batch(**changes: int) -> Batch:
+    """32 prompts in one update, a sequence at a time. changes: fields of Batch in place of these."""
+    prompts = changes.get("prompts_per_step", 32)
+    sizes = {"prompts_per_step": prompts, "generation_prompts": prompts, "mini_batch_prompts": prompts}
+    return Batch(**{**sizes, "micro_batch_sequences": 1, **changes})
+
+
+def make_own_task(*rewards: Reward, **changes: object) -> Task:
     """A task of the user's own, of the field `prompt` and nothing else."""
-    empty = dict.fromkeys(("data", "config", "template", "system", "truth", "tools"), "")
-    plan = OwnPlan(**empty, split="train", prompt="prompt", rewards=rewards, max_turns=1, code=())
-    return plan.replace(**changes)
+    return make_task(kind="own", rewards=rewards, **changes)
 
 
-def reward_plan(function: str = "exact", *, file: object = "", name: str = "", **options: object) -> RewardPlan:
-    return RewardPlan(name=name or function, weight=1.0, function=function, file=str(file), options=options)
+def with_own_task(plan: RunPlan, *rewards: Reward, code: tuple[CodeFile, ...] = (), **changes: object) -> RunPlan:
+    """The plan with a task of the user's own. code: the user's Python files.  changes: fields of Task."""
+    task = plan.task.replace(kind="own", rewards=rewards, **changes)
+    return plan.replace(task=task, task_files=plan.task_files.replace(code=code))
+
+
+def make_files(*code: CodeFile, **changes: object) -> TaskFiles:
+    """code: the user's Python files.  changes: fields of TaskFiles in place of those of `make_plan`."""
+    return make_plan(Path("/runs/a-1")).task_files.replace(code=code, **changes)
+
+
+def make_reward(function: str = "exact", *, file: object = "", **options: object) -> Reward:
+    """A built-in reward, or a function of a file."""
+    return Reward(name=f"{file}:{function}" if file else function, **options)

@@ -48,12 +48,12 @@ def _sample(response: str, *, right: bool, validate: bool = True) -> Sample:
 
 
 def _attest(run_dir: Path, **changes: object) -> None:
-    said = {
+    attestation = {
         **{"process": "rollout-0-0", "role": "rollout", "rank": 0, "scheme": "int8", "emulated": False},
         **{"patches": ("a",), "versions": {"torch": "2.13.0"}, "fingerprint": "f"},
         **{"detail": {"kernels": {"Int8Kernel": 16}}},
     }
-    write_attestation(run_dir, Attestation(**{**said, **changes}))
+    write_attestation(run_dir, Attestation(**{**attestation, **changes}))
 
 
 def _taken(sync: int, **changes: object) -> Acknowledgement:

@@ -62,16 +62,14 @@ def _step_line(step: int, **changes: object) -> StepMetrics:
 def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1", steps: int = 3) -> RunPlan:
     """A plan whose model and data are in the cache already."""
     run_dir = root / name
-    plan = make_plan(run_dir, cache_dir=str(root / ".cache"))
+    plan = make_plan(run_dir, cache_dir=str(root / ".cache"), steps=steps, validate_every=steps)
     data = root / ".cache" / "data"
     data.mkdir(parents=True, exist_ok=True)
     for split in ("train", "val"):
         (data / f"{split}.parquet").touch()
     parquets = {"train_parquet": str(data / "train.parquet"), "val_parquet": str(data / "val.parquet")}
     return plan.replace(
-        task=plan.task.replace(**parquets),
-        steps=steps,
-        validate_every=steps,
+        task_files=plan.task_files.replace(**parquets),
         argv=argv,
         env=(
             (PLAN_VARIABLE, str(run_dir / "plan.json")),

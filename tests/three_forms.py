@@ -27,7 +27,7 @@ def data_of(form: str, folder: Path, *, name: str = "problems") -> dict[str, str
     """A file of the example as users of each trainer have it, and what the recipe says of it."""
     rows = [json.loads(line) for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
     if form == "verls":
-        made = [
+        rows_of_verl = [
             {
                 "data_source": "sums",
                 "prompt": [{"role": "user", "content": row["question"]}],
@@ -37,10 +37,10 @@ def data_of(form: str, folder: Path, *, name: str = "problems") -> dict[str, str
             }
             for index, row in enumerate(rows)
         ]
-        pq.write_table(pa.Table.from_pylist(made), folder / f"{name}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows_of_verl), folder / f"{name}.parquet")
         return {"train_file": f"{name}.parquet"}
-    made = [{"prompt": row["question"], "answer": int(row["answer"]), "id": n} for n, row in enumerate(rows)]
-    lines = rows if form == "ours" else made
+    prompt_rows = [{"prompt": row["question"], "answer": int(row["answer"]), "id": n} for n, row in enumerate(rows)]
+    lines = rows if form == "ours" else prompt_rows
     (folder / f"{form}-{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
     fields = {"prompt": "question", "truth": "answer"} if form == "ours" else {"prompt": "prompt", "truth": "null"}
     return {"train_file": f"{form}-{name}.jsonl", **fields}

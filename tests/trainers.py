@@ -24,7 +24,7 @@ def verls_config() -> DictConfig:
 
 def make_trainer(plan: RunPlan, *, stopping: Any, **others: Any) -> Trainer:
     """others: attributes that verl or a later hook would set."""
-    made = Trainer(config=verls_config(), plan=plan, stopping=stopping, on_engine_death=lambda error: None)
+    trainer = Trainer(config=verls_config(), plan=plan, stopping=stopping, on_engine_death=lambda error: None)
     for name, value in others.items():
-        setattr(made, name, value)
-    return made
+        setattr(trainer, name, value)
+    return trainer

@@ -29,11 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    made = Qwen2ForCausalLM(config)
-    for parameter in made.parameters():
+    tiny_model = Qwen2ForCausalLM(config)
+    for parameter in tiny_model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.08)
     folder = tmp_path_factory.mktemp("verify") / "model"
-    made.to(torch.bfloat16).save_pretrained(folder)
+    tiny_model.to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(folder, max_positions=256)
     return folder
 

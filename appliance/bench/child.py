@@ -177,7 +177,8 @@ class BudgetWorker(DeviceWorker):
     """Named in `worker_cls`."""
 
     def determine_available_memory(self) -> int:
-        """vLLM calls it when the model stands and the KV cache does not. Raises EngineError when no room is left."""
+        """vLLM calls it when the model is loaded and the KV cache is not allocated yet. Raises EngineError when no room
+        is left."""
         budget = self.vllm_config.additional_config[MEMORY_KEY]
         if budget is not None:
             weights = weight_bytes(self.model_runner.get_model())
@@ -207,16 +208,20 @@ def weight_bytes(model: Module) -> int:
     """Bytes of a loaded model's weights, each once, in the form that is multiplied.
 
     A CPU kernel that packs a weight leaves nothing of it in the layer. What it holds is counted from the shape that
-    vLLM recorded before loading: one byte an element where the layer is quantised, else the recorded type.
+    vLLM recorded before loading: by the scheme's bytes where the layer is quantised, else by the recorded type. Scales
+    count where the kernel reads them.
     """
     live: dict[int, int] = {}
     other_bytes = 0
     for layer in model.modules():
         for tensor in layer.parameters(recurse=False):
             live[tensor.data_ptr() if tensor.numel() else 0] = tensor.nbytes
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, Quantising) and (scale := method.held_scale(layer)) is not None:
+            live.setdefault(scale.data_ptr(), scale.nbytes)
         for name, recorded in get_layerwise_info(layer).restore_metadata[0].items():
             if _is_gone(getattr(layer, name, None)):
-                other_bytes += recorded.numel() * _item_bytes(layer, recorded)
+                other_bytes += int(recorded.numel() * _item_bytes(method, recorded))
     return sum(live.values()) + other_bytes
 
 
@@ -224,9 +229,9 @@ def _is_gone(tensor: Tensor | None) -> bool:
     return tensor is None or not tensor.numel() or tensor.device == torch.device("meta")
 
 
-def _item_bytes(layer: Module, recorded: Tensor) -> int:
-    is_code = isinstance(getattr(layer, "quant_method", None), Quantising) and recorded.ndim > 1
-    return 1 if is_code else recorded.itemsize
+def _item_bytes(method: object, recorded: Tensor) -> float:
+    is_code = isinstance(method, Quantising) and recorded.ndim > 1
+    return method.scheme.spec.bytes_per_weight if is_code else recorded.itemsize
 
 
 if __name__ == "__main__":

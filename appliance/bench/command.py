@@ -18,16 +18,16 @@ from appliance.launch.side_job import (
     run_child,
     work_folder,
 )
-from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, write_result
+from appliance.plan.bench_results import ResultKey, SchemeResult, key_of_plan, write_result
 from appliance.plan.build import installed_versions
 from appliance.plan.engines import is_eager, layers_with_experts, quantises_experts
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import is_estimated, kv_cache_beside
-from appliance.preflight.inputs import model_shape
+from appliance.plan.model_shape import model_shape
 from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import CPU, PAYS_FROM, why_not
+from appliance.terms.devices import PAYS_FROM, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
@@ -65,6 +65,7 @@ def run_bench(
             if plan.is_cpu:
                 kv_bytes = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=None)
                 _refuse_without_memory(parsed, engines=len(schemes), kv_bytes=kv_bytes, host=host)
+        shape = None if parsed else model_shape(plan.model, weights=plan.weights)
         job = Job(
             workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
@@ -72,7 +73,7 @@ def run_bench(
             dtype=plan.trainer.dtype,
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
-            kv_bytes=_kv_bytes(recipe, plan=plan, schemes=schemes, shape=None if parsed else model_shape(plan)),
+            kv_bytes=_kv_bytes(recipe, plan=plan, schemes=schemes, shape=shape),
             memory_bytes=int(kv_memory_gb * GIB) if kv_memory_gb else None,
             seed=recipe.seed,
             results=str(folder / "results.jsonl"),
@@ -80,24 +81,24 @@ def run_bench(
         )
         measured, facts = _measure(job, folder=folder, env=env)
     verdicts = judge(measured, schemes=schemes)
-    kept = _keep(verdicts, job=job, plan=plan, host=host)
-    shown = {"verdicts": verdicts, "facts": facts, "kept": kept}
+    stored_in = _keep(verdicts, job=job, plan=plan, host=host)
+    shown = {"verdicts": verdicts, "facts": facts, "stored_in": stored_in}
     console.out(as_json(job, measured=measured, **shown) if json_mode else table(job, **shown))
     return 0
 
 
 def _refuse_without_kernels(schemes: tuple[Scheme, ...], *, plan: RunPlan, host: HostFacts) -> None:
-    reasons = [why_not(scheme, device=plan.device, cpu_flags=host.cpu_flags) for scheme in schemes]
+    reasons = [why_not(scheme, device=plan.cluster.device, cpu_flags=host.cpu_flags) for scheme in schemes]
     if any(reasons):
-        able = [s for s in Scheme if not why_not(s, device=plan.device, cpu_flags=host.cpu_flags)]
+        able = [s for s in Scheme if not why_not(s, device=plan.cluster.device, cpu_flags=host.cpu_flags)]
         message = "bench: " + "; ".join(filter(None, reasons))
         hint = f"use {', '.join(map(str, able))}; an emulated scheme has no speed to compare"
         raise PreflightError(message, hint=hint)
 
 
 def _refuse_without_memory(shapes: Shapes, *, engines: int, kv_bytes: int, host: HostFacts) -> None:
-    """All engines stand at once. Each had its weights in BF16 at first, and holds the head a second time, packed by
-    vLLM: 15.7 GB were seen with two of six layers of 7B. Raises PreflightError."""
+    """All engines are in memory at once. Each had its weights in BF16 at first, and holds the head a second time,
+    packed by vLLM: 15.7 GB were seen with two of six layers of 7B. Raises PreflightError."""
     packed_head = 2 * shapes.vocabulary * shapes.hidden
     needed, free = engines * (shapes.weight_bytes + packed_head + kv_bytes), host.memory_free_bytes
     if needed > free:
@@ -109,7 +110,7 @@ def _refuse_without_memory(shapes: Shapes, *, engines: int, kv_bytes: int, host:
 
 
 def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
-    """As the plan's, but for the profile: folded scales are weights like others to a kernel."""
+    """Return the plan's quantisation, but for the profile: folded scales are weights like others to a kernel."""
     return Quantisation(
         scheme=scheme,
         ignore=recipe.quantization.ignore if scheme.quantised else (),
@@ -118,8 +119,9 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
 
 
 def _kv_bytes(recipe: Recipe, *, plan: RunPlan, schemes: tuple[Scheme, ...], shape: ModelShape | None) -> int:
-    """Of each engine, per worker, as in a run: on a GPU what its share of the memory leaves. shape: None where the
-    model's sizes are not known, or are not the recipe's; then what a recipe gives an engine on a CPU."""
+    """Compute the bytes of the KV cache of each engine, per worker, as in a run: on a GPU what its share of the memory
+    leaves. shape: None where the model's sizes are not known, or are not the recipe's; then what a recipe gives an
+    engine on a CPU."""
     if shape and is_estimated(plan, shape):
         return kv_cache_beside(plan, shape, schemes=schemes)
     return recipe.rollout.kv_cache_gb * GIB
@@ -128,8 +130,8 @@ def _kv_bytes(recipe: Recipe, *, plan: RunPlan, schemes: tuple[Scheme, ...], sha
 def _eager(
     recipe: Recipe, *, schemes: tuple[Scheme, ...], plan: RunPlan, has_recipes_model: bool
 ) -> tuple[Scheme, ...]:
-    """Those that a run of the recipe would have eager engines for."""
-    layers = layers_with_experts(plan.model) if has_recipes_model else 0
+    """Return the schemes that a run of the recipe would have eager engines for."""
+    layers = layers_with_experts(plan.weights) if has_recipes_model else 0
     experts = quantises_experts(recipe.quantization.ignore, layers=layers)
     of_plan = {"is_cpu": plan.is_cpu, "one_flow": plan.trainer.one_flow, "experts": experts}
     return tuple(each for each in schemes if is_eager(each, **of_plan))
@@ -137,10 +139,10 @@ def _eager(
 
 def _recipe_workload(plan: RunPlan) -> Workload:
     return Workload(
-        model_path=plan.model.path,
+        model_path=plan.weights.name_or_path,
         trust_remote_code=plan.model.trust_remote_code,
-        prompts_parquet=plan.task.train_parquet,
-        num_prompts=plan.prompts_per_step,
+        prompts_parquet=plan.task_files.train_parquet,
+        num_prompts=plan.batch.prompts_per_step,
         samples_per_prompt=plan.rollout.samples_per_prompt,
         most_at_once=plan.engine.max_concurrent_sequences,
         max_prompt_tokens=plan.task.max_prompt_tokens,
@@ -174,11 +176,10 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measu
 def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFacts) -> Path | None:
     """Keep the result where it may count; says why where it does not."""
     workload, shapes = job.workload, job.workload.shapes
-    ranks = job.tensor_parallel
-    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins, tensor_parallel=ranks)
+    key = key_of_plan(plan, host=host)
     model = "the recipe's model"
     if shapes:
-        key = dataclasses.replace(key, shapes=shapes.model.layer_slug)
+        key = dataclasses.replace(key, shapes=shapes.model.layer_slug, tensor_parallel=job.tensor_parallel)
         model = f"random weights, {shapes.layers} layers, {shapes.vocabulary:,} words"
     if why := _why_not_kept(key, plan=plan, host=host, job=job):
         console.say(f"not kept for `auto`: {why}")
@@ -186,7 +187,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     return write_result(
         key,
         cache_dir=Path(plan.cache_dir),
-        kept=tuple(verdicts[1:]),
+        results=tuple(verdicts[1:]),
         what=f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens",
         pairs=job.pairs,
         kv_memory_bytes=job.memory_bytes,
@@ -194,7 +195,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
 
 
 def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -> str:
-    """Why a result would not be what its key says to `auto`, or an empty text."""
+    """Return the reason why a result would not be what its key says to `auto`, or an empty text."""
     installed = installed_versions()
     other = [name for name, version in key.versions if installed.get(name) != version]
     if job.schemes[0] is not Scheme.BF16:
@@ -211,12 +212,12 @@ def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -
         return "quantization.ignore leaves layers in BF16"
     if any(engine.lm_head_fp32 for engine in job.engines):
         return "rollout.lm_head_fp32 makes every engine another one"
-    if plan.device != CPU and not host.gpus_of(plan.device):
-        return f"it was not measured on `{plan.device}`"
+    if not plan.is_cpu and not host.gpus_of(plan.cluster.device):
+        return f"it was not measured on `{plan.cluster.device}`"
     return ""
 
 
-def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], kept: Path | None) -> str:
+def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], stored_in: Path | None) -> str:
     """One line per scheme, then one sentence per scheme but the base: whether it pays."""
     ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
     rows = [
@@ -235,22 +236,27 @@ def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], k
     lines += [_sentence(verdict, base=verdicts[0]) for verdict in verdicts[1:]]
     if job.memory_bytes:
         lines.append(f"each engine had {_size(job.memory_bytes)} a worker for weights and KV cache together")
-    if kept:
-        lines.append(f"kept: {kept}")
+    if stored_in:
+        lines.append(f"kept: {stored_in}")
     return "\n".join(lines)
 
 
 def _sentence(verdict: SchemeResult, *, base: SchemeResult) -> str:
-    pays = "pays" if verdict.ratio >= PAYS_FROM else "does not pay"
+    verdict_text = "pays" if verdict.ratio >= PAYS_FROM else "does not pay"
     speeds = f"{verdict.tokens_per_s:.0f} against {base.tokens_per_s:.0f} tokens/s"
     return (
-        f"{verdict.scheme} {pays} here for these rollouts: {verdict.ratio:.2f} times {base.scheme} ({speeds}; "
+        f"{verdict.scheme} {verdict_text} here for these rollouts: {verdict.ratio:.2f} times {base.scheme} ({speeds}; "
         f"from {PAYS_FROM} on it does)"
     )
 
 
 def as_json(
-    job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], measured: list[Measurement], kept: Path | None
+    job: Job,
+    *,
+    verdicts: list[SchemeResult],
+    facts: list[EngineFacts],
+    measured: list[Measurement],
+    stored_in: Path | None,
 ) -> str:
     return json.dumps(
         {
@@ -262,7 +268,7 @@ def as_json(
             "schemes": [{**dataclasses.asdict(verdict), "pays": verdict.ratio >= PAYS_FROM} for verdict in verdicts],
             "engines": [{**each.model_dump(mode="json"), "kernels": dict(each.kernels)} for each in facts],
             "measurements": [each.model_dump(mode="json") for each in measured],
-            "kept": str(kept) if kept else None,
+            "kept": str(stored_in) if stored_in else None,
         }
     )
 

@@ -56,7 +56,7 @@ class Workload(Frozen):
     model_path: str = ""
     trust_remote_code: bool = False
     prompts_parquet: str = ""
-    """Where the prompts come from."""
+    """File that the prompts come from."""
     num_prompts: int
     samples_per_prompt: int = 1
     most_at_once: int | None = None
@@ -72,7 +72,7 @@ class Workload(Frozen):
 
     @property
     def sequences(self) -> int:
-        """How many are generated at once when there is room."""
+        """Return the number of sequences that are generated at once when there is room."""
         whole = self.num_prompts * self.samples_per_prompt
         return min(whole, self.most_at_once or whole)
 
@@ -87,7 +87,7 @@ _MODELS = {
 
 
 def _layers_of(name: str, *, layers: int) -> Shapes:
-    """Some layers of a model that we know."""
+    """Return the shapes of some layers of a model that we know."""
     whole = KNOWN[name]
     width = {"hidden": whole.hidden, "intermediate": whole.intermediate}
     return Shapes(**width, heads=whole.heads, kv_heads=whole.kv_heads, layers=layers)
@@ -126,10 +126,10 @@ class EngineFacts(Frozen):
 
     scheme: Scheme
     weight_bytes: int
-    """Each weight once, in the form that is multiplied."""
+    """Bytes of the weights, each once, in the form that is multiplied."""
     kv_bytes: int
     sequences: int
-    """How many of the longest fit into the KV cache at once."""
+    """Number of the longest sequences that fit into the KV cache at once."""
     kernels: tuple[tuple[str, int], ...]
     """Name and number of layers, of one worker."""
 

@@ -2,8 +2,8 @@
 
 Runs in the training child. What goes wrong is a PreflightError before training (exit 3, with the node's name) and a
 ProcessDied after (exit 5). Waiting is for resources and not for a number of nodes. Who leaves while the others are
-waited for is told at once. A node that somebody stopped may come back whenever they like. One that died has a moment to
-come back (a restarted container does), and then the waiting ends with its name.
+waited for is reported at once. A node that somebody stopped may come back whenever they like. One that died has a
+moment to come back (a restarted container does), and then the waiting ends with its name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, warnings
 from appliance.errors import ApplianceError, PreflightError, ProcessDied, last_line
 from appliance.plan.host import Ports
+from appliance.plan.model_shape import model_shape
 from appliance.plan.verl_args import STORAGE_UNITS
 from appliance.preflight.access import check_token, make_token
-from appliance.preflight.inputs import model_shape
 from appliance.processes import module_argv
 from appliance.record.attestations import fingerprint
 from appliance.record.events import append_event
 from appliance.record.liveness import WORKER_HOOK
-from appliance.record.plan import ClusterPlan, RunPlan
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import Topology
 from appliance.terms.environment import (
     PLAN_VARIABLE,
@@ -60,7 +60,7 @@ class Node:
     name: str
     address: str
     gpus: int
-    """Of Ray's resource `GPU`."""
+    """Number of Ray's resource `GPU`."""
     program: str = ""
     """Label with the fingerprint of the program that made the node, empty for a node that somebody else made."""
 
@@ -70,7 +70,7 @@ class Node:
 
 
 def useful(nodes: Sequence[Node], needed: Topology) -> list[Node]:
-    """Those with the GPUs that one node of the training needs."""
+    """Return the nodes with the GPUs that one node of the training needs."""
     return [node for node in nodes if node.gpus >= needed.gpus_per_node]
 
 
@@ -142,7 +142,8 @@ class Cluster:
         self._stopped = threading.Event()
 
     def wait(self, *, wait_s: float) -> None:
-        """Until the nodes are there that the plan needs, each said as it comes and goes. Raises PreflightError."""
+        """Wait until the nodes are there that the plan needs, and report each as it comes and goes. Raises
+        PreflightError."""
         needed = self._plan.topology
         deadline, roll = time.monotonic() + wait_s, Roll()
         while True:
@@ -176,7 +177,7 @@ class Cluster:
             if node.program not in ("", label_of(head.fingerprint))
         ]
         word = plant_canary(self._run_dir)
-        reports, shape = self._ask_each(), model_shape(self._plan)
+        reports, shape = self._ask_each(), model_shape(self._plan.model, weights=self._plan.weights)
         problems += differences(reports, head=head, plan=self._plan, canary=word, shape=shape)
         for warning in warnings(reports, head=head, plan=self._plan, shape=shape):
             self._say(f"warning: {warning}")
@@ -201,7 +202,7 @@ class Cluster:
             except ray.exceptions.RayError as error:
                 last = last_line(error)
                 raise PreflightError(
-                    f"{node.text}: did not say what it runs: {last}", hint="is it started from the same image?"
+                    f"{node.text}: did not report what it runs: {last}", hint="is it started from the same image?"
                 ) from error
         return reports
 
@@ -217,7 +218,7 @@ class Cluster:
         self._watch(look, on_loss=on_loss)
 
     def watch(self, on_loss: Callable[[ApplianceError], None]) -> None:
-        """Call `on_loss`, once and on another thread, when a node is gone while the training goes on."""
+        """Call `on_loss`, once and on another thread, when a node is gone while the training runs."""
         self._watch(self._loss, on_loss=on_loss)
 
     def _watch(self, look: Callable[[], ProcessDied | None], *, on_loss: Callable[[ApplianceError], None]) -> None:
@@ -241,9 +242,7 @@ class Cluster:
     def _loss(self) -> ProcessDied | None:
         gone = not_among(self._members, look_around()[0])
         what = " and ".join(f"node {node.text} left the cluster" for node in gone)
-        return (
-            ProcessDied(what, hint="bring the node back; the newest checkpoint is where it goes on") if gone else None
-        )
+        return ProcessDied(what, hint="bring the node back; it resumes from the newest checkpoint") if gone else None
 
     def stop(self) -> None:
         """Disconnect, and end the head if it is ours: the nodes that joined it see that and end too."""
@@ -286,16 +285,17 @@ def look_around() -> tuple[list[Node], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def cluster_of(plan: RunPlan, wanted: ClusterPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[Cluster]:
+def cluster_of(plan: RunPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[Cluster]:
     """Connected, complete and compared; stopped at the end. Raises PreflightError. on_loss: called once, on another
     thread, when the head or a node of the training is gone."""
+    wanted = plan.cluster
     token_file = Path(wanted.token_file)
     if wanted.address:
         check_token(token_file)
     else:
         make_token(token_file)
     os.environ |= ray_node_env()  # of Ray's client in this process too; the token is known to it from its start
-    head = None if wanted.address else _start_head(plan, wanted)
+    head = None if wanted.address else _start_head(plan)
     cluster = Cluster(plan, head=head)
     cluster.watch_head(on_loss)
     try:
@@ -308,17 +308,17 @@ def cluster_of(plan: RunPlan, wanted: ClusterPlan, *, on_loss: Callable[[Applian
         cluster.stop()
 
 
-def _start_head(plan: RunPlan, wanted: ClusterPlan) -> subprocess.Popen[bytes]:
+def _start_head(plan: RunPlan) -> subprocess.Popen[bytes]:
     offer = NodeOffer(
-        gpus=plan.gpus_per_node if plan.is_cpu else None,
-        cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.gpus_per_node, is_cpu=plan.is_cpu),
+        gpus=plan.cluster.gpus_per_node if plan.is_cpu else None,
+        cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.cluster.gpus_per_node, is_cpu=plan.is_cpu),
         object_store_bytes=CPU_OBJECT_STORE_BYTES if plan.is_cpu else None,
-        address=wanted.node_address,
+        address=plan.cluster.node_address or "",
     )
     ray_dir = Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)
-    argv = head_argv(offer, ports=Ports(wanted.port), ray_dir=ray_dir)
-    environment = node_environment(dict(os.environ), token_file=Path(wanted.token_file))
-    append_event(Path(plan.run_dir), kind="cluster", what=f"starting the Ray head on port {wanted.port}")
+    argv = head_argv(offer, ports=Ports(plan.cluster.port), ray_dir=ray_dir)
+    environment = node_environment(dict(os.environ), token_file=Path(plan.cluster.token_file))
+    append_event(Path(plan.run_dir), kind="cluster", what=f"starting the Ray head on port {plan.cluster.port}")
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=environment)
 
 
@@ -354,7 +354,7 @@ class NodeOffer:
     """What a node brings."""
 
     gpus: int | None
-    """None lets Ray count them; on a CPU one "GPU" is one rank."""
+    """Number of GPUs; None lets Ray count them, and on a CPU one "GPU" is one rank."""
     cpus: int
     """See cpus_for_ray."""
     object_store_bytes: int | None
@@ -409,5 +409,5 @@ def label_of(fingerprint: str) -> str:
 
 
 def node_environment(environment: dict[str, str], *, token_file: Path) -> dict[str, str]:
-    """Of `ray start` and of what speaks to the cluster. environment: of this process."""
+    """Make the environment of `ray start` and of what speaks to the cluster. environment: of this process."""
     return with_ray_token({**environment, **ray_node_env()}, token_file)

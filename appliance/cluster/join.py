@@ -112,8 +112,8 @@ def join_head(
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Of this `join`, gone with it: nobody else may enter it, and Ray's sockets and files lie in it. Raises
-    PreflightError when it cannot be made."""
+    """Make the folder of this `join`, which is removed with it: nobody else may enter it, and Ray's sockets and files
+    lie in it. Raises PreflightError when it cannot be made."""
     root = short_root(Path(tempfile.gettempdir()), length=len(_FOLDER) + _RANDOM)
     try:
         return tempfile.TemporaryDirectory(prefix=_FOLDER, dir=root, ignore_cleanup_errors=True)
@@ -138,9 +138,9 @@ def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
 
 
 def _end(head: str, *, training: RunNotice | None, was_silent: bool, code: int | None, log: Path) -> int:
-    """Why this node's Ray ended after it had joined. Returns 0 where the training ended as it should. Raises
+    """Find out why this node's Ray ended after it had joined. Returns 0 where the training ended as it should. Raises
     TrainingError (the training failed, the head is gone or another one), EngineError (Ray, here)."""
-    again = f"join again: it goes on with `train --resume` on {head}"
+    again = f"join again: the run resumes with `train --resume` on {head}"
     ended = end_of(training) if training else None
     if training and ended:
         name = training.run_dir.name
@@ -151,7 +151,7 @@ def _end(head: str, *, training: RunNotice | None, was_silent: bool, code: int |
     if head_problem(head):
         raise ProcessDied(f"the head at {head} is gone, and so is the work of this node", hint=again)
     if was_silent or (training and is_resumed(training)):
-        raise ProcessDied(f"the head at {head} was started anew: this node was of the one before", hint=again)
+        raise ProcessDied(f"the head at {head} was restarted: this node belonged to the one before", hint=again)
     _show_end_of(log)
     raise EngineError(f"Ray on this node ended{_with(code)}, and {head} is still there", hint="see above")
 
@@ -164,7 +164,7 @@ def _not_joined(head: str, *, code: int | None, log: Path) -> EngineError | Pref
 
 
 def _with(code: int | None) -> str:
-    """None: it was `join` that ended it."""
+    """Describe the exit code; None: it was `join` that ended it."""
     return "" if code is None else f" with code {code}"
 
 
@@ -180,11 +180,11 @@ class NodeIsOver(Exception):
 @dataclass(frozen=True)
 class NodeHealth:
     silent_s: float = 0.0
-    """Since when the head has not answered, 0 while it does."""
+    """Seconds for which the head has not answered, 0 while it does."""
     ended: bool = False
     """The head's training did, by run.json."""
     without_scheduler: int = 0
-    """How many looks, the last one included, have found none."""
+    """Number of checks in a row, the last one included, that found no scheduler."""
 
 
 def is_over(health: NodeHealth) -> bool:
@@ -196,9 +196,9 @@ def is_over(health: NodeHealth) -> bool:
 class NodeWatch:
     """Whether a node that joined is still of use, looked after from beside Ray, which may wait for ever.
 
-    `ray start --block` goes on when its scheduler ended without an error, and a scheduler hears nothing of a head whose
-    host went silent. So `join` looks for itself, on a thread of its own, for a host that went silent takes seconds to
-    not answer: does the head's port answer, is there a scheduler, what does run.json say?
+    `ray start --block` keeps running when its scheduler ended without an error, and a scheduler hears nothing of a head
+    whose host went silent. So `join` looks for itself, on its own thread, for a host that went silent takes
+    seconds to not answer: does the head's port answer, is there a scheduler, what does run.json say?
 
     folder: of `join`, the mark of the node's processes.  log: of Ray.
     """
@@ -215,7 +215,7 @@ class NodeWatch:
 
     @property
     def was_silent(self) -> bool:
-        """Whether the head was silent a moment ago: one that was started anew ends the nodes of the one before."""
+        """Whether the head was silent a moment ago: one that was restarted ends the nodes of the one before."""
         return time.monotonic() - self._silent_at < RECONNECT_S
 
     def __enter__(self) -> NodeWatch:

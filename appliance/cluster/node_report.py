@@ -31,7 +31,7 @@ from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, read_record
-from appliance.terms.devices import CPU, why_not
+from appliance.terms.devices import why_not
 from appliance.terms.environment import NODE_VARIABLE, THREADS_VARIABLE
 from appliance.terms.shapes import ModelShape
 
@@ -54,15 +54,15 @@ class NodeReport:
     versions: tuple[tuple[str, str], ...]
     """(distribution, version or empty)."""
     canary: str
-    """What it read, or empty."""
+    """Text that it read, or empty."""
     plan: str
     """Hash of the run's plan.json, or empty."""
     model: str
     """Hash of the folder's config.json, or the commit on the hub that loading would take, or empty."""
     model_problem: str
-    """Why it is empty, or what the model's folder lacks."""
+    """Reason why it is empty, or what the model's folder lacks."""
     facts: HostFacts
-    """Of the host."""
+    """Facts of the host."""
     patches: tuple[tuple[str, str], ...] = ()
     """(name, why it cannot be applied there)."""
 
@@ -78,7 +78,7 @@ def describe_node(plan: RunPlan) -> NodeReport:
     """Run on each node, in a process of Ray's. The node's `join` learns there what its node is for."""
     run_dir = Path(plan.run_dir)
     write_notice(run_dir)
-    model, model_problem = _model_seen(plan.model.path)
+    model, model_problem = _model_seen(plan.weights.name_or_path)
     return NodeReport(
         name=socket.gethostname(),
         python=platform.python_version(),
@@ -115,12 +115,13 @@ def _read(file: Path) -> str:
 def differences(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, canary: str, shape: ModelShape | None = None
 ) -> list[str]:
-    """Why these nodes cannot train together: a sentence each, beginning with the node's name. head: this host's.
-    shape: of the model, where it is known."""
+    """List the reasons why these nodes cannot train together: a sentence each, beginning with the node's name. head:
+    this host's. shape: of the model, where it is known."""
     problems = []
     for report in reports:
-        found = _problems(report, head=head, plan=plan, canary=canary)
-        problems += [f"{report.name}: {problem}" for problem in (*found, *_found(report, plan, shape, Severity.ERROR))]
+        differs = _differences_from_head(report, head=head, plan=plan, canary=canary)
+        errors = _findings_of_preflight(report, plan, shape, Severity.ERROR)
+        problems += [f"{report.name}: {problem}" for problem in (*differs, *errors)]
     return problems
 
 
@@ -133,25 +134,28 @@ def warnings(
         f"{report.name}: {warning}"
         for report in reports
         if report.name != head.name
-        for warning in (*_found(report, plan, shape, Severity.WARNING), *_fewer_cores(report, plan))
+        for warning in (*_findings_of_preflight(report, plan, shape, Severity.WARNING), *_fewer_cores(report, plan))
     ]
 
 
 def _fewer_cores(report: NodeReport, plan: RunPlan) -> Iterator[str]:
-    """On a CPU every node gets the plan's number, from the head's cores; trainer/worker.py lowers it there."""
+    """Warn of fewer cores: on a CPU every node gets the plan's number, from the head's cores; trainer/worker.py lowers
+    it there."""
     threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
     if report.facts.cores < threads:
         cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"
         yield f"has {cores}: a process there takes as many threads, not the plan's {threads}"
 
 
-def _found(report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity) -> Iterator[str]:
+def _findings_of_preflight(
+    report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity
+) -> Iterator[str]:
     for finding in judge_node(plan, report.facts, shape):
         if finding.severity is severity:
             yield f"{finding.place}: {finding.message}"
 
 
-def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: str) -> Iterator[str]:
+def _differences_from_head(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: str) -> Iterator[str]:
     if report.fingerprint != head.fingerprint:
         yield f"runs other sources or locks than the head ({report.fingerprint[:_SHOWN]}, {head.fingerprint[:_SHOWN]})"
     if report.python != head.python:
@@ -164,7 +168,7 @@ def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: st
         yield f"does not see {plan.run_dir}: cluster.run_dir must be on a file system that all nodes share"
     elif report.plan != head.plan:
         yield f"sees another {PLAN_FILE} in {plan.run_dir}: does its file system keep old files?"
-    yield from _model_problems(report, head=head, model=plan.model.path)
+    yield from _model_problems(report, head=head, model=plan.weights.name_or_path)
     yield from _device_problems(report, head=head, plan=plan)
     for name, why in report.patches if report.versions == head.versions else ():  # another version has other sources
         yield f"patch {name}: {why}"
@@ -183,15 +187,17 @@ def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iter
 
 def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
     """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with memory like the head's."""
-    for scheme in dict.fromkeys(each.scheme for each in plan.rollout.replicas if not each.emulated):
-        if reason := why_not(scheme, device=plan.device, cpu_flags=report.facts.cpu_flags):
+    for scheme in dict.fromkeys(engine.scheme for engine in plan.engines if not engine.emulated):
+        if reason := why_not(scheme, device=plan.cluster.device, cpu_flags=report.facts.cpu_flags):
             yield f"cannot run `{scheme}`: {reason}"
-    if plan.device == CPU:
+    if plan.is_cpu:
         return
-    fitting, of_the_head = ([gpu.memory_bytes for gpu in each.facts.gpus_of(plan.device)] for each in (report, head))
-    if len(fitting) < plan.gpus_per_node:
+    fitting, of_the_head = (
+        [gpu.memory_bytes for gpu in node.facts.gpus_of(plan.cluster.device)] for node in (report, head)
+    )
+    if len(fitting) < plan.cluster.gpus_per_node:
         have = ", ".join(each.product for each in report.facts.gpus) or "none"
-        yield f"has {have}, the plan wants {plan.gpus_per_node} x `{plan.device}`"
+        yield f"has {have}, the plan wants {plan.cluster.gpus_per_node} x `{plan.cluster.device}`"
     elif of_the_head and min(fitting) * 100 < min(of_the_head) * _ALIKE_PERCENT:
         yield f"has GPUs of {min(fitting) // _MIB} MiB, the head of {min(of_the_head) // _MIB}"
 
@@ -200,19 +206,19 @@ def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> 
 class RunNotice:
     run_dir: Path
     attempt: int
-    """Of the run, when this node became part of it."""
+    """Attempt of the run in which this node became part of it."""
 
 
 def write_notice(run_dir: Path) -> None:
-    """On a node, in a process of Ray's: tell `join` what its node is for. Elsewhere, and without a run there: nothing.
-    Raises OSError when it cannot be written."""
+    """Write for `join`, on a node and in a process of Ray's, what its node is for. Elsewhere, and without a run there:
+    nothing. Raises OSError when it cannot be written."""
     folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
     if folder and record is not None:
         write_whole(Path(folder) / NOTICE_FILE, as_json(RunNotice(run_dir, record.attempt)), durable=False)
 
 
 def read_notice(folder: Path) -> RunNotice | None:
-    """None before there are any. Raises OSError, ValueError."""
+    """Read the notice; None before there is one. Raises OSError, ValueError."""
     file = folder / NOTICE_FILE
     return read(file, RunNotice) if file.exists() else None
 
@@ -226,7 +232,7 @@ def record_of(run_dir: Path) -> RunRecord | None:
 
 
 def end_of(training: RunNotice) -> RunRecord | None:
-    """How that attempt ended, None while it goes on, and when nobody has written it."""
+    """Read how that attempt ended, None while it runs, and when nobody has written it."""
     record = record_of(training.run_dir)
     if record is None or record.attempt != training.attempt or record.state in (RunStatus.STARTING, RunStatus.RUNNING):
         return None

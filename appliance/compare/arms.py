@@ -24,7 +24,7 @@ from appliance.recipe.load import Setting, in_order, is_written, load_recipe
 from appliance.recipe.schema import Recipe, Task
 from appliance.recipe.text import Node, Problem, full_path
 from appliance.record.code import code_of
-from appliance.record.plan import RunPlan, TaskPlan
+from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 
@@ -37,9 +37,9 @@ class PlannedRun:
     recipe: Recipe
     plan: RunPlan
     findings: tuple[Finding, ...]
-    """What preflight let pass."""
+    """Findings that preflight let pass."""
     resume: Resume | None = None
-    """Where it goes on, None: new."""
+    """Place where it resumes, None: a new run."""
 
     @property
     def label(self) -> str:
@@ -69,7 +69,7 @@ def plan_runs(comparison: Comparison, *, date: str | None = None) -> list[Planne
         run_dir = folder / run_name(arm, seed=seed)
         if arm not in judged:
             name = hub_name(recipe)
-            commit = ask_hub(name, of=recipe.model.revision or "")[0] if name else ""
+            commit = ask_hub(name, wanted=recipe.model.revision or "")[0] if name else ""
             data_commit = ask_data(recipe.task.data) if recipe.task.data else ""
             commits = {"commit": commit, "data_commit": data_commit}
             _, host, findings = examine(
@@ -103,7 +103,7 @@ def _date_begun(recipes: Mapping[tuple[str, int], Recipe], *, folder: Path) -> s
 
 
 def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
-    """By arm and seed, seed by seed."""
+    """Load the recipes by arm and seed, seed by seed."""
     recipes: dict[tuple[str, int], Recipe] = {}
     problems = _several_validations(comparison.recipe)
     for seed in comparison.seeds if not problems else ():
@@ -146,23 +146,23 @@ def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison)
     RecipeError."""
     first, faults = planned[0], []
     for arm, place in ((arm.name, arm.place) for arm in comparison.arms):
-        task = next(run.plan.task for run in planned if run.arm == arm)
-        if _judged(task) != _judged(first.plan.task):  # first: the rewards choose problems too, by the truths they read
+        plan = next(run.plan for run in planned if run.arm == arm)
+        if _judged(plan) != _judged(first.plan):  # first: the rewards choose problems too, by the truths they read
             hint = f"`task.rewards` must be as in the arm `{first.arm}`"
             faults.append((f"{place}: arms.{arm}: it is judged by other rewards", hint))
-        elif _validated(task) != _validated(first.plan.task):
+        elif _validated(plan) != _validated(first.plan):
             hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
             faults.append((f"{place}: arms.{arm}: it validates on other problems", hint))
     if faults:
         raise RecipeError(faults)
 
 
-def _validated(task: TaskPlan) -> tuple[object, ...]:
-    return task.val_parquet, task.max_response_tokens  # the file's folder: all that makes it
+def _validated(plan: RunPlan) -> tuple[object, ...]:
+    return plan.task_files.val_parquet, plan.task.max_response_tokens  # the file's folder: all that makes it
 
 
-def _judged(task: TaskPlan) -> tuple[object, ...]:
-    return (task.own.rewards, task.own.code) if task.own is not None else ()
+def _judged(plan: RunPlan) -> tuple[object, ...]:
+    return plan.task.rewards, plan.task_files.code
 
 
 class Existing(Enum):
@@ -188,7 +188,7 @@ def look(run: PlannedRun) -> Existing:
     except (OSError, ValueError, yaml.YAMLError):
         return Existing.OTHER
     if record.exit_code is None and has_launcher(folder):
-        raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
+        raise PreflightError(f"{folder}: this run is still running", hint="wait for its end, or stop it")
     try:
         original = _original(folder)
         is_of_this_recipe = (
@@ -208,9 +208,9 @@ def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
     runs: that are there already.  file: of the comparison."""
     for run in runs:
         if began_with := _other_commit(run, _original(run.run_dir)):
-            model = run.plan.model
-            message = f"{run.label}: {model.hub_name}: {model.revision or 'main'} is {model.commit} on the hub now, "
-            hint = f"to go on with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
+            weights, revision = run.plan.weights, run.plan.model.revision or "main"
+            message = f"{run.label}: {weights.hub_name}: {revision} is {weights.commit} on the hub now, "
+            hint = f"to continue with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
             raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
 
 
@@ -224,8 +224,8 @@ def _original(run_dir: Path) -> OriginalPlan:
 def _other_commit(run: PlannedRun, original: OriginalPlan) -> str:
     """The commit that the run began with, where the same revision is another one now. Empty where it is not, or nobody
     knows: an offline hub."""
-    model = run.plan.model
-    if original.model != model.hub_name or not model.commit or original.commit == model.commit:
+    weights = run.plan.weights
+    if original.model != weights.hub_name or not weights.commit or original.commit == weights.commit:
         return ""
     return original.commit
 
@@ -247,7 +247,7 @@ def resumed_run(run: PlannedRun) -> PlannedRun | None:
     """The run from its newest whole checkpoint, or None where it has none. Raises as find_start and refuse_misfit."""
     target = Target(run.run_dir, read_record(run.run_dir))
     start = find_start(target)
-    newest = start.found.newest
+    newest = start.search.newest
     if newest is None:
         return None
     host = read_host(run.run_dir.parent)
@@ -258,7 +258,7 @@ def resumed_run(run: PlannedRun) -> PlannedRun | None:
         cache_dir=Path(run.plan.cache_dir),
         resume_from=newest,
         original=original_plan(target, alone=True),
-        commit=run.plan.model.commit,
+        commit=run.plan.weights.commit,
     )
     refuse_misfit(start, plan=plan)
     return replace(run, plan=plan, resume=start)

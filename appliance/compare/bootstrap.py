@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.compare.judge import CONFIDENCE, Interval
+from appliance.compare.interval import CONFIDENCE, Interval
 
 DRAWS = 10_000
 _DRAWS_AT_ONCE = 500

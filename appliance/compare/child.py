@@ -32,10 +32,10 @@ def main() -> int:
 def validate(job: Job) -> None:
     import pyarrow.parquet as pq  # none of it is for the pool's processes, which import this file
 
-    rows, own_task = pq.read_table(job.parquet).to_pylist(), job.task.own
+    rows = pq.read_table(job.parquet).to_pylist()
     pool = RewardPool(
-        load=functools.partial(rewards_of, job.task),
-        import_path=own_task.import_path if own_task is not None else (),
+        load=functools.partial(rewards_of, job.task, files=job.task_files),
+        import_path=job.task_files.import_path,
         workers=job.task.reward_workers,
         timeout_s=job.task.reward_timeout_s,
     )
@@ -91,7 +91,7 @@ def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Res
         detokenize=False,
         stop_token_ids=[stops] if isinstance(stops, int) else list(stops),
     )
-    prompts, clock = [], clock_of(tokenizer, date=job.task.date)
+    prompts, clock = [], clock_of(tokenizer, date=job.task_files.date)
     for row in rows:
         ids = tokenizer.apply_chat_template(
             row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False, **clock

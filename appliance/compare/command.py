@@ -17,11 +17,12 @@ from pathlib import Path
 from appliance import console
 from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, refuse_other_commit, resumed_run, set_aside
 from appliance.compare.file import Comparison, load_comparison
-from appliance.compare.judge import CONFIDENCE, ArmResult, Interval, curve, judge, numbers, verdict_text
+from appliance.compare.interval import CONFIDENCE, Interval
+from appliance.compare.judge import ArmResult, curve, judge, numbers, verdict_text
 from appliance.compare.results import RunResult, busy_share, note_busy, read_result, validate_models
-from appliance.compare.stored import SUFFIX, read_results, result_of, write_results
+from appliance.compare.stored import SUFFIX, StoredResult, date_of, read_results, result_of, write_results
 from appliance.corrections.registry import NONE
-from appliance.errors import GuardStop, Interrupted, SavedAndStopped
+from appliance.errors import GuardStop, Interrupted, RecipeError, SavedAndStopped
 from appliance.files import write_whole
 from appliance.launch.side_job import stop_on_errors
 from appliance.launch.train import run_training
@@ -61,7 +62,7 @@ _CHARTS = (  # title, unit, field, logarithmic
     ("Time of a step", "s", "step_s", False),
 )
 _MOST_POINTS = 4096  # of a curve that is drawn
-_NUMBERS = range(1, len(_HEAD) - 1)  # places of the columns that stand on the right
+_NUMBERS = range(1, len(_HEAD) - 1)  # places of the columns that are aligned to the right
 assert CONFIDENCE == 0.95  # in the heading
 
 
@@ -85,15 +86,13 @@ def run_compare(name_or_path: str, *, json_mode: bool, results_file: Path | None
     """
     comparison = load_comparison(name_or_path)
     stored = read_results(results_file) if results_file is not None else []
-    runs = plan_runs(comparison, date=stored[0].date if stored else None)
+    runs = plan_runs(comparison, date=date_of(stored))
     stop_on_errors(list(dict.fromkeys(finding for run in runs for finding in run.findings)))
     folder = runs[0].run_dir.parent
     command = f"appliance compare {shlex.quote(name_or_path)}"
     if results_file is not None:
         command += f" --results {shlex.quote(str(results_file))}"
-    known = {run.label: result for run in runs if (result := result_of(run, stored=stored)) is not None}
-    if results_file is not None:
-        console.say(f"{len(known)} of {len(runs)} runs have their result in {typed_path(results_file)}")
+    known = _known(runs, stored=stored, results_file=results_file) if results_file is not None else {}
     here = [run for run in runs if run.label not in known]
     todo = _todo(here, folder=folder, file=comparison.file)
     with Interrupts() as interrupts:
@@ -123,8 +122,28 @@ def run_compare(name_or_path: str, *, json_mode: bool, results_file: Path | None
     return failed[0][1] if failed else 0
 
 
+def _known(runs: list[PlannedRun], *, stored: list[StoredResult], results_file: Path) -> dict[str, RunResult]:
+    """Stored results by the labels of the runs that they are of. Raises RecipeError where the file is the one that this
+    comparison will write, and lines of it would be lost."""
+    results, others = {}, []
+    for run in runs:
+        result, differs = result_of(run, stored=stored)
+        if result is not None:
+            results[run.label] = result
+        elif differs:
+            others.append(f"{run.label}: not taken: {differs}")
+    output = runs[0].run_dir.parent / f"{runs[0].recipe.name}{SUFFIX}"
+    if len(results) < len(stored) and results_file.resolve() == output.resolve():
+        message = f"--results {results_file}: {len(stored) - len(results)} of its results are of other runs"
+        raise RecipeError([(f"{message}, and would be overwritten", "give a copy of it")])
+    console.say(f"{len(results)} of {len(runs)} runs have their result in {typed_path(results_file)}")
+    for text in others:
+        console.say(text)
+    return results
+
+
 def _stopped(command: str) -> Interrupted:
-    return Interrupted("the comparison was stopped", hint=f"`{command}` goes on with what is missing")
+    return Interrupted("the comparison was stopped", hint=f"`{command}` runs what is missing")
 
 
 def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRun]:
@@ -143,7 +162,8 @@ def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRu
 
 
 def _ready(run: PlannedRun, *, state: Existing) -> PlannedRun:
-    """The run as it is to be started: from its newest whole checkpoint, or anew, with what is in its way set aside."""
+    """The run as it is to be started: from its newest whole checkpoint, or from the start, with what is in its way set
+    aside."""
     if state is Existing.NOTHING:
         return run
     resumed = resumed_run(run) if state is Existing.UNFINISHED else None
@@ -171,7 +191,7 @@ def _train(
             findings=run.findings,
             name=run.run_dir.name,
             json_mode=False,
-            steps=BEFORE_TRAINING,
+            stages=BEFORE_TRAINING,
             quiet=True,
             resume=run.resume,
         )
@@ -202,7 +222,7 @@ def _line(run: PlannedRun) -> str:
 
 
 def _where(results: Sequence[RunResult]) -> str:
-    """The days on which the runs ended, and the machines: the table may be made anew long after, and elsewhere."""
+    """The days on which the runs ended, and the machines: the table may be made again long after, and elsewhere."""
     ended = [datetime.date.fromtimestamp(result.ended) for result in results if result.ended]
     ended = ended or [datetime.date.today()]
     days = " to ".join(dict.fromkeys(day.isoformat() for day in (min(ended), max(ended))))
@@ -230,7 +250,7 @@ def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
         draw.number(row.final, digits=4),
         "-" if interval is None else f"{interval.mean:+.4f}",
         "-" if interval is None else _bounds(interval),
-        draw.number(row.own, digits=4),
+        draw.number(row.trainer_final, digits=4),
         _short(row.k3_kl),
         _short(row.k3_max),
         "-" if row.method is NONE and not row.truncated else _share(row.truncated),
@@ -321,7 +341,7 @@ def _run(run: RunResult) -> dict[str, object]:
         "state": run.state,
         "reason": run.reason,
         "final": run.final,
-        "own": run.own,
+        "own": run.trainer_final,
         "problems": len(run.rewards),
         "seconds": round(run.seconds, 1),
         "busy": run.busy,
@@ -372,7 +392,7 @@ def _seed_lines(row: ArmResult) -> list[str]:
         steps = run.steps[-1].step if run.steps else 0
         lines.append(
             f"| {row.arm} | {run.seed} | {run.state} | {steps} | {draw.number(run.final, digits=4)} | {difference} "
-            f"| {draw.number(run.own, digits=4)} | {_short(k3)} | {_share(truncated)} |"
+            f"| {draw.number(run.trainer_final, digits=4)} | {_short(k3)} | {_share(truncated)} |"
         )
     return lines
 
@@ -386,7 +406,7 @@ def _short(value: float | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    """As a percentage; what is not zero never looks like it."""
+    """Format a percentage; what is not zero never looks like it."""
     if value is None:
         return "-"
     if value == 0:

@@ -63,7 +63,7 @@ class Arm:
     name: str
     place: str
     settings: tuple[Setting, ...]
-    """In the order in which they hold: those of all arms, the arm's own, the size of the validation."""
+    """Settings in the order in which they apply: those of all arms, the arm's own, the size of the validation."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -85,9 +85,9 @@ class Comparison:
     baseline: str
     validation: int
     margin: float
-    """Of a mean reward, in its unit."""
+    """Margin of a mean reward, in its unit."""
     against: Mapping[str, str] = field(default_factory=dict)
-    """By arm the one that it is compared with, where that is not the baseline."""
+    """Arm that each arm is compared with, where that is not the baseline."""
 
 
 def find(name_or_path: str) -> Path:
@@ -148,7 +148,7 @@ def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:
     if error["type"] == "missing":
         return f"{file}: {key}: the key is missing", _EXAMPLES[key]
     if error["type"] == "extra_forbidden":
-        return f"{tree[key].place}: {key}: unknown key", similar(key, of=_File.model_fields)
+        return f"{tree[key].place}: {key}: unknown key", similar(key, names=_File.model_fields)
     message, hint = explain(error)
     return f"{_place(tree, key, file=file)}: {dotted}: {message}", hint
 
@@ -174,7 +174,8 @@ def _place(tree: dict[str, Node], key: str, *, file: str) -> str:
 
 
 def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[Setting]:
-    """From a list of KEY=VALUE or a mapping of dotted keys; nothing at all is an arm that changes nothing."""
+    """Read settings from a list of KEY=VALUE or a mapping of dotted keys; nothing at all is an arm that changes
+    nothing."""
     if node is None or node.value is None or node.value is Refused.VALUE:
         return []
     read: list[Setting | None] = []
@@ -221,13 +222,13 @@ def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[
         problems.append((f"{tree['seeds'].place}: seeds: a seed is named twice", "name each once"))
     if arms and isinstance(baseline, str) and baseline not in arms:
         message = f"{tree['baseline'].place}: baseline: no arm is called `{baseline}`"
-        problems.append((message, similar(baseline, of=arms)))
+        problems.append((message, similar(baseline, names=arms)))
     against = _plain(tree["against"]) if "against" in tree else None
     for arm, other in against.items() if arms and isinstance(against, dict) else ():
         place = tree["against"].value[arm].place
         for each in (arm, other):
             if isinstance(each, str) and each not in arms:
-                problems.append((f"{place}: against: no arm is called `{each}`", similar(each, of=arms)))
+                problems.append((f"{place}: against: no arm is called `{each}`", similar(each, names=arms)))
         if arm in (other, baseline):
             hint = (
                 "name another arm"

@@ -8,21 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from appliance.compare.interval import Interval
 from appliance.compare.results import RunResult, Step
 from appliance.corrections.registry import NONE, CorrectionMethod
-
-CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean difference of rewards."""
-
-    mean: float
-    low: float
-    """The lower one of the bounds that hold the true mean with CONFIDENCE."""
-    high: float
-    """The upper one."""
 
 
 class Verdict(StrEnum):
@@ -48,10 +36,10 @@ class ArmResult:
     runs: tuple[RunResult, ...]
     final: float | None
     """Mean reward of the final validation, 0..1 for exact answers."""
-    own: float | None
+    trainer_final: float | None
     """The same by the trainer's last validation, in the run's scheme."""
     difference: Interval | None
-    """To the arm `against`, over the seeds that both have."""
+    """Difference to the arm `against`, over the seeds that both have."""
     by_seed: tuple[tuple[int, Interval], ...]
     """The same for each seed by itself."""
     verdict: Verdict
@@ -60,7 +48,7 @@ class ArmResult:
     truncated: float | None
     """Share of tokens that the correction acted on, mean over all steps."""
     truncated_max: float | None
-    """Of the worst step."""
+    """Truncated share of the worst step."""
     inactive: bool
     """A correction that never acted."""
     k3_kl: float | None
@@ -112,7 +100,7 @@ def judge(
                 method=method,
                 runs=runs,
                 final=_mean(run.final for run in runs),
-                own=_mean(run.own for run in runs if run.rewards),
+                trainer_final=_mean(run.trainer_final for run in runs if run.rewards),
                 difference=difference,
                 by_seed=by_seed,
                 verdict=Verdict.BASELINE if arm == baseline else verdict,
@@ -150,7 +138,8 @@ def _verdict(difference: Interval | None, *, margin: float) -> Verdict:
 
 
 def verdict_text(row: ArmResult, *, margin: float) -> str:
-    """For people: `within ±0.03, inactive`, `fails (3 of 3 seeds)`, `within ±0.03, from 2 of 3 seeds`."""
+    """Render a verdict for people: `within ±0.03, inactive`, `fails (3 of 3 seeds)`, `within ±0.03, from 2 of 3
+    seeds`."""
     text = {
         Verdict.BASELINE: "baseline",
         Verdict.WITHIN: f"within ±{margin:g}",
@@ -179,7 +168,7 @@ def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float
 
 
 def numbers(steps: Iterable[Step], field: str) -> list[float]:
-    """Of the steps that have one. field: of Step."""
+    """Return the values of the steps that have one. field: of Step."""
     return [found for row in steps if (found := getattr(row, field)) is not None]
 
 

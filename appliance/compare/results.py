@@ -26,9 +26,9 @@ from appliance.preflight.probes import read_host
 from appliance.record.code import as_it_runs
 from appliance.record.events import append_event, read_events, read_metrics
 from appliance.record.lines import finite, json_object
-from appliance.record.plan import TaskPlan
+from appliance.record.plan import TaskFiles
 from appliance.record.session import read_record
-from appliance.terms.devices import CPU
+from appliance.settings.sections import Task
 from appliance.terms.environment import PLAN_VARIABLE
 
 FINAL_FILE = "final-validation.json"
@@ -66,11 +66,11 @@ class RunResult:
     state: str
     reason: str
     steps: tuple[Step, ...]
-    """Each once; a validation before training has no reward."""
+    """Steps, each once; a validation before training has no reward."""
     rewards: tuple[float, ...]
-    """Of the final validation in BF16, problem by problem, empty where there is no model."""
+    """Rewards of the final validation in BF16, problem by problem, empty where there is no model."""
     seconds: float
-    """Of its attempts, each from its first event to its last; pauses between them do not count."""
+    """Seconds of its attempts, each from its first event to its last; pauses between them do not count."""
     busy: float | None
     """Share of the cores that others kept busy before it started, None: not known."""
     ended: float = 0.0
@@ -83,7 +83,7 @@ class RunResult:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     @property
-    def own(self) -> float | None:
+    def trainer_final(self) -> float | None:
         """The same mean by the trainer's last validation, in the run's scheme."""
         return self.steps[-1].val_reward_mean if self.steps else None
 
@@ -94,7 +94,7 @@ class RunResult:
 
 
 def read_result(run: PlannedRun) -> RunResult | None:
-    """None where the run has no result yet."""
+    """Read the result of a run; None where it has no result yet."""
     try:
         record = read_record(run.run_dir)
     except (OSError, ValueError):
@@ -158,11 +158,12 @@ class Job(Frozen):
     """What the child (compare/child.py) is to do."""
 
     run_dirs: tuple[str, ...]
-    """Of runs, each with `model/`."""
+    """Folders of runs, each with `model/`."""
     parquet: str
     """The problems."""
-    task: TaskPlan
-    """Whose rewards judge: with the first run's copies of the user's files."""
+    task: Task
+    """Task whose rewards judge: with the first run's copies of the user's files."""
+    task_files: TaskFiles
     reward_failures: float
     """Share of a model's rewards that may fail."""
     max_prompt_tokens: int
@@ -190,13 +191,13 @@ def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None
     """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work. Raises
     EngineError when the engine fails, RecipeError when the plan of a run cannot be read."""
     waiting = [run for run in runs if _has_model(run.run_dir) and not read_final(run.run_dir)]
-    at_once = len(waiting) if all(run.plan.device == CPU for run in waiting) else 1
+    at_once = len(waiting) if all(run.plan.is_cpu for run in waiting) else 1
     for start in range(0, len(waiting), max(1, at_once)):
         _validate(waiting[start : start + at_once], stop=stop)
 
 
 def _has_model(run_dir: Path) -> bool:
-    """As a result: a run that failed may go on, and end with another one."""
+    """Whether it counts as a result: a run that failed may be resumed and end with another result."""
     try:
         return has_result(read_record(run_dir)) and (run_dir / "model").is_dir()
     except (OSError, ValueError):
@@ -207,18 +208,19 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     plan = runs[0].plan
     # The file that the run was made with. The plan of now may name another, which nobody made: it is named by the
     # commit of a tag that moved since, or by the one that the run began with.
-    planned = Path(plan.task.val_parquet)
+    planned = Path(plan.task_files.val_parquet)
     with_the_run = problems_of(runs[0].run_dir).with_name(planned.name)
     job = Job(
         run_dirs=tuple(str(run.run_dir) for run in runs),
         parquet=str(with_the_run if with_the_run.is_file() else planned),
         task=as_it_runs(plan),
+        task_files=plan.task_files,
         reward_failures=plan.guard.reward_failures,
         max_prompt_tokens=plan.task.max_prompt_tokens,
         max_response_tokens=plan.task.max_response_tokens,
         trust_remote_code=plan.model.trust_remote_code,
         tensor_parallel=plan.rollout.tensor_parallel,
-        enforce_eager=plan.device == CPU,
+        enforce_eager=plan.is_cpu,
         seed=plan.seed,
     )
     label = runs[0].label if len(runs) == 1 else f"{len(runs)} models"

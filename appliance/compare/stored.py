@@ -1,11 +1,11 @@
-"""Results of runs in one file of a line each, from which a comparison goes on without the folders of the runs: on
+"""Results of runs in one file of a line each, from which a comparison continues without the folders of the runs: on
 another machine, or years later from a repository."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from appliance.compare.arms import PlannedRun
 from appliance.compare.results import RunResult
@@ -29,9 +29,11 @@ class StoredResult:
     code: dict[str, str]
     """SHA-256 of each file of the user's code, by its name in the run."""
     date: str
-    """The day that the prompts were given, ISO."""
+    """The day that the prompts were given, ISO; empty where they do not ask."""
+    commit: str
+    """Commit of the model on the hub, empty where it is not of the hub or nobody knew."""
     result: RunResult
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
 
 
 def write_results(file: Path, *, runs: list[tuple[PlannedRun, RunResult]]) -> None:
@@ -44,13 +46,14 @@ def _stored(run: PlannedRun, result: RunResult) -> StoredResult:
         recipe=to_plain(run.recipe),
         problems=_problems(run),
         code={copy.copy_name: copy.sha256 for copy in code_of(run.plan)},
-        date=run.plan.task.date or "",
+        date=run.plan.task_files.date,
+        commit=run.plan.weights.commit,
         result=result,
     )
 
 
 def _problems(run: PlannedRun) -> str:
-    return Path(run.plan.task.train_parquet).parent.name
+    return Path(run.plan.task_files.train_parquet).parent.name
 
 
 def read_results(file: Path) -> list[StoredResult]:
@@ -63,17 +66,32 @@ def read_results(file: Path) -> list[StoredResult]:
         raise RecipeError([(f"--results {file}: {error}", hint)]) from error
 
 
-def result_of(run: PlannedRun, *, stored: list[StoredResult]) -> RunResult | None:
-    """The stored result of this very run: the same arm, seed, recipe, problems and code. One whose model was never
-    validated is none: its model is elsewhere."""
-    code = {copy.copy_name: copy.sha256 for copy in code_of(run.plan)}
+def date_of(stored: list[StoredResult]) -> str | None:
+    """The day that prompts were given there, None where none asks for it."""
+    return next((line.date for line in stored if line.date), None)
+
+
+def result_of(run: PlannedRun, *, stored: list[StoredResult]) -> tuple[RunResult | None, str]:
+    """The stored result of this very run, and where its arm and seed have only another one, what differs."""
+    differs = ""
     for line in stored:
-        result = line.result
-        is_of_the_run = (
-            (result.arm, result.seed) == (run.arm, run.seed)
-            and is_written(run.recipe, plain=line.recipe)
-            and (line.problems, line.code) == (_problems(run), code)
-        )
-        if is_of_the_run and (result.rewards or result.state != "done"):
-            return result
-    return None
+        if (line.result.arm, line.result.seed) == (run.arm, run.seed):
+            differs = _difference(run, line)
+            if not differs:
+                return line.result, ""
+    return None, differs
+
+
+def _difference(run: PlannedRun, line: StoredResult) -> str:
+    """Return the reason why the line is not a result of this run, empty where it is one."""
+    if not is_written(run.recipe, plain=line.recipe):
+        return "its recipe is another one"
+    if line.problems != _problems(run):
+        return "it has other problems"
+    if line.code != {copy.copy_name: copy.sha256 for copy in code_of(run.plan)}:
+        return "its Python files are others"
+    if line.commit and run.plan.weights.commit and line.commit != run.plan.weights.commit:
+        return f"its model is commit {line.commit}, now it is {run.plan.weights.commit}"
+    if not line.result.rewards and line.result.state == "done":
+        return "its model was not validated, and is not here"
+    return ""

@@ -47,7 +47,7 @@ def marked(proc: Path) -> tuple[list[Path], list[Path]]:
                 nodes.add(Path(node))
             elif run := environment.get(RUN_VARIABLE):
                 runs.add(Path(run))
-    # A process with a title of its own may have lost its node, and have the run's mark alone.
+    # A process with its own title may have lost its node, and have the run's mark alone.
     of_nodes = nodes | set(filter(None, map(_work_of, nodes)))
     return sorted(runs - of_nodes), sorted(nodes)
 

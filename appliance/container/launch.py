@@ -39,7 +39,6 @@ from appliance.record.plan import RunPlan
 from appliance.record.session import RUN_FILE, cannot_write
 from appliance.signals import handled
 from appliance.tasks.library import is_from_hub
-from appliance.terms.devices import CPU
 from appliance.terms.environment import HUB_TOKEN_VARIABLE, RUNNER_VARIABLE
 
 IMAGE_NAME = "flashrl-appliance"
@@ -62,7 +61,7 @@ _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 
 @dataclass(frozen=True)
 class ContainerSpec:
-    """What `docker run` would be told."""
+    """The arguments that `docker run` would get."""
 
     image: str
     argv: tuple[str, ...]
@@ -76,7 +75,7 @@ class ContainerSpec:
     token: str = ""
     """The file with the hub's token, where the run asks the hub and there is one, or empty."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Of this process, that the program inside gets."""
+    """Variables of this process that the program inside gets."""
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
@@ -102,9 +101,10 @@ def container_spec(
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
-    model = plan.model.gguf or ("" if plan.model.builtin or plan.model.hub_name else plan.model.path)
+    weights = plan.weights
+    model = weights.gguf or ("" if weights.is_cached or weights.hub_name else weights.name_or_path)
     code = [Path(each.path) for each in code_of(plan)]
-    read = [Path(each) for each in (model, *plan.task.files, profile) if each.startswith("/")]
+    read = [Path(each) for each in (model, *plan.task.data_files, profile) if each.startswith("/")]
     read += [*(each.parent for each in code), *code]  # it may import what lies beside it
     if Path(model).parent.name == "snapshots" and (blobs := Path(model).parent.with_name("blobs")).is_dir():
         read.append(blobs)  # of the hub's cache: a snapshot is a folder of links to them
@@ -112,7 +112,7 @@ def container_spec(
         extended = [each for each in files_of(recipe) if each.parent != library.folder()]
         read += [recipe.absolute().parent, *(each.absolute() for each in extended)]
     written = [Path(plan.run_dir).parent, *_holds_the_run(resume)]
-    if plan.cluster:
+    if not plan.cluster.has_own_ray:
         token = Path(plan.cluster.token_file)
         if token.exists():
             read.append(token)  # and nothing that lies beside it
@@ -130,7 +130,7 @@ def container_spec(
                 raise RecipeError([(f"--in-container: {place} would hide the image's own files", hint)])
             folders[str(place)] = read_only
             break
-    is_cpu = plan.device == CPU
+    is_cpu = plan.is_cpu
     return ContainerSpec(
         image=image or f"{IMAGE_NAME}:{'cpu' if is_cpu else 'gpu'}",
         argv=tuple(argv),
@@ -139,13 +139,13 @@ def container_spec(
         gpus=not is_cpu,
         shm_bytes=(2 if is_cpu else 32) << 30,
         folders=tuple(folders.items()),
-        network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
+        network="" if plan.cluster.has_own_ray else "host",  # other hosts reach Ray on its ports
         token=hub.token_file() if _asks_hub(plan) else "",
         variables=tuple(
             (name, value)
             for name, value in sorted(os.environ.items())
             if name == RUNNER_VARIABLE
-            or (plan.cluster and name.startswith("NCCL_"))  # which names the host's own network
+            or (not plan.cluster.has_own_ray and name.startswith("NCCL_"))  # which names the host's own network
         ),
     )
 
@@ -159,7 +159,7 @@ def _holds_the_run(resume: str) -> list[Path]:
 
 
 def _asks_hub(plan: RunPlan) -> bool:
-    return bool(plan.model.hub_name) or is_from_hub(plan.task)
+    return bool(plan.weights.hub_name) or is_from_hub(plan.task)
 
 
 def _hides_the_images_own(path: Path) -> bool:
@@ -269,7 +269,7 @@ def _signals_stop(container: Container) -> Iterator[list[int]]:
 
 
 def of_the_host(findings: Sequence[Finding]) -> list[Finding]:
-    """Without those about what the image brings."""
+    """Drop the findings about what the image brings."""
     return [each for each in findings if each.code not in _OF_THE_IMAGE]
 
 
@@ -286,7 +286,7 @@ def examine_and_train(
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
     plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)
-    refuse_faults(findings)
+    refuse_faults(of_the_host(findings))
     if dry_run and resume == "never":
         print_plan(plan, recipe=recipe, findings=of_the_host(findings), json_mode=json_mode)
     elif dry_run:

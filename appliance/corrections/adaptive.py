@@ -47,14 +47,14 @@ class Adaptive(Correction):
     reads_step = True
 
     share: float | None = None
-    """How much of the correction this step gets; None before it is measured."""
+    """Share of the correction that this step gets; None before it is measured."""
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         w_BT = token_weights(x_BT)
         return Corrected(weights_BT=1 + self.share * (w_BT.clamp(max=self.cap) - 1), acted_BT=w_BT > self.cap)
 
     def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
-        """Raises NumericsError when an advantage is not finite."""
+        """Return the correction with the share of this step. Raises NumericsError when an advantage is not finite."""
         sums: Counter[str] = Counter()
         for part in parts:
             sums.update(moments(part, cap=self.cap))
@@ -65,7 +65,7 @@ class Adaptive(Correction):
 
 
 def moments(part: Part, *, cap: float) -> dict[str, float]:
-    """Sums over the tokens of a part of a step; parts add up."""
+    """Sum over the tokens of a part of a step; parts add up."""
     real_BT = part.real_BT.bool()
     x_T = part.x_BT[real_BT].clamp(-CLAMP, CLAMP)
     w_T, advantage_T = x_T.exp(), part.advantages_BT.detach().double()[real_BT]
@@ -82,7 +82,7 @@ def moments(part: Part, *, cap: float) -> dict[str, float]:
 
 
 def mixing(sums: Mapping[str, float]) -> float:
-    """The share, 0..1. A step without tokens gets 0; without any advantage nothing is amplified."""
+    """Return the share, 0..1. A step without tokens gets 0; without any advantage nothing is amplified."""
     tokens, plain = sums.get("tokens"), sums.get("uncorrected_squared")
     if not tokens:
         return 0.0

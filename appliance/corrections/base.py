@@ -4,7 +4,7 @@ Quantised rollouts are sampled from a policy that is not quite the trainer's. A 
 is multiplied by, which tokens stay, and between which bounds the probability ratio is clipped. The driver writes all of
 that into the batch, and one loss reads it there, for every method (trainer/correction.py).
 
-A new method is a subclass in a file of its own and its line in registry.py. Nothing here imports torch: a tensor brings
+A new method is a subclass in its own file and its line in registry.py. Nothing here imports torch: a tensor brings
 its methods along.
 
 Legend: B sequences, T tokens of the longest response, padded. real_BT is true for a real token.
@@ -46,7 +46,7 @@ class Part:
     x_BT: Tensor
     real_BT: Tensor
     advantages_BT: Tensor
-    """As verl has them, junk at padding."""
+    """Advantages as verl has them, junk at padding."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Corrected:
     """What a correction makes of some sequences. None, from `Correction.act`: left as it is."""
 
     weights_BT: Tensor | None = None
-    """What each token's loss is multiplied by, 0 at padding. None: 1."""
+    """Factor of each token's loss, 0 at padding. None: 1."""
     kept_BT: Tensor | None = None
     """Real tokens that stay. None: all."""
     acted_BT: Tensor | None = None
@@ -70,12 +70,12 @@ class Correction:
 
     name: ClassVar[str]
     compared: ClassVar[str] = ""
-    """For docs/corrections.md: what is held against the limit, and what happens then."""
+    """Quantity that is compared with the limit, for docs/corrections.md; `effect` is what happens then."""
     effect: ClassVar[str]
     usual_cap: ClassVar[float | None] = None
     usual_bounds: ClassVar[tuple[float, float] | None] = None
     source: ClassVar[str] = ""
-    """Of the usual limit."""
+    """Origin of the usual limit."""
     cuts_tokens: ClassVar[bool] = False
     """Whether `cap` is where a single token's `w` itself is cut, so that the share above it is the governor's: the caps
     of others are of other things (of a root, of a sequence)."""
@@ -92,58 +92,60 @@ class Correction:
     """Whether the loss gets the term of score centering (centering.py), with `cap` as the cap of its weights."""
 
     cap: float | None = None
-    """> 0"""
+    """Cap of the weights, > 0."""
     bounds: tuple[float, float] | None = None
-    """0 < low <= 1 <= high"""
+    """Bounds of the weights, 0 < low <= 1 <= high."""
     clip: ClipRange = PLAIN
-    """The recipe's."""
+    """Clip range of the recipe."""
     loss: Loss = Loss.PPO
-    """What it corrects."""
+    """Loss that is corrected."""
     reject_k3_above: float | None = None
-    """Whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is."""
+    """Mean k3 above which a sequence is dropped, whatever the method, nats; None: none is dropped."""
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
-        """The method itself, without `reject_k3_above`. What it says of padding is overwritten."""
+        """Apply the method itself, without `reject_k3_above`. What it returns for padding is overwritten."""
         raise NotImplementedError
 
     def apply(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
-        """What the method makes of some sequences, with nothing left None but the bounds where it does not clip."""
+        """Apply the method and `reject_k3_above` to some sequences. Nothing is left None but the bounds where it
+        does not clip."""
         x_BT, real_BT = x_BT.detach(), real_BT.bool()
-        found = self.act(x_BT, real_BT=real_BT)
-        weights_BT = x_BT.new_ones(x_BT.shape) if found.weights_BT is None else found.weights_BT
-        kept_BT = real_BT if found.kept_BT is None else found.kept_BT & real_BT
-        acted_BT = real_BT & False if found.acted_BT is None else found.acted_BT & real_BT
+        corrected = self.act(x_BT, real_BT=real_BT)
+        weights_BT = x_BT.new_ones(x_BT.shape) if corrected.weights_BT is None else corrected.weights_BT
+        kept_BT = real_BT if corrected.kept_BT is None else corrected.kept_BT & real_BT
+        acted_BT = real_BT & False if corrected.acted_BT is None else corrected.acted_BT & real_BT
         if self.reject_k3_above is not None:
             stays_BT = (mean_k3(x_BT, real_BT=real_BT) <= self.reject_k3_above).unsqueeze(-1)
             kept_BT, acted_BT = kept_BT & stays_BT, acted_BT | (real_BT & ~stays_BT)
-        return replace(found, weights_BT=weights_BT.masked_fill(~real_BT, 0.0), kept_BT=kept_BT, acted_BT=acted_BT)
+        return replace(corrected, weights_BT=weights_BT.masked_fill(~real_BT, 0.0), kept_BT=kept_BT, acted_BT=acted_BT)
 
     def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
-        """The correction of one step, whose sequences are `parts`; a method that reads them says so by `reads_step`.
-        fitted: clip range of the last shadow pass."""
+        """Return the correction of one step, whose sequences are `parts`; a method that reads them sets
+        `reads_step`. fitted: clip range of the last shadow pass."""
         return self
 
-    def count(self, found: Corrected, *, real_BT: Tensor) -> dict[str, float]:
-        """What `metrics` needs of `apply`'s result, as numbers that add up over the parts of a step."""
-        return {"tokens": int(real_BT.sum()), "acted": int(found.acted_BT.sum())}
+    def count(self, corrected: Corrected, *, real_BT: Tensor) -> dict[str, float]:
+        """Count what `metrics` needs of `apply`'s result, as numbers that add up over the parts of a step."""
+        return {"tokens": int(real_BT.sum()), "acted": int(corrected.acted_BT.sum())}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
-        """Of a step's line in metrics.jsonl. sums: of `count`."""
+        """Return the correction's keys of a step's line in metrics.jsonl. sums: of `count`."""
         return {"is_truncated_fraction": sums["acted"] / max(1, sums["tokens"])}
 
     @property
     def token_cap(self) -> float | None:
-        """Where a token's importance weight is cut, None where it is not."""
+        """Value at which a token's importance weight is cut, None where it is not."""
         return self.cap if self.cuts_tokens else None
 
     def tightened(self) -> Correction:
-        """While the guard asks for it: half of what the cap has above 1, and sequences with a large k3 dropped."""
+        """Return the correction for while the guard asks for a tighter one: half of what the cap has above 1, and
+        sequences with a large k3 dropped."""
         drops = replace(self, reject_k3_above=REJECT_K3_ABOVE)
         return drops if self.cap is None else replace(drops, cap=tighter(self.cap))
 
     @classmethod
     def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
-        """What is wrong with the limits that a recipe gives; None where it gives none."""
+        """Yield what is wrong with the limits that a recipe gives; None where it gives none."""
         for key, given, usual in (("cap", cap, cls.usual_cap), ("bounds", bounds, cls.usual_bounds)):
             if given is not None and usual is None:
                 yield (f"correction.{key}",), f"`{cls.name}` has no {key}", "remove it, or set it to null"
@@ -161,7 +163,7 @@ class Correction:
 
     @classmethod
     def conflict(cls, loss: Loss) -> str:
-        """Why it has no meaning beside that loss; empty where it has one."""
+        """Return why the method has no meaning beside that loss; empty where it has one."""
         does = "clips" if cls.clips else "weighs"
         if cls.of_tokens and loss.spec.weighs_responses:
             of = "one ratio" if loss.spec.of_sequences else "one product"
@@ -180,12 +182,13 @@ class Correction:
 
 
 def tighter(limit: float) -> float:
-    """Half of what a limit has above 1. One of 1 or less has nothing to give: below it weights of 1 are cut too."""
+    """Halve what a limit has above 1. One of 1 or less has nothing to give: below it weights of 1 are cut too."""
     return 1 + (limit - 1) / 2 if limit > 1 else limit
 
 
 def log_ratio(trainer_BT: Tensor, *, rollout_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """x_BT in float64, detached, 0 at padding. Raises NumericsError when a real token's log-prob is not finite."""
+    """Return x_BT in float64, detached, 0 at padding. Raises NumericsError when a real token's log-prob is not
+    finite."""
     x_BT = trainer_BT.detach().double() - rollout_BT.detach().double()
     if not bool(x_BT[real_BT.bool()].isfinite().all()):
         raise NumericsError("a log-probability of this step's rollouts is not finite")
@@ -193,11 +196,11 @@ def log_ratio(trainer_BT: Tensor, *, rollout_BT: Tensor, real_BT: Tensor) -> Ten
 
 
 def token_weights(x_BT: Tensor) -> Tensor:
-    """w of each token, 1 at padding."""
+    """Return w of each token, 1 at padding."""
     return x_BT.detach().clamp(-CLAMP, CLAMP).exp()
 
 
 def mean_k3(x_BT: Tensor, *, real_BT: Tensor) -> Tensor:
-    """[B] mean of exp(x) - 1 - x over a sequence's tokens, nats; 0 for a sequence without tokens."""
+    """Return [B], the mean of exp(x) - 1 - x over a sequence's tokens, nats; 0 for a sequence without tokens."""
     x_BT = x_BT.detach().clamp(-CLAMP, CLAMP)
     return (x_BT.expm1() - x_BT).sum(dim=-1) / real_BT.sum(dim=-1).clamp(min=1)

@@ -1,7 +1,7 @@
 """Calibrated clipping: clip bounds refitted to what full precision would clip.
 
 R = p_theta / p_trainer of a token, in full precision on both sides; B = p_theta / p_rollout, as PPO has it without any
-correction: the policy that sampled stands in the denominator. The objective is PPO's, in B:
+correction: the policy that sampled is the denominator. The objective is PPO's, in B:
 
     min(B * A, clip(B, 1 - low, 1 + high) * A)
 
@@ -57,11 +57,11 @@ class CalibratedClipping(Correction):
     of_tokens = True
 
     fitted: ClipRange | None = None
-    """By the last shadow pass; None before the first."""
+    """Range that the last shadow pass fitted; None before the first."""
 
     @property
     def clip_range(self) -> ClipRange:
-        """What was fitted, cut to 1/cap..cap, but never inside the recipe's."""
+        """Fitted range, cut to 1/cap..cap, but never inside the recipe's."""
         fitted = self.fitted or self.clip
         return ClipRange(
             low=max(self.clip.low, min(fitted.low, 1 - 1 / self.cap)),
@@ -69,7 +69,8 @@ class CalibratedClipping(Correction):
         )
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
-        """acted_BT: clipped for the quantisation alone. Before any update p_theta is p_trainer, and B is w."""
+        """Clip without weights. acted_BT: clipped for the quantisation alone. Before any update p_theta is
+        p_trainer, and B is w."""
         low, high = self.clip_range.low, self.clip_range.high
         return Corrected(
             acted_BT=(x_BT > math.log1p(high)) | (x_BT < math.log1p(-low)),
@@ -99,9 +100,9 @@ class CalibratedClipping(Correction):
 @dataclass(frozen=True)
 class Fit:
     bounds: ClipRange
-    """Before any cap."""
+    """Fitted bounds, before any cap."""
     tokens: int
-    """Of the shadow batch."""
+    """Tokens of the shadow batch."""
     above: int
     """Tokens that the recipe's upper bound clips in full precision."""
     below: int
@@ -113,8 +114,8 @@ class Fit:
 
 
 def fit_bounds(full_T: Tensor, *, rollout_T: Tensor, nominal: ClipRange) -> Fit:
-    """full_T: log R.  rollout_T: log B, of the same tokens; nats.  nominal: the recipe's range. Raises NumericsError
-    when a value is not finite."""
+    """Fit the bounds. full_T: log R.  rollout_T: log B, of the same tokens; nats.  nominal: the recipe's range.
+    Raises NumericsError when a value is not finite."""
     full_T, rollout_T = full_T.detach().double(), rollout_T.detach().double()
     if not bool(full_T.isfinite().all() and rollout_T.isfinite().all()):
         raise NumericsError("a log-probability of the shadow batch is not finite")

@@ -73,7 +73,7 @@ def _conflict(method: type[Correction], loss: Loss) -> str:
 
 
 def coefficients(trainer_TK: Tensor, *, rollout_TK: Tensor, cap: float | None) -> Tensor:
-    """[T, K] float64, detached: what the log-prob of each word is multiplied by, m - alpha p.
+    """Return [T, K] float64, detached: the factor of each word's log-prob, m - alpha p.
 
     trainer_TK, rollout_TK: log-probs of the engine's most likely words, nats, after temperature; -inf for a word that
     the engine cannot sample.  cap: of the importance weights; None: there are none.
@@ -87,8 +87,8 @@ def coefficients(trainer_TK: Tensor, *, rollout_TK: Tensor, cap: float | None) -
 
 
 def size_of(coefficient_TK: Tensor, *, trainer_TK: Tensor) -> Tensor:
-    """[T] float64: how much is taken out, the sum over the whole vocabulary of the mean score's sizes with respect to
-    the logits. Without weights that is the sum of |q - p| over the K words and the rest.
+    """Return [T] float64: how much is taken out, the sum over the whole vocabulary of the mean score's sizes with
+    respect to the logits. Without weights that is the sum of |q - p| over the K words and the rest.
 
     The coefficients' own sizes do not say it: where little is left for other words alpha may be any number, and a
     multiple of p has no gradient but there.

@@ -28,19 +28,19 @@ LEAST_REST = 1e-6  # probability; of NeMo-RL's score centering
 
 
 def rest_of(log_probs_TK: Tensor) -> Tensor:
-    """[T] float64: the probability of all other words, at least LEAST_REST."""
+    """Return [T] float64: the probability of all other words, at least LEAST_REST."""
     return (1 - log_probs_TK.double().exp().sum(dim=-1)).clamp(min=LEAST_REST)
 
 
 def divergence(rollout_TK: Tensor, *, trainer_TK: Tensor) -> Tensor:
-    """[T] float32, nats, detached: of the rollouts' policy from the trainer's. Both: log-probs of the same words, whose
-    probability may be 0 in the rollouts'."""
+    """Return [T] float32, nats, detached: the divergence of the rollouts' policy from the trainer's. Both arguments:
+    log-probs of the same words, whose probability may be 0 in the rollouts'."""
     rollout_TK, trainer_TK = rollout_TK.detach().double(), trainer_TK.detach().double()
     terms_T = _terms(rest_of(rollout_TK).log(), rest_of(trainer_TK).log())
     return (_terms(rollout_TK, trainer_TK).sum(dim=-1) + terms_T).float()
 
 
 def _terms(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """q log(q / p) - q + p of each."""
+    """Return q log(q / p) - q + p of each word."""
     d = log_q - log_p
     return (log_q.exp() * (d.neg().expm1() + d)).where(log_q.isfinite(), log_p.exp())

@@ -1,7 +1,7 @@
 """What is maximised: how rewards become advantages, what a loss makes of them, and how losses become one number.
 
-Formulas are verl's, or in trainer/correction.py; what stands here is what recipe, plan and
-corrections must know of them: which bounds a loss has, what an importance weight acts on, and which correction has no
+Formulas are verl's, or in trainer/correction.py; here is what recipe, plan and corrections must know of
+them: which bounds a loss has, what an importance weight acts on, and which correction has no
 meaning beside it. docs/algorithms.md has it as a table.
 """
 
@@ -16,9 +16,9 @@ class ClipRange:
     """The probability ratio is clipped to 1 - low .. 1 + high."""
 
     low: float = 0.2
-    """0..1, 1: not at all."""
+    """Distance of the lower bound from 1, 0..1; 1: no lower bound."""
     high: float = 0.2
-    """> 0."""
+    """Distance of the upper bound from 1, > 0."""
 
 
 PLAIN = ClipRange()
@@ -40,7 +40,8 @@ class Aggregate(StrEnum):
 
 
 class Estimator(StrEnum):
-    """Of the divergence from the reference, by Schulman's names, with x = log p_reference - log p of a token."""
+    """Estimators of the divergence from the reference, by Schulman's names, with x = log p_reference - log p of a
+    token."""
 
     K1 = "k1"
     """-x"""
@@ -75,15 +76,15 @@ class LossSpec:
     clip: ClipRange = ClipRange()
     """Where the recipe gives none."""
     dual_clip: float = 3.0
-    """Where the recipe gives none: the bound of the ratio where the advantage is negative, > 1."""
+    """Bound of the ratio where the advantage is negative and the recipe gives none, > 1."""
     source: str = ""
-    """Of these bounds."""
+    """Origin of these bounds."""
     bounds: tuple[str, ...] = ("clip_low", "clip_high", "dual_clip")
-    """The recipe's keys of bounds that it has."""
+    """Keys of the recipe for the bounds that the loss has."""
     in_nats: bool = False
     """Whether its bounds are of the logarithm of the ratio: exp(-clip_low), exp(clip_high)."""
     correction: str = ""
-    """The method that its source has with it."""
+    """Correction that the loss's source has with it."""
     of_sequences: bool = False
     """Whether its ratio is one number for a response, the geometric mean of its tokens' ratios."""
     weighs_responses: bool = False
@@ -109,7 +110,7 @@ LOSSES: dict[Loss, LossSpec] = {
         aggregate=Aggregate.SEQUENCE_MEAN,
     ),
     Loss.CISPO: LossSpec(
-        # Nothing below, as its source: at least 0.8 would go on pushing what the step made improbable already.
+        # Nothing below, as its source: at least 0.8 would continue to push what the step made improbable already.
         clip=ClipRange(low=1.0),
         bounds=("clip_high",),
         keeps_gradient=True,

@@ -53,8 +53,8 @@ def correction_of(
     clip: ClipRange = ClipRange(),
     loss: Loss = Loss.PPO,
 ) -> Correction:
-    """A method with its limits: what was given, else the usual one; None of a limit that the method lacks."""
-    made = METHODS[method]
-    cap = made.usual_cap if made.usual_cap is None or cap is None else cap
-    bounds = made.usual_bounds if made.usual_bounds is None or bounds is None else tuple(bounds)
-    return made(cap=cap, bounds=bounds, clip=clip, loss=loss)
+    """Make a method with its limits: the given one, else the usual one; None for a limit that the method lacks."""
+    method_class = METHODS[method]
+    cap = method_class.usual_cap if method_class.usual_cap is None or cap is None else cap
+    bounds = method_class.usual_bounds if method_class.usual_bounds is None or bounds is None else tuple(bounds)
+    return method_class(cap=cap, bounds=bounds, clip=clip, loss=loss)

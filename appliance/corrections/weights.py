@@ -48,7 +48,7 @@ class NoCorrection(Correction):
         return Corrected()
 
     def tightened(self) -> Correction:
-        """Weighed as `tis` does, or `tis-geometric` where a weight acts on a whole response."""
+        """Return weights as `tis` has them, or those of `tis-geometric` where a weight acts on a whole response."""
         method = TisGeometric if self.loss.spec.weighs_responses else Tis
         return method(cap=method.usual_cap, clip=self.clip, loss=self.loss, reject_k3_above=REJECT_K3_ABOVE)
 
@@ -86,13 +86,14 @@ class Acr(Tis):
             upper_BT=(1 + self.clip.high) * (w_BT / self.cap).clamp(min=1),
         )
 
-    def count(self, found: Corrected, *, real_BT: Tensor) -> dict[str, float]:
-        widened_BT = found.kept_BT & (found.upper_BT > 1 + self.clip.high)  # what the guard has dropped is not
-        widened = {"widened": int(widened_BT.sum()), "upper": float(found.upper_BT[widened_BT].sum())}
-        return super().count(found, real_BT=real_BT) | widened
+    def count(self, corrected: Corrected, *, real_BT: Tensor) -> dict[str, float]:
+        widened_BT = corrected.kept_BT & (corrected.upper_BT > 1 + self.clip.high)  # what the guard has dropped is not
+        widened = {"widened": int(widened_BT.sum()), "upper": float(corrected.upper_BT[widened_BT].sum())}
+        return super().count(corrected, real_BT=real_BT) | widened
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
-        """`acr_widened_fraction`: of the tokens. `acr_bound_mean`: over those that were widened, None without any."""
+        """Add `acr_widened_fraction`: of the tokens. `acr_bound_mean`: over those that were widened, None without
+        any."""
         mean = sums["upper"] / sums["widened"] if sums["widened"] else None
         share = sums["widened"] / max(1, sums["tokens"])
         return super().metrics(sums) | {"acr_widened_fraction": share, "acr_bound_mean": mean}
@@ -138,7 +139,7 @@ class IcePop(Correction):
         return Corrected(weights_BT=x_BT.exp().masked_fill(outside_BT, 0.0), acted_BT=outside_BT)
 
     def tightened(self) -> Correction:
-        """The upper bound loses half of what it has above 1, as a cap does."""
+        """Take from the upper bound half of what it has above 1, as from a cap."""
         return replace(super().tightened(), bounds=(self.bounds[0], tighter(self.bounds[1])))
 
 
@@ -150,7 +151,7 @@ class SequenceMask(Correction):
     source = "verl's bounds for a product"
 
     def log_statistic(self, x_BT: Tensor, *, real_BT: Tensor) -> Tensor:
-        """[B] log of what is compared with the bounds; 0 for a sequence without tokens."""
+        """Return [B], the log of what is compared with the bounds; 0 for a sequence without tokens."""
         return x_BT.clamp(-CLAMP, CLAMP).sum(dim=-1)
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
@@ -180,7 +181,7 @@ class K3Reject(Correction):
         return _dropped(mean_k3(x_BT, real_BT=real_BT) > self.cap, real_BT=real_BT)
 
     def tightened(self) -> Correction:
-        """It drops above half of its limit."""
+        """Halve the limit above which sequences are dropped."""
         return replace(self, cap=self.cap / 2)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a vLLM worker says of itself, read off the model that stands there and not off the settings."""
+"""What a vLLM worker attests of itself, read from the model in its memory and not from its settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LiveScheme:
     emulated: bool
     lm_head_fp32: bool
     kernels: dict[str, int]
-    """How many layers run on which kernel, by its name."""
+    """Number of layers that run on each kernel, by its name."""
 
 
 def live_scheme(model: Module) -> LiveScheme:
@@ -76,15 +76,15 @@ def _quantised(model: Module) -> list[str]:
 
 
 def _has_fallen(method: object, layer: Module, *, name: str) -> bool:
-    """In BF16, and not on purpose. Some models make their routers without a quantisation config, so that the method
-    does not say it."""
+    """Say whether a layer is in BF16 and not on purpose. Some models make their routers without a quantisation config,
+    so that the method does not say it."""
     if isinstance(method, KeptLinearMethod | KeptExpertsMethod) or is_router(layer, prefix=name):
         return False
     return isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
 
 
 def plan_of_process() -> RunPlan | None:
-    """None outside a run, where nobody sends a list and nobody asks."""
+    """Read the plan of this process's run. None outside a run, where nobody sends a list and nobody asks."""
     path = os.environ.get(PLAN_VARIABLE)
     return read_plan(Path(path)) if path else None
 

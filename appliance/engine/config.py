@@ -1,7 +1,7 @@
 """How vLLM builds each layer under our quantisation method: the settings of one engine, dispatched by kind of layer.
 
-Embeddings, `lm_head`, norms and routers stay as the checkpoint has them, whatever the scheme. Models and layers that
-the quantised engine does not know are refused by name, not served half-quantised.
+Embeddings, `lm_head`, norms and routers stay as the checkpoint has them, whatever the scheme. Layers that the
+quantised engine does not know are refused by name, not served half-quantised; structure.py says which models fit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -30,11 +30,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
-    check_equal_or_regex_match,
-    should_ignore_layer,
-)
-from vllm.model_executor.layers.utils import MOE_LAYER_ROUTER_GATE_SUFFIXES
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -44,6 +40,7 @@ from vllm.platforms import current_platform
 
 from appliance.engine.experts import OnlineExpertsMethod
 from appliance.engine.fp8 import EmulatedLinearMethod, native_fp8_method
+from appliance.engine.int4 import Int4LinearMethod
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import part_names
@@ -57,26 +54,28 @@ from appliance.terms.settings import METHOD_NAME, Quantisation, quantisation_fro
 # where a GPU has no kernel for it.
 METHODS: dict[str, Callable[[Scheme], Quantising]] = {
     "int8": Int8LinearMethod,
+    "int4": Int4LinearMethod,
     "vllm-fp8": native_fp8_method,
     "emulated-fp8": EmulatedLinearMethod,
 }
 
-# Exactly these classes: a subclass may hold or multiply its weights in another way.
+# Exactly these classes, and what has only vectors: a subclass may hold or multiply its weights in another way.
 KNOWN_LAYERS = frozenset(
     {
         Attention,
         ColumnParallelLinear,
+        GateLinear,
         MergedColumnParallelLinear,
         ParallelLMHead,
         QKVParallelLinear,
         ReplicatedLinear,
-        RMSNorm,
         RoutedExperts,
         RowParallelLinear,
         VocabParallelEmbedding,
     }
 )
-_HINT = "use a model of a known family"
+ROUTER_NAMES = frozenset({"gate", "router", "router_gate", "expert_gate", "shared_expert_gate"})  # of vLLM's models
+HINT = "use a model of the list of families (docs/quantization.md), or report the class"
 _CHUNK_ELEMENTS = 1 << 20  # 4 MiB in float32: large enough for a GEMM, small enough to be still in the cache
 
 
@@ -92,7 +91,7 @@ class Fp32HeadMethod(UnquantizedEmbeddingMethod):
     """The last projection in FP32: the checkpoint's BF16 weights, multiplied and summed in float32.
 
     vLLM's LogitsProcessor calls `lm_head.quant_method.apply` and keeps the type of what comes back; the sampler works
-    in float32 anyway, so logits are rounded to BF16 nowhere. vLLM has a setting of its own (`head_dtype`), which on a
+    in float32 anyway, so logits are rounded to BF16 nowhere. vLLM has its own setting (`head_dtype`), which on a
     CPU makes a float32 copy of the whole weight for each step; here a part that fits the cache is widened at a time.
 
     What is multiplied is the layer's own tensor, not a copy made after loading, so the head is right after a reload,
@@ -100,7 +99,7 @@ class Fp32HeadMethod(UnquantizedEmbeddingMethod):
     """
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        """Nothing: vLLM's CPU backend would pack a BF16 copy that only its own `apply` reads."""
+        """Do nothing: vLLM's CPU backend would pack a BF16 copy that only its own `apply` reads."""
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[M, V] float32. layer.weight: [V, K]; V: this rank's part of the vocabulary, padding included."""
@@ -144,7 +143,7 @@ class ApplianceConfig(QuantizationConfig):
                 hint="use int8, or ask for the scheme as emulated: for numerics only, it is slow",
             )
         self.quantisation = quantisation
-        self._kept = kept_layers(Path(quantisation.profile)) if quantisation.profile else ()  # or by `ignore`
+        self._ignored_by_profile = kept_layers(Path(quantisation.profile)) if quantisation.profile else ()
 
     def get_name(self) -> str:
         return METHOD_NAME
@@ -172,13 +171,17 @@ class ApplianceConfig(QuantizationConfig):
         return cls(quantisation_from_config(config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """vLLM calls it with the model's configuration, in the process that starts the engine. Raises EngineError."""
-        if why := why_unknown(getattr(hf_config, "architectures", None)):
-            raise EngineError(f"{model_name}: {why}", hint=_HINT)
+        """vLLM calls it with the model's configuration, in the process that starts the engine. Raises EngineError for
+        a model without an architecture, and for a profile of a family that has no row in the list."""
+        architectures = getattr(hf_config, "architectures", None) or ()
+        if not architectures:
+            raise EngineError(f"{model_name}: {why_unknown(architectures)}", hint=HINT)
+        if self.quantisation.profile and (why := why_unknown(architectures)):
+            raise EngineError(f"{model_name}: {why}", hint="start the engine without a profile")
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
-        """None: vLLM's own choice for that kind of layer. Raises EngineError, or ValueError where `ignore` splits a
-        fused layer."""
+        """Return the method of a layer; None: vLLM's own choice for that kind of layer. Raises EngineError, or
+        ValueError where `ignore` splits a fused layer."""
         _require_known_layer(layer, name=prefix)
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one
             return Fp32HeadMethod() if self.quantisation.lm_head_fp32 else None
@@ -219,18 +222,19 @@ class ApplianceConfig(QuantizationConfig):
         return METHODS[scheme.spec.emulation if self.quantisation.emulated else scheme.spec.method](scheme)
 
     def _is_ignored(self, prefix: str) -> bool:
-        ignore = [*self.quantisation.ignore, *self._kept]
+        ignore = [*self.quantisation.ignore, *self._ignored_by_profile]
         return should_ignore_layer(prefix, ignore=ignore, fused_mapping=FUSED_LAYERS)
 
 
 def layer_name(layer: Module, *, name: str) -> str:
-    """How `ignore`, a profile and telemetry call a layer: as vLLM asks for its method. name: of the module. Experts lie
-    in a module below their name: `….mlp.experts.routed_experts` is `….mlp.experts`."""
+    """Return the name that `ignore`, a profile and telemetry have for a layer: the one by which vLLM asks for its
+    method. name: of the module. Experts lie in a module below their name: `….mlp.experts.routed_experts` is
+    `….mlp.experts`."""
     return layer.layer_name if isinstance(layer, RoutedExperts) else name
 
 
 def _holding_layers(model: Module) -> Iterator[tuple[str, Module]]:
-    """Every module with parameters or a kernel of its own, by its name."""
+    """Every module with parameters or its own kernel, by its name."""
     for name, layer in model.named_modules():
         if hasattr(layer, "quant_method") or any(True for _ in layer.parameters(recurse=False)):
             yield name, layer
@@ -243,11 +247,19 @@ def require_known_layers(model: Module) -> None:
 
 
 def _require_known_layer(layer: Module, *, name: str) -> None:
-    if type(layer) not in KNOWN_LAYERS:
+    if type(layer) not in KNOWN_LAYERS and not _holds_vectors_alone(layer):
         raise EngineError(
             f"{name} is a {type(layer).__name__}: the quantised engine does not know how it holds its weights",
-            hint=_HINT,
+            hint=HINT,
         )
+
+
+def _holds_vectors_alone(layer: Module) -> bool:
+    """Whether all that a layer has of its own are vectors, as norms of any kind have: no scheme quantises them, and the
+    proof holds their bits against those received, whatever the class computes with them."""
+    if isinstance(layer, LinearBase | VocabParallelEmbedding | RoutedExperts | AttentionLayerBase):
+        return False
+    return not hasattr(layer, "quant_method") and all(each.ndim < 2 for each in layer.parameters(recurse=False))
 
 
 def require_ignored_layers(model: Module, config: object) -> None:
@@ -261,7 +273,7 @@ def require_ignored_layers(model: Module, config: object) -> None:
     names = {layer_name(layer, name=name) for name, layer in _holding_layers(model)}
     parts = {part for name in names for part in part_names(name)}
     for entry in config.quantisation.ignore:  # as should_ignore_layer has it: a fused layer's own name, or its parts'
-        if entry not in names and not any(check_equal_or_regex_match(part, [entry]) for part in parts):
+        if entry not in names and not any(should_ignore_layer(part, ignore=[entry]) for part in parts):
             raise EngineError(
                 f"ignore: `{entry}` is no layer of this model",
                 hint="write the whole name, such as model.layers.0.mlp.down_proj, or `re:` and a pattern",
@@ -270,4 +282,4 @@ def require_ignored_layers(model: Module, config: object) -> None:
 
 def is_router(layer: Module, *, prefix: str) -> bool:
     """Whether a linear layer decides which experts a token goes to (or how much of the shared one)."""
-    return isinstance(layer, ReplicatedLinear) and prefix.rsplit(".", 1)[-1] in MOE_LAYER_ROUTER_GATE_SUFFIXES
+    return isinstance(layer, ReplicatedLinear) and prefix.rsplit(".", 1)[-1] in ROUTER_NAMES

@@ -22,7 +22,6 @@ from torch.nn import Module, Parameter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
@@ -34,6 +33,11 @@ from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsm
 from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
+
+try:
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
+except ImportError:  # Remove when: vLLM 0.28 and 0.29 are not served
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 
 GATE_UP, DOWN = "w13", "w2"  # vLLM's names of the two weights of an expert
 _SHARDS = {GATE_UP: ("w1", "w3"), DOWN: ("w2",)}  # and of the checkpoint's tensors that each is made of
@@ -57,6 +61,7 @@ class ExpertGemm(Module):
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
         """absmax: of the whole weight, where this one is a part that does not show it. Raises NumericsError."""
+        self.quant_method.require_shape(self.prefix, rows=len(weight_NK), length=weight_NK.shape[1])
         self.length = weight_NK.shape[1]
         self.logical_widths = [len(weight_NK)]
         self.weight = Parameter(weight_NK, requires_grad=False)
@@ -71,7 +76,7 @@ class ExpertGemm(Module):
 class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     """One object per layer of experts. `gemms` has two entries per expert of this rank: w13, then w2."""
 
-    provable = False  # each of `gemms` is a layer of its own
+    provable = False  # each of `gemms` is a separate layer
     supports_eplb = False
 
     def __init__(
@@ -119,7 +124,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
             weight_NK = weights[gemm.part][gemm.expert]
             absmax = None
             if self._cut[gemm.part]:
-                absmax = self._whole.of(
+                absmax = self._whole.take(
                     weight_NK,
                     ask=lambda own: amax_for_moe_weight_quant(own, ranks),
                     expert=gemm.expert,
@@ -165,7 +170,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         shared_experts: object,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """After vLLM's router (CUDA; read only). Shared experts are the runner's work."""
+        """Compute the experts' outputs after vLLM's router (CUDA; read only). Shared experts are the runner's work."""
         return self._mixture(x, weights_MT=topk_weights, ids_MT=topk_ids)
 
     def _mixture(self, x_MK: Tensor, *, weights_MT: Tensor, ids_MT: Tensor) -> Tensor:
@@ -205,10 +210,10 @@ def _refuse_unknown(layer: RoutedExperts) -> None:
         "expert parallelism": config.moe_parallel_config.use_ep,
         "CUDA graphs": not current_platform.is_cpu() and not get_current_vllm_config().model_config.enforce_eager,
     }
-    found = [what for what, is_so in wrong.items() if is_so]
-    if found:
+    unsupported = [what for what, is_so in wrong.items() if is_so]
+    if unsupported:
         raise EngineError(
-            f"{layer.layer_name}: quantised experts do not support {', '.join(found)}",
+            f"{layer.layer_name}: quantised experts do not support {', '.join(unsupported)}",
             hint="use rollout.scheme=bf16, or keep the experts in BF16 by quantization.ignore",
         )
 

@@ -2,7 +2,8 @@
 
 vLLM itself counts a fused layer as loaded once one of its parts has come, and any layer with a quantisation method as
 loaded without asking; what nobody wrote is memory as it was found. Here the elements are counted that each layer gets.
-Of the families that we know each tensor is also held against the place that it has in the model.
+Of families that we know, and of models whose structure shows it (structure.py), each tensor is also held against the
+place that it has in the model.
 
 Each parameter's loader is called under the counter of vLLM's layerwise reload. That one itself counts too late: biases
 that come before a layer's first weight pass it by.
@@ -32,6 +33,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from appliance.engine.config import ApplianceConfig
+from appliance.engine.structure import is_unlisted, require_fit
 from appliance.engine.tensor_slots import Slot, slots
 from appliance.engine.update import is_derived, loadable_elements, predicts_more
 from appliance.engine.ways_in import ways_into
@@ -39,7 +42,7 @@ from appliance.errors import WeightsError
 from appliance.quant.codec import all_finite
 from appliance.quant.headers import MISTRALS
 from appliance.record.events import report_failures
-from appliance.terms.families import packed_parts, why_unknown
+from appliance.terms.families import packed_parts
 from appliance.terms.settings import LOAD_FORMAT
 
 _EXPERT = re.compile(r"(?P<layer>.+)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")  # in a checkpoint
@@ -48,17 +51,23 @@ _HINT = "the checkpoint is not the model of its config.json: copy or download it
 
 
 @contextmanager
-def checked_first_load(model: Module, *, model_config: Any) -> Iterator[None]:
-    """Within it one call of the model's `load_weights` is its first load. Raises WeightsError for a checkpoint that is
-    not the model's, which becomes an event here: whoever started the engine gets no error of its processes. A draft
-    model is left alone, which has layers of another one's, and so is a later update, which proves itself.
+def checked_first_load(model: Module, *, model_config: Any, needs_places: bool = False) -> Iterator[None]:
+    """Check the one call of the model's `load_weights` within it, its first load. Raises WeightsError for a checkpoint
+    that is not the model's, which becomes an event here: whoever started the engine gets no error of its processes. A
+    draft model is left alone, which has layers of another one's, and so is a later update, which proves itself.
 
-    model_config: vLLM's.
+    model_config: vLLM's.  needs_places: refuse a model whose structure does not show where each tensor belongs, as
+    engines that quantise do (EngineError).
     """
-    if model_config is not get_current_vllm_config().model_config or ways_into(model):
+    config = get_current_vllm_config()
+    if model_config is not config.model_config or ways_into(model):
         yield
         return
-    first = FirstLoad(model, model_config=model_config)
+    needs_places |= isinstance(config.quant_config, ApplianceConfig)
+    with report_failures():
+        if needs_places:
+            require_fit(model, vllm_config=config)
+    first = FirstLoad(model, model_config=model_config, needs_places=needs_places)
     load = model.load_weights
 
     def load_weights(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -83,31 +92,30 @@ class WholeLoader(DefaultModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="hf"))
 
-    def _prepare_weights(
-        self, model_name_or_path: str, *arguments: Any, **settings: Any
-    ) -> tuple[str, list[str], bool]:
-        folder, files, are_safetensors = super()._prepare_weights(model_name_or_path, *arguments, **settings)
+    def _prepare_weights(self, model_name_or_path: str, *arguments: Any, **settings: Any) -> tuple[Any, ...]:
+        """Return vLLM's answer with fewer files: the folder, the files, and more, which differs between versions."""
+        folder, files, *more = super()._prepare_weights(model_name_or_path, *arguments, **settings)
         others = [file for file in files if not os.path.basename(file).startswith(MISTRALS)]
         if not others:
             raise WeightsError(
                 f"first load: {folder} has weights in Mistral's own format alone",
                 hint="save the model with transformers: a plan's engines read its files",
             )
-        return folder, others, are_safetensors
+        return folder, others, *more
 
     def load_weights(self, model: Module, model_config: Any) -> None:
-        with checked_first_load(model, model_config=model_config):
+        with checked_first_load(model, model_config=model_config, needs_places=True):
             super().load_weights(model, model_config)
 
 
 class FirstLoad:
     """Counts the elements that each layer of a model gets."""
 
-    def __init__(self, model: Module, *, model_config: Any) -> None:
-        """model_config: vLLM's."""
+    def __init__(self, model: Module, *, model_config: Any, needs_places: bool) -> None:
+        """model_config: vLLM's.  needs_places: as in checked_first_load, which has looked at the structure."""
         self._model, self._config = model, model_config.hf_text_config
         self._layers = dict(model.named_modules())
-        self._is_known = not why_unknown([model_config.architecture])
+        self._is_known = needs_places or not is_unlisted(model_config)
         tied = bool(self._config.tie_word_embeddings)
         places_of = slots(model, tied_head=tied) if self._is_known else {}
         there = {name: tuple(filter(self._is_there, places)) for name, places in places_of.items()}
@@ -118,7 +126,8 @@ class FirstLoad:
         self._came: set[str] = set()
 
     def _is_there(self, place: Slot) -> bool:
-        """Not the bias of a layer that has none. GEMMs of experts are no modules, and have no bias."""
+        """Say whether the layer has this parameter: a bias may be missing. GEMMs of experts are no modules, and have no
+        bias."""
         layer = self._layers.get(place.layer)
         return place.parameter == "weight" if layer is None else getattr(layer, place.parameter, None) is not None
 
@@ -147,7 +156,7 @@ class FirstLoad:
             raise WeightsError(f"first load: {fact}", hint=_HINT) from error
 
     def _require_place(self, name: str, tensor: Tensor) -> None:
-        """Check the name, shape and values of a tensor of a model whose family is known."""
+        """Check the name, shape and values of a tensor of a model whose places are known."""
         wanted = {place.shape for place in self._slots.get(name, ())} or {*self._shape_in_experts(name)}
         if wrong := next((shape for shape in wanted if shape and shape != tensor.shape), None):
             fact = f"{name} has the shape {list(tensor.shape)}, the model has {list(wrong)}"
@@ -173,23 +182,24 @@ class FirstLoad:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within it every parameter's loader counts for its layer."""
+        """Have every parameter's loader count for its layer meanwhile."""
         put: list[tuple[Tensor, Callable[..., Any] | None, Callable[..., Any]]] = []
         for name, layer in self._layers.items():
             for key, parameter in layer.named_parameters(recurse=False):
-                own = getattr(parameter, "weight_loader", None)
-                parameter.weight_loader = counting = self._counted_loader(own or default_weight_loader, name, key)
-                put.append((parameter, own, counting))
+                own_loader = getattr(parameter, "weight_loader", None)
+                loader = own_loader or default_weight_loader
+                parameter.weight_loader = counting = self._counted_loader(loader, name, key)
+                put.append((parameter, own_loader, counting))
         try:
             yield
         finally:
-            for parameter, own, counting in reversed(put):  # a parameter of two layers has two
+            for parameter, own_loader, counting in reversed(put):  # a parameter of two layers has two
                 if getattr(parameter, "weight_loader", None) is not counting:
                     continue  # vLLM has taken it off, with its own, as the layer was complete
-                if own is None:
+                if own_loader is None:
                     del parameter.weight_loader
                 else:
-                    parameter.weight_loader = own
+                    parameter.weight_loader = own_loader
 
     def _counted_loader(self, loader: Callable[..., Any], name: str, key: str) -> Callable[..., Any]:
         @functools.wraps(loader)  # by their name vLLM knows the loaders that it has put around others
@@ -232,11 +242,11 @@ class FirstLoad:
 
     def _has_come_otherwise(self, name: str, layer: Module, *, loaded: set[str]) -> bool:
         """A tied head is another layer's tensor; and some classes write into a layer without its loader, and say so."""
-        own = dict(layer.named_parameters(recurse=False))
+        parameters = dict(layer.named_parameters(recurse=False))
         counted = (held for other, held in self._layers.items() if other != name and self._counted[other])
         others = {id(parameter) for held in counted for parameter in held.parameters(recurse=False)}
-        is_tied = {id(parameter) for parameter in own.values()} <= others
-        return is_tied or (not self._counted[name] and {f"{name}.{key}" for key in own} <= loaded)
+        is_tied = {id(parameter) for parameter in parameters.values()} <= others
+        return is_tied or (not self._counted[name] and {f"{name}.{key}" for key in parameters} <= loaded)
 
 
 def _holds_floats(tensor: Tensor) -> bool:

@@ -78,14 +78,14 @@ class NativeFp8Method(Quantising):
         return QuantisedWeight(codes[:rows, :columns], scale=scale, block=block, scheme=self.scheme)
 
     def held_scale(self, layer: Module) -> Tensor | None:
-        held = getattr(layer, "weight_scale_inv" if self.scheme is Scheme.FP8_BLOCK else "weight_scale", None)
-        if held is None or self.scheme is Scheme.FP8_BLOCK:
-            return None if held is None else held.data
-        return held.data.view(-1, 1) if self.scheme is Scheme.FP8 else held.data[: layer.output_size_per_partition]
+        scale = getattr(layer, "weight_scale_inv" if self.scheme is Scheme.FP8_BLOCK else "weight_scale", None)
+        if scale is None or self.scheme is Scheme.FP8_BLOCK:
+            return None if scale is None else scale.data
+        return scale.data.view(-1, 1) if self.scheme is Scheme.FP8 else scale.data[: layer.output_size_per_partition]
 
     @property
     def provable(self) -> bool:
-        """Whether codes and scales can be told beforehand and found in the layer."""
+        """Whether codes and scales can be computed beforehand and compared with the layer's."""
         return type(self.fp8_linear) in _READ_ROWS
 
     @property

@@ -136,7 +136,7 @@ class Fp8Proof(KernelProof):
             self._parts.clear()
 
     def _absmax(self, slot: Slot, whole_NK: Tensor) -> Tensor | None:
-        """Of the whole tensor, where a scale covers more of it than this rank has."""
+        """Return the absmax of the whole tensor, where a scale covers more of it than this rank has."""
         if not self.shape.is_cut or self._scales is Scales.BLOCK:
             return None
         absmax = weight_absmax(whole_NK, scheme=self.scheme)
@@ -154,7 +154,7 @@ class Fp8Proof(KernelProof):
         self._expect_answer(parts, due)
 
     def _absmax_of(self, parts: list[tuple[Tensor, Tensor | None]]) -> Tensor:
-        """In the shape of the whole layer's scale."""
+        """Return the absmax in the shape of the whole layer's scale."""
         if self._scales is Scales.BLOCK and any(len(part) % BLOCK for part, _ in parts[:-1]):
             return weight_absmax(torch.cat([part for part, _ in parts]), scheme=self.scheme)
         absmax = torch.cat(
@@ -189,8 +189,8 @@ class EmulatedProof(Fp8Proof):
         return due
 
     def _check_quantiser(self, weight_RK: Tensor, expected: QuantisedWeight) -> None:
-        """Some rows by the reference codec: engine and proof quantise by the same compiled code, and an error of it
-        would be in both answers. Raises SyncError."""
+        """Check some rows by the reference codec: engine and proof quantise by the same compiled code, and an error of
+        it would be in both answers. Raises SyncError."""
         first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
         rows = slice(first, min(first + _SAMPLED_ROWS, len(weight_RK)))
         block_rows = expected.block[0]
@@ -305,7 +305,7 @@ class NativeBlockProof(NativeFp8Proof):
         return found
 
     def _expect_columns(self, weight_NT: Tensor) -> None:
-        """Each element as a row of its own: the codec's scales of blocks are for columns that are neighbours."""
+        """Each element as its own row: the codec's scales of blocks are for columns that are neighbours."""
         scale_NT = self._scale_of_columns(len(weight_NT))
         rows, scales = weight_NT.reshape(-1, 1), scale_NT.reshape(-1, 1)
         inner, outer = _around(rows, scale=scales, scheme=Scheme.FP8_CHANNEL)
@@ -318,7 +318,7 @@ class NativeBlockProof(NativeFp8Proof):
         return self._scale[:, blocks_T].repeat_interleave(BLOCK, dim=0)[:rows]
 
     def _wanted(self, out_TN: Tensor) -> Tensor:
-        """Of the two answers the nearer one."""
+        """Return the nearer one of the two answers."""
         scale_NT = self._scale_of_columns(len(self._codes_NT)).cpu().double()
         inner_TN, outer_TN = (
             (widened_fp8(codes_NT).double() * scale_NT).t() * self._values_T[:, None]
@@ -328,13 +328,14 @@ class NativeBlockProof(NativeFp8Proof):
 
 
 def _around(weight_RK: Tensor, *, scale: Tensor, scheme: Scheme) -> tuple[QuantisedWeight, QuantisedWeight]:
-    """By scales that are larger and smaller: equal codes, or neighbours of which the second one is further from 0."""
+    """Quantise by scales that are larger and smaller: equal codes, or neighbours of which the second one is further
+    from 0."""
     inner, outer = (quantise_fp8_by(weight_RK, scale=scale * by, scheme=scheme) for by in (1 + SLACK, 1 - SLACK))
     return inner, outer
 
 
 def _gathered(parts: list[Tensor], slices: list[slice]) -> Tensor:
-    """Some rows of a weight that lies in parts, one after the other. A view where one piece is all."""
+    """Gather some rows of a weight that lies in parts, one after the other. A view where one piece is all."""
     pieces: list[Tensor] = []
     starts = itertools.accumulate((len(part) for part in parts[:-1]), initial=0)
     for rows, (part, start) in itertools.product(slices, zip(parts, starts, strict=True)):

@@ -67,7 +67,7 @@ class Int8LinearMethod(OnlineLinearMethod):
         """A layer's loader that quantises the parts of a weight. Bound to the layer, as vLLM undoes it for its records.
 
         Nothing is copied into the weight, which is what vLLM counts of a part that it gives twice: where one part of a
-        layer goes by a route (routes.py), they all do, or the layer is told as incomplete.
+        layer goes by a route (routes.py), they all do, or the layer is reported as incomplete.
         """
         load = loader.__func__
 
@@ -76,7 +76,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             if param.is_meta or layer.quant_method is not self:  # vLLM counts elements; a layer that is BF16 for now
                 load(layer, param, loaded_weight, *shard)
                 return
-            param.data = param.data.new_empty(()).expand_as(param)  # whether a layer is complete is told by its shape
+            param.data = param.data.new_empty(()).expand_as(param)  # the shape says whether a layer is complete
             rows = _rows(layer.logical_widths, *shard)
             if loaded_weight.shape != (len(rows), param.shape[1]):
                 whole, given = list(param.shape), list(loaded_weight.shape)
@@ -149,7 +149,8 @@ class _Part:
 
 
 def _rows(widths: list[int], shard: str | int | tuple[int, ...] | None = None) -> range:
-    """Of a layer, that a tensor is for. widths: rows of each of its parts.  shard: as vLLM's loaders name parts."""
+    """Return the rows of a layer that a tensor is for. widths: rows of each of its parts.  shard: as vLLM's loaders
+    name parts."""
     number = "qkv".index(shard) if isinstance(shard, str) else shard
     places = range(len(widths)) if number is None else number if isinstance(number, tuple) else (number,)
     start = sum(widths[: places[0]])
@@ -200,8 +201,7 @@ NO_AMX_TILES = Patch(
     ),
     upstream="https://github.com/sgl-project/sglang/issues/28992",
     distribution="torch",
-    version="2.13.0+cpu",
-    source_sha256="cd8eeae518a7a395caa813bf636111bd3cc0748680abd0f0c135c42dabd8707b",
+    sources={"2.13.0+cpu": "cd8eeae518a7a395caa813bf636111bd3cc0748680abd0f0c135c42dabd8707b"},
     remove_when="a vLLM release passes a day of generation with packed GEMMs and attention on an AMX host",
 )
 

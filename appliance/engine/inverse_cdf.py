@@ -82,7 +82,7 @@ def _draw_rows(logits_BV, uniform_B, words_B):
         row = logits_BV[b]
         largest = _largest(row)
         total = _block_sums(row, largest, sums)
-        words_B[b] = _found(row, largest, sums, uniform_B[b] * total) if np.isfinite(total) else 0
+        words_B[b] = _word_at(row, largest, sums, uniform_B[b] * total) if np.isfinite(total) else 0
 
 
 @_compiled()
@@ -129,8 +129,9 @@ def _block_sums(row, largest, sums):
 
 
 @_compiled()
-def _found(row, largest, sums, threshold):
-    """The first word whose cumulative sum exceeds the threshold; where rounding leaves none, the last that has any."""
+def _word_at(row, largest, sums, threshold):
+    """Return the first word whose cumulative sum exceeds the threshold; where rounding leaves none, the last word with
+    a probability."""
     before = float64(0)
     k = 0
     while k < sums.shape[0] - 1 and before + sums[k] <= threshold:

@@ -27,11 +27,11 @@ some shapes (so answered an H200 for a router of 4 experts), and what is split o
 of the 64 columns is asked for alone: one weight and zeros have one sum in any order, in FP16 too, and it must be the
 weight (a difference of 1e-35 passes: what is smaller may be flushed).
 
-FP16. INT8, and BF16's probe of a CPU: the same, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below the
+FP16. INT8, and BF16's probe of a CPU: the same with 2^-11 instead of 2^-8, and 2^-24 besides: what is below the
 smallest number of FP16 is none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above
 2^-23.
 
-A router that its model keeps in FP32, whatever the engine's type: BF16's probe, with 2^-24 in the place of 2^-8.
+A router that its model keeps in FP32, whatever the engine's type: BF16's probe with 2^-24 instead of 2^-8.
 
 FP8: fp8_proof.py.
 
@@ -80,7 +80,7 @@ class ProofRequest:
 
     sync: int
     round: int
-    """How many times n syncs went by; which part is looked at follows from it."""
+    """Number of times that n syncs went by; the part that is checked follows from it."""
     full: bool
     thorough: bool
     """A full proof in which it is this layer's turn for what is dear."""
@@ -93,7 +93,8 @@ class ProofRequest:
 
 
 def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:
-    """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every, parts: at least 1.
+    """Make the request of a layer; None when it is not asked. turn: number of the layer.  sync: from 1.  every, parts:
+    at least 1.
 
     everyone: all layers fully, as at sync 1.
     """
@@ -116,9 +117,9 @@ class Mismatch:
     kernel: float | str
     expected: float | str
     bound: float = 0.0
-    """On their difference."""
+    """Largest difference that is allowed."""
     channel: int | None = None
-    """Of an answer that is not finite."""
+    """Channel of an answer that is not finite."""
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
@@ -253,7 +254,7 @@ class Bf16Proof(KernelProof):
 
     def _first_column(self, layer: Module) -> Mismatch | None:
         probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
-        held_BN = asked(layer, probe_BK, bias_N=None, dtype=self.dtype)
+        held_BN = ask_kernel(layer, probe_BK, bias_N=None, dtype=self.dtype)
         wanted_BN = self._columns_NB.t().to(held_BN.device)
         if bool((held_BN == wanted_BN).all()):
             return None
@@ -280,11 +281,11 @@ def first_answer(
 
 
 def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """As of `asked`, in float64 on the CPU."""
-    return asked(layer, probe_MK, bias_N=bias_N, dtype=dtype).double().cpu()
+    """Compute the answer of `ask_kernel`, in float64 on the CPU."""
+    return ask_kernel(layer, probe_MK, bias_N=bias_N, dtype=dtype).double().cpu()
 
 
-def asked(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+def ask_kernel(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[M, N] where the layer is: what its method makes of a probe, with a bias of ours in place of its own."""
     device = torch.get_default_device()
     bias_N = None if bias_N is None else bias_N.to(device)
@@ -298,14 +299,14 @@ def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
     for name, proof in proofs.items():
         for rows, weight_NK, codes in proof.samples if isinstance(proof, Int8Proof) else ():
             by_length[weight_NK.shape[1]].append((name, rows, weight_NK, codes))
-    for found in by_length.values():
-        codec = quantise_int8(torch.cat([weight_NK for *_, weight_NK, _ in found]))
-        codes_NK = torch.cat([codes.codes_NK for *_, codes in found])
-        scale_N1 = torch.cat([codes.scale for *_, codes in found])
+    for same_length in by_length.values():
+        codec = quantise_int8(torch.cat([weight_NK for *_, weight_NK, _ in same_length]))
+        codes_NK = torch.cat([codes.codes_NK for *_, codes in same_length])
+        scale_N1 = torch.cat([codes.scale for *_, codes in same_length])
         if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale):
             continue
         differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale)).any(dim=1)
-        places = [(name, row) for name, rows, *_ in found for row in rows]
+        places = [(name, row) for name, rows, *_ in same_length for row in rows]
         name, row = places[int(differs_N.nonzero()[0])]
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 
@@ -328,14 +329,14 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
     return Mismatch(f"probe, output channel {worst}", *numbers, channel=None if is_finite else worst)
 
 
-def first_scale(held: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:
+def first_scale(actual: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:
     """Bit for bit, or `within` so much of the one expected: freed memory may hold anything, NaN too."""
-    if held.shape != expected.shape:
-        return Mismatch("number of scales", float(held.numel()), float(expected.numel()))
-    fits = held.view(torch.int32) == expected.view(torch.int32)
+    if actual.shape != expected.shape:
+        return Mismatch("number of scales", float(actual.numel()), float(expected.numel()))
+    fits = actual.view(torch.int32) == expected.view(torch.int32)
     if within:
-        fits |= (held - expected).abs() <= within * expected
+        fits |= (actual - expected).abs() <= within * expected
     if bool(fits.all()):
         return None
     index = int((~fits).nonzero()[0])
-    return Mismatch(f"scale {index}", float(held[index]), float(expected[index]), within * float(expected[index]))
+    return Mismatch(f"scale {index}", float(actual[index]), float(expected[index]), within * float(expected[index]))

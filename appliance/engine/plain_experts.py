@@ -34,10 +34,10 @@ class ExpertSlot(Slot):
     """An expert's part of a parameter [E, N, K]."""
 
     expert: int = 0
-    held: tuple[int, int] = (0, 0)
+    stored_shape: tuple[int, int] = (0, 0)
     """[N, K] there, zeros included."""
     isa: str = ""
-    """Of vLLM's packed kernel on a CPU, or empty."""
+    """Instruction set of vLLM's packed kernel on a CPU, or empty."""
     dtype: torch.dtype = torch.bfloat16
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -45,12 +45,12 @@ class ExpertSlot(Slot):
         own_NK = super().cut(tensor)
         if not self.isa:
             return own_NK
-        more = [held - given for held, given in zip(self.held, own_NK.shape, strict=True)]
+        more = [stored - given for stored, given in zip(self.stored_shape, own_NK.shape, strict=True)]
         whole_NK = pad(own_NK.to(self.dtype), (0, more[1], 0, more[0])).contiguous()
         return _custom_ops.cpu_prepack_moe_weight(whole_NK[None], self.isa)[0]
 
     def within(self, parameter: Tensor) -> Tensor:
-        return parameter[self.expert, self.start : self.start + self.held[0]]
+        return parameter[self.expert, self.start : self.start + self.stored_shape[0]]
 
 
 def expert_slots(model: Module, *, dtype: torch.dtype) -> Iterator[tuple[str, ExpertSlot]]:
@@ -78,7 +78,7 @@ def _of_layer(
     kernel = getattr(method.moe_kernel, "fused_experts", None)  # none in an update that broke off
     if not is_swiglu or parallel.use_ep or getattr(kernel, "_use_zentorch", False):
         return
-    own, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
+    rank_rows, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
     for expert in range(layer.local_num_experts):
         of_expert = {"expert": expert, "isa": isa, "dtype": dtype}
         for gate, up, down in _NAMES:
@@ -91,9 +91,9 @@ def _of_layer(
                         "w13_weight",
                         3 * expert + (part == up),
                         start=half * padded,
-                        rows=own,
+                        rows=rank_rows,
                         shape=(whole, hidden),
-                        held=(padded, hidden),
+                        stored_shape=(padded, hidden),
                         **of_expert,
                     ),
                 )
@@ -104,9 +104,9 @@ def _of_layer(
                     "w2_weight",
                     3 * expert + 2,
                     rows=ALL,
-                    columns=own,
+                    columns=rank_rows,
                     shape=(hidden, whole),
-                    held=(hidden, padded),
+                    stored_shape=(hidden, padded),
                     **of_expert,
                 ),
             )

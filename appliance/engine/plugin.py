@@ -12,7 +12,14 @@ DISTRIBUTIONS = ("flashrl-appliance", "flashrl-compat")
 
 
 def register() -> None:
-    require_one_distribution()
+    """Prepare a process of vLLM. Raises EngineError for an installation that is refused, PatchError. An error is an
+    event of the run (or command) that the process belongs to: whoever started the engine sees no more than its text."""
+    from appliance.engine.vllm_versions import require_known_version
+    from appliance.record.events import report_failures
+
+    with report_failures():  # before anything of vLLM is imported
+        require_one_distribution()
+        require_known_version()
     from vllm.platforms import current_platform
 
     import appliance.engine.config
@@ -24,7 +31,6 @@ def register() -> None:
     from appliance.patch import apply_patch
     from appliance.quant.cpu_gemm import widen_gemms
     from appliance.record.engine_start import report_start_failures
-    from appliance.record.events import report_failures
     from appliance.record.liveness import keep_stacks
     from appliance.terms.environment import EXACT_ON_CPU, EXACT_VARIABLE
 
@@ -51,7 +57,7 @@ def require_one_distribution() -> None:
 
     from appliance.errors import EngineError
 
-    installed = {each.name for name in DISTRIBUTIONS for each in distributions(name=name)}
+    installed = {distribution.name for name in DISTRIBUTIONS for distribution in distributions(name=name)}
     if len(installed) > 1:
         raise EngineError(
             f"{' and '.join(DISTRIBUTIONS)} are both installed: they bring the same files",

@@ -1,5 +1,5 @@
 """Layers that change their precision from one weight update to the next, in an engine that runs eagerly. (Another
-engine is started anew in another precision: trainer/engines.py.)
+engine is restarted in another precision: trainer/engines.py.)
 
 A quantised linear layer becomes a BF16 one by another method object, and back: everything that asks a layer what it is
 (kernels, proof, attestation, telemetry) sees one that was built so. It happens between two updates, when vLLM's reload
@@ -37,8 +37,8 @@ class RaisedLinearMethod(KeptLinearMethod):
 
 
 def raised_layers(model: Module, *, planned: Quantisation) -> int:
-    """How many layers are in BF16 for now: those that the plan's settings quantise and that are not, in this engine. It
-    was started otherwise than planned, or a weight update changed it."""
+    """Count the layers that are in BF16 for now: those that the plan's settings quantise and that are not, in this
+    engine. It was started otherwise than planned, or a weight update changed it."""
     config = _config(planned)
     return sum(
         isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
@@ -78,13 +78,13 @@ class PrecisionSwitch:
         engine without quantised layers has nothing to change, whatever is wanted."""
         if self._fixed and not wanted.is_planned:
             raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
-        goals = {name: wanted.scheme or _own(layer).planned for name, layer in self._layers.items()}
+        goals = {name: wanted.scheme or _quantised_method(layer).planned for name, layer in self._layers.items()}
         for name, scheme in goals.items():
             _require_possible(name, self._layers[name], scheme)
         goals |= dict.fromkeys(self._named(wanted.bf16_layers), Scheme.BF16)
         changed = [name for name, scheme in goals.items() if _scheme(self._layers[name]) is not scheme]
         for name in changed:
-            layer, method = self._layers[name], _own(self._layers[name])
+            layer, method = self._layers[name], _quantised_method(self._layers[name])
             if goals[name] is Scheme.BF16:
                 layer.quant_method = RaisedLinearMethod(method)
             else:
@@ -95,18 +95,18 @@ class PrecisionSwitch:
 
     def _named(self, entries: tuple[str, ...]) -> list[str]:
         """Layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
-        asked, known, found = set(entries), set[str](), []
+        asked, known, names = set(entries), set[str](), []
         for name in self._layers:
             parts = part_names(name)
             known |= {name, *parts}
             if name in asked or asked.issuperset(parts):
-                found.append(name)
+                names.append(name)
             elif asked.intersection(parts):
                 raise SyncError(f"weight update: only a part of {name} is to be in BF16")
         unknown = sorted(asked - known)
         if unknown and self._layers:
             raise SyncError(f"weight update: `{unknown[0]}` is to be in BF16 and is no quantised layer of this engine")
-        return found
+        return names
 
     def release(self) -> None:
         """What the old kernels of the changed layers held. Their new tensors stay, and are not copied into old ones."""
@@ -118,7 +118,7 @@ class PrecisionSwitch:
                 del layer.cpu_linear
 
 
-def _own(layer: Module) -> OnlineLinearMethod:
+def _quantised_method(layer: Module) -> OnlineLinearMethod:
     method = layer.quant_method
     return method.quantised if isinstance(method, RaisedLinearMethod) else method
 
@@ -128,7 +128,7 @@ def _scheme(layer: Module) -> Scheme:
 
 
 def _require_possible(name: str, layer: Module, scheme: Scheme) -> None:
-    method = _own(layer)
+    method = _quantised_method(layer)
     if scheme in (Scheme.BF16, method.scheme, method.planned):
         return
     alike = method.emulated and scheme.spec.emulation == method.scheme.spec.emulation

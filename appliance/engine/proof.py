@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, ProofRequest, ask, check_quantiser
@@ -57,20 +57,20 @@ class SyncProof:
         self._every, self._parts = every, parts
         experts = {name: (slot,) for name, slot in expert_slots(model, dtype=dtype)}
         self._slots: dict[str, tuple[Slot, ...]] = slots(model, tied_head=tied_head) | experts
-        self._places = {name: frozenset(map(_place, found)) for name, found in self._slots.items()}
+        self._places = {name: frozenset(map(_place, places)) for name, places in self._slots.items()}
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._wide = {
             name
-            for name, found in self._slots.items()
-            if any(is_wide(self._layers.get(slot.layer), slot.parameter, dtype=dtype) for slot in found)
+            for name, places in self._slots.items()
+            if any(is_wide(self._layers.get(slot.layer), slot.parameter, dtype=dtype) for slot in places)
         }
         self._provable = _provable(model, dtype=dtype)
         quantised = {name for name, layer in self._layers.items() if isinstance(_method(layer), Quantising)}
         self._unasked = quantised - self._provable.keys()
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._layers_of = {
-            name: [self._layers[layer] for layer in dict.fromkeys(slot.layer for slot in found)]
-            for name, found in self._slots.items()
+            name: [self._layers[layer] for layer in dict.fromkeys(slot.layer for slot in places)]
+            for name, places in self._slots.items()
             if name not in experts  # vLLM collects what they wait for
         }
         self._sync = 0
@@ -78,7 +78,8 @@ class SyncProof:
         self._due: dict[str, ProofRequest] = {}
         self._kernels: dict[str, KernelProof] = {}  # until they are checked: one may keep 128 bytes of each row
         self._missing: set[tuple[str, int]] = set()
-        self._held: list[tuple[Slot, Tensor | str]] = []  # a tensor so small that a digest takes longer, or a digest
+        # A digest of each parameter, or the tensor itself where it is so small that a digest takes longer.
+        self._expected: list[tuple[Slot, Tensor | str]] = []
         self._taken: set[Place] = set()
         self._sources: dict[str, dict[int, str]] = {}  # of a layer's rows: where a tensor begins, and its name
 
@@ -88,7 +89,7 @@ class SyncProof:
         self._sync = sync
         if changed:
             self._provable = _provable(self._model, dtype=self._dtype)
-        self._held.clear()
+        self._expected.clear()
         self._taken.clear()
         self._sources.clear()
         self._unproven = 0
@@ -98,8 +99,8 @@ class SyncProof:
         }
         self._due = {name: how for name, how in asked.items() if how is not None}
         self._kernels = {name: make(ask=self._due[name]) for name, make in self._provable.items() if name in self._due}
-        places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
-        self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
+        weights = (slot for places in self._slots.values() for slot in places if slot.parameter == "weight")
+        self._missing = {(slot.layer, slot.part) for slot in weights if slot.layer in self._kernels}
 
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in, each once."""
@@ -116,8 +117,8 @@ class SyncProof:
     def notices(self, name: str) -> bool:
         """Whether `check` will see, and name, a value of this tensor that is not finite, so that nobody has to look. On
         a CPU: elsewhere no kernel was asked whether it skips what is multiplied by zero."""
-        found = self._slots.get(name, ())
-        return bool(found) and current_platform.is_cpu() and all(self._sees_all(slot) for slot in found)
+        places = self._slots.get(name, ())
+        return bool(places) and current_platform.is_cpu() and all(self._sees_all(slot) for slot in places)
 
     def _sees_all(self, slot: Slot) -> bool:
         proof = self._kernels.get(slot.layer)
@@ -125,49 +126,51 @@ class SyncProof:
 
     def source_of(self, layer: str) -> str:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
-        return next((name for name, found in self._slots.items() if any(slot.layer == layer for slot in found)), "")
+        return next((name for name, places in self._slots.items() if any(slot.layer == layer for slot in places)), "")
 
     def take(self, name: str, tensor: Tensor, *, known: str = "") -> bool:
         """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised. Returns
         False, and expects nothing, where it is not as large as its layers want it."""
-        found = self._slots.get(name, ())
-        if not all(slot.fits(tensor) for slot in found):
+        slots = self._slots.get(name, ())
+        if not all(slot.fits(tensor) for slot in slots):
             return False
-        self._unproven += not found
+        self._unproven += not slots
         self._taken |= self._places.get(name, frozenset())
-        for slot in found:
+        for slot in slots:
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))
                 self._sources.setdefault(slot.layer, {})[slot.start] = name
+                if _looks_up(self._layers[slot.layer]):  # in the weight itself; what multiplies may be a copy
+                    self._expect_parameter(slot, tensor, known=known)
             elif slot.parameter == "weight" and slot.layer in self._unasked:  # codes that we cannot tell or find
                 self._unproven += 1
             elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
                 if isinstance(slot, ExpertSlot) and not self._due[slot.layer].takes(slot.expert):
                     continue
-                self._expect_held(slot, tensor, known=known)
+                self._expect_parameter(slot, tensor, known=known)
         return True
 
-    def _expect_held(self, slot: Slot, tensor: Tensor, *, known: str) -> None:
+    def _expect_parameter(self, slot: Slot, tensor: Tensor, *, known: str) -> None:
         parameter = getattr(self._layers[slot.layer], slot.parameter, None)
         if parameter is None:
             return
-        own = slot.cut(tensor).to(parameter.dtype)
-        if own.nbytes <= _COPIED:
-            self._held.append((slot, own.clone()))
+        part = slot.cut(tensor).to(parameter.dtype)
+        if part.nbytes <= _COPIED:
+            self._expected.append((slot, part.clone()))
         else:
-            same = (own.data_ptr(), own.shape, own.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype)
-            self._held.append((slot, known if known and same else digest(own)))
+            same = (part.data_ptr(), part.shape, part.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            self._expected.append((slot, known if known and same else digest(part)))
 
     def check(self) -> Proven:
         """Raises SyncError with the layer, the rank and both numbers for the first layer that is not as received."""
         for layer, part in sorted(self._missing):
             raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
-        for slot, received in self._held:
-            held = slot.within(getattr(self._layers[slot.layer], slot.parameter).data)
-            if isinstance(received, Tensor) and _same_bits(held, received):
+        for slot, received in self._expected:
+            stored = slot.within(getattr(self._layers[slot.layer], slot.parameter).data)
+            if isinstance(received, Tensor) and _same_bits(stored, received):
                 continue
-            pair = digest(held), digest(received) if isinstance(received, Tensor) else received
+            pair = digest(stored), digest(received) if isinstance(received, Tensor) else received
             if pair[0] != pair[1]:
                 self._fail_on(slot.layer, Mismatch(f"digest of {slot.parameter}", *pair))
         check_quantiser(self._kernels)
@@ -177,11 +180,11 @@ class SyncProof:
         proven = Proven(
             layers=len(self._provable),
             layers_proven=len(self._kernels),
-            parameters_proven=len(self._held),
+            parameters_proven=len(self._expected),
             unproven=self._unproven,
         )
         self._kernels.clear()
-        self._held.clear()
+        self._expected.clear()
         return proven
 
     def _fail_on(self, layer: str, mismatch: Mismatch) -> NoReturn:
@@ -196,7 +199,7 @@ class SyncProof:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Of any values: NaN is itself, and -0 is not 0."""
+    """Compare the bits of any values: NaN is itself, and -0 is not 0."""
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
     return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
@@ -207,20 +210,28 @@ def _place(slot: Slot) -> Place:
 
 
 def _provable(model: Module, *, dtype: torch.dtype) -> dict[str, Expecting]:
-    """The layers whose kernels can be asked. Without one: experts (each GEMM is a layer of its own)."""
-    found: dict[str, Expecting] = {}
+    """The layers whose kernels can be asked: the last projection, too, which is an embedding where a model has no
+    other. Without one: experts (each GEMM is a separate layer)."""
+    provable: dict[str, Expecting] = {}
+    has_head = any(isinstance(layer, ParallelLMHead) for layer in model.modules())
+    heads = ParallelLMHead if has_head else VocabParallelEmbedding
     for name, layer in model.named_modules():
         method = _method(layer)
         if isinstance(method, Quantising):
             if method.provable:
-                found[name] = functools.partial(method.proof, name, local_shape(layer), method.scheme, dtype=dtype)
-        elif isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
+                provable[name] = functools.partial(method.proof, name, local_shape(layer), method.scheme, dtype=dtype)
+        elif isinstance(layer, heads) or isinstance(method, UnquantizedLinearMethod):
             own = torch.float32 if is_wide(layer, "weight", dtype=dtype) else dtype
-            found[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16, dtype=own)
+            provable[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16, dtype=own)
     for name, (layer, gemm) in expert_gemms(model).items():
         method = gemm.quant_method
-        found[name] = functools.partial(method.proof, name, expert_shape(layer, gemm), method.scheme)
-    return found
+        provable[name] = functools.partial(method.proof, name, expert_shape(layer, gemm), method.scheme)
+    return provable
+
+
+def _looks_up(layer: Module) -> bool:
+    """Whether it is an embedding, and not a last projection alone."""
+    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
 
 
 def _method(layer: Module) -> object:

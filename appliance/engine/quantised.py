@@ -35,7 +35,7 @@ class Quantising:
     """A method object that quantises its layer's weights; linear layers and experts have it as a base."""
 
     scheme: Scheme
-    """What it does to weights and activations, with `emulated`."""
+    """Scheme of weights and activations, together with `emulated`."""
     emulated: bool = False
     proof: Callable[..., Any]
     """The KernelProof of a layer with it."""
@@ -54,7 +54,7 @@ class Quantising:
 
     @abstractmethod
     def held_scale(self, layer: Module) -> Tensor | None:
-        """float32: the very memory that the kernel reads the weight's scales from, or None before the first load."""
+        """The very memory that the kernel reads the weight's scales from, or None before the first load."""
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):
@@ -80,6 +80,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         rows_are_cut = input_size_per_partition != input_size
         cut = [input_size_per_partition] if rows_are_cut else output_partition_sizes if layer.tp_size > 1 else []
         refuse_cut_blocks(layer.prefix, cut, scheme=self.scheme, num_ranks=layer.tp_size)
+        self.require_shape(layer.prefix, rows=sum(output_partition_sizes), length=input_size_per_partition)
         loader = extra_weight_attrs["weight_loader"]
         self._needs_whole = is_cut(self.scheme, rows_are_cut=rows_are_cut, num_ranks=layer.tp_size)
         weight_NK = ModelWeightParameter(
@@ -105,12 +106,15 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         weight_NK = layer.weight.data
         absmax = None
         if self._needs_whole:
-            absmax = self._whole.of(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
+            absmax = self._whole.take(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
         quantised = self.quantise(weight_NK, absmax=absmax)
         if self.on_quantised is not None:
             self.on_quantised(layer, sampled(weight_NK), quantised)
         layer.weight.data = weight_NK.new_empty(0)
         return quantised
+
+    def require_shape(self, name: str, *, rows: int, length: int) -> None:
+        """Raises EngineError where this method has no kernel for a weight of this shape. name: of the layer."""
 
     @abstractmethod
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
@@ -189,7 +193,7 @@ class WholeAbsmax:
 
         return recording_loader
 
-    def of(
+    def take(
         self,
         weight_NK: Tensor,
         *,
@@ -197,7 +201,8 @@ class WholeAbsmax:
         expert: int | None = None,
         shards: tuple[str, ...] = (),
     ) -> Tensor:
-        """Of a rank's part of a weight, in the shape of the scale, and forgotten: the next load brings its own.
+        """Take the absmax for a rank's part of a weight, in the shape of the scale. It is forgotten: the next load
+        has its own.
 
         ask: the other ranks, where no loader ran: dummy weights, as vLLM's own methods do.  shards: all where none is
         named.

@@ -64,9 +64,9 @@ class Group:
     weights_version: int
 
 
-def told(plan: RunPlan, *, replica: int, precision: Precision = AS_PLANNED) -> Quantisation:
+def quantisation_of_replica(plan: RunPlan, *, replica: int, precision: Precision = AS_PLANNED) -> Quantisation:
     """What an engine is started with. Its profile is named by its content: see `by_content`."""
-    quantisation = quantisation_at(plan.rollout.replicas[replica], precision)
+    quantisation = quantisation_at(plan.engines[replica], precision)
     if not quantisation.profile:
         return quantisation
     folder = by_content(Path(quantisation.profile), cache_dir=Path(plan.cache_dir))
@@ -89,7 +89,7 @@ def support_of(words: Sequence[Sequence[int]]) -> Support:
 
 @contextlib.asynccontextmanager
 async def standing_still(engine: Any, *, one: asyncio.Lock) -> AsyncIterator[None]:
-    """one: at a time, of this engine: a pause that another call ends before the engine stands still is not answered."""
+    """one: at a time, of this engine: a pause that another call ends before the engine is idle gets no answer."""
     async with one:
         await engine.pause_generation(mode="keep", clear_cache=False)
         try:
@@ -112,7 +112,7 @@ def load_replica() -> type[RolloutReplica]:
 
         def _validate_configs(self) -> None:
             """verl's own compares the longest sequence with `max_position_embeddings`, which a rope may multiply: vLLM
-            holds it by a rule of its own, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
+            holds it by its own rule, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
             assert self.config.max_model_len is not None, "every plan says it"
 
         async def launch_server(self, *args: Any, **kwargs: Any) -> None:
@@ -120,12 +120,13 @@ def load_replica() -> type[RolloutReplica]:
                 await super().launch_server(*args, **kwargs)
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
-            """Each replica has a scheme of its own; verl's configuration has one place for all of them."""
+            """Each replica has its own scheme; verl's configuration has one place for all of them."""
             super()._preprocess_engine_kwargs(engine_kwargs)
             self._reports_support = bool(engine_kwargs.get("return_sampling_mask"))
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
             precision = read_generation(Path(plan.run_dir)).precision
-            engine_kwargs.update(told(plan, replica=self.replica_rank, precision=precision).engine_arguments())
+            quantisation = quantisation_of_replica(plan, replica=self.replica_rank, precision=precision)
+            engine_kwargs.update(quantisation.engine_arguments())
 
         async def generate_groups(
             self,
@@ -184,10 +185,10 @@ def load_replica() -> type[RolloutReplica]:
             return place, Group(samples, weights_version=self.global_steps or 0)
 
         async def traced(
-            self, ids: list[int], *, token: int, temperature: float, names: list[str], kept: Place | None = None
+            self, ids: list[int], *, token: int, temperature: float, names: list[str], values_at: Place | None = None
         ) -> LayerTrace:
-            """Of `token` after `ids`, which are read as a prompt, in the layers `names`, its log-prob among all words.
-            While nothing is generated."""
+            """Trace `token` after `ids`, which are read as a prompt, through the layers `names`, with its log-prob
+            among all words. While nothing is generated."""
             params = SamplingParams(
                 temperature=temperature,
                 top_k=_ALL_WORDS if self._reports_support else 0,
@@ -197,21 +198,21 @@ def load_replica() -> type[RolloutReplica]:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            await self.engine.collective_rpc("begin_trace", args=(names, kept))
+            await self.engine.collective_rpc("begin_trace", args=(names, values_at))
             try:
                 prompt = TokensPrompt(prompt_token_ids=ids)
                 final = await (await self.engine.add_request(uuid.uuid4().hex, prompt, params)).get()
             finally:
                 (digests, values), *_ = await self.engine.collective_rpc("end_trace")
-            return LayerTrace(kept, digests, values, final.outputs[0].logprobs[0][token].logprob)
+            return LayerTrace(values_at, digests, values, final.outputs[0].logprobs[0][token].logprob)
 
         async def engine_problem(self) -> str:
-            """Why this server's engine can no longer answer, or nothing."""
+            """Return the reason why this server's engine can no longer answer, or an empty text."""
             return "died: its core process is gone" if self.engine.errored else ""
 
         async def end_engine(self) -> list[int]:
-            """Before this process is killed: vLLM asks the engine's processes to end, waits, and kills what is left.
-            Returns the ids of all that were there, this one included."""
+            """End the engine before this process is killed: vLLM asks the engine's processes to end, waits, and kills
+            what is left. Returns the ids of all that were there, this one included."""
             processes = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
             if self.node_rank == 0:  # on further hosts of an engine there is no handle of it, only its workers
                 await asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_ENDS_WITHIN_S)

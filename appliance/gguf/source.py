@@ -23,11 +23,11 @@ class GgufFacts:
     sha256: str = ""
     """SHA-256 of the file, 64 hex digits; empty where it cannot be read."""
     problem: str = ""
-    """Why it is not read, or empty."""
+    """Reason why it is not read, or empty."""
     remedy: str = ""
     shape: ModelShape | None = None
     chat_template: str = ""
-    """How a prompt is put to the model, empty where the file does not say."""
+    """Template that makes a prompt of messages, empty where the file does not say."""
     provenance: str = ""
     """Origin and licence of the model, and what was done to its weights, as the file says."""
 

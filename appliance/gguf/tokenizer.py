@@ -47,7 +47,7 @@ _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3"})  # a word th
 
 
 def chat_template(header: Header) -> str:
-    """Empty where the file has none."""
+    """Return the chat template; empty where the file has none."""
     return header.text(_TEMPLATE)
 
 

@@ -1,4 +1,5 @@
-"""The governor: watches a run step by step and decides what is done about it. A pure state machine, no clock, no Ray.
+"""The guard of a run: judges it step by step and decides what is done. A pure state machine, no clock, no Ray. Its
+answer to a mismatch is the governor, a ladder:
 
     observe -> warn -> tighten -> raise precision -> bf16 rollouts -> stop and save
 
@@ -48,9 +49,9 @@ class Level:
 
     rung: Rung
     scheme: Scheme
-    """Of the rollouts, there."""
+    """Scheme of the rollouts at this level."""
     bf16_layer_fraction: float = 0.0
-    """Of the rollouts, there."""
+    """Share of the rollouts' layers that are in BF16 at this level."""
 
     @property
     def text(self) -> str:
@@ -62,7 +63,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Measures:
-    """What holds while the governor stands on a level; from the next sync on."""
+    """Measures that a level of the governor takes, from the next sync on."""
 
     scheme: Scheme
     bf16_layer_fraction: float
@@ -88,8 +89,8 @@ def ladder(policy: Policy) -> tuple[Level, ...]:
 
 
 def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
-    """Where a level is on the ladder; None: the foot. When a changed policy has it no more: the top of its rung, or of
-    the next lower one that is there."""
+    """Return the place of a level on the ladder; None: the foot. When a changed policy has it no more: the top of its
+    rung, or of the next lower one that is there."""
     if level is None:
         return 0
     if level in levels:
@@ -127,15 +128,15 @@ class Decision:
     step: int
     move: Move
     action: Action | None
-    """What is done; None where something is taken back."""
+    """Action that is taken; None where one is taken back."""
     before: Level
     after: Level
     causes: tuple[Cause, ...]
     steps: int
-    """How many steps spoke for it, of the last `of` judged ones."""
-    of: int
+    """Number of steps that spoke for it, of the last `judged_steps`."""
+    judged_steps: int
     guard: Guard | None = None
-    """Whose, None for the ladder."""
+    """Guard that decided, None for the ladder."""
 
     @property
     def text(self) -> str:
@@ -144,8 +145,8 @@ class Decision:
         if self.guard is not None:
             change = f"{self.guard.value.replace('_', ' ')}: {self.move if self.action is None else self.action}"
         numbers = f": {', '.join(cause.text for cause in self.causes)}" if self.causes else ""
-        steps = "1 step" if self.of == 1 else f"{self.of} steps"
-        count = f"{steps} in a row" if self.steps == self.of else f"{self.steps} of {steps}"
+        steps = "1 step" if self.judged_steps == 1 else f"{self.judged_steps} steps"
+        count = f"{steps} in a row" if self.steps == self.judged_steps else f"{self.steps} of {steps}"
         return f"step {self.step}: {change}{numbers} ({count})"
 
 
@@ -154,11 +155,11 @@ class GovernorState:
     """Everything the governor remembers."""
 
     level: Level | None = None
-    """None before the first move, the foot of the ladder."""
+    """Level of the ladder; None before the first move, which is its foot."""
     recent_bad: tuple[bool, ...] = ()
-    """Of the last judged steps since the last move, oldest first."""
+    """Whether each step was bad, of the last judged steps since the last move, oldest first."""
     fine_steps: int = 0
-    """In a row."""
+    """Fine steps in a row."""
     cooling: int = 0
     """Steps left that are not judged."""
     descended: bool = False
@@ -183,18 +184,18 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
     state, levels = replace(state, watches=watches), ladder(policy)
     here = levels[place(state.level, levels=levels)]
     alarms = [each for each in reports if each.action is not Action.STOP and Action.WARN in policy.actions]
-    said = [_decision(each, step=signals.step, before=here, after=here) for each in alarms]
+    decisions = [_decision(each, step=signals.step, before=here, after=here) for each in alarms]
     fatal = next((report for report in reports if report.action is Action.STOP), None)
     if fatal is not None and Action.STOP in policy.actions:
         stop = _decision(fatal, step=signals.step, before=here, after=levels[-1])
-        return replace(state, level=levels[-1]), (*said, stop)
+        return replace(state, level=levels[-1]), (*decisions, stop)
     state, move = _move(state, signals, policy=policy)
-    return state, (*said, move) if move else (*said,)
+    return state, (*decisions, move) if move else (*decisions,)
 
 
 def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
-    """The state that another attempt of the run begins with: as it was, but one that had stopped the run stands one
-    level lower and counts anew. Who resumes a stopped run wants it to go on, and still guarded."""
+    """The state that another attempt of the run begins with: as it was, but one that had stopped the run is one
+    level lower and counts from the start. A stopped run that is resumed shall continue, and still be guarded."""
     if not state.stopped:
         return state
     levels = ladder(policy)
@@ -208,7 +209,7 @@ def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
 def _decision(report: Report, *, step: int, before: Level, after: Level) -> Decision:
     move = {Action.WARN: Move.ALARM, None: Move.CLEAR, Action.STOP: Move.UP}[report.action]
     causes, steps = () if report.cause is None else (report.cause,), report.steps
-    return Decision(step, move, report.action, before, after, causes, steps, of=steps, guard=report.guard)
+    return Decision(step, move, report.action, before, after, causes, steps, judged_steps=steps, guard=report.guard)
 
 
 def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, Decision | None]:
@@ -225,14 +226,21 @@ def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[Go
     levels = ladder(policy)
     at = place(state.level, levels=levels)
     if bad and sum(recent) >= (1 if on_trial else policy.climb_bad) and at + 1 < len(levels):
-        move, to, count, of = Move.UP, levels[at + 1], sum(recent), len(recent)
+        move, to, count, num_judged = Move.UP, levels[at + 1], sum(recent), len(recent)
     elif fine >= policy.descend_fine * 2 ** min(state.relapses, _MOST_DOUBLINGS) and at > 0:
-        move, to, count, of = Move.DOWN, levels[at - 1], fine, fine
+        move, to, count, num_judged = Move.DOWN, levels[at - 1], fine, fine
     else:
         return replace(state, recent_bad=recent, fine_steps=fine), None
     up = move is Move.UP
     decision = Decision(
-        signals.step, move, to.rung.action if up else None, levels[at], to, judgement.causes, steps=count, of=of
+        signals.step,
+        move,
+        to.rung.action if up else None,
+        levels[at],
+        to,
+        judgement.causes,
+        steps=count,
+        judged_steps=num_judged,
     )
     moved = replace(
         state,

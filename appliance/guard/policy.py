@@ -1,4 +1,4 @@
-"""What the governor may do and what it takes for good and bad: every threshold with its unit, default and source.
+"""What the guard may do and what it takes for good and bad: every threshold with its unit, default and source.
 
 Sources: [verl] its documentation of rollout correction; [prime-rl] its merge gate; [ours] chosen here, no source gives
 one. A signal whose best value is 0 counts as recovered below half of its bound: both pairs of bounds that others
@@ -40,12 +40,13 @@ class Bounds:
 
     @classmethod
     def below(cls, bound: float) -> Bounds:
-        """Of a signal whose best value is 0: bad above, fine below half of it."""
+        """Make the bounds of a signal whose best value is 0: bad above, fine below half of it."""
         return cls(bad=(-math.inf, bound), fine=(-math.inf, bound / 2))
 
     @classmethod
     def above(cls, share: float) -> Bounds:
-        """Of a share whose best value is 1: bad below, fine above twice of it, or half way to 1 where that is less."""
+        """Make the bounds of a share whose best value is 1: bad below, fine above twice of it, or half way to 1 where
+        that is less."""
         return cls(bad=(share, math.inf), fine=(min(2 * share, (1 + share) / 2), math.inf))
 
 
@@ -110,10 +111,10 @@ class Collapse:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the governor of one run may do. Steps are counted, never timed."""
+    """Actions and bounds of the guard of one run. Steps are counted, never timed."""
 
     scheme: Scheme
-    """Of the run's rollouts, the foot of the ladder."""
+    """Scheme of the run's rollouts, the foot of the ladder."""
     actions: frozenset[Action] = frozenset({Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP})
     """No other one is ever taken."""
     climb_bad: int = 3  # [ours]

@@ -13,6 +13,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from appliance.guard.policy import Action, Collapse, MismatchBounds, Patience
+from appliance.terms.schemes import beside
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,17 @@ class Signals:
     k3_kl: float | None = None
     """Nats per token."""
     weight_mean: float | None = None
-    """Of importance weights before truncation."""
+    """Mean of the importance weights before truncation."""
     weight_std: float | None = None
-    """Of importance weights before truncation."""
+    """Standard deviation of the importance weights before truncation."""
     ess: float | None = None
     """0..1 of tokens."""
     truncated_fraction: float | None = None
     """0..1 of tokens."""
     grad_norm: float | None = None
-    """Before it is scaled down."""
+    """Norm of the gradient before it is clipped."""
     reward_mean: float | None = None
-    """In the unit of the task's reward."""
+    """Mean reward, in the unit of the task's reward."""
     entropy: float | None = None
     """Nats per token."""
     equal_group_fraction: float | None = None
@@ -62,13 +63,15 @@ class Cause:
     value: float
     relation: Relation
     bound: float | None = None
-    """None where there is none to compare with."""
+    """Bound that the value is compared with, None where there is none."""
 
     @property
     def text(self) -> str:
-        """`k3_kl 0.021 above 0.015`."""
-        against = "" if self.bound is None or self.relation is Relation.NOT_FINITE else f" {self.bound:.4g}"
-        return f"{self.signal} {self.value:.4g} {self.relation}{against}"
+        """Phrase for messages: `k3_kl 0.021 above 0.015`."""
+        if self.bound is None or self.relation is Relation.NOT_FINITE:
+            return f"{self.signal} {self.value:.4g} {self.relation}"
+        bound = f"{self.bound:.4g}"
+        return f"{self.signal} {beside(self.value, float(bound), form='.4g')} {self.relation} {bound}"
 
     def json_values(self) -> dict[str, str | float | None]:
         """A value that is not finite becomes its name: JSON has no number for it."""
@@ -89,7 +92,7 @@ class Health(StrEnum):
 class Judgement:
     health: Health
     causes: tuple[Cause, ...] = ()
-    """Of BAD, each signal that is bad; of FINE, each that was looked at; else none."""
+    """Causes: for BAD every signal that is bad, for FINE every signal that was judged, else none."""
 
 
 def judge(signals: Signals, *, bounds: MismatchBounds) -> Judgement:
@@ -120,7 +123,7 @@ def outside(signal: str, value: float, limits: tuple[float, float]) -> Cause | N
 
 
 def _inside(signal: str, value: float, limits: tuple[float, float]) -> Cause:
-    """How a value lies to the limit that is there: to the upper one where there are two."""
+    """Compare a value with the limit that is there: with the upper one where there are two."""
     low, high = limits
     if math.isfinite(high):
         return Cause(signal, value, Relation.BELOW, high)
@@ -150,7 +153,7 @@ class Watch:
     calm: int = 0
     """Steps in a row without its condition."""
     alarmed: bool = False
-    """It has warned."""
+    """Whether it has warned."""
 
 
 @dataclass(frozen=True)
@@ -158,19 +161,19 @@ class Watches:
     """The memory of all guards. Only finite numbers are kept."""
 
     rewards: tuple[float, ...] = ()
-    """Of the last steps."""
+    """Mean rewards of the last steps."""
     first_rewards: tuple[float, ...] = ()
-    """Of the first steps."""
+    """Mean rewards of the first steps."""
     best_reward: float | None = None
-    """Of means of reward_window steps."""
+    """Largest mean reward over reward_window steps."""
     first_entropies: tuple[float, ...] = ()
-    """Of the first steps."""
+    """Entropies of the first steps."""
     watches: tuple[Watch, ...] = (Watch(),) * len(Guard)
     """One per Guard, in its order."""
 
     def __post_init__(self) -> None:
         if len(self.watches) != len(Guard):
-            raise ValueError(f"{len(Guard)} guards cannot go on from the memory of {len(self.watches)}")
+            raise ValueError(f"{len(Guard)} guards cannot continue from the memory of {len(self.watches)}")
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class Report:
     action: Action | None
     """WARN, STOP, or None: its condition has not held for a while."""
     steps: int
-    """In a row, with the condition; where it is clear, without it, and no cause."""
+    """Steps in a row with the condition; where it is clear, without it, and with no cause."""
     cause: Cause | None = None
 
 
@@ -216,10 +219,10 @@ def _advance(
         calm = before.calm + 1
         clear = before.alarmed and calm >= calm_after
         return Watch(calm=calm, alarmed=before.alarmed and not clear), (None,) if clear else ()
-    held = before.held + 1
-    warns = not before.alarmed and held >= patience.warn_after
-    actions = (Action.WARN,) * warns + (Action.STOP,) * (held >= patience.stop_after)
-    return Watch(held=held, alarmed=before.alarmed or warns), actions
+    steps_met = before.held + 1
+    warns = not before.alarmed and steps_met >= patience.warn_after
+    actions = (Action.WARN,) * warns + (Action.STOP,) * (steps_met >= patience.stop_after)
+    return Watch(held=steps_met, alarmed=before.alarmed or warns), actions
 
 
 def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches:
@@ -301,7 +304,8 @@ def _floor(memory: Watches, *, limits: Collapse) -> float:
 
 
 def _noise(memory: Watches) -> float:
-    """How far the reward fell within the first steps: what only rises there learns, and its range would be a gain."""
+    """Compute how far the reward fell within the first steps: what only rises there learns, and its range would be a
+    gain."""
     highest = accumulate(memory.first_rewards, max)
     return max((high - value for high, value in zip(highest, memory.first_rewards, strict=True)), default=math.inf)
 

@@ -17,7 +17,7 @@ from appliance.terms.settings import Schedule
 
 
 class Change(Enum):
-    """What a difference in one key means for a run that is resumed."""
+    """Kinds of difference in one key between a run and the recipe that it is resumed with."""
 
     FREE = "free"
     """Nothing that is computed: how long, what is watched, kept and shown, and where."""
@@ -55,26 +55,32 @@ _LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks 
 
 
 def change_of(key: str, *, schedule: Schedule = Schedule.CONSTANT, has_checkpoint: bool = True) -> Change:
-    """What another value of a dotted key means. schedule: of the learning rate.  has_checkpoint: whether the run has
-    one."""
+    """Judge another value of a dotted key.
+
+    schedule: of the learning rate.  has_checkpoint: whether the run has a checkpoint.
+    """
     change = CHANGES.get(key) or CHANGES.get(key.partition(".")[0]) or Change.FORCED
     if change is Change.FREE and key in _LENGTH and schedule is not Schedule.CONSTANT:
         return Change.FORCED  # the rate would jump: verl's schedule takes the new number of steps with the old place
     return change if has_checkpoint or change is not Change.NEVER else Change.FORCED
 
 
-def refused_changes(recipe: Recipe, *, before: Recipe, has_checkpoint: bool) -> Iterator[Finding]:
-    """A fault for each key that differs and may not without more. before: that the run has kept."""
+def refused_changes(recipe: Recipe, *, before: Recipe, has_checkpoint: bool, force: bool = False) -> Iterator[Finding]:
+    """Yield a fault for each key that differs and may not.
+
+    before: the recipe that the run has kept.  force: whether what `--force` takes may differ.
+    """
+    passing = {Change.FREE, Change.FORCED} if force else {Change.FREE}
     had, now = _by_key(before), _by_key(recipe)
     for key in sorted(had.keys() | now.keys()):
         change = change_of(key, schedule=recipe.optimizer.schedule, has_checkpoint=has_checkpoint)
-        if had.get(key) != now.get(key) and change is not Change.FREE:
+        if had.get(key) != now.get(key) and change not in passing:
             message = f"the run has {json.dumps(had.get(key))}, the recipe {json.dumps(now.get(key))}"
             yield fault((key,), message, REMEDIES[change])
 
 
 def _by_key(recipe: Recipe) -> dict[str, object]:
-    """JSON values by dotted keys of one or two parts."""
+    """Return JSON values by dotted keys of one or two parts."""
     plain = to_plain(recipe)
     sections = {name: keys for name, keys in plain.items() if isinstance(keys, dict)}
     inner = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}

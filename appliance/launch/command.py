@@ -4,7 +4,7 @@ and `export`, what came of it.
 A new attempt follows a fault: a process that died, an engine that hung, an update that did not arrive. Only from a
 checkpoint that verifies, and only while attempts get further: a training that fails twice at the same step would fail
 there for ever. What a guard stopped, what the recipe or the host is to blame for, and a patch that does not fit are no
-faults of this kind. Nor is one beside a signal: whoever stops a service may send it to all of its processes.
+faults of this kind. Nor is a fault beside a signal: who stops a service may send it to all of its processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from appliance.files import partial_prefix
 from appliance.finding import Finding, has_error, refuse_faults
 from appliance.launch import resume as resuming
 from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
-from appliance.launch.train import Step, run_training
+from appliance.launch.train import Stage, run_training
 from appliance.plan.derive import steps_of
 from appliance.preflight.report import as_json, examine, lines, print_plan
 from appliance.recipe.load import to_yaml
@@ -46,7 +46,7 @@ from appliance.record.plan import RunPlan
 from appliance.record.session import asked_to_stop, cannot_write, free_run_dir, let_go
 from appliance.report.folder import find_run, reading
 from appliance.report.page import LivePage
-from appliance.signals import told_interruptions
+from appliance.signals import report_interruptions
 
 EXPORT_MODULE, ADAPTER_ONLY = "appliance.trainer.export", "adapter"
 
@@ -59,20 +59,21 @@ def run_train(
     force: bool,
     dry_run: bool,
     json_mode: bool,
-    steps: tuple[Step, ...],
+    stages: tuple[Stage, ...],
 ) -> int:
-    """resume: `never`, `auto` or a path.  steps: of the run, before its training. Raises the error that ends it."""
+    """Train a recipe, or resume its run, and return the exit code. resume: `never`, `auto` or a path.  stages: what
+    the run does before its training. Raises the error that ends it."""
     root = full_path(recipe.cluster.run_dir)
     target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
-    attempts = Attempts(recipe, steps, json_mode=json_mode, dry_run=dry_run)
+    attempts = Attempts(recipe, stages, json_mode=json_mode, dry_run=dry_run)
     if target is None:
         run_dir = new_run_dir(recipe, name=name)
         plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True)
         code = attempts.begin(plan, findings, name=name)
     else:
         run_dir = target.run_dir
-        with told_interruptions(lambda: newest_step(run_dir)):
-            code = attempts.go_on(target, force=force)
+        with report_interruptions(lambda: newest_step(run_dir)):
+            code = attempts.resume(target, force=force)
     return code if dry_run else attempts.through_faults(code, run_dir)
 
 
@@ -81,14 +82,14 @@ class Attempts:
     """The attempts of one run, by what `train` was asked for."""
 
     recipe: Recipe
-    steps: tuple[Step, ...] = ()
+    stages: tuple[Stage, ...] = ()
     json_mode: bool = False
     dry_run: bool = False
     """Its plan is printed instead."""
 
     @property
     def most_restarts(self) -> int:
-        """How many attempts may follow the first one by themselves."""
+        """Attempts that may follow the first one without a user's command."""
         cluster = self.recipe.cluster
         has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
         return 0 if has_nodes_of_its_own else self.recipe.trainer.max_restarts
@@ -96,13 +97,14 @@ class Attempts:
     def begin(
         self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
     ) -> int:
-        """name: as of run_training.  resume: the run to go on with, None for a new one."""
+        """Begin an attempt, or print its plan. name: as of run_training.  resume: the run to continue, None for a
+        new one."""
         refuse_faults(findings)
         if not self.dry_run:
             stop_on_errors(findings)
         if resume is not None:
             has_none = "has no whole checkpoint: it starts from the beginning"
-            console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.found.newest else has_none}")
+            console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.search.newest else has_none}")
         if self.dry_run:
             print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
             raise_on_errors(findings)
@@ -113,25 +115,26 @@ class Attempts:
             findings=findings,
             name=name,
             json_mode=self.json_mode,
-            steps=self.steps,
+            stages=self.stages,
             resume=resume,
             may_restart=self.most_restarts > 0,
         )
 
-    def go_on(self, target: resuming.Target, *, force: bool, restart: resuming.Resume | None = None) -> int:
-        """restart: from where after a fault, None: a look at the run's checkpoints is still to be made."""
+    def resume(self, target: resuming.Target, *, force: bool, restart: resuming.Resume | None = None) -> int:
+        """Resume a run, and return the exit code. restart: from where after a fault; None: its checkpoints are still
+        to be looked at."""
         resuming.refuse_changes(self.recipe, target=target, force=force)
         if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
             console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
             return 0
         start = restart or resuming.find_start(target)
-        resuming.warn_of_rejected(start.found)
+        resuming.warn_of_rejected(start.search)
         plan, _, findings = examine(
             self.recipe,
             run_dir=target.run_dir,
             ask_hub=True,
             cache_dir=resuming.cache_of(target),
-            resume_from=start.found.newest,
+            resume_from=start.search.newest,
             original=resuming.original_plan(target, alone=restart is not None),
         )
         refuse_faults(findings)
@@ -139,16 +142,17 @@ class Attempts:
         return self.begin(plan, findings, name=target.run_dir.name, resume=start)
 
     def through_faults(self, code: int, run_dir: Path) -> int:
-        """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
+        """Make further attempts after one that ended with this code, where faults allow it. Returns the last exit
+        code."""
 
-        def again(found: CheckpointSearch, what: str) -> int:
+        def again(search: CheckpointSearch, what: str) -> int:
             target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=None)
             assert target is not None, "a run's own folder is a target"
-            return self.go_on(target, force=True, restart=resuming.Resume(target, found, restart=what))
+            return self.resume(target, force=True, restart=resuming.Resume(target, search, restart=what))
 
         restarts = self.most_restarts
         try:
-            with told_interruptions(lambda: newest_step(run_dir)):
+            with report_interruptions(lambda: newest_step(run_dir)):
                 return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
         finally:
             let_go(run_dir)
@@ -169,16 +173,16 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
         if signal := asked_to_stop(run_dir):
             console.say(f"not restarted: stopped by {signal}")
             return code
-        found = find_newest(run_dir)
-        step = -1 if found.newest is None else step_of(found.newest) or 0
+        search = find_newest(run_dir)
+        step = -1 if search.newest is None else step_of(search.newest) or 0
         if step <= reached:
-            why = f"it got no further than step {step} again" if found.newest else "there is no whole checkpoint"
+            why = f"it got no further than step {step} again" if search.newest else "there is no whole checkpoint"
             console.say(f"not restarted: {why}")
             return code
         reached = step
         what = f"restart {number} of {max_restarts}, from the state after step {step}"
         console.say(what)
-        code = again(found, what)
+        code = again(search, what)
     return code
 
 
@@ -215,8 +219,9 @@ def run_check(recipe: Recipe, *, typed: str, json_mode: bool, find_profile: Find
 
 
 def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:
-    """Absolute; nothing is there yet. name: of the command line, one path component; else the recipe's and a number.
-    Raises RecipeError for a name that is none or is in use, PreflightError for a folder that cannot be written."""
+    """Return the folder of a new run: absolute, nothing is there yet. name: of the command line, one path component;
+    else the recipe's and a number. Raises RecipeError for a name that is none or is in use, PreflightError for a
+    folder that cannot be written."""
     root = full_path(recipe.cluster.run_dir)
     if name is not None and not NAME_PATTERN.fullmatch(name):
         hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
@@ -232,9 +237,8 @@ def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:
 
 
 def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adapter: bool = False) -> int:
-    """The trained model of a checkpoint as a folder that plain transformers and plain vLLM load: `output`, which must
-    not be there. step: of the checkpoint, None for the newest whole one.
-    adapter: LoRA's alone.
+    """Write the trained model of a checkpoint as a folder that plain transformers and plain vLLM load: `output`, which
+    must not be there. step: of the checkpoint, None for the newest whole one. adapter: LoRA's alone.
 
     Raises RecipeError for a run, a step or an adapter that is not there, PreflightError for a damaged checkpoint or an
     output that cannot be written.
@@ -257,7 +261,7 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
                     folder=folder,
                     env={},
                 )
-        except OSError as error:  # what concerns the target is told by the child
+        except OSError as error:  # the child reports what concerns the target
             raise cannot_write(Path(tempfile.gettempdir()), error, setting="TMPDIR") from error
     console.say(f"the {'adapter' if adapter else 'model'} of {checkpoint.name} is in {target}")
     console.out(str(target))
@@ -266,7 +270,7 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
 
 @contextlib.contextmanager
 def _nothing_half_made(target: Path) -> Iterator[None]:
-    """A child that a signal has us end leaves what it had begun: as large as a model, hidden, in the user's folder."""
+    """Remove what a child that a signal ended has half made: as large as a model, hidden, in the user's folder."""
     half = re.compile(re.escape(partial_prefix(target)) + r"[a-z0-9_]{8}")  # as mkdtemp names it
     before, whole = set(target.parent.iterdir()), False
     try:
@@ -280,11 +284,11 @@ def _nothing_half_made(target: Path) -> Iterator[None]:
 
 def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
     if step is None:
-        found = find_newest(run_dir)
-        resuming.warn_of_rejected(found)
-        if found.newest is None:
+        search = find_newest(run_dir)
+        resuming.warn_of_rejected(search)
+        if search.newest is None:
             raise RecipeError([(f"{run_dir} has no whole checkpoint", "see its events.jsonl")])
-        return found.newest
+        return search.newest
     folder = checkpoint_folder(run_dir, step=step)
     if not folder.is_dir():
         there = ", ".join(each.name.rpartition("_")[2] for each in in_order(run_dir)) or "none"

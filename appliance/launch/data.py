@@ -34,7 +34,7 @@ _SHOWN = 2000  # characters of a prompt, a truth, a row
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What stands beside a file."""
+    """The JSON file beside a data file."""
 
     source: str
     source_sha256: str
@@ -66,15 +66,15 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
         known = ", ".join(f"`{each}`" for each in DATA_SETS)
         raise RecipeError([(f"{name}: no data set has this name", f"use {known}")])
     if sources and len(sources) != len(files):
-        made = ", ".join(f"{file.name}.parquet" for _, file in files)
-        raise RecipeError([(f"--from: {len(sources)} given, and `{name}` is made of {len(files)}", f"for {made}")])
+        names = ", ".join(f"{file.name}.parquet" for _, file in files)
+        raise RecipeError([(f"--from: {len(sources)} given, and `{name}` is made of {len(files)}", f"for {names}")])
     with nullcontext() if os.path.isdir(folder) else new_folder(folder, option="-o"):
         for (task, file), source in zip(files, sources or [""] * len(files), strict=True):
             try:
-                made = _make(task, file, folder=folder, source=source)
+                path = _make_file(task, file, folder=folder, source=source)
             except OSError as error:
                 raise cannot_write(folder, error, setting="-o") from error
-            console.out(str(made))
+            console.out(str(path))
 
 
 def preview(recipe: Recipe, *, json_mode: bool) -> None:
@@ -86,20 +86,21 @@ def preview(recipe: Recipe, *, json_mode: bool) -> None:
         plan.write(plan_file)
         module = ["appliance.tasks.preview", str(plan_file), str(result)]
         run_child(module, command="data-preview", folder=folder, env=dict(plan.env))
-        found = Preview.model_validate_json(result.read_bytes())
+        report = Preview.model_validate_json(result.read_bytes())
     if json_mode:
-        console.out(json.dumps({"schema_version": SCHEMA_VERSION, **found.model_dump()}, indent=2))
+        console.out(json.dumps({"schema_version": SCHEMA_VERSION, **report.model_dump()}, indent=2))
     else:
-        console.show(_preview_text(found, about=f"{plan.task.kind}: {task_of(plan.task).describe}"))
+        task = task_of(plan.task, files=plan.task_files)
+        console.show(_preview_text(report, about=f"{plan.task.kind}: {task.describe}"))
 
 
-def _preview_text(found: Preview, *, about: str) -> str:
-    rows = [("task", about), ("problems", f"{found.train} to train on, {found.val} to validate")]
-    rows += [("note", note) for note in found.notes]
-    for number, each in enumerate(found.problems, start=1):
-        rows += [("", ""), (f"problem {number}", f"{each.tokens} tokens of {found.max_prompt_tokens}")]
-        row = json.dumps(json.loads(each.row), ensure_ascii=False) if each.row else ""
-        named = (("", each.prompt), ("truth", each.truth), ("row", row))
+def _preview_text(report: Preview, *, about: str) -> str:
+    rows = [("task", about), ("problems", f"{report.train} to train on, {report.val} to validate")]
+    rows += [("note", note) for note in report.notes]
+    for number, problem in enumerate(report.problems, start=1):
+        rows += [("", ""), (f"problem {number}", f"{problem.tokens} tokens of {report.max_prompt_tokens}")]
+        row = json.dumps(json.loads(problem.row), ensure_ascii=False) if problem.row else ""
+        named = (("", problem.prompt), ("truth", problem.truth), ("row", row))
         rows += [(name if not line else "", text) for name, value in named for line, text in enumerate(_lines(value))]
     return console.table(rows)
 
@@ -109,7 +110,7 @@ def _lines(text: str) -> list[str]:
     return (text[:_SHOWN] + more).splitlines() or (["(none)"])
 
 
-def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
+def _make_file(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
     target = folder / f"{file.name}.parquet"
     about, digest = target.with_suffix(".json"), digest_of(Path(source)) if source else ""
     if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):
@@ -117,21 +118,21 @@ def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
         return target
     rows = task.source
     assert rows is not None, "only a task that reads rows has data sets"
-    found = without_faults(read_file(source, source=rows))[0] if source else file.read(rows)
+    data = without_faults(read_file(source, source=rows))[0] if source else file.read(rows)
     about.unlink(missing_ok=True)  # what it says is of the file before
     with whole_file(target) as partial:
-        write_parquet({file.split: found.problems}, path=partial, kind=task.kind)
-    made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
-    write_whole(about, json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
-    again = f", {made.repeated} rows repeat one of them" if made.repeated else ""
-    other = f" ({made.conflicting} with another answer: the first one counts)" if made.conflicting else ""
-    console.say(f"{target.name}: {made.rows} rows, {made.problems} problems{again}{other}")
+        write_parquet({file.split: data.problems}, path=partial, kind=task.kind)
+    info = DataInfo(source or file.hub, digest, data.rows, len(data.problems), data.repeated, data.conflicting)
+    write_whole(about, json.dumps(dataclasses.asdict(info), indent=2) + "\n")  # last: without it, it is made again
+    again = f", {info.repeated} rows repeat one of them" if info.repeated else ""
+    other = f" ({info.conflicting} with another answer: the first one counts)" if info.conflicting else ""
+    console.say(f"{target.name}: {info.rows} rows, {info.problems} problems{again}{other}")
     return target
 
 
 def _is_of(about: Path, *, source: str, digest: str) -> bool:
     try:
-        told = json.loads(about.read_text())
-        return (told["source"], told["source_sha256"], told["schema_version"]) == (source, digest, SCHEMA_VERSION)
+        info = json.loads(about.read_text())
+        return (info["source"], info["source_sha256"], info["schema_version"]) == (source, digest, SCHEMA_VERSION)
     except (OSError, ValueError, TypeError, KeyError):
-        return False  # made anew
+        return False  # it is made again

@@ -52,7 +52,8 @@ DONE = Outcome(RunStatus.DONE, exit_code=0)
 def interrupted(
     names: Sequence[str], *, stop: Event | None = None, training: bool = False, saved_step: int = 0
 ) -> Outcome:
-    """names: the signals that came, in their order.  stop: the trainer's last word, if it had one.
+    """Return the outcome of a run that signals stopped. names: the signals that came, in their order.  stop: the
+    trainer's last word, if it had one.
 
     training: the run was in its training, so that there may have been something to save.  saved_step: that the attempt
     goes on from, 0 for none.
@@ -72,8 +73,8 @@ def interrupted(
 
 
 def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
-    """The outcome of a child that failed: its own word first, then what its exit and its log tell. returncode: negative
-    for a signal, 0 for a child that ended well without its result.  log, run: paths to show."""
+    """Return the outcome of a child that failed: its own word first, then what its exit and its log tell.
+    returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show."""
     failure, next_line = state.failure, f"next: appliance logs {run}"
     if failure is not None and failure.error == GuardStop.__name__:  # on purpose, after it was saved
         advice = (failure.what, *_hint(failure.hint), next_line)
@@ -95,16 +96,16 @@ def _hint(hint: str) -> tuple[str, ...]:
 
 
 def _what_and_hint(returncode: int, *, failure: Event | None, log_tail: str) -> tuple[list[str], str]:
-    said = [] if failure is None else [_short(line) for line in failure.what.splitlines() if line.strip()]
-    if failure is not None and said and failure.error not in _VAGUE:
-        return said, failure.hint
+    reported = [] if failure is None else [_short(line) for line in failure.what.splitlines() if line.strip()]
+    if failure is not None and reported and failure.error not in _VAGUE:
+        return reported, failure.hint
     # A log that ended well is full of texts that name what a failure would: optional parts that are not installed.
-    text = said or [line for line in log_tail.splitlines() if not _WARNING.search(line)]
+    text = reported or [line for line in log_tail.splitlines() if not _WARNING.search(line)]
     for pattern, what, advice in SYMPTOMS:
         if re.search(pattern, "\n".join(text)):
-            return [what, *said], advice
-    if failure is not None and said:
-        return said, failure.hint
+            return [what, *reported], advice
+    if failure is not None and reported:
+        return reported, failure.hint
     if returncode < 0:
         return _by_signal(-returncode)
     last = _last_error(log_tail)
@@ -121,7 +122,8 @@ def _by_signal(number: int) -> tuple[list[str], str]:
 
 
 def _last_error(log_tail: str) -> str:
-    """The last line of a log that reads like the end of a traceback, without colours and Ray's prefix; else empty."""
+    """Return the last line of a log that reads like the end of a traceback, without colours and Ray's prefix; else
+    empty."""
     lines = [_NOISE.sub("", _NOISE.sub("", line)).strip() for line in log_tail.splitlines()]
     return next((_short(line) for line in reversed(lines) if _ERROR_LINE.match(line)), "")
 

@@ -1,4 +1,4 @@
-"""Which run a `train --resume` means, whether it may go on and from where; and its folder put back to that step.
+"""Which run a `train --resume` means, whether it may be resumed and from where; and its folder put back to that step.
 
 Only the run's own checkpoints are ever loaded, and only those whose every byte verifies: verl unpickles what is in
 them. Up to `begin_attempt` nothing is written. Every move of that can be repeated: a launcher that is killed in between
@@ -21,7 +21,7 @@ from appliance.files import partial_prefix, write_whole
 from appliance.finding import Finding, fault, refuse_faults
 from appliance.launch.changes import REMEDIES, Change, refused_changes
 from appliance.launch.supervise import wait_for_sweep
-from appliance.plan.build import OriginalPlan, own_of
+from appliance.plan.build import OriginalPlan, code_files, plan_task
 from appliance.plan.derive import Pace
 from appliance.plan.engines import refuse_other_profile
 from appliance.quant.files import PROFILE_FILE
@@ -53,9 +53,10 @@ from appliance.record.checkpoints import (
     step_of,
 )
 from appliance.record.code import changed_code, copy_code
+from appliance.record.earlier_plans import with_keys_of_today
 from appliance.record.events import METRICS_FILE, append_event, append_line, read_metrics
 from appliance.record.lines import cut_lines
-from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ModelPlan, ProfilePlan, RunPlan, UaqPlan, sentence
+from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ProfilePlan, RunPlan, UaqPlan, WeightsPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
     LOGS,
@@ -71,6 +72,7 @@ from appliance.record.session import (
     versions,
     write_record,
 )
+from appliance.settings.sections import Model, Quantization, TaskKind
 from appliance.sync.records import SYNC_FOLDER
 from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
@@ -83,33 +85,33 @@ _MODEL = "model"
 
 @dataclass(frozen=True)
 class Target:
-    """A run to go on with."""
+    """A run to resume."""
 
     run_dir: Path
     record: RunRecord
     checkpoint: Path | None = None
-    """The one that was named, None: the newest that is whole."""
+    """Checkpoint that the user named; None: the newest that is whole."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that may go on."""
+    """A run that may be resumed."""
 
     target: Target
-    found: CheckpointSearch
-    """Where from; nothing whole means from the beginning, in the same folder."""
+    search: CheckpointSearch
+    """Checkpoints that were looked at. Without a whole one the run starts from the beginning, in the same folder."""
     restart: str = ""
-    """Which one this is after a fault, for people; empty where a user asked for it."""
+    """Number of this restart after a fault, in words for people; empty where a user asked for it."""
 
     @property
     def step(self) -> int:
         """The last finished step that is kept; 0 for a start from the beginning."""
-        return (step_of(self.found.newest) or 0) if self.found.newest else 0
+        return (step_of(self.search.newest) or 0) if self.search.newest else 0
 
 
 def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) -> Target | None:
-    """The run that is meant, None for a new one. root: folder of the runs. Raises RecipeError when there is none where
-    one was named, or its launcher still lives."""
+    """Find the run that is meant, None for a new one. root: folder of the runs. Raises RecipeError when there is
+    none where one was named, or its launcher still lives."""
     if resume == "never":
         return None
     checkpoint = None
@@ -133,7 +135,8 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
 
 
 def _first_link(run_dir: Path) -> Path | None:
-    """A link at any depth. `checkpoints/` may be one, to a larger disk: what lies in it is verified."""
+    """Return the first symbolic link at any depth. `checkpoints/` may be one, to a larger disk: what lies in it is
+    verified."""
     for folder, folders, files in os.walk(run_dir):
         here = Path(folder)
         names = [name for name in (*folders, *files) if here != run_dir or name != FOLDER]
@@ -157,7 +160,8 @@ def _named(resume: str, *, name: str | None) -> tuple[Path, Path | None]:
 
 
 def _record(run_dir: Path) -> RunRecord:
-    """A folder without `run.json` was claimed by a launcher that died at once: nothing began in it."""
+    """Read the record of a run. A folder without `run.json` was claimed by a launcher that died at once: nothing
+    began in it."""
     try:
         return read_record(run_dir)
     except FileNotFoundError:
@@ -170,18 +174,22 @@ def _record(run_dir: Path) -> RunRecord:
 
 
 def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
-    """Raises RecipeError with each key that differs from the run's recipe and may not (launch/changes.py), and with
-    each of the user's Python files that the run has otherwise, or that is not there. force: let them pass."""
-    if force or not target.record.attempt:
+    """Raise RecipeError with each key that differs from the run's recipe and may not (launch/changes.py), and with
+    each of the user's Python files that the run has otherwise, or that is not there. force: let all pass but what
+    its checkpoints could not be loaded with."""
+    if not target.record.attempt:
         return
     run_dir, findings = target.run_dir, list[Finding]()
     if (file_before := run_dir / "recipe.yaml").is_file():
-        changes = refused_changes(recipe, before=_recipe_before(file_before), has_checkpoint=bool(in_order(run_dir)))
+        changes = refused_changes(
+            recipe, before=_recipe_before(file_before), has_checkpoint=bool(in_order(run_dir)), force=force
+        )
         findings += (each for each in changes if not _is_begun_with(each.place, recipe, target=target))
-    if own := own_of(recipe):
-        sums = _plan_before(run_dir).task.sums
-        for file in own.code:
-            key = "task.tools" if file.path == own.tools else "task.rewards"
+    task = plan_task(recipe)
+    if (code := code_files(task)) and not force:
+        sums = _plan_before(run_dir).task_files.sums
+        for file in code:
+            key = "task.tools" if file.path == task.tools else "task.rewards"
             if not file.sha256:
                 findings.append(fault((key,), f"{file.path}: no such file, or it cannot be read", "correct the path"))
             elif file.sha256 != sums.get(file.copy_name):
@@ -190,11 +198,11 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     refuse_faults(recipe.placed(finding) for finding in findings)
 
 
-def _recipe_before(kept: Path) -> Recipe:
-    """The recipe that the run has kept. Raises RecipeError where it has what this version does not know, such as a key
-    of an earlier one: what that key did, no attempt of this version can do."""
+def _recipe_before(recipe_file: Path) -> Recipe:
+    """Read the recipe that the run has kept. Raises RecipeError where it has what this version does not know, such
+    as a key of an earlier one: what that key did, no attempt of this version can do."""
     try:
-        return load_recipe(str(kept), by_rules=False)
+        return load_recipe(str(recipe_file), by_rules=False)
     except RecipeError as error:
         hint = (
             "such a run cannot be resumed by this version: finish it with the version that began it, which its "
@@ -204,7 +212,7 @@ def _recipe_before(kept: Path) -> Recipe:
 
 
 def _with_hint(problems: list[str], hint: str) -> list[tuple[str, str]]:
-    """Which is said once, with the last one."""
+    """Pair problems with a hint that is shown once, with the last one."""
     return [(each, hint if number == len(problems) else "") for number, each in enumerate(problems, start=1)]
 
 
@@ -218,39 +226,41 @@ def is_done(target: Target, *, steps: int) -> bool:
     """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
-    return _plan_before(target.run_dir).steps >= steps
+    return _plan_before(target.run_dir).trainer.steps >= steps
 
 
 def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None:
-    """What the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be read.
-    alone: nobody asked for this attempt, which goes on with the run's own copies of the user's files."""
+    """Return what the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be
+    read. alone: nobody asked for this attempt, which continues with the run's own copies of the user's files."""
     if not target.record.attempt:
         return None
     before = _plan_before(target.run_dir)
     return OriginalPlan(
-        before.device,
+        before.cluster.device,
         next((Scheme(each.value) for each in before.choices if each.key == "rollout.scheme"), None),  # if it was `auto`
-        model=before.model.hub_name,
-        revision=before.model.revision,
-        commit=before.model.commit,
-        data=before.task.own.data if before.task.own else "",
-        data_commit=before.task.own.commit if before.task.own else "",
-        date=before.task.date,
-        pace=before.trainer.pace,
-        code=before.task.sums if alone else {},
+        model=before.weights.hub_name,
+        revision=before.model.revision or "",
+        commit=before.weights.commit,
+        data=before.task.data or "",
+        data_commit=before.task_files.commit,
+        date=before.task_files.date,
+        pace=before.pace,
+        code=before.task_files.sums if alone else {},
     )
 
 
 def cache_of(target: Target) -> Path | None:
-    """The cache that the run was made with, where it is still there: not always the one beside the run's folder."""
+    """Return the cache that the run was made with, where it is still there: not always the one beside the run's
+    folder."""
     if target.record.attempt and (folder := Path(_plan_before(target.run_dir).cache_dir)).is_dir():
         return folder
     return None
 
 
 def find_start(target: Target) -> Resume:
-    """Where the run goes on. Reads every byte of the checkpoints it looks at. Raises RecipeError for a named checkpoint
-    that is damaged or not there, and where `checkpoints/` leads to what is not there."""
+    """Find the checkpoint that the run resumes from. Reads every byte of the checkpoints it looks at. Raises
+    RecipeError for a named checkpoint that is damaged or not there, and where `checkpoints/` leads to what is not
+    there."""
     where = target.run_dir / FOLDER
     if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
         hint = "bring it back, such as the disk that it is on"
@@ -267,11 +277,16 @@ def find_start(target: Target) -> Resume:
 
 
 def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
-    """Raises PreflightError when this plan cannot load the checkpoint, or would go on with other data or scales."""
-    folder, run_dir = resume.found.newest, resume.target.run_dir
+    """Raise PreflightError when this plan cannot load the checkpoint, or would continue with other data or scales."""
+    folder, run_dir = resume.search.newest, resume.target.run_dir
     if resume.target.record.attempt:
-        made = run_dir / PROFILE_FOLDER / PROFILE_FILE
-        refuse_other_profile(plan.profile, before=_plan_before(run_dir).profile, made=made)
+        before = _plan_before(run_dir)
+        refuse_other_profile(
+            plan,
+            before=before.profile,
+            quantization_before=before.quantization,
+            profile_file=run_dir / PROFILE_FOLDER / PROFILE_FILE,
+        )
     if folder is None:
         return
     facts, ranks = read_manifest(folder).facts, plan.topology.gpus
@@ -280,11 +295,11 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         message = f"{folder.name} was saved by {facts.world_size} rank{s}, the plan has {ranks}"
         hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
         raise PreflightError(message, hint=hint)
-    if resume.step > plan.steps:
-        message = f"{folder.name} is later than trainer.steps, {plan.steps}"
+    if resume.step > plan.trainer.steps:
+        message = f"{folder.name} is later than trainer.steps, {plan.trainer.steps}"
         raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
-    original, now = original_plan(resume.target), plan.model.commit
-    is_same = original is not None and original.model == plan.model.hub_name
+    original, now = original_plan(resume.target), plan.weights.commit
+    is_same = original is not None and original.model == plan.weights.hub_name
     if is_same and original.commit and now and original.commit != now:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
@@ -302,7 +317,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
 
 
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
-    """One that is gone comes back from the checkpoint, if that has a copy."""
+    """Refuse a profile that has changed. One that is gone comes back from the checkpoint, if that has a copy."""
     for name, digest in facts.profile:
         path = plan_profile_file(run_dir, name)
         has_copy = (folder / PROFILE_FOLDER / name).is_file()
@@ -313,7 +328,7 @@ def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
 
 
 def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
-    """Weights are scaled as the checkpoint's mark says, and not at all without one."""
+    """Refuse another scale. Weights are scaled as the checkpoint's mark says, and not at all without one."""
     saved, now = read_mark(folder), read_mark(Path(uaq.folder)) if uaq else None
     scale, wanted = (each.scale if each else 1.0 for each in (saved, uaq))
     if scale != wanted:
@@ -325,12 +340,12 @@ def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
 
 
 def _refuse_other_adapter(folder: Path, *, plan: RunPlan) -> None:
-    """Another alpha would load, and be another model; another rank fails in verl."""
-    file, lora = folder / "actor" / ADAPTER_FOLDER / "adapter_config.json", plan.lora
+    """Refuse another adapter. Another alpha would load, and be another model; another rank fails in verl."""
+    file, lora = folder / "actor" / ADAPTER_FOLDER / "adapter_config.json", plan.model.lora
     saved = None
     if file.is_file():
-        told = json.loads(file.read_bytes())
-        saved = (told["r"], told["lora_alpha"], sorted(told["target_modules"]))
+        config = json.loads(file.read_bytes())
+        saved = (config["r"], config["lora_alpha"], sorted(config["target_modules"]))
     if saved != ((lora.rank, lora.alpha, sorted(lora.targets)) if lora else None):
         what = "no LoRA" if saved is None else f"rank {saved[0]}, alpha {saved[1]}, {', '.join(saved[2])}"
         message = f"model.lora is another one than {folder.name} was trained with: {what}"
@@ -338,80 +353,103 @@ def _refuse_other_adapter(folder: Path, *, plan: RunPlan) -> None:
 
 
 def plan_profile_file(run_dir: Path, name: str) -> Path:
-    """A file of the run's own profile. Raises PreflightError for a name that is a path."""
+    """Return the path of a file of the run's own profile. Raises PreflightError for a name that is a path."""
     if Path(name).name != name:
         raise PreflightError(f"the manifest names `{name}` as a file of the profile")
     return run_dir / PROFILE_FOLDER / name
 
 
 def _with_tools_before(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """Other tools, or none, which somebody has asked for by now, may leave other prompts too long."""
-    own, before = plan.task.own, _plan_before(run_dir).task.own
-    if own is None or before is None:
+    """Return the plan with the tools of the attempt before: other tools, or none, may leave other prompts too long."""
+    before = _plan_before(run_dir)
+    if not (plan.task.is_own and before.task.is_own):
         return plan
-    return plan.replace(task=plan.task.replace(own=own.replace(tools=before.tools, code=before.code)))
-
-
-class _OwnBefore(BaseModel):
-    code: tuple[CodeFile, ...]
-    tools: str = ""
-    data: str = ""
-    commit: str = ""
+    task, files = plan.task.replace(tools=before.task.tools), plan.task_files.replace(code=before.task_files.code)
+    return plan.replace(task=task, task_files=files)
 
 
 class _TaskBefore(BaseModel):
+    kind: str = ""
+    tools: str | None = None
+    data: str | None = None
+
+    @property
+    def is_own(self) -> bool:
+        return self.kind == TaskKind.OWN
+
+
+class _TaskFilesBefore(BaseModel):
     train_parquet: str
-    own: _OwnBefore | None = None
+    code: tuple[CodeFile, ...] = ()
+    commit: str = ""
     date: str = ""
 
     @property
     def sums(self) -> dict[str, str]:
-        """SHA-256 of the user's Python files, by the names of their copies."""
-        return {each.copy_name: each.sha256 for each in self.own.code} if self.own else {}
+        """Return SHA-256 of the user's Python files, by the names of their copies."""
+        return {file.copy_name: file.sha256 for file in self.code}
 
 
-class _TrainerBefore(BaseModel):
+class _TrainerBefore(BaseModel, strict=True):
+    steps: int
+
+
+class _TrainerMemoryBefore(BaseModel):
     gradient_checkpointing: bool | None = None
-    micro_batch_sequences: int | None = None
     keeps_copies: bool = False
 
-    @property
-    def pace(self) -> Pace | None:
-        """None where a plan of another version does not have both of the first. Where it does not have the third, its
-        memory was chosen without copies."""
-        if self.gradient_checkpointing is None or not self.micro_batch_sequences:
-            return None
-        why = "as the run began, whatever memory there is now"
-        sequences, keeps = self.micro_batch_sequences, self.keeps_copies
-        return Pace(self.gradient_checkpointing, 0, why, sequences=sequences, keeps_copies=keeps)
+
+class _BatchBefore(BaseModel):
+    micro_batch_sequences: int | None = None
+
+
+class _ClusterBefore(BaseModel):
+    device: str
 
 
 class _PlanBefore(BaseModel, strict=True):
-    """What is asked of the plan of the attempt before: as little as can be, so that it may be of another version."""
+    """Fields that are read of the plan of the attempt before: as few as possible, so that it may be of another
+    version."""
 
-    steps: int
     cache_dir: str
-    device: str
-    model: ModelPlan
+    cluster: _ClusterBefore
+    model: Model
+    weights: WeightsPlan
     task: _TaskBefore
+    task_files: _TaskFilesBefore
     profile: ProfilePlan | None = None
-    trainer: _TrainerBefore = _TrainerBefore()
+    quantization: Quantization = Quantization()
+    trainer: _TrainerBefore
+    trainer_memory: _TrainerMemoryBefore = _TrainerMemoryBefore()
+    batch: _BatchBefore = _BatchBefore()
     choices: tuple[Choice, ...]
+
+    @property
+    def pace(self) -> Pace | None:
+        """How the trainer forwarded; None where a plan of another version does not say whether it kept activations, or
+        how many sequences it forwarded at once. Where it does not say `keeps_copies`, nothing is kept: slower, and with
+        no more memory than it had."""
+        recomputes, sequences = self.trainer_memory.gradient_checkpointing, self.batch.micro_batch_sequences
+        if recomputes is None or not sequences:
+            return None
+        why = "as the run began, whatever memory there is now"
+        return Pace(recomputes, 0, why, sequences=sequences, keeps_copies=self.trainer_memory.keeps_copies)
 
 
 def _plan_before(run_dir: Path) -> _PlanBefore:
-    """Raises RecipeError when the run's plan cannot be read."""
+    """Read the plan of the attempt before. Raises RecipeError when it cannot be read."""
     path = run_dir / "plan.json"
     try:
-        return _PlanBefore.model_validate_json(path.read_bytes())
+        return _PlanBefore.model_validate_json(with_keys_of_today(path.read_bytes()))
     except (OSError, ValueError) as error:
         why = sentence(error) if isinstance(error, ValidationError) else str(error)
         raise RecipeError([(f"{path}: cannot be read: {why}", "start a new run")]) from error
 
 
 def problems_of(run_dir: Path) -> Path:
-    """The file of the training problems of a run that was made. Raises RecipeError when its plan cannot be read."""
-    return Path(_plan_before(run_dir).task.train_parquet)
+    """Return the file of the training problems of a run that was made. Raises RecipeError when its plan cannot be
+    read."""
+    return Path(_plan_before(run_dir).task_files.train_parquet)
 
 
 def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
@@ -420,19 +458,19 @@ def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
     They are compared by the hash in their folder's name, of all that makes them. It knows a commit of the hub by
     whether the recipe named it.  Raises RecipeError when the run's plan cannot be read.
     """
-    before, task, model = _plan_before(run_dir), plan.task, plan.model
-    if task.train_parquet == before.task.train_parquet:
+    before, task, weights = _plan_before(run_dir), plan.task, plan.weights
+    if plan.task_files.train_parquet == before.task_files.train_parquet:
         return True
-    made = before.model
-    named = made.identity.partition("@")[0]
-    is_same_model = bool(made.commit) and (model.hub_name, model.commit) == (named, made.commit)
-    key = data_key(task, model=made.identity if is_same_model else model.identity)
-    return Path(before.task.train_parquet).parent.name == f"{task.kind}-{key}"
+    weights_before = before.weights
+    named = weights_before.identity.partition("@")[0]
+    is_same_model = bool(weights_before.commit) and (weights.hub_name, weights.commit) == (named, weights_before.commit)
+    key = data_key(task, files=plan.task_files, model=weights_before.identity if is_same_model else weights.identity)
+    return Path(before.task_files.train_parquet).parent.name == f"{task.kind}-{key}"
 
 
-def warn_of_rejected(found: CheckpointSearch) -> None:
-    for each in found.rejected:
-        console.say(f"warning: {each.folder.name} is passed over: {each.why}")
+def warn_of_rejected(search: CheckpointSearch) -> None:
+    for checkpoint in search.rejected:
+        console.say(f"warning: {checkpoint.folder.name} is passed over: {checkpoint.why}")
 
 
 # The next attempt.
@@ -466,7 +504,7 @@ def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session
 
 
 def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
-    run_dir, attempt, checkpoint = resume.target.run_dir, resume.target.record.attempt, resume.found.newest
+    run_dir, attempt, checkpoint = resume.target.run_dir, resume.target.record.attempt, resume.search.newest
     logs = log_dir(run_dir, attempt=attempt)
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
@@ -492,19 +530,19 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
         if cut is not None:
             what = f"the lines of {name} after step {max(0, last)} are cut off"
             append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
-    if checkpoint is not None and not owed and _plan_before(run_dir).steps == resume.step:
+    if checkpoint is not None and not owed and _plan_before(run_dir).trainer.steps == resume.step:
         _bring_back_line(run_dir, checkpoint=checkpoint)
     _restore(run_dir, checkpoint=checkpoint)
     for partial in run_dir.glob(f"{partial_prefix(run_dir / _MODEL)}*"):  # of an attempt that was killed
         shutil.rmtree(partial)
     now = versions(plan)
     _tell_versions(run_dir, now=now)
-    made = {
+    texts = {
         "recipe.yaml": recipe_yaml,
         "plan.json": plan.to_json() + "\n",
         "versions.json": json.dumps(now, indent=2) + "\n",
     }
-    for name, text in made.items():
+    for name, text in texts.items():
         if (run_dir / name).is_file() and not (logs / name).exists():
             shutil.copyfile(run_dir / name, logs / name)
         write_whole(run_dir / name, text)
@@ -516,14 +554,15 @@ def _cut_off(before: RunRecord) -> RunRecord:
 
 
 def _bring_back_line(run_dir: Path, *, checkpoint: Path) -> None:
-    """Of the last step: an attempt may have died before the validation that it waits for, which nobody asks for now."""
+    """Append the line of the last step: an attempt may have died before the validation that the line waited for,
+    which nobody asks for now."""
     line = line_of(checkpoint)
     if line and all(each.step != line["step"] for each in read_metrics(run_dir)):
         append_line(run_dir / METRICS_FILE, line)
 
 
 def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:
-    """A note where this program or what it drives is another version than in the attempt before."""
+    """Note where this program or what it drives is another version than in the attempt before."""
     try:
         before = json.loads((run_dir / "versions.json").read_text())
     except (OSError, ValueError):
@@ -541,8 +580,8 @@ def _put_checkpoints_aside(resume: Resume) -> None:
         aside = set_aside(folder, below=below).relative_to(run_dir)
         append_event(run_dir, kind="checkpoint", what=f"{folder.name} {what} set aside", why=why, aside=str(aside))
 
-    for each in resume.found.rejected:
-        put(each.folder, "is damaged and", why=each.why)
+    for checkpoint in resume.search.rejected:
+        put(checkpoint.folder, "is damaged and", why=checkpoint.why)
     for folder in half_done(run_dir):
         if is_leaving(folder):
             shutil.rmtree(folder)

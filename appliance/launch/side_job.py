@@ -48,7 +48,7 @@ OF_AN_ENGINE = frozenset(
 
 
 def make_inputs(plan: RunPlan, *, command: str) -> None:
-    """Model and data of the recipe, made as `train` makes them if the cache lacks them. Raises as `run_child` does."""
+    """Make model and data of the recipe, as `train` does, if the cache lacks them. Raises as `run_child` does."""
     if is_prepared(plan):
         return
     console.say("making the recipe's model and data (kept for later)")
@@ -80,7 +80,8 @@ def run_child(
 
 
 def _keep(log: Path, *, beside: Path, command: str) -> Path:
-    """The log where it stays, in the place of the last failure's; under a name of its own where that one must stay."""
+    """Move the log to where it stays, over the last failure's, or under another name where that one cannot be
+    replaced."""
     kept = beside.parent / f"{command}-failed.log"
     try:
         return log.replace(kept)
@@ -97,7 +98,7 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
             stdout=out,
             stderr=subprocess.STDOUT,
             env=os.environ | temporary | env,
-            start_new_session=True,  # a group of its own: an engine may have processes of its own
+            start_new_session=True,  # its own group: an engine may start processes itself
         )
         try:
             while process.poll() is None:
@@ -120,16 +121,16 @@ def _own_temporary() -> Iterator[dict[str, str]]:
         yield {}
         return
     try:
-        made = tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=root, ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=root, ignore_cleanup_errors=True)
     except OSError as error:
         raise cannot_write(root, error, setting="TMPDIR") from error
-    with made as folder:
+    with temporary as folder:
         yield temporary_env(Path(folder))
 
 
 @contextlib.contextmanager
 def work_folder(run_dir: str, *, command: str) -> Iterator[Path]:
-    """A folder below cluster.run_dir, gone at the end. Raises PreflightError when none can be made there."""
+    """Make a folder below cluster.run_dir, removed at the end. Raises PreflightError when none can be made there."""
     root = full_path(run_dir)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -142,8 +143,8 @@ def work_folder(run_dir: str, *, command: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_elsewhere(*, command: str) -> Iterator[Path]:
-    """A folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it. Nobody else
-    may enter what holds both."""
+    """Make a folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it.
+    Nobody else may enter what holds both."""
     root = Path(tempfile.mkdtemp(prefix=f"appliance-{command}-"))
     try:
         (root / "work").mkdir()
@@ -177,9 +178,9 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
 
 
 def examine_for(plans: Iterable[RunPlan], *, recipe: Recipe, host: HostFacts, about: frozenset[str]) -> None:
-    """Say what preflight finds about the plans, of the codes that the command needs. recipe: that they are of.  Raises
-    PreflightError when one is an error."""
-    # Nothing here uses the task's code or a chat template, and some commands make a model of their own.
+    """Show what preflight finds about the plans, of the codes that the command needs. recipe: the plans' recipe.
+    Raises PreflightError when one is an error."""
+    # Nothing here uses the task's code or a chat template, and some commands make their own model.
     read_weights = not about.isdisjoint(OF_THE_WEIGHTS)
     read = partial(read_inputs, ask_hub=True, run_code=False, read_weights=read_weights, try_template=False)
     found = [finding for plan in plans for finding in judge(plan, host=host, inputs=read(plan))]
@@ -187,8 +188,8 @@ def examine_for(plans: Iterable[RunPlan], *, recipe: Recipe, host: HostFacts, ab
 
 
 def stop_on_errors(findings: list[Finding]) -> None:
-    """Say the findings that are more than information. Raises RecipeError when the recipe has a fault, PreflightError
-    when one is another error."""
+    """Show the findings that are more than information. Raises RecipeError when the recipe has a fault,
+    PreflightError when one is another error."""
     refuse_faults(findings)
     for line in lines([each for each in findings if each.severity is not Severity.INFO]):
         console.say(line)
@@ -196,7 +197,7 @@ def stop_on_errors(findings: list[Finding]) -> None:
 
 
 def raise_on_errors(findings: list[Finding]) -> None:
-    """For findings that were said. Raises PreflightError when one is an error."""
+    """Raise PreflightError when one of the findings, which were shown, is an error."""
     errors = sum(finding.severity is Severity.ERROR for finding in findings)
     if errors:
         raise PreflightError(f"this host cannot run the plan: {errors} finding{'s' if errors > 1 else ''} above")

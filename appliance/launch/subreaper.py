@@ -41,9 +41,9 @@ class SubreaperOrder:
     report: int
     """File descriptor for a SubreaperReport."""
     launcher: int
-    """Its process id."""
+    """Process id of the launcher."""
     mark: str
-    """See `processes`."""
+    """Variable and value that mark a run's processes, see `processes`."""
     grace_s: float
     patience_s: float
     remove: str
@@ -53,7 +53,7 @@ class SubreaperOrder:
 @dataclass(frozen=True)
 class SubreaperReport:
     returncode: int
-    """The child's, negative for a signal."""
+    """Exit code of the child, negative for a signal."""
     ended: tuple[str, ...]
     """Processes that had to be ended."""
     left: tuple[str, ...]
@@ -110,10 +110,10 @@ class _Subreaper:
         """Wait for a signal, obey it, bury the dead. Returns whether there is no more time to be patient."""
         if self._kill_at is not None and self._status is None:
             seconds = min(seconds, max(0.01, self._kill_at - time.monotonic()))
-        got = signal.sigtimedwait(_SIGNALS, seconds)
-        if got is not None and got.si_signo == signal.SIGUSR1:
+        received = signal.sigtimedwait(_SIGNALS, seconds)
+        if received is not None and received.si_signo == signal.SIGUSR1:
             self._hurried = True
-        if got is not None and got.si_signo == signal.SIGTERM and not self._asked:
+        if received is not None and received.si_signo == signal.SIGTERM and not self._asked:
             self._asked = True
             self._kill_at = time.monotonic() + self._order.grace_s
             self._send(signal.SIGTERM)
@@ -152,7 +152,7 @@ def _die_with(parent: int, *, by: signal.Signals) -> None:
 
 
 def _number(folder: str) -> int | None:
-    """Of its inode: which folder of this name it is. None where there is none."""
+    """Return the number of the folder's inode: which folder of this name it is. None where there is none."""
     try:
         return os.stat(folder).st_ino
     except OSError:

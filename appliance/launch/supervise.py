@@ -1,4 +1,4 @@
-"""One child: started, watched, told of signals, and gone with everything below it when this returns or dies."""
+"""One child: started, watched, stopped by signals, and gone with everything below it when this returns or dies."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class GracefulStop:
     """How a child is asked to end in its own way."""
 
     tell: Callable[[str], None]
-    """Gets the signal's name."""
+    """Function that asks the child to end; it gets the signal's name."""
     budget_s: float
-    """What it may take."""
+    """Seconds that the child may take."""
 
 
 def supervise(
@@ -48,7 +48,7 @@ def supervise(
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
 ) -> SubreaperReport:
-    """Run one child in a session of its own until it and everything below it is gone.
+    """Run one child in its own session until it and everything below it is gone.
 
     The first signal becomes a SIGTERM to the child, or what `ask` does and then, after its budget, a SIGTERM. SIGKILL
     follows after grace_s or at the second signal. on_tick is called about ten times a second; an error in it ends the
@@ -88,25 +88,25 @@ def supervise(
 
 
 def wait_for_sweep(run_dir: Path, *, within_s: float = SWEEP_TAKES_S) -> None:
-    """Until no subreaper of this run is there: one whose launcher was killed ends all that carries the run's mark, and
-    the next attempt's processes carry it, too. Raises PreflightError."""
+    """Wait until no subreaper of this run is there: one whose launcher was killed ends all that carries the run's
+    mark, and the next attempt's processes carry it, too. Raises PreflightError."""
     deadline = time.monotonic() + within_s
-    while found := [
+    while sweepers := [
         each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if os.fsencode(_SUBREAPER) in each.command
     ]:
         if time.monotonic() > deadline:
-            hint = f"wait for it; where it hangs: kill -9 {found[0].pid}"
-            raise PreflightError(f"{run_dir}: process {found[0].pid} still ends the attempt before", hint=hint)
+            hint = f"wait for it; where it hangs: kill -9 {sweepers[0].pid}"
+            raise PreflightError(f"{run_dir}: process {sweepers[0].pid} still ends the attempt before", hint=hint)
         time.sleep(0.05)
 
 
 def _watch(
     subreaper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: GracefulStop | None, on_tick: Callable[[], None]
 ) -> None:
-    told, end_at = 0, float("inf")
+    handled, end_at = 0, float("inf")
     while True:
         heard = len(interrupts.names)
-        if heard > told:
+        if heard > handled:
             if heard > 1:
                 subreaper.send_signal(signal.SIGUSR1)
             else:
@@ -115,7 +115,7 @@ def _watch(
                     if ask is not None:
                         ask.tell(interrupts.names[0])
                         end_at = time.monotonic() + ask.budget_s
-            told = heard
+            handled = heard
         if time.monotonic() >= end_at:
             subreaper.send_signal(signal.SIGTERM)
             end_at = float("inf")
@@ -129,16 +129,16 @@ def _watch(
 
 
 def _without_subreaper(mark: str, *, before: set[int]) -> SubreaperReport:
-    """The subreaper itself was killed, and the child with it. What they left behind is ours now: end it and bury it."""
+    """End and reap what was left behind where the subreaper itself was killed, and the child with it."""
     adopted: set[int] = set()
 
     def orphans() -> list[Process]:
-        found = [process for process in find_processes(mark, below=os.getpid()) if process.pid not in before]
-        adopted.update(process.pid for process in found)
+        processes = [process for process in find_processes(mark, below=os.getpid()) if process.pid not in before]
+        adopted.update(process.pid for process in processes)
         for pid in adopted:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        return found
+        return processes
 
     ended, left = end_processes(orphans, patience_s=0.0, pause=lambda seconds: bool(time.sleep(seconds)))
     return SubreaperReport(-signal.SIGKILL, ended=ended, left=left)

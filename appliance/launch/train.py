@@ -59,14 +59,14 @@ from appliance.terms.environment import (
     temporary_env,
     with_ray_token,
 )
+from appliance.terms.phases import AT_AN_ENGINE
 
 _LOG_TAIL_BYTES = 65536
-_ENGINE_PHASES = frozenset({"load-engine", "restart-engines", "rollout", "validate"})  # the trainer waits for an engine
 SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
 
 
 @dataclass(frozen=True)
-class Step:
+class Stage:
     """What a run does between its preparation and its training. (The rooms that do it read runs; none imports them.)
     Each of its functions may raise an ApplianceError."""
 
@@ -85,7 +85,7 @@ def run_training(
     findings: Sequence[Finding],
     name: str | None,
     json_mode: bool,
-    steps: Sequence[Step] = (),
+    stages: Sequence[Stage] = (),
     quiet: bool = False,
     resume: Resume | None = None,
     may_restart: bool = False,
@@ -93,9 +93,9 @@ def run_training(
     """Run the plan and return the exit code; everything that is to be said was said.
 
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
-    name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
+    name: as the user gave it, None when the run's name was chosen.  stages: between preparation and training, in order.
     quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
-    resume: the run to go on with, None for a new one.  may_restart: after a fault the caller may make another attempt:
+    resume: the run to continue, None for a new one.  may_restart: after a fault the caller may make another attempt:
     the run's lock is kept for it.
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written, or not any more).
     """
@@ -119,7 +119,7 @@ def run_training(
             append_event(session.run_dir, kind="note", what=what, why=f"SHA-256 {code.sha256}")
         progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)
         training = _Training(plan, session, interrupts, progress, page, saved_step=resume.step if resume else 0)
-        outcome = training.run(steps)
+        outcome = training.run(stages)
         if outcome.state is RunStatus.FAILED and training.state.failure is None:  # a child that died without a word
             with contextlib.suppress(OSError):  # a full disk: run.json says it as well
                 append_event(session.run_dir, kind="failure", what=outcome.reason, exit_code=outcome.exit_code)
@@ -136,7 +136,7 @@ def run_training(
 
 @contextlib.contextmanager
 def _host_is_to_blame(run_dir: Path) -> Iterator[None]:
-    """A file of the run that cannot be written is no fault of ours. Raises PreflightError."""
+    """Raise PreflightError where a file of the run cannot be written: that is the host's fault."""
     try:
         yield
     except console.StdoutError:
@@ -149,20 +149,22 @@ def _host_is_to_blame(run_dir: Path) -> Iterator[None]:
 
 
 def _recorded(session: Session, outcome: Outcome) -> Outcome:
-    """Write down how the run ended. Where that fails, how a child failed still counts, and else this does."""
+    """Write down how the run ended. Where that fails, the failure of a child still counts; without one this one
+    does."""
     try:
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
     except OSError as error:
         problem = cannot_write(session.run_dir, error)
-        told = (f"error: {problem.message}: {RUN_FILE} does not say how the run ended", f"hint: {problem.hint}")
+        advice = (f"error: {problem.message}: {RUN_FILE} does not say how the run ended", f"hint: {problem.hint}")
         if outcome.exit_code:
-            return replace(outcome, advice=(*outcome.advice, *told))
-        return Outcome(RunStatus.FAILED, exit_code=problem.exit_code, reason=problem.message, advice=told)
+            return replace(outcome, advice=(*outcome.advice, *advice))
+        return Outcome(RunStatus.FAILED, exit_code=problem.exit_code, reason=problem.message, advice=advice)
     return outcome
 
 
 def _pass_on(interrupts: Interrupts, *, run_dir: Path) -> None:
-    """To who would start another attempt, or the next run of a comparison, where the child was not asked already."""
+    """Pass a signal on to whoever would start another attempt, or the next run of a comparison, where the child was
+    not asked already."""
     if interrupts.names and not asked_to_stop(run_dir):
         with contextlib.suppress(OSError):
             ask_to_stop(run_dir, why=interrupts.names[0])
@@ -170,7 +172,8 @@ def _pass_on(interrupts: Interrupts, *, run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _reader_of(interrupts: Interrupts) -> Iterator[None]:
-    """A reader of stdout that goes away ends the run, but not after a signal: Ctrl-C ends the `| jq` as well."""
+    """Ignore after a signal that the reader of stdout has gone, which else ends the run: Ctrl-C ends the `| jq` as
+    well."""
     try:
         yield
     except OSError:
@@ -191,7 +194,7 @@ class _Training:
         *,
         saved_step: int,
     ) -> None:
-        """saved_step: that the attempt goes on from, 0 for none."""
+        """saved_step: the step that the attempt resumes from, 0 for none."""
         self._plan = plan
         self._session = session
         self._interrupts = interrupts
@@ -201,30 +204,30 @@ class _Training:
         self._memory = MemoryWatch(session.run_dir)
         self._tail = RunTail(session.run_dir)
         self._untold: list[Event] = []
-        self.state = RunState(steps=plan.steps)
-        if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news: from where this one goes on
+        self.state = RunState(steps=plan.trainer.steps)
+        if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news: where this one resumes is
             for item in self._tail.stream():
                 self.state = fold(self.state, item)
                 if isinstance(item, Event) and item.kind in ("restart", "resume"):
                     announced = item.kind == "resume" and [each.kind for each in self._untold] == ["restart"]
                     self._untold = [*(self._untold if announced else ()), item]
 
-    def run(self, steps: Sequence[Step]) -> Outcome:
+    def run(self, stages: Sequence[Stage]) -> Outcome:
         with self._progress:
             outcome = DONE
             if not is_prepared(self._plan):
                 argv = module_argv("appliance.tasks.prepare", str(Path(self._plan.run_dir) / "plan.json"))
                 child = Child("prepare", "preparation", argv, default_code=1)
                 outcome = self._run_child(child, is_done=is_prepared)
-            for step in steps:
-                if outcome == DONE and (child := step.child(self._plan)) is not None:
-                    outcome = self._run_child(child, is_done=step.is_done)
+            for stage in stages:
+                if outcome == DONE and (child := stage.child(self._plan)) is not None:
+                    outcome = self._run_child(child, is_done=stage.is_done)
                 if outcome == DONE:
-                    step.finish(self._plan)
+                    stage.finish(self._plan)
             return self._train() if outcome == DONE else outcome
 
     def _train(self) -> Outcome:
-        """Ray's sockets and files are where the plan says, for as long as they are needed."""
+        """Run the training, with Ray's sockets and files where the plan says for as long as they are needed."""
         plan = self._plan
         ray_dir = make_ray_dir(dict(plan.env)[RAY_DIR_VARIABLE])
         try:
@@ -233,7 +236,7 @@ class _Training:
                 is_done=lambda plan: (Path(plan.run_dir) / "model" / "config.json").is_file(),
                 ask=GracefulStop(self._ask_to_stop, budget_s=plan.guard.save_budget_s),
                 ray_dir=ray_dir,
-                ray_token=Path(plan.cluster.token_file) if plan.cluster else make_ray_token(ray_dir),
+                ray_token=make_ray_token(ray_dir) if plan.cluster.has_own_ray else Path(plan.cluster.token_file),
             )
             if outcome.state is RunStatus.FAILED:
                 try:
@@ -277,7 +280,7 @@ class _Training:
         except (EngineError, TrainingError) as stall:
             try:
                 append_failure(self._session.run_dir, stall)
-            except OSError:  # a full disk: it is told, and counts, all the same
+            except OSError:  # a full disk: it is reported, and counts, all the same
                 self._untold.append(failure_event(stall))
             self._tick()
             report = SubreaperReport(-signal.SIGKILL, ended=(), left=())
@@ -285,8 +288,8 @@ class _Training:
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
     def _watched_tick(self) -> Callable[[], None]:
-        """A tick that raises EngineError or TrainingError when the child stands still. One that was told to end may:
-        saving and ending have times of their own."""
+        """Return a tick that raises EngineError or TrainingError when the child makes no progress. A child that was
+        asked to end may make none: saving and ending have their own limits."""
         stall_s, log_dir = self._plan.guard.stall_s, self._session.log_dir
         watch = StallWatch(stall_s=stall_s, log_dir=log_dir, now=time.monotonic())
 
@@ -297,7 +300,7 @@ class _Training:
         return tick
 
     def _tick(self) -> bool:
-        """Whether there was news."""
+        """Show and record what the child has reported. Returns whether there was news."""
         news, self._untold = [*self._untold, *self._tail.read()], []
         for item in news:
             self.state = fold(self.state, item)
@@ -309,7 +312,7 @@ class _Training:
         return bool(news)
 
     def _judge(self, child: Child, *, returncode: int, is_done: bool, log: Path) -> Outcome:
-        """A signal that came when the work was done already changes nothing."""
+        """Judge how a child ended. A signal that came when the work was done already changes nothing."""
         if returncode == 0 and is_done:
             return DONE
         if self._interrupts.names and (self.state.failure is None or self.state.stop is not None):
@@ -344,14 +347,16 @@ class StallWatch:
     """Progress is an event, a line of metrics or a heartbeat; the state of a process is not."""
 
     def __init__(self, *, stall_s: float, log_dir: Path, now: float) -> None:
-        """stall_s: without progress, then it is cut.  log_dir: of the attempt.  now: s of any steady clock."""
+        """stall_s: seconds without progress after which the child is ended.  log_dir: of the attempt.  now: s of any
+        steady clock."""
         self._stall_s = stall_s
         self._log_dir = log_dir
         self._beat = last_beat(log_dir)
         self._moved_at = now
 
     def is_stalled(self, *, news: bool, now: float) -> bool:
-        """news: whether an event or a line of metrics has come since the last call."""
+        """Judge whether the child has made no progress for too long. news: whether an event or a line of metrics has
+        come since the last call."""
         beat = last_beat(self._log_dir)
         if news or beat != self._beat:
             self._beat, self._moved_at = beat, now
@@ -364,11 +369,11 @@ def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> A
     living = {process.pid for process in find_processes(f"{RUN_VARIABLE}={run_dir}", below=os.getpid())}
     dumps = dump_stacks(log_dir, living=living)
     what = f"no progress for {draw.duration(stall_s)} in phase {phase}"
-    with contextlib.suppress(OSError):  # a full disk: the error is told all the same
+    with contextlib.suppress(OSError):  # a full disk: the error is reported all the same
         append_event(run_dir, kind="stall", what=what, why="guard.stall_s", stacks=[path.name for path in dumps])
     folder = summary.typed_path(log_dir / STACKS_FOLDER)
     hint = f"what {len(dumps)} processes were doing is in {folder}; if they are only slow, raise guard.stall_s"
-    kind = EngineError if phase in _ENGINE_PHASES else TrainingError
+    kind = EngineError if phase in AT_AN_ENGINE else TrainingError
     return kind(f"{what}: cut", hint=hint if dumps else "no process said what it was doing: see the log")
 
 
@@ -376,7 +381,7 @@ def _child_environment(plan: RunPlan, *, log_dir: Path, ray_dir: Path | None, ra
     of_this_attempt = {PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), LOG_DIR_VARIABLE: str(log_dir)}
     temporary = {} if ray_dir is None else temporary_env(ray_dir)
     environment = {**os.environ, **temporary, **dict(plan.env), **of_this_attempt}
-    is_ours = plan.cluster is None or not plan.cluster.address
+    is_ours = not plan.cluster.address
     return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
 
 
@@ -400,14 +405,15 @@ def make_ray_dir(wanted: str) -> Path:
 
 
 def _unless_gone(function: object, path: str, error: tuple[type, BaseException, object]) -> None:
-    """What the subreaper of the run that was killed is removing at this moment, too. error: sys.exc_info()."""
+    """Ignore a file that is gone: the subreaper of the run that was killed may be removing the same. error:
+    sys.exc_info()."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
 
 def make_ray_token(folder: Path) -> Path:
-    """The file with the token of a Ray on one host, new in every attempt, in a folder that `make_ray_dir` has made.
-    Raises PreflightError."""
+    """Write the file with the token of a Ray on one host, new in every attempt, into a folder that `make_ray_dir`
+    has made. Raises PreflightError."""
     file = folder / RAY_TOKEN
     try:
         write_token(file)
@@ -430,12 +436,12 @@ def _show_answers(plan: RunPlan) -> None:
     except OSError as error:
         console.say(f"note: no answers are shown: {error}")
         return
-    if table := answers_table(samples, is_graded=plan.task.own is None):
+    if table := answers_table(samples, is_graded=not plan.task.is_own):
         console.say(f"\n{table}")
 
 
 def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool, quiet: bool) -> None:
-    """The end, for people on stderr and with --json for machines on stdout."""
+    """Report the end, for people on stderr and with --json for machines on stdout."""
     if json_mode:
         values = summary.summary_object(
             plan, state, state_name=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason, seconds=seconds

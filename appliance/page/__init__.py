@@ -25,7 +25,7 @@ def render(template: str, **values: object) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    """Where a value is missing, or a name misspelt, nothing is rendered."""
+    """Make an environment that renders nothing where a value is missing or a name misspelt."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not at the launcher's start
 
     environment = Environment(

@@ -56,7 +56,7 @@ def stacked_chart(
 
 @dataclass(frozen=True)
 class Band:
-    """What went on from one time to another, s."""
+    """One activity from one time to another, s."""
 
     start: float
     end: float

@@ -29,7 +29,7 @@ class Series:
     points: Sequence[Point]
     """(x, mean, low, high), x ascending; where the mean is NaN the line breaks."""
     index: int
-    """Of its colour."""
+    """Index of its colour."""
     dotted: bool = False
     """A dot on every point, for few of them."""
     newest: float | None = None
@@ -66,16 +66,16 @@ class Chart:
 
     title: str
     unit: str = ""
-    """Of the vertical axis."""
+    """Unit of the vertical axis."""
     logarithmic: bool = False
     bounds: Sequence[Bound] = ()
     marks: Sequence[Mark] = ()
     legend: bool = False
-    """With each curve's last value."""
+    """Whether it has each curve's last value."""
     over_time: bool = False
     """x is seconds, not steps."""
     x_range: tuple[float, float] | None = None
-    """None for that of the curves."""
+    """Range of x, None for that of the curves."""
     from_zero: bool = False
     """The vertical axis begins at 0."""
     width: int = WIDTH
@@ -86,18 +86,18 @@ class Chart:
 
 def line_chart(chart: Chart, series: Sequence[Series]) -> str:
     """A figure, or a sentence where there is nothing to draw."""
-    drawn = [_positive(each) if chart.logarithmic else each for each in series]
-    drawn = [each for each in drawn if each.last is not None]
+    drawn = [_positive(curve) if chart.logarithmic else curve for curve in series]
+    drawn = [curve for curve in drawn if curve.last is not None]
     if not drawn:
         return nothing(chart)
-    horizontal, vertical = x_axis(chart, [point[0] for each in drawn for point in each.points]), _y_axis(chart, drawn)
+    horizontal, vertical = x_axis(chart, [point[0] for curve in drawn for point in curve.points]), _y_axis(chart, drawn)
     parts = [*frame(chart, horizontal, vertical)]
-    for each in drawn:
-        parts += _curve(each, horizontal, vertical)
-    legend = [(each.index, each.name, each.last) for each in drawn] if chart.legend else []
-    xs = sorted({point[0] for each in drawn for point in each.points})
-    by_x = [{x: mean for x, mean, _, _ in each.points if not math.isnan(mean)} for each in drawn]
-    columns = [(each.name, each.index, values) for each, values in zip(drawn, by_x, strict=True)]
+    for curve in drawn:
+        parts += _curve(curve, horizontal, vertical)
+    legend = [(curve.index, curve.name, curve.last) for curve in drawn] if chart.legend else []
+    xs = sorted({point[0] for curve in drawn for point in curve.points})
+    by_x = [{x: mean for x, mean, _, _ in curve.points if not math.isnan(mean)} for curve in drawn]
+    columns = [(curve.name, curve.index, values) for curve, values in zip(drawn, by_x, strict=True)]
     hover = hover_data(chart, horizontal, xs=xs, columns=columns)
     return figure(chart, parts, legend=legend, hover=hover, newest=drawn[0].last if len(series) == 1 else None)
 
@@ -107,7 +107,7 @@ def nothing(chart: Chart) -> str:
 
 
 def x_axis(chart: Chart, xs: Sequence[float]) -> Axis:
-    """At least 1 wide, and where floats lie further apart than that, some of them."""
+    """Make an axis at least 1 wide, and where floats lie further apart than that, some of them."""
     first, last = chart.x_range or (min(xs), max(xs))
     return Axis(first, max(last, first + max(1.0, 8 * math.ulp(first))), chart.left, chart.width - RIGHT)
 
@@ -334,9 +334,9 @@ class _Run(NamedTuple):
 
     points: int = 0
     x: float = 0.0
-    """Of the last."""
+    """Position of the last value."""
     values: int = 0
-    """How many are known."""
+    """Number of values that are known."""
     sum: float = 0.0
     low: float = math.inf
     high: float = -math.inf

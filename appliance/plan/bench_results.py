@@ -15,7 +15,8 @@ from typing import Any
 
 from appliance.files import write_whole
 from appliance.plan.host import HostFacts
-from appliance.record.plan import ModelPlan
+from appliance.record.plan import RunPlan, WeightsPlan
+from appliance.settings.sections import Model
 from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.schemes import Scheme
@@ -62,37 +63,50 @@ class SchemeResult:
     ratio_max: float
 
 
-def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions, tensor_parallel: int) -> ResultKey:
+def result_key(
+    *, device: str, host: HostFacts, model: Model, weights: WeightsPlan, pins: Versions, tensor_parallel: int
+) -> ResultKey:
     """pins: of the plan, as the stack that makes the run."""
     return ResultKey(
         device=device,
         processor=f"{host.processor or 'unknown'}, {host.cores} cores" if device == CPU else device,
-        shapes=model_shapes(model),
+        shapes=model_shapes(model, weights=weights),
         versions=tuple(sorted((name, version) for name, version in pins if name in VERSIONED)),
         tensor_parallel=tensor_parallel,
     )
 
 
-def model_shapes(model: ModelPlan) -> str:
+def key_of_plan(plan: RunPlan, *, host: HostFacts) -> ResultKey:
+    return result_key(
+        device=plan.cluster.device,
+        host=host,
+        model=plan.model,
+        weights=plan.weights,
+        pins=plan.pins,
+        tensor_parallel=plan.rollout.tensor_parallel,
+    )
+
+
+def model_shapes(model: Model, *, weights: WeightsPlan) -> str:
     """The slug of the model's layers; of its name where no config.json is at hand."""
     if model.builtin:
         return BUILT_IN_MODELS[model.builtin].shape.layer_slug
-    shape = read_shape(Path(model.path) / "config.json")
+    shape = read_shape(Path(weights.name_or_path) / "config.json")
     if shape and shape.hidden and shape.heads:
         return shape.layer_slug
-    return re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")[:80]
+    return re.sub(r"[^a-z0-9.]+", "-", (model.path or "").lower()).strip("-")[:80]
 
 
 def write_result(
     key: ResultKey,
     *,
     cache_dir: Path,
-    kept: tuple[SchemeResult, ...],
+    results: tuple[SchemeResult, ...],
     what: str,
     pairs: int,
     kv_memory_bytes: int | None,
 ) -> Path:
-    """Keep a result; the last one counts. kept: the quantised schemes.  what: the measurement, in words."""
+    """Keep a result; the last one counts. results: of the quantised schemes.  what: the measurement, in words."""
     path = key.path(cache_dir, kv_memory=kv_memory_bytes is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
@@ -102,7 +116,7 @@ def write_result(
         "what": what,
         "pairs": pairs,
         "kv_memory_bytes": kv_memory_bytes,
-        "schemes": [dataclasses.asdict(each) for each in kept],
+        "schemes": [dataclasses.asdict(result) for result in results],
     }
     write_whole(path, json.dumps(document, indent=2) + "\n")
     return path

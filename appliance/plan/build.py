@@ -8,8 +8,7 @@ config.json has, and what `bench` kept.
 from __future__ import annotations
 
 import os.path
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,30 +22,24 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, kv_cache_blocks
 from appliance.plan.model_shape import model_shape
-from appliance.plan.model_source import hub_name, is_folder
+from appliance.plan.model_source import hub_name
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import argv
-from appliance.recipe.schema import Forward, LongPrompts, Recipe, Reward, SchemeChoice, ValSet
+from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
-    ClusterPlan,
     CodeFile,
     ExpectedAttestation,
-    ModelPlan,
-    OwnPlan,
-    RewardPlan,
-    RolloutPlan,
     RunPlan,
-    TaskPlan,
-    ValSetPlan,
+    TaskFiles,
+    WeightsPlan,
 )
+from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, ValSet
 from appliance.tasks.library import (
-    OWN,
     PACKAGED_MODELS,
-    TINY_MODELS,
     builtin_model_key,
     data_key,
     gguf_model_key,
@@ -100,7 +93,7 @@ class OriginalPlan:
     data_commit: str = ""
     """Its commit, empty where it was not known."""
     date: str = ""
-    """The `date` of its TaskPlan."""
+    """The `date` of its TaskFiles."""
     pace: derive.Pace | None = None
     """How its trainer forwards, None where its plan does not have that."""
     code: Mapping[str, str] = field(default_factory=dict)
@@ -138,62 +131,72 @@ def resolve(
     plan/rules.py.
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
-    model = _model(recipe, cache_dir=cache_dir, commit=commit)
-    if model.provenance:
-        book.note("model.path" if model.gguf else "model.builtin", model.source or model.builtin, model.provenance)
-    experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(model))
+    weights = _weights(recipe, cache_dir=cache_dir, commit=commit)
+    shape = model_shape(recipe.model, weights=weights)
+    if weights.provenance:
+        key, source = ("model.path", recipe.model.path) if weights.gguf else ("model.builtin", recipe.model.builtin)
+        book.note(key, source or "", weights.provenance)
+    experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(weights))
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
     capability = None if is_cpu else GPUS[device].capability
     automatic, why = _automatic(
-        device, recipe=recipe, host=host, model=model, experts=experts, cache_dir=cache_dir, original=original
+        device, recipe=recipe, host=host, weights=weights, experts=experts, cache_dir=cache_dir, original=original
     )
-    if SchemeChoice.AUTO in recipe.rollout.schemes:
+    if AUTO in recipe.rollout.schemes:
         book.note("rollout.scheme", automatic, why)
     if original and original.data == recipe.task.data:
         data_commit = original.data_commit
     code = original.code if original else {}
     if date is None:
-        date = original.date if original else _date(model, today=host.today)
-    if date and _asks_for_date(model):
+        date = original.date if original else _date(recipe.model, weights=weights, today=host.today)
+    if date and _asks_for_date(recipe.model, weights=weights):
         why = "the chat template asks for it: the day on which the run began, in all of its prompts"
         book.note("task.date", date, why)
-    task = _task(recipe, cache_dir=cache_dir, model=model, code=code, data_commit=data_commit, date=date)
+    task = plan_task(recipe)
+    commit_of_data = data_commit if task.is_own else ""
+    task_files = _task_files(task, cache_dir=cache_dir, weights=weights, sums=code, commit=commit_of_data, date=date)
     if task.val_sets:
         why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
-        book.note("task.val_sets", task.val_sets[0].name, why)
-    rollout = engines.plan_rollout(
-        recipe, automatic=automatic, run_dir=run_dir, capability=capability, experts=experts, book=book
-    )
+        book.note("task.val_sets", next(iter(task.val_sets)), why)
+    rollout = engines.plan_rollout(recipe, automatic=automatic, book=book)
+    profile = engines.plan_profile(recipe, rollout=rollout, run_dir=run_dir, shape=shape)
+    quantization = engines.plan_quantization(recipe, rollout=rollout, profile=profile, shape=shape, book=book)
+    if recipe.rollout.replicas:
+        book.note("rollout.replicas", ", ".join(rollout.replicas), "one scheme per engine, the list repeated in order")
+    one_flow = recipe.trainer.one_flow
+    eager = engines.plan_eager(rollout, is_cpu=is_cpu, one_flow=one_flow, experts=experts, book=book)
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
     book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
-    attention = book.note("trainer.attention", *derive.attention_of(recipe))
-    validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
-    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, attention=attention, pace=UNKNOWN, book=derive.Book())
-    engine = derive.plan_engine(recipe, device=device, book=book)
+    book.note("trainer.attention", *derive.attention_of(recipe))
+    book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
+    of_trainer = derive.Book()  # what is chosen there is listed with what memory decides, below
+    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, steps=steps, book=of_trainer)
+    engine = derive.plan_engine(recipe, device=device, eager=eager, shape=shape, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
-    book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
+    at_a_time = f"{shape.millions} at once" if shape is not None and shape.is_tiny else "of weights at a time"
+    book.note("sync.bucket_mib", engine.bucket_mib, f"{at_a_time}; shared memory of this size is held")
     threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
-    if model.builtin in TINY_MODELS:
+    if shape is not None and shape.is_tiny:
         threads = 1
-        why = "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
+        why = f"{shape.millions}: layers this small gain little by a second thread, and on a busy host wait for it"
     if is_cpu:
         book.note("threads_per_process", threads, why)
     uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
-    lora = derive.plan_lora(recipe, book=book)
-    micro = trainer.micro_batch_sequences
-    correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=derive.Book())
+    model = derive.plan_model(recipe, book=book)
+    batch = derive.plan_batch(recipe, pace=UNKNOWN, book=derive.Book())
     guard = engines.plan_guard(
         recipe,
         rollout=rollout,
+        eager=eager,
         old_log_probs=trainer.old_log_probs,
-        is_cpu=capability is None,
+        is_cpu=is_cpu,
         experts=experts,
         book=book,
     )
     switching = guard.scheme_change
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=switching, steps=steps)
-    book.note("trainer.validate_bf16_every", validate_bf16_every, why)
+    trainer = trainer.replace(validate_bf16_every=book.note("trainer.validate_bf16_every", validate_bf16_every, why))
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     draft = RunPlan(
         schema_version=SCHEMA_VERSION,
@@ -201,50 +204,47 @@ def resolve(
         run_dir=str(run_dir),
         cache_dir=str(cache_dir),
         seed=recipe.seed,
-        device=device,
-        nodes=recipe.cluster.nodes,
-        gpus_per_node=recipe.cluster.gpus_per_node,
         model=model,
+        weights=weights,
         task=task,
+        task_files=task_files,
         rollout=rollout,
         engine=engine,
-        profile=engines.plan_profile(recipe, rollout=rollout),
-        correction=correction,
+        profile=profile,
+        quantization=quantization,
+        correction=derive.plan_correction(recipe, book=derive.Book()),
+        shadow=None,
         uaq=uaq,
-        lora=lora,
         optimizer=recipe.optimizer,
-        cluster=_cluster(recipe, root=run_dir.parent),
+        cluster=_cluster(recipe, device=device, root=run_dir.parent),
         checkpoint=recipe.checkpoint,
         resume_from=str(resume_from or ""),
         guard=guard,
-        validate_bf16_every=validate_bf16_every,
         algorithm=algorithm,
         trainer=trainer,
-        steps=steps,
-        validate_before=recipe.trainer.validate_before,
-        validate_every=validate_every,
-        prompts_per_step=recipe.batch.prompts_per_step,
+        trainer_memory=derive.plan_trainer_memory(UNKNOWN, book=derive.Book()),
+        batch=batch,
         logging=recipe.logging,
         argv=(),
         env=child_env(
             run_dir,
             is_cpu=is_cpu,
             threads=threads,
-            kv_cache_gb=recipe.rollout.kv_cache_gb,
+            kv_cache_gb=rollout.kv_cache_gb,
             offline=not is_from_hub(task) and not hub_name(recipe),
             backends=backends,
             own_engine=(
                 is_cpu
                 or trainer.quantises
                 or trainer.old_log_probs is OldLogProbs.UPDATE
-                or lora is not None
+                or model.lora is not None
                 or rollout.top_log_probs > 0
                 or rollout.leaves_words_out
                 or trainer.dtype is Dtype.FP16
                 or recipe.optimizer.norm_fed_lr_scale != 1
                 or recipe.optimizer.schedule is Schedule.LINEAR
             ),
-            one_flow=trainer.one_flow,
+            one_flow=one_flow,
             several_words=rollout.top_log_probs > 0,
             reports_support=rollout.leaves_words_out,
             capability=capability,
@@ -254,8 +254,7 @@ def resolve(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     before = original.pace if original is not None and original.device == device else None
-    shape = model_shape(model)
-    pace = keep_pace(recipe, draft, before=before)
+    pace = keep_pace(recipe, before=before)
     if pace is None:
         pace = choose_pace(recipe, draft, shape=shape, host=host)
     if shape is not None and (blocks := kv_cache_blocks(draft, shape)) is not None:
@@ -263,25 +262,26 @@ def resolve(
             f"blocks of {CPU_KV_BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
         )
         engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
-    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, attention=attention, pace=pace, book=book)
-    micro = trainer.micro_batch_sequences
-    correction = derive.plan_correction(recipe, micro_batch_sequences=micro, book=book)
-    plan = draft.replace(engine=engine, trainer=trainer, correction=correction, choices=tuple(book.choices))
+    book.choices += of_trainer.choices
+    trainer_memory = derive.plan_trainer_memory(pace, book=book)
+    batch = derive.plan_batch(recipe, pace=pace, book=book)
+    correction = derive.plan_correction(recipe, book=book)
+    shadow = derive.plan_shadow(recipe, batch=batch, book=book)
+    plan = draft.replace(
+        engine=engine,
+        trainer_memory=trainer_memory,
+        batch=batch,
+        correction=correction,
+        shadow=shadow,
+        choices=tuple(book.choices),
+    )
     return plan.replace(argv=argv(plan))
 
 
-def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
-    """root: of the run folders, which all nodes share."""
-    cluster = recipe.cluster
-    if cluster.nodes == 1 and cluster.address is None:
-        return None
-    return ClusterPlan(
-        address=cluster.address or "",
-        port=cluster.port,
-        node_address=cluster.node_address or "",
-        token_file=_absolute(cluster.token_file) or str(root / TOKEN_FILE),
-        wait_s=cluster.wait_s,
-    )
+def _cluster(recipe: Recipe, *, device: str, root: Path) -> Cluster:
+    """The section with its device, and with absolute paths. root: folder of the run folders, which all nodes share."""
+    token_file = _absolute(recipe.cluster.token_file) or str(root / TOKEN_FILE)
+    return recipe.cluster.replace(device=device, run_dir=str(root), token_file=token_file)
 
 
 def pins_for(device: str) -> tuple[tuple[str, str], ...]:
@@ -312,7 +312,7 @@ def _automatic(
     *,
     recipe: Recipe,
     host: HostFacts,
-    model: ModelPlan,
+    weights: WeightsPlan,
     experts: bool,
     cache_dir: Path,
     original: OriginalPlan | None,
@@ -321,7 +321,14 @@ def _automatic(
     if original is not None and original.automatic is not None and original.device == device:
         return original.automatic, "as the run began, whatever `bench` has measured since"
     ranks = recipe.rollout.tensor_parallel
-    key = result_key(device=device, host=host, model=model, pins=pins_for(device), tensor_parallel=ranks)
+    key = result_key(
+        device=device,
+        host=host,
+        model=recipe.model,
+        weights=weights,
+        pins=pins_for(device),
+        tensor_parallel=ranks,
+    )
     is_usual = recipe.trainer.forward is not Forward.ROLLOUT  # one flow has engines of its own
     stored, note = read_result(key, cache_dir=cache_dir) if is_usual else (None, "")
     automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored, experts=experts)
@@ -331,107 +338,87 @@ def _automatic(
     return automatic, why
 
 
-def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
-    model, revision = recipe.model, recipe.model.revision or ""
-    gguf = provenance = ""
-    if model.builtin:
-        key = builtin_model_key(model.builtin, difficulty=recipe.task.difficulty)
-        path, source = str(cache_dir / "models" / f"{model.builtin}-{key}"), ""
-        packaged = PACKAGED_MODELS.get(model.builtin)
+def _weights(recipe: Recipe, *, cache_dir: Path, commit: str) -> WeightsPlan:
+    builtin, path, name = recipe.model.builtin, recipe.model.path or "", hub_name(recipe)
+    models = cache_dir / "models"
+    if builtin:
+        key = builtin_model_key(builtin, difficulty=recipe.task.difficulty)
+        packaged = PACKAGED_MODELS.get(builtin)
         provenance = packaged.provenance if packaged else ""
-    else:
-        source = model.path or ""
-        path = str(full_path(source)) if is_folder(source) else source
-        if is_gguf(path):
-            gguf, facts = path, gguf_facts(Path(path))
-            path = str(cache_dir / "models" / f"gguf-{gguf_model_key(facts.sha256)}")
-            provenance = facts.provenance
-    if hub_name(recipe) and revision:
-        commit = commit or hub.commit_in_cache(source, revision=revision)
-        path = str(hub.snapshot(source, commit=commit)) if commit else source
-    elif revision:  # refused by plan/rules.py
-        revision = ""
-    return ModelPlan(
-        path=path,
-        source=source,
-        builtin=model.builtin or "",
-        revision=revision,
-        trust_remote_code=model.trust_remote_code,
-        commit=commit if hub_name(recipe) else "",
-        gguf=gguf,
-        provenance=provenance,
-    )
+        return WeightsPlan(name_or_path=str(models / f"{builtin}-{key}"), is_cached=True, provenance=provenance)
+    if name:
+        revision = recipe.model.revision
+        if revision:
+            commit = commit or hub.commit_in_cache(name, revision=revision)
+        snapshot = str(hub.snapshot(name, commit=commit)) if revision and commit else name
+        return WeightsPlan(name_or_path=snapshot, hub_name=name, commit=commit)
+    file_or_folder = str(full_path(path))
+    if is_gguf(file_or_folder):
+        facts = gguf_facts(Path(file_or_folder))
+        return WeightsPlan(
+            name_or_path=str(models / f"gguf-{gguf_model_key(facts.sha256)}"),
+            gguf=file_or_folder,
+            is_cached=True,
+            provenance=facts.provenance,
+        )
+    return WeightsPlan(name_or_path=file_or_folder)
 
 
-def _date(model: ModelPlan, *, today: str) -> str:
+def _date(model: Model, *, weights: WeightsPlan, today: str) -> str:
     """The day to give to a chat template that asks, or may ask: one of the hub is not always here yet."""
-    return "" if _asks_for_date(model) is False else today
+    return "" if _asks_for_date(model, weights=weights) is False else today
 
 
-def _asks_for_date(model: ModelPlan) -> bool | None:
+def _asks_for_date(model: Model, *, weights: WeightsPlan) -> bool | None:
     """None where the model's files are not here."""
     if model.builtin:
         return False
-    if model.gguf:
-        return CLOCK in gguf_facts(Path(model.gguf)).chat_template
-    folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
+    if weights.gguf:
+        return CLOCK in gguf_facts(Path(weights.gguf)).chat_template
+    folder = weights.folder or hub.cached_snapshot(weights.hub_name)
     if folder is None or not os.path.isdir(folder):
         return None
     return any(CLOCK in text for text in hub.chat_templates(folder))
 
 
-def _task(
-    recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[str, str], data_commit: str, date: str
-) -> TaskPlan:
-    task, own = recipe.task, own_of(recipe)
-    plan = TaskPlan(
-        kind=str(task.kind),
-        difficulty=task.difficulty,
-        seed=task.seed,
+def plan_task(recipe: Recipe) -> Task:
+    """The section with absolute paths, the temperature of each validation set and, with tools, the turns."""
+    task = recipe.task
+    return task.replace(
         train_file=_absolute(task.train_file),
         val_file=_absolute(task.val_file),
-        train_size=task.train_size,
-        val_size=task.val_size,
-        train_parquet="",
-        val_parquet="",
-        max_prompt_tokens=task.max_prompt_tokens,
-        max_response_tokens=task.max_response_tokens,
-        truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
-        reward_timeout_s=task.reward_timeout_s,
-        reward_workers=task.reward_workers,
-        val_sets=tuple(_val_set(name, each, recipe=recipe) for name, each in task.val_sets.items()),
-        own=own.with_sums(code).replace(commit=data_commit) if own else None,
-        date=date,
-    )
-    folder = cache_dir / "data" / f"{task.kind}-{data_key(plan, model=model.identity)}"
-    return plan.replace(train_parquet=str(folder / "train.parquet"), val_parquet=str(folder / "val.parquet"))
-
-
-def _val_set(name: str, given: ValSet, *, recipe: Recipe) -> ValSetPlan:
-    usual = recipe.rollout.temperature if given.samples > 1 else 0.0
-    temperature = usual if given.temperature is None else given.temperature
-    return ValSetPlan(
-        name=name, file=_absolute(given.file), size=given.size, samples=given.samples, temperature=temperature
+        tools=_absolute(task.tools),
+        max_turns=(task.max_turns or USUAL_TURNS) if task.tools else None,
+        rewards=tuple(_reward(reward) for reward in task.rewards),
+        val_sets={name: _val_set(val_set, recipe=recipe) for name, val_set in task.val_sets.items()},
     )
 
 
-def own_of(recipe: Recipe) -> OwnPlan | None:
-    """None for a built-in task. Reads the user's Python files."""
-    task = recipe.task
-    if task.kind != OWN:
-        return None
-    rewards = _distinct(map(_reward, task.rewards))
-    tools = _absolute(task.tools)
-    files = list(dict.fromkeys(file for file in (*(each.file for each in rewards), tools) if file))
-    return OwnPlan(
-        **{name: getattr(task, name) or "" for name in ("data", "config", "template", "system", "truth")},
-        split=task.split,
-        prompt=task.prompt,
-        rewards=rewards,
-        tools=tools,
-        max_turns=(task.max_turns or USUAL_TURNS) if tools else 1,
-        code=tuple(_code_file(file, number=number) for number, file in enumerate(files)),
+def _task_files(
+    task: Task, *, cache_dir: Path, weights: WeightsPlan, sums: Mapping[str, str], commit: str, date: str
+) -> TaskFiles:
+    files = TaskFiles(train_parquet="", val_parquet="", commit=commit, date=date, code=code_files(task)).with_sums(sums)
+    folder = cache_dir / "data" / f"{task.kind}-{data_key(task, files=files, model=weights.identity)}"
+    return files.replace(
+        train_parquet=str(folder / "train.parquet"),
+        val_parquet=str(folder / "val.parquet"),
+        schemas_file=str(folder / "tools.json") if task.tools else "",
     )
+
+
+def _val_set(val_set: ValSet, *, recipe: Recipe) -> ValSet:
+    usual = recipe.rollout.temperature if val_set.samples > 1 else 0.0
+    temperature = usual if val_set.temperature is None else val_set.temperature
+    return val_set.replace(file=_absolute(val_set.file), temperature=temperature)
+
+
+def _reward(reward: Reward) -> Reward:
+    return reward.replace(name=f"{full_path(reward.file)}:{reward.function}") if reward.file else reward
+
+
+def code_files(task: Task) -> tuple[CodeFile, ...]:
+    """The user's Python files with their SHA-256. Reads them. task: with absolute paths."""
+    return tuple(_code_file(file, number=number) for number, file in enumerate(task.code_files))
 
 
 def _code_file(file: str, *, number: int) -> CodeFile:
@@ -440,40 +427,27 @@ def _code_file(file: str, *, number: int) -> CodeFile:
     return CodeFile(path=file, copy_name=f"{number}-{Path(file).name}", sha256=digest_of(Path(file)))
 
 
-def _reward(given: Reward) -> RewardPlan:
-    file, colon, function = given.name.rpartition(":")
-    options = given.model_dump(exclude={"name", "weight"}, exclude_none=True)
-    name = function if colon else given.name
-    return RewardPlan(name=name, weight=given.weight, function=name, file=_absolute(file), options=options)
+def _absolute(file: str | None) -> str | None:
+    return str(full_path(file)) if file else None
 
 
-def _distinct(rewards: Iterable[RewardPlan]) -> tuple[RewardPlan, ...]:
-    """Two of one name have two metrics: the second is `<name>-2`."""
-    seen: Counter[str] = Counter()
-    named = []
-    for each in rewards:
-        seen[each.name] += 1
-        named.append(each.replace(name=f"{each.name}-{seen[each.name]}") if seen[each.name] > 1 else each)
-    return tuple(named)
-
-
-def _absolute(file: str | None) -> str:
-    return str(full_path(file)) if file else ""
-
-
-def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
+def _attestations(recipe: Recipe, *, rollout: Rollout, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, ranks counted over the engines; every worker that trains; and the driver, which corrects the
-    loss."""
+    loss. rollout: the plan's."""
     in_engine = tuple(sorted(VERL_PATCHES + (CPU_ROLLOUT_PATCHES if is_cpu else ())))
     in_trainer = tuple(sorted(VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())))
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
-    of_workers = [each for each in rollout.replicas for _ in range(rollout.tensor_parallel)]
+    schemes_of_workers = [scheme for scheme in rollout.replicas for _ in range(rollout.tensor_parallel)]
     return (
         *(
             ExpectedAttestation(
-                role="rollout", rank=rank, scheme=each.scheme, patches=in_engine, emulated=each.emulated
+                role="rollout",
+                rank=rank,
+                scheme=scheme,
+                patches=in_engine,
+                emulated=recipe.quantization.emulates(scheme),
             )
-            for rank, each in enumerate(of_workers)
+            for rank, scheme in enumerate(schemes_of_workers)
         ),
         *(
             ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=in_trainer)

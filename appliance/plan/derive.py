@@ -11,27 +11,27 @@ from appliance.corrections.objective import Aggregate, KlPlace
 from appliance.corrections.registry import METHODS, correction_of
 from appliance.guard.policy import Action
 from appliance.recipe.rules import shadow_sequences
-from appliance.recipe.schema import (
-    AlgorithmKind,
+from appliance.recipe.schema import Recipe
+from appliance.record.plan import Choice, EnginePlan, ShadowPlan, TrainerMemory, UaqPlan
+from appliance.settings.sections import (
+    Algorithm,
     Attention,
-    Backward,
+    Batch,
+    Checkpoint,
+    Correction,
     Forward,
-    OldLogProbsChoice,
-    Recipe,
+    Model,
+    Trainer,
 )
-from appliance.record.correction import CorrectionPlan, ShadowPlan
-from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, KlPlan, TrainerPlan, UaqPlan
-from appliance.settings.sections import Checkpoint, Lora
-from appliance.tasks.library import OWN, TINY_MODELS
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
-from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs
-from appliance.terms.shapes import Linear
+from appliance.terms.settings import Dtype, OldLogProbs
+from appliance.terms.shapes import Linear, ModelShape
 
 Value = TypeVar("Value", int, str, bool)
 
 SCALED_FOLDER = "scaled"
 _TOKENS_OF_AN_ENGINE_STEP = {True: 4096, False: 8192}  # by "is a CPU"
-_BUCKET_MIB = {True: 64, False: 512}  # by "is made on the spot", and tiny
+_BUCKET_MIB = {True: 64, False: 512}  # by "is tiny": all of its weights fit
 _ATTENTIONS = {
     Attention.AUTO: "ours: PyTorch's kernels for sequences that lie in a row, without padding",
     Attention.FLASH_ATTENTION_2: "as given: by the package flash-attn; `auto` needs none",
@@ -60,7 +60,7 @@ class Pace:
     sequences: int = 0
     """Sequences of one forward as an earlier attempt of the run had them, in place of the tokens; 0: there was none."""
     keeps_copies: bool = False
-    """As in TrainerPlan."""
+    """TrainerMemory's field of this name."""
 
 
 class Book:
@@ -99,61 +99,66 @@ def saves(asked: Checkpoint, *, steps: int) -> tuple[int, str]:
 def attention_of(recipe: Recipe) -> tuple[str, str]:
     """(transformers' name of it, why)."""
     asked = recipe.trainer.attention
-    return (ATTENTION_NAME if asked is Attention.AUTO else str(asked)), _ATTENTIONS[asked]
+    return asked.in_transformers, _ATTENTIONS[asked]
 
 
-def plan_trainer(recipe: Recipe, *, is_cpu: bool, attention: str, pace: Pace, book: Book) -> TrainerPlan:
-    one_flow = recipe.trainer.forward is Forward.ROLLOUT
-    if fp8_backward := recipe.trainer.backward is Backward.FP8_BLOCK:
+def plan_trainer(recipe: Recipe, *, is_cpu: bool, steps: int, book: Book) -> Trainer:
+    """The section with its steps and the source of its old log-probs; validations in BF16 are engines.py's."""
+    trainer = recipe.trainer
+    if trainer.fp8_backward:
         emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
-        book.note("trainer.backward", str(recipe.trainer.backward), f"as given{emulated}")
-    if recipe.trainer.dtype is Dtype.FP16:
-        book.note("trainer.dtype", recipe.trainer.dtype, _IN_FP16)
-    mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
-    why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
-    source = old_log_probs_of(recipe, mini_batch_prompts=mini, is_cpu=is_cpu)
-    return TrainerPlan(
-        attention=attention,
-        dtype=recipe.trainer.dtype,
-        one_flow=one_flow,
-        linears=recipe.trainer.forward is Forward.LINEARS,
-        fp8_backward=fp8_backward,
-        old_log_probs=book.note("trainer.old_log_probs", *source),
-        sequence_parallel=recipe.trainer.sequence_parallel,
-        offload_parameters=recipe.trainer.offload_parameters,
-        offload_optimizer=recipe.trainer.offload_optimizer,
+        book.note("trainer.backward", str(trainer.backward), f"as given{emulated}")
+    if trainer.dtype is Dtype.FP16:
+        book.note("trainer.dtype", trainer.dtype, _IN_FP16)
+    source = book.note("trainer.old_log_probs", *old_log_probs_of(recipe, is_cpu=is_cpu))
+    validate_every, _ = every(trainer.validate_every, steps=steps)
+    return trainer.replace(steps=steps, validate_every=validate_every, old_log_probs=source)
+
+
+def plan_trainer_memory(pace: Pace, *, book: Book) -> TrainerMemory:
+    return TrainerMemory(
         gradient_checkpointing=book.note("trainer.gradient_checkpointing", pace.gradient_checkpointing, pace.why),
         keeps_copies=pace.keeps_copies,
-        mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
-        micro_batch_sequences=book.note(
-            "batch.micro_batch_sequences", *micro_batch(recipe, mini_batch_prompts=mini, pace=pace)
-        ),
-        max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
-        gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
 
 
-def old_log_probs_of(recipe: Recipe, *, mini_batch_prompts: int, is_cpu: bool) -> tuple[OldLogProbs, str]:
+def plan_batch(recipe: Recipe, *, pace: Pace, book: Book) -> Batch:
+    """The section with its sizes, but for `max_tokens_per_gpu`, which may be off."""
+    batch = recipe.batch
+    why = "as given" if batch.mini_batch_prompts else "the whole step"
+    batch = batch.replace(
+        generation_prompts=batch.generation_prompts or batch.prompts_per_step,
+        mini_batch_prompts=book.note("batch.mini_batch_prompts", prompts_of_an_update(recipe), why),
+    )
+    sequences = book.note("batch.micro_batch_sequences", *micro_batch(recipe, pace=pace))
+    return batch.replace(micro_batch_sequences=sequences)
+
+
+def prompts_of_an_update(recipe: Recipe) -> int:
+    return recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
+
+
+def old_log_probs_of(recipe: Recipe, *, is_cpu: bool) -> tuple[OldLogProbs, str]:
     """(where a step's old log-probs come from, why)."""
     asked = recipe.trainer.old_log_probs
-    if asked is OldLogProbsChoice.ROLLOUT:
+    if asked is OldLogProbs.ROLLOUT:
         return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
-    if asked is OldLogProbsChoice.RECOMPUTE:
+    if asked is OldLogProbs.RECOMPUTE:
         return OldLogProbs.RECOMPUTE, "as given: a pass over the batch before the update"
-    if reason := why_a_pass(recipe, mini_batch_prompts=mini_batch_prompts, is_cpu=is_cpu):
+    if reason := why_a_pass(recipe, is_cpu=is_cpu):
         return OldLogProbs.RECOMPUTE, f"a pass over the batch before the update: {reason}"
     if recipe.trainer.forward is Forward.ROLLOUT:
         return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
     return OldLogProbs.UPDATE, _IN_UPDATE
 
 
-def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int, is_cpu: bool) -> str:
+def why_a_pass(recipe: Recipe, *, is_cpu: bool) -> str:
     """Say what needs old log-probs before a step's update, or needs others than that update's forward gives.
 
     Empty where nothing does."""
     method, lora = METHODS[recipe.correction.method], recipe.model.lora
     one_flow = recipe.trainer.forward is Forward.ROLLOUT
-    if mini_batch_prompts != recipe.batch.prompts_per_step:
+    if prompts_of_an_update(recipe) != recipe.batch.prompts_per_step:
         return "a step has several updates, and only the first one's forward is of the policy before them"
     if lora is not None and lora.dropout:
         return "an update's forward drops what `model.lora` says, and the policy does not"
@@ -172,36 +177,38 @@ def why_a_pass(recipe: Recipe, *, mini_batch_prompts: int, is_cpu: bool) -> str:
     return ""
 
 
-def micro_batch(recipe: Recipe, *, mini_batch_prompts: int, pace: Pace) -> tuple[int, str]:
+def micro_batch(recipe: Recipe, *, pace: Pace) -> tuple[int, str]:
     """The sequences of one forward of the trainer, and why: the recipe's, an earlier attempt's, or the largest divisor
     of a rank's share that fits the tokens."""
     if recipe.batch.micro_batch_sequences:
         return recipe.batch.micro_batch_sequences, "as given"
     if pace.sequences:
         return pace.sequences, pace.why
-    share = sequences_of_a_rank(recipe, mini_batch_prompts=mini_batch_prompts)
+    share = sequences_of_a_rank(recipe)
     fits = max(1, pace.forward_tokens // recipe.task.longest)
     why = f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
     return _largest_divisor(share, most=fits), why
 
 
-def sequences_of_a_rank(recipe: Recipe, *, mini_batch_prompts: int) -> int:
+def sequences_of_a_rank(recipe: Recipe) -> int:
     """Sequences of a mini-batch that one rank of the trainer has."""
-    return mini_batch_prompts * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
+    return prompts_of_an_update(recipe) * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
 
 
 def _largest_divisor(number: int, *, most: int) -> int:
     return next(each for each in range(min(most, number), 0, -1) if number % each == 0)
 
 
-def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
-    """device: one of DEVICES."""
-    is_cpu = device == CPU
+def plan_engine(recipe: Recipe, *, device: str, eager: bool, shape: ModelShape | None, book: Book) -> EnginePlan:
+    """Choose the sizes of an engine. device: one of DEVICES.  eager: as EnginePlan has it.  shape: of the model, None
+    where it is not known."""
+    is_cpu, is_tiny = device == CPU, shape is not None and shape.is_tiny
     most = USUAL_SEQUENCES_AT_ONCE if is_cpu else GPUS[device].sequences_at_once
     longest, sequences = recipe.task.longest, math.ceil(_sequences_of_a_step(recipe) / recipe.topology.engines)
     at_once = f"at most {most}" if sequences > most else "all"
     batched = max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu])
     return EnginePlan(
+        eager=eager,
         max_model_tokens=book.note("engine.max_model_tokens", longest, "longest prompt and longest response"),
         max_concurrent_sequences=book.note(
             "engine.max_concurrent_sequences",
@@ -211,8 +218,7 @@ def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
         max_batched_tokens=book.note(
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
         ),
-        chunked_prefill=recipe.rollout.chunked_prefill,
-        bucket_mib=_BUCKET_MIB[recipe.model.builtin in TINY_MODELS],
+        bucket_mib=_BUCKET_MIB[is_tiny],
     )
 
 
@@ -220,9 +226,9 @@ def _sequences_of_a_step(recipe: Recipe) -> int:
     return recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
 
 
-def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
-    """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
-    algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
+def plan_algorithm(recipe: Recipe, *, book: Book) -> Algorithm:
+    """The section with what its kind and its loss stand for."""
+    algorithm = recipe.algorithm
     spec = algorithm.loss.spec
     kind = f"algorithm.kind: {algorithm.kind}"
     for key, usual in algorithm.preset.items():
@@ -233,63 +239,44 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     for key, bound in algorithm.bounds.items():
         if getattr(algorithm, key) is None and key in spec.bounds and spec.source:
             book.note(f"algorithm.{key}", f"{bound:g}", spec.source)
-    kl = KlPlan(coefficient=algorithm.kl, estimator=algorithm.kl_estimator, place=algorithm.kl_in)
     if algorithm.kl:
         why = "the model at the start, beside the one that is trained: one more pass over each step's batch"
         book.note("reference", f"{algorithm.kl_estimator} in the {algorithm.kl_in}", why)
-    generated, most = 1, 0  # steps' worth of prompts at a time, prompts
-    if is_dapo:
+    if algorithm.filters:
         prompts = recipe.batch.prompts_per_step
         at_a_time = recipe.batch.generation_prompts or prompts
         why = f"x {prompts} prompts: verl fetches them one by one to replace those that say nothing (gen_batch_size 1)"
-        generated = book.note(
-            "algorithm.generation_batches", at_a_time // prompts, f"{why}, and holds at most so many in flight"
-        )
+        book.note("algorithm.generation_batches", at_a_time // prompts, f"{why}, and holds at most so many in flight")
         if batches := algorithm.max_generation_batches:
             why = (
                 f"{batches} x {at_a_time}: a step that needs more ends the run; verl 0.9.1 has no such limit, we count"
             )
-            most = book.note("algorithm.max_generated_prompts", batches * at_a_time, why)
-    return AlgorithmPlan(
-        kind=str(algorithm.kind),
-        dual_clip=algorithm.bounds["dual_clip"],
-        wrong_reward=-1.0 if is_dapo and recipe.task.kind != OWN else 0.0,
-        overlong_tokens=algorithm.overlong_tokens,
-        overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
-        generation_batches=generated,
-        max_generated_prompts=most,
-        advantage=algorithm.advantage,
-        aggregate=algorithm.aggregated,
-        kl=kl if algorithm.kl else None,
-        entropy_bonus=algorithm.entropy_bonus,
-    )
+            book.note("algorithm.max_generated_prompts", batches * at_a_time, why)
+    return algorithm.replace(aggregate=algorithm.aggregated, **algorithm.bounds)
 
 
-def plan_correction(recipe: Recipe, *, micro_batch_sequences: int, book: Book) -> CorrectionPlan:
-    """Noted is a limit that the recipe leaves to the method. micro_batch_sequences: of the trainer's forward."""
-    asked = recipe.correction
-    hold = correction_of(asked.method, cap=asked.cap, bounds=asked.bounds)
-    if asked.cap is None and hold.cap is not None:
-        book.note("correction.cap", f"{hold.cap:g}", hold.source)
-    if asked.bounds is None and hold.bounds is not None:
-        book.note("correction.bounds", f"[{hold.bounds[0]:g}, {hold.bounds[1]:g}]", hold.source)
-    shadow = None
-    if hold.has_shadow_pass:
-        sequences = shadow_sequences(recipe)
-        when = f"after step 1 and every {asked.shadow_every} steps"
-        why = f"{when}, {asked.shadow_fraction:g} of a step's {_sequences_of_a_step(recipe)}, equal on each rank"
-        book.note("correction.shadow", f"{sequences} sequences", why)
-        micro = _largest_divisor(sequences // recipe.topology.data_parallel, most=micro_batch_sequences)
-        shadow = ShadowPlan(every=asked.shadow_every, sequences=sequences, micro_batch_sequences=micro)
-    return CorrectionPlan(
-        method=asked.method,
-        cap=hold.cap,
-        bounds=hold.bounds,
-        clip_high=recipe.algorithm.clip.high,
-        clip_low=recipe.algorithm.clip.low,
-        loss=recipe.algorithm.loss,
-        shadow=shadow,
-    )
+def plan_correction(recipe: Recipe, *, book: Book) -> Correction:
+    """The section with the limits of its method. Noted is a limit that the recipe leaves to the method."""
+    correction = recipe.correction
+    method = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
+    if correction.cap is None and method.cap is not None:
+        book.note("correction.cap", f"{method.cap:g}", method.source)
+    if correction.bounds is None and method.bounds is not None:
+        book.note("correction.bounds", f"[{method.bounds[0]:g}, {method.bounds[1]:g}]", method.source)
+    return correction.replace(cap=method.cap, bounds=method.bounds)
+
+
+def plan_shadow(recipe: Recipe, *, batch: Batch, book: Book) -> ShadowPlan | None:
+    """None where the correction has no shadow pass. batch: the plan's."""
+    correction = recipe.correction
+    if not METHODS[correction.method].has_shadow_pass:
+        return None
+    sequences = shadow_sequences(recipe)
+    when = f"after step 1 and every {correction.shadow_every} steps"
+    why = f"{when}, {correction.shadow_fraction:g} of a step's {_sequences_of_a_step(recipe)}, equal on each rank"
+    book.note("correction.shadow", f"{sequences} sequences", why)
+    share = sequences // recipe.topology.data_parallel
+    return ShadowPlan(sequences=sequences, forward_sequences=_largest_divisor(share, most=batch.micro_batch_sequences))
 
 
 def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
@@ -302,13 +289,11 @@ def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
     return UaqPlan(scale=scale, folder=str(run_dir / SCALED_FOLDER))
 
 
-def plan_lora(recipe: Recipe, *, book: Book) -> Lora | None:
-    """None where all weights are trained."""
-    asked = recipe.model.lora
-    if asked is None:
-        return None
-    book.note("model.lora", f"rank {asked.rank}", "merged at each update of weights: engines see a model as any other")
-    return asked.replace(
-        alpha=asked.alpha or book.note("model.lora.alpha", asked.rank, "as the rank"),
-        targets=asked.targets or tuple(Linear),
-    )
+def plan_model(recipe: Recipe, *, book: Book) -> Model:
+    """The section with alpha and layers of its adapter, where it has one."""
+    lora = recipe.model.lora
+    if lora is None:
+        return recipe.model
+    book.note("model.lora", f"rank {lora.rank}", "merged at each update of weights: engines see a model as any other")
+    alpha = lora.alpha or book.note("model.lora.alpha", lora.rank, "as the rank")
+    return recipe.model.replace(lora=lora.replace(alpha=alpha, targets=lora.targets or tuple(Linear)))

@@ -25,8 +25,7 @@ from enum import StrEnum
 
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import BUILT_IN_MODELS
-from appliance.terms.devices import CPU, GPUS
-from appliance.terms.environment import KV_CACHE_VARIABLE
+from appliance.terms.devices import GPUS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import CPU_KV_BLOCK
 from appliance.terms.shapes import ModelShape
@@ -39,7 +38,7 @@ _SPARE_BLOCKS = 2  # vLLM's block for padding, and one more
 _COUNT = 4  # bytes per sequence and word: vLLM's V2 runner counts what was said, penalties or not
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight that is trained, FP32, shared by all ranks
 _FROZEN = 2  # bytes per weight that is not, BF16, shared by all ranks
-_COPY = 2  # bytes per weight, BF16, of those that compute during an update: `TrainerPlan.keeps_copies`
+_COPY = 2  # bytes per weight, BF16, of those that compute during an update: `TrainerMemory.keeps_copies`
 _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
@@ -89,7 +88,7 @@ class Moment:
 
 
 def is_estimated(plan: RunPlan, shape: ModelShape) -> bool:
-    return plan.device in GPUS and shape.is_dense
+    return plan.cluster.device in GPUS and shape.is_dense
 
 
 def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
@@ -97,21 +96,21 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
     be counted."""
     if not is_estimated(plan, shape):
         return ()
-    limit = GPUS[plan.device].memory_gib * GIB
+    limit = GPUS[plan.cluster.device].memory_gib * GIB
     rollout = _engine_awake(plan, shape, limit=limit)
     beside, certain = "trainer's state", {"certain": True}
     offloads = plan.trainer.offload_parameters
-    kept, whole = (_state(plan, shape, parameters=each) for each in (not offloads, True))
+    without_offloaded, whole = (_state(plan, shape, parameters=each) for each in (not offloads, True))
     largest = shape.vocab * shape.hidden  # weights of the embedding
     return (
-        Moment("rollout", (*rollout, Part(beside, kept, **certain), Part("CUDA", _CONTEXT)), limit),
+        Moment("rollout", (*rollout, Part(beside, without_offloaded, **certain), Part("CUDA", _CONTEXT)), limit),
         _update(plan, shape, limit=limit),
         Moment(
             "sync",
             (
                 Part("engine's weights", engine_weights(plan, shape), **certain),
-                Part(beside, whole if plan.lora else kept, **certain),
-                Part("weights on their way", _BUCKET + (2 * _FROZEN + (0 if plan.lora else _MASTER)) * largest),
+                Part(beside, whole if plan.model.lora else without_offloaded, **certain),
+                Part("weights on their way", _BUCKET + (2 * _FROZEN + (0 if plan.model.lora else _MASTER)) * largest),
                 Part("CUDA and the engine's graphs", 2 * _CONTEXT + _GRAPHS_ASLEEP),
             ),
             limit,
@@ -121,7 +120,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
             (
                 *rollout,
                 Part(beside, whole, **certain),
-                Part("the largest weight", 0 if plan.lora else _GATHERED * largest),
+                Part("the largest weight", 0 if plan.model.lora else _GATHERED * largest),
                 Part("CUDA", _CONTEXT),
             ),
             limit,
@@ -131,7 +130,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
 
 def _engine_awake(plan: RunPlan, shape: ModelShape, *, limit: int) -> tuple[Part, ...]:
     """It takes its share whatever it needs; what it needs may be more."""
-    share = int(plan.trainer.gpu_memory_utilization * limit)
+    share = int(plan.rollout.gpu_memory_utilization * limit)
     weights, counts = engine_weights(plan, shape), _counts(plan, shape)
     return (
         Part("engine's weights", weights, certain=True),
@@ -169,18 +168,18 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
 
 def trained_weights(plan: RunPlan, shape: ModelShape) -> int:
     """Number of those that have a gradient: all, or the adapter's."""
-    lora = plan.lora
+    lora = plan.model.lora
     return shape.adapter_weights(lora.rank, targets=lora.targets) if lora else shape.weights
 
 
 def _parameters(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes of what the trainer holds weights in, all ranks together."""
-    return _MASTER * trained_weights(plan, shape) + (_FROZEN * shape.weights if plan.lora else 0)
+    return _MASTER * trained_weights(plan, shape) + (_FROZEN * shape.weights if plan.model.lora else 0)
 
 
 def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
     """What the engine needs of its own share, with one sequence; None where nothing is known. vLLM takes no more."""
-    gpu = GPUS.get(plan.device)
+    gpu = GPUS.get(plan.cluster.device)
     if gpu is None or not shape.is_dense:
         return None
     parts = (
@@ -189,13 +188,13 @@ def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
         Part("counts for penalties", _counts(plan, shape)),
         Part("one sequence", one_sequence(plan, shape)),
     )
-    return Moment("engine", parts, int(plan.trainer.gpu_memory_utilization * gpu.memory_gib * GIB))
+    return Moment("engine", parts, int(plan.rollout.gpu_memory_utilization * gpu.memory_gib * GIB))
 
 
 def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes on one GPU, of the engine that has most; where that is reserved, in BF16."""
-    in_bf16 = plan.guard.reserve_bf16 or any(replica.emulated for replica in plan.rollout.replicas)
-    schemes = [Scheme.BF16] if in_bf16 else [replica.scheme for replica in plan.rollout.replicas]
+    in_bf16 = plan.guard.reserve_bf16 or plan.emulates
+    schemes = [Scheme.BF16] if in_bf16 else plan.rollout.replicas
     return max(_weights_in(scheme, plan, shape) for scheme in schemes)
 
 
@@ -207,7 +206,7 @@ def _weights_in(scheme: Scheme, plan: RunPlan, shape: ModelShape) -> int:
 def kv_cache_beside(plan: RunPlan, shape: ModelShape, *, schemes: Sequence[Scheme]) -> int:
     """Bytes of the KV cache of each of several engines that stand on one GPU at once, without a trainer: as in the run
     where there is room, for one sequence at least. plan, shape: of `is_estimated`."""
-    limit = GPUS[plan.device].memory_gib * GIB
+    limit = GPUS[plan.cluster.device].memory_gib * GIB
     *_, of_the_run = _engine_awake(plan, shape, limit=limit)
     others = sum(_weights_in(each, plan, shape) + _GRAPHS + _counts(plan, shape) + _CONTEXT for each in schemes)
     room = limit * _LARGEST_SHARE // 100 - others
@@ -228,17 +227,17 @@ def _activations(plan: RunPlan, shape: ModelShape) -> int:
     only what enters them."""
     tokens, queries = _tokens_of_a_forward(plan), (shape.heads + 2 * shape.kv_heads) * shape.head_size
     layer = 2 * tokens * (6 * shape.hidden + 2 * queries + 4 * shape.intermediate)
-    if plan.trainer.gradient_checkpointing:
+    if plan.trainer_memory.gradient_checkpointing:
         return 2 * tokens * shape.hidden * shape.layers + layer
     return layer * shape.layers
 
 
 def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes of what one forward of a rank keeps for its backward: activations, logits, and copies of weights."""
-    per_logit = _LOGITS_ON_CPU if plan.device == CPU else _LOGITS
-    copies, trainer = 0, plan.trainer
-    if trainer.keeps_copies:
-        dequantises = trainer.quantises and not trainer.fp8_backward
+    per_logit = _LOGITS_ON_CPU if plan.is_cpu else _LOGITS
+    copies = 0
+    if plan.trainer_memory.keeps_copies:
+        dequantises = plan.trainer.quantises and not plan.trainer.fp8_backward
         copies = _COPY * (shape.weights + (shape.linear_weights if dequantises else 0))
     return _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * per_logit + copies
 
@@ -248,20 +247,19 @@ def room_for_forward(plan: RunPlan, shape: ModelShape, *, host_memory: int) -> i
     known. host_memory: of each host, in bytes; on a GPU its own counts instead."""
     if not shape.is_dense:
         return None
-    if plan.device == CPU:
+    if plan.is_cpu:
         rest = peak(plan, shape) - _largest_of_trainer(plan, shape)
-        return (host_memory * plan.nodes - rest) // plan.topology.gpus
-    if plan.device not in GPUS:
+        return (host_memory * plan.cluster.nodes - rest) // plan.topology.gpus
+    if plan.cluster.device not in GPUS:
         return None
-    update = _update(plan, shape, limit=GPUS[plan.device].memory_gib * GIB)
+    update = _update(plan, shape, limit=GPUS[plan.cluster.device].memory_gib * GIB)
     return update.limit - update.size + forward_bytes(plan, shape)
 
 
 def _tokens_of_a_forward(plan: RunPlan) -> int:
     """T: what one GPU has of a packed forward at most."""
-    trainer = plan.trainer
-    of_all = trainer.micro_batch_sequences * plan.task.longest // trainer.sequence_parallel
-    return trainer.max_tokens_per_gpu or of_all
+    of_all = plan.batch.micro_batch_sequences * plan.task.longest // plan.trainer.sequence_parallel
+    return plan.batch.max_tokens_per_gpu or of_all
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
@@ -269,11 +267,11 @@ def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
     is the base), and LoRA's copy while weights are sent."""
     state = _parameters(plan, shape) if plan.trainer.offload_parameters else 0
     state += _ADAM * trained_weights(plan, shape) if plan.trainer.offload_optimizer else 0
-    if plan.lora:
+    if plan.model.lora:
         state += _FROZEN * shape.weights
-    elif plan.algorithm.kl is not None:
+    elif plan.algorithm.kl:
         state += _REFERENCE * shape.weights
-    return state // plan.nodes
+    return state // plan.cluster.nodes
 
 
 class Role(StrEnum):
@@ -293,20 +291,21 @@ _BESIDE_WEIGHTS = 6  # bytes per weight that an engine without a GPU holds besid
 def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
     """found: by the model's config.json; None where the sizes are not known, or cannot be counted, or on a GPU."""
     shape = BUILT_IN_MODELS[plan.model.builtin].shape if plan.model.builtin else found
-    return shape if plan.device == CPU and shape is not None and shape.is_dense else None
+    return shape if plan.is_cpu and shape is not None and shape.is_dense else None
 
 
-def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
+def memory_by_role(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Bytes of all processes of each role, on all hosts together, without a GPU."""
     ranks = plan.topology.gpus  # of the trainer, and as many of engines
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
-    state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0
+    state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.model.lora else 0
     beside = _BESIDE_WEIGHTS * shape.weights // plan.rollout.tensor_parallel
     engine = _BASE[Role.ENGINE] + kv_cache_bytes(plan, shape) + engine_weights(plan, shape) + beside
+    merged = _FROZEN * shape.weights if plan.model.lora else 0  # `model/`, by the driver
     return {
         Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + _largest_of_trainer(plan, shape),
         Role.ENGINE: ranks * engine,
-        Role.DRIVER: _BASE[Role.DRIVER] + (_FROZEN * shape.weights if plan.lora else 0),  # `model/` is merged in it
+        Role.DRIVER: _BASE[Role.DRIVER] + merged,
         Role.SERVICES: _BASE[Role.SERVICES],
     }
 
@@ -317,37 +316,32 @@ def _largest_of_trainer(plan: RunPlan, shape: ModelShape) -> int:
     forward = forward_bytes(plan, shape)
     if plan.trainer.quantises:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
-    return max(plan.topology.gpus * forward, (_FROZEN if plan.lora else _GATHERED) * shape.weights)
+    return max(plan.topology.gpus * forward, (_FROZEN if plan.model.lora else _GATHERED) * shape.weights)
 
 
 def peak(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes of all roles, without a GPU."""
-    return sum(held(plan, shape).values())
+    return sum(memory_by_role(plan, shape).values())
 
 
 def kv_cache_blocks(plan: RunPlan, shape: ModelShape) -> int | None:
     """Blocks that all sequences of an engine on a CPU need when none shares a prompt; None where `rollout.kv_cache_gb`
     has no room for them, and elsewhere. Also for models with two kinds of attention, whose layers take blocks for each
     kind, and with tools: between its turns a conversation is kept in blocks that nothing needs."""
-    if plan.device != CPU or shape.partial_window or plan.task.tools:
+    if not plan.is_cpu or shape.partial_window or plan.task.tools:
         return None
     blocks = plan.engine.max_concurrent_sequences * -(-plan.engine.max_model_tokens // CPU_KV_BLOCK) + _SPARE_BLOCKS
-    return blocks if blocks * _block_bytes(plan, shape) < _kv_cache_gib(plan) * GIB else None
+    return blocks if blocks * _block_bytes(plan, shape) < plan.rollout.kv_cache_gb * GIB else None
 
 
 def kv_cache_bytes(plan: RunPlan, shape: ModelShape) -> int:
     """Of an engine's worker on a CPU: vLLM fills it with zeros at its start, so all of it is held from then on."""
     blocks = kv_cache_blocks(plan, shape)
-    return _kv_cache_gib(plan) * GIB if blocks is None else blocks * _block_bytes(plan, shape)
+    return plan.rollout.kv_cache_gb * GIB if blocks is None else blocks * _block_bytes(plan, shape)
 
 
 def _block_bytes(plan: RunPlan, shape: ModelShape) -> int:
     return CPU_KV_BLOCK * shape.kv_bytes_per_token // max(1, min(plan.rollout.tensor_parallel, shape.kv_heads))
-
-
-def _kv_cache_gib(plan: RunPlan) -> int:
-    """The most that an engine's worker on a CPU has."""
-    return int(dict(plan.env).get(KV_CACHE_VARIABLE, 0))
 
 
 Shortage = Callable[[RunPlan], int]  # bytes that are missing
@@ -400,28 +394,29 @@ def _offload(plan: RunPlan, what: str) -> Iterator[Changed]:
 
 def _less_for_the_engine(plan: RunPlan) -> Iterator[Changed]:
     for percent in range(_LARGEST_SHARE, _SMALLEST_SHARE - 1, -_STEP_OF_SHARE):
-        if (share := percent / 100) < plan.trainer.gpu_memory_utilization:
-            trainer = plan.trainer.replace(gpu_memory_utilization=share)
-            yield plan.replace(trainer=trainer), f"rollout.gpu_memory_utilization: {share:g}"
+        if (share := percent / 100) < plan.rollout.gpu_memory_utilization:
+            rollout = plan.rollout.replace(gpu_memory_utilization=share)
+            yield plan.replace(rollout=rollout), f"rollout.gpu_memory_utilization: {share:g}"
 
 
 def _on_more_ranks(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
     """One sequence of full length per forward, on one GPU or more."""
     for sharing in _SHARINGS:
         tokens = -(-plan.task.longest // sharing)
-        divides = not (plan.gpus_per_node % sharing or shape.heads % sharing)
+        divides = not (plan.cluster.gpus_per_node % sharing or shape.heads % sharing)
         if divides and sharing >= plan.trainer.sequence_parallel and tokens < _tokens_of_a_forward(plan):
-            trainer = plan.trainer.replace(sequence_parallel=sharing, max_tokens_per_gpu=tokens)
+            trainer = plan.trainer.replace(sequence_parallel=sharing)
+            batch = plan.batch.replace(max_tokens_per_gpu=tokens)
             shared = "" if sharing == plan.trainer.sequence_parallel else f"trainer.sequence_parallel: {sharing}, "
-            instead = "" if plan.trainer.max_tokens_per_gpu else f"{_MICRO_BATCH}: null, "
-            yield plan.replace(trainer=trainer), f"{shared}{instead}{_PACKED_TO}: {tokens}"
+            instead = "" if plan.batch.max_tokens_per_gpu else f"{_MICRO_BATCH}: null, "
+            yield plan.replace(trainer=trainer, batch=batch), f"{shared}{instead}{_PACKED_TO}: {tokens}"
 
 
 def _more_gpus(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
     """Up to eight in one host; an engine of its own takes as many as its weights need, or less memory of each."""
     for gpus in _SHARINGS:
-        more, text = plan.replace(gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"
-        if gpus > plan.gpus_per_node and not shape.heads % gpus and _shares_out(more):
+        more, text = plan.replace(cluster=plan.cluster.replace(gpus_per_node=gpus)), f"cluster.gpus_per_node: {gpus}"
+        if gpus > plan.cluster.gpus_per_node and not shape.heads % gpus and _shares_out(more):
             shared = more.replace(rollout=plan.rollout.replace(tensor_parallel=gpus))
             is_one = len(set(plan.rollout.replicas)) == 1  # of several schemes each needs an engine
             for changed, said in ((more, text), *([(shared, f"{text}, rollout.tensor_parallel: {gpus}")] * is_one)):
@@ -432,19 +427,18 @@ def _more_gpus(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
 def _shares_out(plan: RunPlan) -> bool:
     """Whether each GPU has the same number of a step's sequences, and each data-parallel rank of an update's."""
     samples, topology = plan.rollout.samples_per_prompt, plan.topology
-    mini = plan.trainer.mini_batch_prompts * samples
-    return not (plan.prompts_per_step * samples % topology.gpus or mini % topology.data_parallel)
+    mini = plan.batch.mini_batch_prompts * samples
+    return not (plan.batch.prompts_per_step * samples % topology.gpus or mini % topology.data_parallel)
 
 
 def _smaller_cache(plan: RunPlan) -> Iterator[Changed]:
-    for gib in range(_kv_cache_gib(plan) - 1, 0, -1):
-        env = {**dict(plan.env), KV_CACHE_VARIABLE: str(gib)}
-        yield plan.replace(env=tuple(env.items())), f"rollout.kv_cache_gb: {gib}"
+    for gib in range(plan.rollout.kv_cache_gb - 1, 0, -1):
+        yield plan.replace(rollout=plan.rollout.replace(kv_cache_gb=gib)), f"rollout.kv_cache_gb: {gib}"
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Changed]:
-    size, is_packed = plan.trainer.micro_batch_sequences, plan.trainer.max_tokens_per_gpu is not None
+    size, is_packed = plan.batch.micro_batch_sequences, plan.batch.max_tokens_per_gpu is not None
     instead = f"{_PACKED_TO}: null, " if is_packed else ""
     for smaller in (each for each in range(size if is_packed else size - 1, 0, -1) if size % each == 0):
-        trainer = plan.trainer.replace(micro_batch_sequences=smaller, max_tokens_per_gpu=None)
-        yield plan.replace(trainer=trainer), f"{instead}{_MICRO_BATCH}: {smaller}"
+        batch = plan.batch.replace(micro_batch_sequences=smaller, max_tokens_per_gpu=None)
+        yield plan.replace(batch=batch), f"{instead}{_MICRO_BATCH}: {smaller}"

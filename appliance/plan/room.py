@@ -10,43 +10,49 @@ estimate is by rule of thumb. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from appliance.plan.derive import Pace, micro_batch, sequences_of_a_rank
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, forward_bytes, room_for_forward
 from appliance.recipe.schema import Recipe
-from appliance.record.plan import RunPlan
+from appliance.record.plan import RunPlan, TrainerMemory
 from appliance.terms.shapes import ModelShape
 
 _SHARE = 2  # the forward has one part of so many of what is free
 _TOKENS = (16384, 8192, 4096, 2048)  # of a forward that keeps its activations
 _TOKENS_OF_THE_CAREFUL = 4096  # of one that does not, or whose memory is not known
-UNKNOWN = Pace(True, _TOKENS_OF_THE_CAREFUL, "activations are recomputed: less memory, a third more time")
+_RECOMPUTED = "activations are recomputed, a third more time"
+UNKNOWN = Pace(True, _TOKENS_OF_THE_CAREFUL, _RECOMPUTED)
 
 
 def choose_pace(recipe: Recipe, draft: RunPlan, *, shape: ModelShape | None, host: HostFacts) -> Pace:
     """draft: the plan with any pace.  shape: of its model, None where it is not known."""
     free = room_for_forward(draft, shape, host_memory=host.memory_bytes) if shape else None
     if shape is None or free is None:
-        return UNKNOWN
+        return replace(UNKNOWN, why=f"{_RECOMPUTED}: {_why_not_estimated(shape)}")
     most = max(0, free) // _SHARE
     for trial, tokens in _paces(recipe, draft):
         if (needed := forward_bytes(trial, shape)) <= most:
             why = f"a forward keeps {needed / GIB:.1f} GiB, at most half of the {free / GIB:.1f} that the rest leaves"
-            return Pace(False, tokens, why, keeps_copies=trial.trainer.keeps_copies)
+            return Pace(False, tokens, why, keeps_copies=trial.trainer_memory.keeps_copies)
     left = f"half of the {max(0, free) / GIB:.1f} GiB that the rest leaves"
-    why = f"activations are recomputed, a third more time: {left} is too little to keep them"
+    why = f"{_RECOMPUTED}: {left} is too little to keep them"
     return Pace(True, _TOKENS_OF_THE_CAREFUL, why)
 
 
-def keep_pace(recipe: Recipe, draft: RunPlan, *, before: Pace | None) -> Pace | None:
+def _why_not_estimated(shape: ModelShape | None) -> str:
+    if shape is not None and shape.has_experts:
+        return "the memory of a forward through experts is not estimated"
+    return "the model's sizes are not known, so its memory is not estimated"
+
+
+def keep_pace(recipe: Recipe, *, before: Pace | None) -> Pace | None:
     """The pace of the run's attempt before, so that every step is as without a kill, whatever memory there is by now
     and whatever is known of the model. None where there is none to keep: where it was not recorded, or `--force` has
     changed the batch, so that its sequences do not share it out.
-
-    draft: as in choose_pace.
     """
-    share = sequences_of_a_rank(recipe, mini_batch_prompts=draft.trainer.mini_batch_prompts)
+    share = sequences_of_a_rank(recipe)
     return before if before is not None and share % max(1, before.sequences) == 0 else None
 
 
@@ -54,6 +60,6 @@ def _paces(recipe: Recipe, draft: RunPlan) -> Iterator[tuple[RunPlan, int]]:
     keeps_copies = draft.is_cpu and draft.topology.gpus == 1
     for tokens in _TOKENS:
         pace = Pace(False, tokens, "")
-        micro, _ = micro_batch(recipe, mini_batch_prompts=draft.trainer.mini_batch_prompts, pace=pace)
-        changed = {"gradient_checkpointing": False, "micro_batch_sequences": micro, "keeps_copies": keeps_copies}
-        yield draft.replace(trainer=draft.trainer.replace(**changed)), tokens
+        sequences, _ = micro_batch(recipe, pace=pace)
+        memory = TrainerMemory(gradient_checkpointing=False, keeps_copies=keeps_copies)
+        yield draft.replace(trainer_memory=memory, batch=draft.batch.replace(micro_batch_sequences=sequences)), tokens

@@ -9,15 +9,17 @@ from itertools import cycle
 
 from appliance.finding import Finding, fault
 from appliance.guard.policy import Action
+from appliance.plan.derive import why_a_pass
 from appliance.plan.engines import layers_with_experts
 from appliance.plan.host import HostFacts
 from appliance.plan.model_source import hub_name
 from appliance.recipe.rules import broken_on_cpu, broken_without_profile
-from appliance.recipe.schema import Backward, Forward, Recipe, SchemeChoice
+from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Backward, Forward
 from appliance.terms.devices import AUTO, CPU, GPUS, gpu_of_product
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Dtype
+from appliance.terms.settings import Dtype, OldLogProbs
 
 HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _BF16 = "use `bf16`"
@@ -26,14 +28,15 @@ _BF16 = "use `bf16`"
 def judge_plan(recipe: Recipe, plan: RunPlan, *, host: HostFacts) -> list[Finding]:
     """Every fault of the recipe that its plan shows, each with the place where the user wrote it. recipe: one that
     breaks no rule of recipe/rules.py.  host: that the plan was made for."""
+    # An unknown GPU has another one in its place in the plan, whose kernels say nothing of it.
+    of_the_device = (_automatic_scheme, _forward, _finer_schemes) if not unknown_gpu(recipe, host) else ()
     findings = [
         *_unknown_gpu(recipe, host),
         *_revision(recipe),
         *_automatic_device(recipe, plan),
-        *_automatic_scheme(recipe, plan),
-        *_forward(recipe, plan),
-        *_finer_schemes(recipe, plan),
-        *(faults_of_experts(plan) if layers_with_experts(plan.model) else ()),
+        *_old_log_probs(recipe, plan),
+        *(finding for rule in of_the_device for finding in rule(recipe, plan)),
+        *(faults_of_experts(plan) if layers_with_experts(plan.weights) else ()),
     ]
     return [recipe.placed(finding) for finding in findings]
 
@@ -58,20 +61,28 @@ def _revision(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _automatic_device(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    if recipe.cluster.device == AUTO and plan.device == CPU:  # a device that is named is judged without a plan
+    if recipe.cluster.device == AUTO and plan.is_cpu:  # a device that is named is judged without a plan
         yield from broken_on_cpu(recipe)
+
+
+def _old_log_probs(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    """An update that cannot give the old log-probs, though the recipe wants them from it."""
+    if recipe.trainer.old_log_probs is not OldLogProbs.UPDATE or plan.trainer.old_log_probs is OldLogProbs.UPDATE:
+        return
+    reason = why_a_pass(recipe, is_cpu=plan.is_cpu) or "the engines' are the trainer's own in one flow"
+    yield fault(("trainer.old_log_probs",), f"`update` cannot give them: {reason}", "use `auto`")
 
 
 def _automatic_scheme(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     """What `rollout.scheme: auto` has found does not go with; a scheme that is named is judged without a plan."""
-    asked, engines = recipe.rollout.schemes, plan.rollout.replicas
-    if SchemeChoice.AUTO not in asked:
+    asked, schemes = recipe.rollout.schemes, plan.rollout.replicas
+    if AUTO not in asked:
         return
-    yield from broken_without_profile(recipe, schemes=[engine.scheme for engine in engines])
-    automatic = {engine.scheme for engine, choice in zip(engines, cycle(asked)) if choice is SchemeChoice.AUTO}
+    yield from broken_without_profile(recipe, schemes=schemes)
+    automatic = {scheme for scheme, choice in zip(schemes, cycle(asked)) if choice == AUTO}
     for scheme in automatic:
         if recipe.trainer.dtype is Dtype.FP16 and not scheme.spec.in_fp16:
-            message = f"`auto` is `{scheme}` on {plan.device}, which engines have in BF16 alone"
+            message = f"`auto` is `{scheme}` on {plan.cluster.device}, which engines have in BF16 alone"
             keys = ("rollout.replicas" if recipe.rollout.replicas else "rollout.scheme", "trainer.dtype")
             yield fault(keys, message, "use `int8`, or `bf16`, or trainer.dtype: bf16")
 
@@ -82,16 +93,16 @@ def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
     if forward is Forward.BF16:
         return
-    if plan.device != CPU and forward is not Forward.ROLLOUT:
+    if not plan.is_cpu and forward is not Forward.ROLLOUT:
         yield fault(key, f"`{forward}` runs on a CPU only", _BF16)
         return
-    if plan.device != CPU and plan.rollout.leaves_words_out:
+    if not plan.is_cpu and plan.rollout.leaves_words_out:
         name, usual = ("rollout.top_p", "1.0") if plan.rollout.top_p < 1 else ("rollout.top_k", "0")
         message = f"with `{forward}` engines on a GPU do not report which words a token was drawn from"
         yield fault((name, "trainer.forward"), message, f"use {usual}, or trainer.forward: bf16")
-    if plan.device != CPU and plan.rollout.emulated:
+    if not plan.is_cpu and plan.emulates:
         yield fault(key, f"`{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")
-    if scheme is Scheme.FP8_BLOCK and not _has_block_kernel(plan.device):
+    if scheme is Scheme.FP8_BLOCK and not _has_block_kernel(plan.cluster.device):
         yield fault(key, f"`{forward}` has a kernel of `fp8-block` on Hopper only", _BF16)
         if in_fp8:
             yield fault(("trainer.backward", "cluster.device"), "`fp8-block` has a kernel on Hopper only", _BF16)
@@ -109,7 +120,7 @@ def _finer_schemes(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     if forward is Forward.BF16 or Action.RAISE_PRECISION not in plan.guard.actions:
         return
     for scheme in plan.rollout.scheme.spec.finer:
-        has_kernel = scheme is not Scheme.FP8_BLOCK or _has_block_kernel(plan.device)
+        has_kernel = scheme is not Scheme.FP8_BLOCK or _has_block_kernel(plan.cluster.device)
         if not (has_kernel and forward.knows(scheme)):
             message = f"`raise-precision` leads to `{scheme}`, which `{forward}` cannot compute here"
             remedy = "leave it out, or use trainer.forward: bf16"
@@ -124,10 +135,9 @@ def _has_block_kernel(device: str) -> bool:
 def faults_of_experts(plan: RunPlan) -> Iterator[Finding]:
     """What a model with experts does not go with. Preflight asks again when it has seen the config.json of a model of
     the hub."""
-    forward = Forward.ROLLOUT if plan.trainer.one_flow else Forward.LINEARS
-    if plan.lora:
+    if plan.model.lora:
         yield fault(("model.lora",), "this model has experts, whose weights are no linear layers", "set it to null")
     if plan.trainer.dtype is Dtype.FP16:
         yield fault(("trainer.dtype",), "engines have experts in BF16 alone", _BF16)
     if plan.trainer.quantises:
-        yield fault(("trainer.forward",), f"`{forward}` does not know experts", _BF16)
+        yield fault(("trainer.forward",), f"`{plan.trainer.forward}` does not know experts", _BF16)

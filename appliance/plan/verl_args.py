@@ -88,7 +88,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     Never verl's own search for a checkpoint: it crashes on an empty tracker file and starts anew on one that names no
     folder. A step that is resumed from was validated, where it was due, before it was saved.
     """
-    trainer, optimizer, rollout, lora = plan.trainer, plan.optimizer, plan.rollout, plan.lora
+    trainer, batch, optimizer, rollout, lora = plan.trainer, plan.batch, plan.optimizer, plan.rollout, plan.model.lora
     correction = "algorithm.rollout_correction"
     sleeps = not plan.is_cpu  # vLLM's sleep mode frees GPU memory
     one_process = plan.is_cpu and rollout.tensor_parallel == 1  # a worker of its own costs 6 s and 0.6 GB
@@ -109,22 +109,22 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ]
     return [
         ("algorithm.adv_estimator", ESTIMATORS[plan.algorithm.advantage]),
-        ("algorithm.use_kl_in_reward", _kl_in(plan) is KlPlace.REWARD),
+        ("algorithm.use_kl_in_reward", plan.algorithm.kl_place is KlPlace.REWARD),
         ("algorithm.filter_groups.enable", plan.algorithm.filters),
         ("algorithm.filter_groups.metric", FILTER_METRIC),
-        ("algorithm.filter_groups.max_inflight_gen_batches", plan.algorithm.generation_batches),
+        ("algorithm.filter_groups.max_inflight_gen_batches", plan.generation_batches),
         (f"{correction}.rollout_is", None),
         (f"{correction}.rollout_is_threshold", None),
         (f"{correction}.rollout_is_batch_normalize", False),
         (f"{correction}.rollout_rs", None),
         (f"{correction}.rollout_rs_threshold", None),
         (f"{correction}.bypass_mode", trainer.old_log_probs is not OldLogProbs.RECOMPUTE),
-        ("data.train_files", glob.escape(plan.task.train_parquet)),  # `datasets` takes a path for a pattern
-        ("data.val_files", glob.escape(plan.task.val_parquet)),
-        ("data.train_batch_size", plan.prompts_per_step),
+        ("data.train_files", glob.escape(plan.task_files.train_parquet)),  # `datasets` takes a path for a pattern
+        ("data.val_files", glob.escape(plan.task_files.val_parquet)),
+        ("data.train_batch_size", plan.batch.prompts_per_step),
         ("data.max_prompt_length", plan.task.max_prompt_tokens),
         ("data.max_response_length", plan.task.max_response_tokens),
-        ("data.truncation", "left" if plan.task.truncate_prompts else "error"),
+        ("data.truncation", "left" if plan.task.truncates_prompts else "error"),
         ("data.seed", plan.seed),
         ("data.shuffle", True),
         ("data.validation_shuffle", False),
@@ -134,13 +134,13 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{MODEL}.trust_remote_code", plan.model.trust_remote_code),
         (f"{MODEL}.use_remove_padding", True),
         (f"{MODEL}.use_fused_kernels", trainer.one_flow),  # log-probs come from the model, not from logits
-        (f"{MODEL}.enable_gradient_checkpointing", trainer.gradient_checkpointing),
-        (f"+{MODEL}.override_config.attn_implementation", trainer.attention),
+        (f"{MODEL}.enable_gradient_checkpointing", plan.trainer_memory.gradient_checkpointing),
+        (f"+{MODEL}.override_config.attn_implementation", trainer.attention.in_transformers),
         (f"+{MODEL}.override_config.model_config", {}),  # else that name goes into the trained model's config.json
         *adapter,
         (f"{ACTOR}.strategy", "fsdp2"),
         (f"{REFERENCE}.strategy", "fsdp2"),
-        (f"{ACTOR}.use_kl_loss", _kl_in(plan) is KlPlace.LOSS),
+        (f"{ACTOR}.use_kl_loss", plan.algorithm.kl_place is KlPlace.LOSS),
         (f"{ACTOR}.use_torch_compile", not plan.is_cpu),
         (f"{ACTOR}.fsdp_config.use_torch_compile", not plan.is_cpu),
         # In FP32: what is not compiled rounds each step to BF16, which is percents of an entropy.
@@ -148,19 +148,19 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size", _ENTROPY_AT_ONCE),
         (f"{ACTOR}.fsdp_config.seed", plan.seed),
         (f"{ACTOR}.data_loader_seed", plan.seed),
-        (f"{ACTOR}.policy_loss.loss_mode", LOSS_MODES[plan.correction.loss]),
-        (f"{ACTOR}.clip_ratio_low", plan.correction.clip_low),
-        (f"{ACTOR}.clip_ratio_high", plan.correction.clip_high),
+        (f"{ACTOR}.policy_loss.loss_mode", LOSS_MODES[plan.algorithm.loss]),
+        (f"{ACTOR}.clip_ratio_low", plan.algorithm.clip_low),
+        (f"{ACTOR}.clip_ratio_high", plan.algorithm.clip_high),
         (f"{ACTOR}.clip_ratio_c", plan.algorithm.dual_clip),
         (f"{ACTOR}.loss_agg_mode", AGGREGATES[plan.algorithm.aggregate]),
         (f"{ACTOR}.entropy_coeff", plan.algorithm.entropy_bonus),
         *_where_asked(plan),
         (f"{ACTOR}.fsdp_config.param_offload", trainer.offload_parameters),
         (f"{ACTOR}.fsdp_config.optimizer_offload", trainer.offload_optimizer),
-        (f"{ACTOR}.ppo_mini_batch_size", trainer.mini_batch_prompts),
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", trainer.micro_batch_sequences),
-        (f"{ACTOR}.use_dynamic_bsz", trainer.max_tokens_per_gpu is not None),
-        (f"{ACTOR}.ppo_max_token_len_per_gpu", trainer.max_tokens_per_gpu or plan.engine.max_batched_tokens),
+        (f"{ACTOR}.ppo_mini_batch_size", batch.mini_batch_prompts),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", batch.micro_batch_sequences),
+        (f"{ACTOR}.use_dynamic_bsz", batch.max_tokens_per_gpu is not None),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", batch.max_tokens_per_gpu or plan.engine.max_batched_tokens),
         (f"{ACTOR}.ulysses_sequence_parallel_size", trainer.sequence_parallel),
         (f"{ACTOR}.optim.lr", optimizer.learning_rate),
         (f"{ACTOR}.optim.weight_decay", optimizer.weight_decay),
@@ -175,11 +175,11 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ROLLOUT}.seed", plan.seed),
         (f"{ROLLOUT}.calculate_log_probs", True),
         (f"{ROLLOUT}.logprobs_mode", "processed_logprobs"),  # after temperature, as the trainer's
-        (f"{ROLLOUT}.enable_chunked_prefill", plan.engine.chunked_prefill),
-        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", trainer.micro_batch_sequences),
+        (f"{ROLLOUT}.enable_chunked_prefill", rollout.chunked_prefill),
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", batch.micro_batch_sequences),
         (f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_parallel),
-        (f"{ROLLOUT}.gpu_memory_utilization", trainer.gpu_memory_utilization),
-        (f"{ROLLOUT}.enforce_eager", rollout.eager),
+        (f"{ROLLOUT}.gpu_memory_utilization", rollout.gpu_memory_utilization),
+        (f"{ROLLOUT}.enforce_eager", plan.engine.eager),
         (f"{ROLLOUT}.free_cache_engine", sleeps),
         (f"+{ROLLOUT}.enable_sleep_mode", sleeps),
         (f"{ROLLOUT}.load_format", LOAD_FORMAT),
@@ -193,18 +193,18 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"+{VLLM}.distributed_executor_backend", "uni" if one_process else "mp"),
         ("reward.num_workers", 0),  # trainer/rollouts.py scores where the samples arrive
         ("trainer.device", "cpu" if plan.is_cpu else "cuda"),
-        ("trainer.nnodes", plan.nodes),
-        ("trainer.n_gpus_per_node", plan.gpus_per_node),
+        ("trainer.nnodes", plan.cluster.nodes),
+        ("trainer.n_gpus_per_node", plan.cluster.gpus_per_node),
         ("trainer.logger", list(plan.logging.backends)),
         ("trainer.project_name", "appliance"),
         ("trainer.experiment_name", plan.name),
-        ("trainer.total_training_steps", plan.steps),
-        ("trainer.total_epochs", plan.steps),  # an epoch is a step at least: `steps` decides
-        ("trainer.test_freq", plan.validate_every),
+        ("trainer.total_training_steps", trainer.steps),
+        ("trainer.total_epochs", trainer.steps),  # an epoch is a step at least: `steps` decides
+        ("trainer.test_freq", trainer.validate_every),
         ("trainer.save_freq", -1),  # trainer/checkpoints.py saves, when a step's metrics are written
         ("trainer.default_local_dir", str(Path(plan.run_dir) / "checkpoints")),
         ("transfer_queue.backend.SimpleStorage.num_data_storage_units", STORAGE_UNITS[plan.is_cpu]),
-        ("trainer.val_before_train", plan.validate_before and not plan.resume_from),
+        ("trainer.val_before_train", trainer.validate_before and not plan.resume_from),
         *([(f"+{VLLM}.block_size", CPU_KV_BLOCK)] if plan.is_cpu else []),
         *resume,
     ]
@@ -217,44 +217,40 @@ def _blocks(plan: RunPlan) -> list[tuple[str, Value]]:
     return [] if blocks is None else [(f"+{VLLM}.num_gpu_blocks_override", blocks)]
 
 
-def _kl_in(plan: RunPlan) -> KlPlace | None:
-    return plan.algorithm.kl.place if plan.algorithm.kl else None
-
-
 def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     """Keys of which verl's default holds where the recipe asks for nothing else. One that stays is the reference's
     FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
-    found: list[tuple[str, Value]] = []
+    settings: list[tuple[str, Value]] = []
     if plan.rollout.leaves_words_out:
-        found.append((f"{ROLLOUT}.top_k", plan.rollout.top_k or -1))
-        found.append((f"+{VLLM}.return_sampling_mask", True))
+        settings.append((f"{ROLLOUT}.top_k", plan.rollout.top_k or -1))
+        settings.append((f"+{VLLM}.return_sampling_mask", True))
     if plan.rollout.top_log_probs:
-        found.append((f"+{VLLM}.max_logprobs", plan.rollout.top_log_probs))
+        settings.append((f"+{VLLM}.max_logprobs", plan.rollout.top_log_probs))
     if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16
         roles = [ACTOR, *([REFERENCE] if kl else [])]
-        found += [(f"+{role}.fsdp_config.mixed_precision", {"param_dtype": "fp16"}) for role in roles]
-        found.append((f"{ROLLOUT}.dtype", plan.trainer.dtype.in_torch))
+        settings += [(f"+{role}.fsdp_config.mixed_precision", {"param_dtype": "fp16"}) for role in roles]
+        settings.append((f"{ROLLOUT}.dtype", plan.trainer.dtype.in_torch))
     if algorithm.advantage is Advantage.DR_GRPO:
-        found.append(("algorithm.norm_adv_by_std_in_grpo", False))
+        settings.append(("algorithm.norm_adv_by_std_in_grpo", False))
     if algorithm.aggregate is Aggregate.CONSTANT:  # without it verl divides by the longest of a micro-batch
-        found.append((f"{ACTOR}.loss_scale_factor", plan.task.max_response_tokens))
-    if kl and kl.place is KlPlace.LOSS:
-        found += [(f"{ACTOR}.kl_loss_coef", kl.coefficient), (f"{ACTOR}.kl_loss_type", str(kl.estimator))]
+        settings.append((f"{ACTOR}.loss_scale_factor", plan.task.max_response_tokens))
+    if algorithm.kl_place is KlPlace.LOSS:
+        settings += [(f"{ACTOR}.kl_loss_coef", kl), (f"{ACTOR}.kl_loss_type", str(algorithm.kl_estimator))]
     elif kl:
-        found += [("algorithm.kl_ctrl.kl_coef", kl.coefficient), ("algorithm.kl_penalty", str(kl.estimator))]
+        settings += [("algorithm.kl_ctrl.kl_coef", kl), ("algorithm.kl_penalty", str(algorithm.kl_estimator))]
     if kl:
-        found += [
-            (f"{REFERENCE}.log_prob_micro_batch_size_per_gpu", plan.trainer.micro_batch_sequences),
+        settings += [
+            (f"{REFERENCE}.log_prob_micro_batch_size_per_gpu", plan.batch.micro_batch_sequences),
             (f"{REFERENCE}.fsdp_config.use_torch_compile", not plan.is_cpu),
         ]
     if optimizer.schedule is Schedule.COSINE:  # `linear` is trainer/verl_engine.py's
-        found += [
+        settings += [
             (f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
             (f"{ACTOR}.optim.min_lr_ratio", optimizer.min_lr_ratio),
         ]
     if optimizer.betas != USUAL_BETAS:
-        found.append((f"{ACTOR}.optim.betas", list(optimizer.betas)))
+        settings.append((f"{ACTOR}.optim.betas", list(optimizer.betas)))
     if optimizer.epsilon != USUAL_EPSILON:
-        found.append((f"{ACTOR}.optim.override_optimizer_config", {"eps": optimizer.epsilon}))
-    return found
+        settings.append((f"{ACTOR}.optim.override_optimizer_config", {"eps": optimizer.epsilon}))
+    return settings

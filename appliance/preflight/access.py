@@ -54,14 +54,18 @@ class AccessFacts:
 def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
     """ask_network: whether `cluster.address` may be tried, which can take seconds."""
     cluster = plan.cluster
-    head = cluster.address if cluster and ask_network else ""
+    head = cluster.address if ask_network else None
+    token_problem = ""
+    if not cluster.has_own_ray:
+        token_problem = _token_problem(Path(cluster.token_file), must_be=bool(cluster.address))
+    has_head = not (cluster.has_own_ray or cluster.address)
     has_key, doubt = wandb_key() if WANDB in plan.logging.backends else (True, "")
     return AccessFacts(
         cache_problem=_write_problem(Path(plan.cache_dir)),
         unreadable=_unreadable(plan),
-        ports_in_use=ports_in_use(Ports(cluster.port).of_the_head) if cluster and not cluster.address else (),
+        ports_in_use=ports_in_use(Ports(cluster.port).of_the_head) if has_head else (),
         head_problem=head_problem(head) if head else "",
-        token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
+        token_problem=token_problem,
         wandb_key=has_key,
         wandb_doubt=doubt,
         uid=os.getuid(),
@@ -77,8 +81,8 @@ def _write_problem(folder: Path) -> str:
 
 def _unreadable(plan: RunPlan) -> tuple[str, ...]:
     """The model's folder, also one behind a folder that is closed to this user, or where it is open files in it."""
-    folder = Path(plan.model.path)
-    if plan.model.is_cached or not folder.is_absolute():
+    folder = Path(plan.weights.name_or_path)
+    if plan.weights.is_cached or not folder.is_absolute():
         return ()
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from appliance.finding import Finding, Severity, error, warning
 from appliance.plan.host import HostFacts, Limits
-from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, is_estimated, moments, peak, shape_on_cpu
+from appliance.plan.memory import GIB, cpu_ladder, host_bytes, is_estimated, memory_by_role, moments, peak, shape_on_cpu
 from appliance.preflight import device
 from appliance.preflight.access import judge_access
 from appliance.preflight.child import REMEDY_OF_LATE
@@ -26,9 +26,8 @@ from appliance.preflight.mismatch import judge_mismatch
 from appliance.preflight.weights import judge_weights
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import TINY_MODELS, is_from_hub
-from appliance.terms.devices import CPU
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
-from appliance.terms.families import NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
+from appliance.terms.families import ALIKE_WINDOWS, NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
 from appliance.terms.ropes import rope_conflict, unknown_rope
 from appliance.terms.shapes import ModelShape
 
@@ -43,7 +42,7 @@ _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SUPPORT_BYTES = 12  # of a word: four in the engine, in the queue and in a batch
 _SHM_NEEDED = GIB // 4
-_SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
+_SHM_BESIDE_TINY_WEIGHTS = 43 << 20  # with the demo's 5 MiB less than Docker's 64: Ray keeps its objects in a file
 _SHM_NEEDED_WITH_GPUS = GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
 
 # Of the demo on 2 cores, counted while it trained: 13 processes had up to 115 files each and 400 threads together.
@@ -68,6 +67,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         device.wanted(plan, host),
         device.attention(plan, host),
         schemes,
+        device.groups(plan, inputs.model_shape),
         device.experts(plan, host=host, shape=inputs.model_shape),
         _profile_and_uaq(inputs),
         device.flow(plan, shape=inputs.model_shape),
@@ -79,7 +79,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
         device.gain(plan, shape=inputs.model_shape, stored=inputs.stored)
-        if may_gain and (plan.device == CPU or host.gpus)
+        if may_gain and (plan.is_cpu or host.gpus)
         else (),
         _folder(host),
         judge_disk(
@@ -91,11 +91,14 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
             to_cache=bytes_to_cache(plan, inputs.model_shape, in_files=inputs.model_bytes),
         ),
         _memory(plan, host, inputs.model_shape),
-        _shared_memory(plan, host),
+        _shared_memory(plan, host, inputs.model_shape),
         _logging(plan, host),
         _sampling(plan, host, inputs.model_shape),
         judge_container(
-            host.container, needs_gpu=plan.device != CPU, num_gpus=len(host.gpus), writable=not host.run_root_problem
+            host.container,
+            needs_gpu=not plan.is_cpu,
+            num_gpus=len(host.gpus),
+            writable=not host.run_root_problem,
         ),
         device.guard(plan, inputs.model_shape),
     )
@@ -115,7 +118,7 @@ def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list
         device.offloaded(plan, host, shape),
         _folder(host),
         _memory(plan, host, shape),
-        _shared_memory(plan, host),
+        _shared_memory(plan, host, shape),
         judge_container(host.container, needs_gpu=False, num_gpus=0, writable=not host.run_root_problem),
     )
     return [finding for check in checks for finding in check]
@@ -128,7 +131,7 @@ def _python(host: HostFacts) -> Iterator[Finding]:
 
 
 def _libraries(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    for library in host.missing_libraries if plan.device == CPU else ():
+    for library in host.missing_libraries if plan.is_cpu else ():
         package = PACKAGE_OF[library]
         remedy = f"apt-get install {package} (or your distribution's package with it)"
         yield error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
@@ -139,42 +142,43 @@ def _profile_and_uaq(inputs: InputFacts) -> Iterator[Finding]:
         remedy = "point to a folder made by `appliance profile`, or use `auto`"
         yield error("profile", "quantization.profile", inputs.profile_problem, remedy)
     if inputs.uaq_problem:
-        remedy = "leave out correction.uaq_scale, or use a model of a known family"
+        remedy = "leave out correction.uaq_scale, or use a model of the list of families"
         yield error("uaq", "correction.uaq_scale", inputs.uaq_problem, remedy)
 
 
 def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
-    model = plan.model
+    model, weights = plan.model, plan.weights
+    folder = weights.name_or_path
     if model.trust_remote_code:
-        message = f"Python code that comes with {model.source or model.builtin} will run"
+        message = f"Python code that comes with {model.path or model.builtin} will run"
         yield warning("remote-code", "model.trust_remote_code", message, "read it first")
     if inputs.package.problem:
         finding = error if inputs.package.is_certain else warning
         yield finding("model-package", "model.builtin", inputs.package.problem, inputs.package.remedy)
     if inputs.gguf and inputs.gguf.problem:
-        yield error("model-gguf", "model.path", f"{model.gguf}: {inputs.gguf.problem}", inputs.gguf.remedy)
+        yield error("model-gguf", "model.path", f"{weights.gguf}: {inputs.gguf.problem}", inputs.gguf.remedy)
         return
     if model.builtin in TINY_MODELS:
         return
-    if model.is_cached:
+    if weights.is_cached:
         pass
-    elif model.hub_name:
+    elif weights.hub_name:
         yield from _hub_model(plan, inputs)
-    elif model.path.startswith("/"):
+    elif folder.startswith("/"):
         if not inputs.model_folder_exists:
-            yield error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
+            yield error("model-missing", "model.path", f"{folder}: no such folder", "correct the path")
         elif inputs.model_missing:
-            message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing)}"
+            message = f"{folder}: the folder has no {' and no '.join(inputs.model_missing)}"
             remedy = (
                 "point to a complete transformers model; *.bin and *.pt are pickles, which can run code: convert them"
             )
             yield error("model-incomplete", "model.path", message, remedy)
         elif inputs.model_damage:
-            message = f"{model.path}: {'; '.join(inputs.model_damage.problems)}"
+            message = f"{folder}: {'; '.join(inputs.model_damage.problems)}"
             yield error("model-damaged", "model.path", message, inputs.model_damage.remedy)
-    yield from judge_weights(model, inputs.weights)
+    yield from judge_weights(inputs.weights, model=model.path or "")
     if not inputs.has_chat_template and not inputs.model_missing:
-        message = f"{model.source} has no chat template: its tokenizer does not say how a prompt is put to it"
+        message = f"{model.path} has no chat template: its tokenizer does not say how a prompt is put to it"
         remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"
         if inputs.gguf:
             remedy = "take an instruct model, or its folder from the hub"
@@ -205,30 +209,47 @@ def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
-    model = plan.model
-    if not _HUB_NAME.fullmatch(model.hub_name):
-        message = f"`{model.hub_name}` is not a folder, and no name on the hub can be"
+    name, revision = plan.weights.hub_name, plan.model.revision
+    if not _HUB_NAME.fullmatch(name):
+        message = f"`{name}` is not a folder, and no name on the hub can be"
         yield error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
-        at = f" at `{model.revision}`" if model.revision else ""
-        message = f"`{model.source}`{at} is not a folder and not in the hub's cache, and {why}"
+        at = f" at `{revision}`" if revision else ""
+        message = f"`{name}`{at} is not a folder and not in the hub's cache, and {why}"
         yield error(
             "model-unreachable", "model.path", message, "give a folder, or download it where there is a network"
         )
     elif inputs.model_problem:
-        names = "the name or model.revision" if model.revision else "the name"
+        names = "the name or model.revision" if revision else "the name"
         remedy = f"correct {names}; or accept the model's terms on the hub and set HF_TOKEN"
         yield error("model-refused", "model.path", inputs.model_problem, remedy)
     elif inputs.revision_problem:
         remedy = "give its commit, or the name of a branch or tag that the hub has"
         yield error("model-revision", "model.revision", inputs.revision_problem, remedy)
     elif inputs.model_damage:
-        message = f"`{model.source}` in the hub's cache: {'; '.join(inputs.model_damage.problems)}"
+        message = f"`{name}` in the hub's cache: {'; '.join(inputs.model_damage.problems)}"
         remedy = f"in a copy of its folder, given as model.path: {inputs.model_damage.remedy}"
         yield error(
             "model-damaged", "model.path", message, f"delete it from the cache, if its download was bad; or {remedy}"
         )
+
+
+def _without_row(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
+    """Findings where a plan asks for what only families of the list have, and for a model without a class. What the
+    structure of any other model must show is checked when its engine starts."""
+    if not (why := why_unknown(shape.architectures)):
+        return
+    has_class = bool(shape.architectures)  # else all that is said is that
+    asks = (
+        ("model.path", not has_class or shape.has_experts, "use a model of the list"),
+        ("quantization.profile", plan.profile is not None, "use `none`"),
+        ("trainer.forward", plan.trainer.quantises, "use `bf16`"),
+        ("optimizer.norm_fed_lr_scale", plan.optimizer.norm_fed_lr_scale != 1, "leave it out"),
+    )
+    for place, is_asked, remedy in asks if has_class else asks[:1]:
+        if is_asked:
+            yield error("architecture", place, f"{plan.weights.name_or_path}: {why}", remedy)
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -236,24 +257,25 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     shape = inputs.model_shape
     if shape is None:
         return
-    if why := why_unknown(shape.architectures):
-        yield error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
+    yield from _without_row(plan, shape)
     if shape.quantised:
-        message = f"{plan.model.path}: its weights are quantised already ({shape.quantised})"
+        message = f"{plan.weights.name_or_path}: its weights are quantised already ({shape.quantised})"
         yield error("architecture", "model.path", message, "use the model that they were made from")
     longest = plan.task.longest
     if 0 < shape.max_positions < longest:
-        message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
+        message = f"prompt and response are up to {longest} tokens, {plan.model.given_name} takes {shape.max_positions}"
         yield error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")
     if why := rope_conflict(shape.ropes, longest=longest) or unknown_rope(shape.ropes):
-        yield error("rope", "model.path", f"{plan.model.path}: {why}", _ROPE_REMEDY)
-    if shape.partial_window and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
+        yield error("rope", "model.path", f"{plan.weights.name_or_path}: {why}", _ROPE_REMEDY)
+    alike = ALIKE_WINDOWS.issuperset(shape.architectures)
+    if shape.partial_window and not alike and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
         outcome = "vLLM and the trainer may treat them differently"
         for architecture in shape.architectures:
             outcome = UNLIKE_WINDOWS.get(architecture, outcome)
         if NEVER_PARTIAL in shape.architectures:
             outcome = "vLLM does not start with them"
-        message = f"{plan.model.path}: a part of its layers has a sliding window, of {shape.partial_window} tokens"
+        layers = f"a part of its layers has a sliding window, of {shape.partial_window} tokens"
+        message = f"{plan.weights.name_or_path}: {layers}"
         remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
         yield error("window", "model.path", f"{message}: {outcome}", remedy)
 
@@ -269,27 +291,26 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"
         remedy = "mend the rows, or give the task that they are of"
-        if plan.task.own is not None:
+        if plan.task.is_own:
             place, remedy = "task.rewards", problem.remedy
         yield Finding(severity, "reward", (place,), problem.message, remedy)
-    own = plan.task.own
-    if own is not None and any(not each.file and each.function == "code" for each in own.rewards):
+    if any(reward.name == "code" for reward in plan.task.rewards):
         message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
         remedy = "train in a container or a machine that has nothing to lose: --in-container"
         yield warning("no-sandbox", "task.rewards", message, remedy)
-    for url in own.judges if own is not None else ():
+    for url in plan.task.judges:
         message = (
             f"`judge` sends prompts, truths and responses to {url}, and the key of {JUDGE_KEY_VARIABLE} if it is set"
         )
         yield warning("judge", "task.rewards", message, "train only with an address that may have them")
-    if is_from_hub(plan.task) and not inputs.has_data and plan.task.own is not None:
-        message = f"rewards are not tried on rows of {plan.task.own.data} before a run has made its data of them"
+    if is_from_hub(plan.task) and not inputs.has_data and plan.task.is_own:
+        message = f"rewards are not tried on rows of {plan.task.data} before a run has made its data of them"
         remedy = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
         yield Finding(Severity.INFO, "not-scored", ("task.data",), message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
-        if plan.task.own is not None:  # `datasets` keeps what it loaded once
-            message = f"{plan.task.own.data} is a data set of the hub, and {why}"
+        if plan.task.is_own:  # `datasets` keeps what it loaded once
+            message = f"{plan.task.data} is a data set of the hub, and {why}"
             hint = "it must have been loaded here before; else give task.train_file"
             yield Finding(Severity.WARNING, "data-unreachable", ("task.data",), message, hint)
             return
@@ -299,10 +320,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[Finding]:
     """Nothing for a GPU's plan where there is none: it would only say that this is another host."""
-    if plan.device != CPU and not host.gpus:
+    if not plan.is_cpu and not host.gpus:
         return
     remedy = "install the locked requirements: `make demo` does, or the image" + (
-        "" if plan.device == CPU else " of the gpu flavour"
+        "" if plan.is_cpu else " of the gpu flavour"
     )
     for name, pinned, installed in facts.versions:
         message = f"{installed or 'nothing'} is installed, the plan is for {pinned}"
@@ -333,44 +354,45 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
 
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
-    """(what, how much), for people. model_bytes: of its files of weights, 0 when they are not here."""
+    """Estimate what a run needs: (what, how much), for people. model_bytes: of its files of weights, 0 when they are
+    not here."""
     to_cache = bytes_to_cache(plan, shape, in_files=model_bytes)
     model_bytes = bytes_in_bf16(shape, in_files=model_bytes)
     disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes, shape=shape, to_cache=to_cache)))}"
     if more := bytes_of_a_save_by_time(plan, model_bytes=model_bytes, shape=shape):
         disk += f", and {gib(more)} more with each save by checkpoint.every_minutes: all of them stay"
-    found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
+    needs = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
     if of_host := shape_on_cpu(plan, shape):
-        parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in held(plan, of_host).items())
-        found.append(("memory", f"about {gib(peak(plan, of_host))}: {parts}"))
+        parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in memory_by_role(plan, of_host).items())
+        needs.append(("memory", f"about {gib(peak(plan, of_host))}: {parts}"))
     for moment in moments(plan, shape) if shape else ():
-        found.append((f"memory, {moment.name}", moment.text))
+        needs.append((f"memory, {moment.name}", moment.text))
     if shape and is_estimated(plan, shape) and (offloaded := host_bytes(plan, shape)):
-        found.append(("memory, host", f"about {gib(offloaded)} of the trainer's state on each host"))
-    found.append(("time", _time(plan)))
-    return found
+        needs.append(("memory, host", f"about {gib(offloaded)} of the trainer's state on each host"))
+    needs.append(("time", _time(plan)))
+    return needs
 
 
 def _time(plan: RunPlan) -> str:
     """Only the built-in model was measured; of another one nothing is known before its first step."""
-    sequences = plan.prompts_per_step * plan.rollout.samples_per_prompt
-    if plan.model.builtin in TINY_MODELS and plan.device == CPU:
+    sequences = plan.batch.prompts_per_step * plan.rollout.samples_per_prompt
+    if plan.model.builtin in TINY_MODELS and plan.is_cpu:
         step_s = _TINY_STEP_S * max(1.0, sequences / _TINY_STEP_SEQUENCES)
-        validations = 2 + (plan.steps - 1) // plan.validate_every
+        validations = 2 + (plan.trainer.steps - 1) // plan.trainer.validate_every
         validation_s = _TINY_VALIDATION_S * plan.task.validated_samples / 512
-        seconds = _TINY_START_S + plan.steps * step_s + validations * validation_s
+        seconds = _TINY_START_S + plan.trainer.steps * step_s + validations * validation_s
         total = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-        return f"about {total}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
+        return f"about {total}: a start of {_TINY_START_S} s and {plan.trainer.steps} steps of {step_s:.1f} s"
     tokens = f"up to {sequences * plan.task.max_response_tokens:,} tokens"
     does = f"learns from {tokens}, and generates more where prompts are replaced"
     does = does if plan.algorithm.filters else f"generates {tokens}"
-    return f"known after the first step; each of {plan.steps} steps {does}"
+    return f"known after the first step; each of {plan.trainer.steps} steps {does}"
 
 
-def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    needed, flag = (_SHM_NEEDED, "2g") if plan.device == CPU else (_SHM_NEEDED_WITH_GPUS, "32g")
-    if plan.model.builtin in TINY_MODELS:
-        needed = _SHM_OF_A_TINY_MODEL
+def _shared_memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    needed, flag = (_SHM_NEEDED, "2g") if plan.is_cpu else (_SHM_NEEDED_WITH_GPUS, "32g")
+    if shape is not None and shape.is_tiny:
+        needed = _SHM_BESIDE_TINY_WEIGHTS + 2 * shape.weights  # in BF16
     if host.shm_free_bytes < needed:
         message = f"{host.shm_free_bytes >> 20} MiB free, Ray and the weight updates need about {needed >> 20}"
         yield error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
@@ -381,10 +403,10 @@ def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterato
     shape = shape_on_cpu(plan, found)
     if shape is None:
         return
-    needed, free = peak(plan, shape) // plan.nodes, host.memory_free_bytes
+    needed, free = peak(plan, shape) // plan.cluster.nodes, host.memory_free_bytes
     if free < needed:
         message = f"{gib(needed - free)} are missing: {gib(free)} free, the run takes about {gib(needed)}"
-        changes = cpu_ladder(plan, shape, limit=free * plan.nodes)
+        changes = cpu_ladder(plan, shape, limit=free * plan.cluster.nodes)
         fits = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take a larger host"
         yield warning("memory", "memory", message, f"close other programs; {fits}")
 
@@ -402,7 +424,7 @@ def _sampling(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Itera
     if shape is None or not rollout.leaves_words_out:
         return
     words = min(rollout.top_k or shape.vocab, shape.vocab)
-    tokens = plan.prompts_per_step * rollout.samples_per_prompt * plan.task.max_response_tokens
+    tokens = plan.batch.prompts_per_step * rollout.samples_per_prompt * plan.task.max_response_tokens
     if (needed := _SUPPORT_BYTES * words * tokens) > host.memory_free_bytes:
         key = "rollout.top_k" if rollout.top_k else "rollout.top_p"
         message = (

@@ -17,16 +17,14 @@ from appliance.plan.engines import (
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, is_estimated, moments
 from appliance.plan.rules import faults_of_experts
-from appliance.recipe.schema import Attention
 from appliance.record.plan import RunPlan
-from appliance.settings.sections import SchemeChange
-from appliance.tasks.library import TINY_MODELS
-from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
+from appliance.settings.sections import Attention, SchemeChange
+from appliance.terms.devices import PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
-from appliance.terms.schemes import BLOCK, Scales
+from appliance.terms.schemes import BLOCK, Scales, why_no_groups
 from appliance.terms.shapes import ModelShape
 
-FLASH, FLASH_PACKAGE = str(Attention.FLASH_ATTENTION_2), "flash_attn"
+FLASH, FLASH_PACKAGE = Attention.FLASH_ATTENTION_2, "flash_attn"
 _KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
 # "Worth it from about 14B and long chains of thought": FlashRL's own account and its users' (Liu et al. 2025).
 _WEIGHTS_FROM = 14e9
@@ -35,21 +33,21 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that
 
 
 def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    if plan.device == CPU:
+    if plan.is_cpu:
         return
     remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return
-        yield error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
-    elif len(host.gpus_of(plan.device)) < plan.gpus_per_node:
+        yield error("no-gpu", "cluster.device", f"`{plan.cluster.device}` is wanted, this host has no GPU", remedy)
+    elif len(host.gpus_of(plan.cluster.device)) < plan.cluster.gpus_per_node:
         have = ", ".join(gpu.product for gpu in host.gpus)
-        message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
+        message = f"{plan.cluster.gpus_per_node} x `{plan.cluster.device}` wanted, this host has {have}"
         yield error("wrong-gpu", "cluster.device", message, remedy)
 
 
 def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    if plan.trainer.attention == FLASH and FLASH_PACKAGE not in host.packages:
+    if plan.trainer.attention is FLASH and FLASH_PACKAGE not in host.packages:
         message = f"`{FLASH}` needs the package flash-attn, which is not installed"
         yield error("flash-attention", "trainer.attention", message, "remove it: `auto` needs no package")
 
@@ -58,8 +56,8 @@ def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """verl checks the heads when its workers have started, vLLM after the weights are loaded, or at its first token."""
     if shape is None or not shape.heads:
         return
-    model = plan.model.source or plan.model.builtin
-    if plan.device == CPU and shape.head_size not in (0, *CPU_HEAD_SIZES):
+    model = plan.model.given_name
+    if plan.is_cpu and shape.head_size not in (0, *CPU_HEAD_SIZES):
         message = f"the attention heads of {model} are {shape.head_size} wide, vLLM on a CPU cannot compute with them"
         yield error("heads", "model.path", message, f"use a model with one of {', '.join(map(str, CPU_HEAD_SIZES))}")
     heads, columns = (shape.heads, "attention heads", False), (shape.intermediate, "columns of the MLP", False)
@@ -118,7 +116,7 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
         yield Finding(severity, "engine-memory", (place,), message, "raise it, or rollout.tensor_parallel")
         return
     actions = [each for each in CHANGES_ENGINES if each in plan.guard.actions]
-    validates = bool(plan.validate_bf16_every)
+    validates = bool(plan.trainer.validate_bf16_every)
     in_bf16 = engine_share(plan.replace(guard=plan.guard.replace(reserve_bf16=True)), shape)
     if in_bf16 is None or not in_bf16.short or not (validates or actions):
         return
@@ -132,20 +130,40 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
 
 
 def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    mixed = len({replica.scheme for replica in plan.rollout.replicas}) > 1
+    mixed = len(set(plan.rollout.replicas)) > 1
     place = "rollout.replicas" if mixed else "rollout.scheme"
-    for replica in dict.fromkeys(plan.rollout.replicas):
-        reason = why_not(replica.scheme, device=plan.device, cpu_flags=host.cpu_flags)
+    for replica in dict.fromkeys(plan.engines):
+        reason = why_not(replica.scheme, device=plan.cluster.device, cpu_flags=host.cpu_flags)
         if replica.emulated:
             message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
             yield warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
         elif reason:
             emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.spec.can_emulate else ""
             yield error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
-        elif plan.device == CPU and (fast := replica.scheme.spec.fast_cpu_flags) and not host.cpu_flags & set(fast):
+        elif plan.is_cpu and (fast := replica.scheme.spec.fast_cpu_flags) and not host.cpu_flags & set(fast):
             number = replica.scheme.spec.number
-            message = f"this processor has no VNNI and no AMX: {number} runs, no faster than BF16"
+            message = f"this processor has none of {', '.join(fast)}: {number} runs, no faster than BF16"
             yield warning("scheme-slow", place, message, "use `auto` or `bf16`")
+
+
+def groups(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    """Layers that a scheme with scales of groups cannot hold. Where `ignore` keeps some in BF16, the engine decides."""
+    scheme = next((scheme for scheme in plan.rollout.replicas if scheme.spec.scales is Scales.GROUP), None)
+    if scheme is None or shape is None or plan.quantization.ignore:
+        return
+    ranks = plan.rollout.tensor_parallel
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    width = shape.expert_intermediate or shape.intermediate
+    layers = {
+        "qkv_proj": ((queries + 2 * keys) // ranks, shape.hidden),
+        "o_proj": (shape.hidden, queries // ranks),
+        "gate_up_proj": (2 * width // ranks, shape.hidden),
+        "down_proj": (shape.hidden, width // ranks),
+    }
+    reasons = [f"{name} is {why}" for name, sizes in layers.items() if all(sizes) and (why := why_no_groups(*sizes))]
+    if reasons:
+        remedy = "name the layer in quantization.ignore, or use `int8`"
+        yield error("groups", "rollout.scheme", f"`{scheme}`: {reasons[0]}", remedy)
 
 
 def guard(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
@@ -157,7 +175,7 @@ def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """vLLM refuses merged layers whose blocks are cut; our emulation only where ranks cut them."""
     ranks = plan.rollout.tensor_parallel
     in_blocks = [scheme for scheme in finer_schemes(plan) if scheme.spec.scales is Scales.BLOCK]
-    if shape is None or not in_blocks or (plan.rollout.emulated and ranks == 1):
+    if shape is None or not in_blocks or (plan.emulates and ranks == 1):
         return
     widths = (shape.heads * shape.head_size, max(shape.kv_heads, ranks) * shape.head_size, shape.intermediate)
     ragged = [width // ranks for width in widths if width // ranks % BLOCK]
@@ -170,14 +188,19 @@ def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
 
 def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """A model of the hub may turn out to have experts only here."""
-    changes = plan.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
+    changes = plan.trainer.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
     if not changes or plan.guard.scheme_change is SchemeChange.RESTART or not plan.rollout.scheme.quantised:
         return
-    layers = max(1, shape.layers) if shape and shape.has_experts else layers_with_experts(plan.model)
-    quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}
-    has_some = any(quantises_experts(ignore, layers=layers) for ignore in quantised)
-    is_cpu, actions = plan.is_cpu, plan.guard.actions
-    if prevents := why_not_live(plan.rollout, actions=actions, is_cpu=is_cpu, experts=has_some):
+    layers = max(1, shape.layers) if shape and shape.has_experts else layers_with_experts(plan.weights)
+    prevents = why_not_live(
+        plan.rollout,
+        plan.quantization,
+        eager=plan.engine.eager,
+        actions=plan.guard.actions,
+        is_cpu=plan.is_cpu,
+        experts=quantises_experts(plan.quantization.ignore, layers=layers),
+    )
+    if prevents:
         message = f"a change of scheme cannot be `live`: {prevents}"
         yield error("guard-scheme", "guard.scheme_change", message, "set it to `restart`")
 
@@ -186,33 +209,33 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
     """shape: None where the model is built in, or not known yet. A model of the hub may turn out to have experts."""
     if shape is None or not shape.has_experts:
         return
-    if not layers_with_experts(plan.model):  # of those that the plan could see plan/rules.py tells
+    if not layers_with_experts(plan.weights):  # of those that the plan could see plan/rules.py tells
         yield from (replace(finding, code="experts") for finding in faults_of_experts(plan))
-    if plan.device == CPU:
+    if plan.is_cpu:
         return
     flags = host.cpu_flags
-    for replica in dict.fromkeys(plan.rollout.replicas):
+    for replica in dict.fromkeys(plan.engines):
         scheme = replica.scheme
-        runs = replica.emulated or not why_not(scheme, device=plan.device, cpu_flags=flags)
+        runs = replica.emulated or not why_not(scheme, device=plan.cluster.device, cpu_flags=flags)
         kept = not scheme.quantised or keeps_experts(replica.ignore, layers=max(1, shape.layers))
         if kept or not runs:  # what does not run at all is said of the scheme
             continue
-        why = why_not(scheme, device=plan.device, cpu_flags=flags, experts=True)
+        why = why_not(scheme, device=plan.cluster.device, cpu_flags=flags, experts=True)
         if why and not replica.emulated:
             yield error("experts", "rollout.scheme", f"`{scheme}`: {why}", f"use `bf16`, or {_KEEP}")
-        elif not plan.rollout.eager:
+        elif not plan.engine.eager:
             message = (
-                f"{plan.model.source} has experts, and quantised ones need engines without CUDA graphs: the plan of a "
-                "model that is only a name cannot see it"
+                f"{plan.model.given_name} has experts, and quantised ones need engines without CUDA graphs: the plan "
+                "of a model that is only a name cannot see it"
             )
             remedy = f"give the model's folder in model.path, or {_KEEP}"
             yield error("experts", "model.path", message, remedy)
 
 
 def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None) -> Iterator[Finding]:
-    """shape: None where the model is built in, or not known yet.  stored: what counts for this plan."""
+    """shape: None where it is not known yet.  stored: what counts for this plan."""
     scheme = plan.rollout.scheme
-    if not scheme.quantised or plan.rollout.emulated:
+    if not scheme.quantised or plan.emulates:
         return
     ratio = dict(stored.ratios).get(scheme) if stored else None
     if stored and ratio is not None:
@@ -231,19 +254,19 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
 def flow(plan: RunPlan, *, shape: ModelShape | None) -> Iterator[Finding]:
     """Where the trainer has the rollouts' forward: what that does not compute. shape: as of `gain`."""
     if plan.trainer.one_flow and shape and (why := shape.beyond_one_flow or _other_forward(shape)):
-        message = f"`rollout` does not know {why}, which {plan.model.source} asks for"
+        message = f"`rollout` does not know {why}, which {plan.model.given_name} asks for"
         yield error("forward", "trainer.forward", message, "use `bf16`")
 
 
 def _other_forward(shape: ModelShape) -> str:
-    """A class of a known family whose forward is not Llama's, or an empty text. The plan refuses experts."""
-    known = (FAMILIES[name] for name in shape.architectures if name in FAMILIES and not FAMILIES[name].mixture)
-    return next((each.architecture for each in known if not each.one_flow), "")
+    """A class whose forward is not known to be Llama's, or an empty text. The plan refuses experts."""
+    rows = {name: FAMILIES.get(name) for name in shape.architectures}
+    return next((name for name, row in rows.items() if row is None or not (row.one_flow or row.mixture)), "")
 
 
 def _doubt(plan: RunPlan, *, shape: ModelShape | None) -> str:
-    if plan.model.builtin in TINY_MODELS:
-        return "the built-in model's time goes to the sampler and the processes around it"
+    if shape is not None and shape.is_tiny:
+        return f"with {shape.millions} the time goes to the sampler and the processes around it"
     reasons = []
     if shape is not None and shape.is_dense and shape.weights < _WEIGHTS_FROM:
         reasons.append(f"the model has {shape.weights / 1e9:.1f} billion weights (gains are reported from 14 on)")

@@ -131,42 +131,42 @@ def needed_bytes(
     written: Written = Written(),
     to_cache: int = 0,
 ) -> tuple[int, int]:
-    """(to the run's folder and the cache beside it, to its checkpoints): about what is still to be written. Parameters
-    as of judge_disk; without a shape an adapter counts as the whole model."""
-    each = _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)
+    """Estimate the bytes that are still to be written: (to the run's folder and the cache beside it, to its
+    checkpoints). Parameters as of judge_disk; without a shape an adapter counts as the whole model."""
+    checkpoint = _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
     run = _FOR_LOGS + scaled + 2 * model_bytes + to_cache  # `model/`, an earlier one goes to the logs
-    return run, max(0, checkpoints_at_once(plan) * each - written.checkpoints)
+    return run, max(0, checkpoints_at_once(plan) * checkpoint - written.checkpoints)
 
 
 def _checkpoint_bytes(plan: RunPlan, *, model_bytes: int, shape: ModelShape | None) -> int:
-    weights = trained_weights(plan, shape) if plan.lora and shape and shape.is_dense else model_bytes // 2
+    weights = trained_weights(plan, shape) if plan.model.lora and shape and shape.is_dense else model_bytes // 2
     return weights * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
 
 
 def bytes_in_bf16(shape: ModelShape | None, *, in_files: int) -> int:
-    """Of the weights: by the shape where that tells, for files may have them in FP32, as a run's `model/` does.
-    in_files: 0 when they are not here."""
+    """Return the size of the weights in BF16: by the shape where that tells, for files may have them in FP32, as a
+    run's `model/` does. in_files: 0 when they are not here."""
     return 2 * shape.weights if shape and shape.is_dense else in_files
 
 
 def bytes_to_cache(plan: RunPlan, shape: ModelShape | None, *, in_files: int) -> int:
-    """Of a model that is made of a GGUF file or a package on first use, 0 where it is made already. shape, in_files: as
-    of bytes_in_bf16."""
-    return bytes_in_bf16(shape, in_files=0) if plan.model.is_cached and not in_files else 0
+    """Return the size of a model that is made of a GGUF file or a package on first use, 0 where it is made already.
+    shape, in_files: as of bytes_in_bf16."""
+    return bytes_in_bf16(shape, in_files=0) if plan.weights.is_cached and not in_files else 0
 
 
 def checkpoints_at_once(plan: RunPlan) -> int:
-    """Most checkpoints on the disk at one time: an older one goes only when a newer one was verified. Where none goes,
-    those by `every_minutes` are not counted: nobody knows how many there will be."""
-    when, before_the_end = plan.checkpoint, plan.steps - 1
+    """Count the most checkpoints on the disk at one time: an older one goes only when a newer one was verified. Where
+    none goes, those by `every_minutes` are not counted: nobody knows how many there will be."""
+    when, before_the_end = plan.checkpoint, plan.trainer.steps - 1
     saves = 1 + (before_the_end // when.every_steps if when.every_steps else 0)
     if when.keep is not None:
-        saves = plan.steps if when.every_minutes or when.keep_best else saves
+        saves = plan.trainer.steps if when.every_minutes or when.keep_best else saves
         return min(saves, when.keep + 1 + when.keep_best)
     if when.keep_best:  # each validation may be the best so far
-        both = math.lcm(plan.validate_every, when.every_steps)
-        saves += before_the_end // plan.validate_every - (before_the_end // both if both else 0)
+        both = math.lcm(plan.trainer.validate_every, when.every_steps)
+        saves += before_the_end // plan.trainer.validate_every - (before_the_end // both if both else 0)
     return saves
 
 

@@ -13,9 +13,9 @@ from appliance import console, hub
 from appliance.errors import EngineError, RecipeError
 from appliance.gguf.source import GgufFacts, gguf_facts
 from appliance.patch import recorded, why_unfit
-from appliance.plan.bench_results import read_result, result_key
+from appliance.plan.bench_results import key_of_plan, read_result
 from appliance.plan.host import HostFacts
-from appliance.plan.model_shape import model_shape as known_shape
+from appliance.plan.model_shape import model_shape
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
 from appliance.preflight.mismatch import Expected, expected_of
@@ -26,13 +26,13 @@ from appliance.quant.headers import Damage, damage, missing_shards
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
-from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan
-from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, is_from_hub, splits_of, task_of, too_few_problems
+from appliance.record.plan import ProfilePlan, RunPlan
+from appliance.tasks.library import PACKAGED_MODELS, is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.packaged_model import PackageFacts, package_facts
 from appliance.tasks.sample import Verdict
 from appliance.tasks.templates import TemplateFacts
-from appliance.tasks.tools import asked_of, read_tools
-from appliance.tasks.user_code import ChildOutput, heard
+from appliance.tasks.tools import read_tools, tools_request
+from appliance.tasks.user_code import ChildOutput, run_child
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape, read_shape
@@ -138,7 +138,7 @@ def read_inputs(
     with WeightsChild() as weights, TemplateChild() as template:
         children = (weights if read_weights else None, template if try_template else None)
         facts = _read(plan, ask_hub=ask_hub, run_code=run_code, host=host, children=children)
-        facts = replace(facts, expected=expected_mismatch(plan, made=made_profile))
+        facts = replace(facts, expected=expected_mismatch(plan, made_profile=made_profile))
         return replace(facts, weights=weights.hear(), template=template.hear())
 
 
@@ -159,10 +159,11 @@ def _read(
     from appliance.tasks.prepare import has_data
 
     weights_child, template_child = children
-    made, folder, name = has_data(plan), Path(plan.model.path), plan.model.hub_name
-    cached = bool(name) and _is_cached(plan.model)
+    has_made_data, folder = has_data(plan), Path(plan.weights.name_or_path)
+    name, commit = plan.weights.hub_name, plan.weights.commit
+    cached = bool(name) and _is_cached(plan)
     needs_model = bool(name) and not cached
-    needs_hub = needs_model or (is_from_hub(plan.task) and not made)
+    needs_hub = needs_model or (is_from_hub(plan.task) and not has_made_data)
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
@@ -171,19 +172,19 @@ def _read(
     asks_code = ask_hub and run_code and not (no_rewards or no_tools)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
-    is_folder = not plan.model.is_cached and not name and folder.is_absolute()
+    is_folder = not plan.weights.is_cached and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
-    gguf = gguf_facts(Path(plan.model.gguf)) if plan.model.gguf else None
-    weights_folder = folder if may_look else (_snapshot(plan.model) if cached else None)
+    gguf = gguf_facts(Path(plan.weights.gguf)) if plan.weights.gguf else None
+    weights_folder = folder if may_look else (_snapshot(plan) if cached else None)
     model_damage = damage(weights_folder) if weights_folder else Damage()
-    shape = model_shape(plan)
+    shape = model_shape(plan.model, weights=plan.weights)
     is_refused = bool(model_damage or access.unreadable or (shape and shape.quantised))
     is_asked = ask_hub and (may_look or cached) and not is_refused
-    if weights_child and is_asked and (weights := folder_of_weights(plan.model)):
+    if weights_child and is_asked and (weights := folder_of_weights(plan.weights)):
         weights_child.start(weights, trust_remote_code=plan.model.trust_remote_code)
-    has_template = bool(gguf.chat_template) if gguf else not (may_look or cached) or _has_chat_template(plan.model)
+    has_template = bool(gguf.chat_template) if gguf else not (may_look or cached) or _has_chat_template(plan)
     may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
-    if template_child and may_load and (may_look or cached or (gguf and not gguf.problem) or _is_made(plan.model)):
+    if template_child and may_load and (may_look or cached or (gguf and not gguf.problem) or _is_made(plan)):
         template_child.start(plan)  # it takes seconds to load transformers, and runs beside the one that grades
     reward = reward_problem(plan) if asks_code and not data_problems else None
     return InputFacts(
@@ -195,15 +196,15 @@ def _read(
         is_offline=is_offline,
         hub_problem=hub_problem,
         data_problems=data_problems,
-        has_data=made,
+        has_data=has_made_data,
         disks=read_disks(Path(plan.run_dir)),
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=model_damage,
         has_chat_template=has_template,
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
-        model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
-        revision_problem=_revision_problem(plan.model) if ask_hub else "",
+        model_problem=hub.refusal(name, revision=commit) if asks and needs_model and not hub_problem else "",
+        revision_problem=_revision_problem(plan) if ask_hub else "",
         reward_problem=no_rewards or reward,
         tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
@@ -218,61 +219,62 @@ def _read(
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
     """Of the rows; where all of them are to be read, also of what is to be made of them: each file is read once."""
     task = plan.task
-    if not task.train_file or task_of(task).checked_rows:
-        return tuple(each for file in task.files for each in task_of(task).check_rows(file))
+    task_to_read = task_of(task, files=plan.task_files)
+    if not task.train_file or task_to_read.checked_rows:
+        return tuple(fault for file in task.data_files for fault in task_to_read.check_rows(file))
     try:
-        return tuple(too_few_problems(len(splits_of(task).train), prompts_per_step=plan.prompts_per_step))
+        splits = splits_of(task, files=plan.task_files)
+        return tuple(too_few_problems(len(splits.train), prompts_per_step=plan.batch.prompts_per_step))
     except RecipeError as error:
         return tuple(error.problems)
 
 
-def _is_cached(model: ModelPlan) -> bool:
+def _is_cached(plan: RunPlan) -> bool:
     """Whether the hub's cache has all of a model's files. One that is there and damaged counts: it is refused, for the
     hub is not asked for it again."""
-    folder = _snapshot(model)
+    folder = _snapshot(plan)
     return folder is not None and not hub.missing_parts(folder) and not missing_shards(folder)
 
 
-def _snapshot(model: ModelPlan) -> Path | None:
+def _snapshot(plan: RunPlan) -> Path | None:
     """The folder in the hub's cache; of a model with a revision that of this very commit."""
-    if model.revision:
-        return Path(model.path) if model.is_pinned else None
-    return hub.cached_snapshot(model.hub_name)
+    return plan.weights.folder if plan.model.revision else hub.cached_snapshot(plan.weights.hub_name)
 
 
-def _is_made(model: ModelPlan) -> bool:
+def _is_made(plan: RunPlan) -> bool:
     """Whether the cache has a built-in model that was fetched."""
-    return model.builtin in PACKAGED_MODELS and os.path.isdir(model.path)
+    return plan.model.builtin in PACKAGED_MODELS and os.path.isdir(plan.weights.name_or_path)
 
 
 def _package_facts(plan: RunPlan, *, ask_index: bool) -> PackageFacts:
     packaged = PACKAGED_MODELS.get(plan.model.builtin)
-    if packaged is None or _is_made(plan.model):
+    if packaged is None or _is_made(plan):
         return PackageFacts()
     return package_facts(packaged, cache_dir=Path(plan.cache_dir), ask_index=ask_index)
 
 
-def _has_chat_template(model: ModelPlan) -> bool:
-    folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
-    return model.trust_remote_code or folder is None or hub.has_chat_template(folder)
+def _has_chat_template(plan: RunPlan) -> bool:
+    folder = plan.weights.folder or hub.cached_snapshot(plan.weights.hub_name)
+    return plan.model.trust_remote_code or folder is None or hub.has_chat_template(folder)
 
 
-def _revision_problem(model: ModelPlan) -> str:
-    if not model.revision or model.commit:
+def _revision_problem(plan: RunPlan) -> str:
+    name, revision = plan.weights.hub_name, plan.model.revision
+    if not (name and revision) or plan.weights.commit:
         return ""
-    why = hub.revision(model.hub_name, of=model.revision)[1]
-    return f"it is not known which commit of `{model.hub_name}` `{model.revision}` is: {why}"
+    why = hub.revision(name, wanted=revision)[1]
+    return f"it is not known which commit of `{name}` `{revision}` is: {why}"
 
 
 def model_bytes(plan: RunPlan) -> int:
     """Size of the weights in the model's folder, 0 when it is not on this host yet."""
-    folder = Path(plan.model.path)
+    folder = Path(plan.weights.name_or_path)
     return hub.weight_bytes(folder) if folder.is_absolute() else 0
 
 
 def uaq_problem(plan: RunPlan) -> str:
     """Why `correction.uaq_scale` cannot be, empty where it can, or the model is not on this host yet."""
-    folder = Path(plan.model.path)
+    folder = Path(plan.weights.name_or_path)
     if plan.uaq is None or not os.path.isfile(folder / "config.json"):
         return ""
     try:
@@ -280,11 +282,6 @@ def uaq_problem(plan: RunPlan) -> str:
     except EngineError as error:
         return error.message
     return ""
-
-
-def model_shape(plan: RunPlan) -> ModelShape | None:
-    """None as well for a model that is made on the spot: nothing that is judged by it concerns that one."""
-    return None if plan.model.builtin in TINY_MODELS else known_shape(plan.model)
 
 
 def profile_problem(plan: RunPlan) -> str:
@@ -306,7 +303,7 @@ def profile_problem(plan: RunPlan) -> str:
         return f"{source / PROFILE_FILE}: its header cannot be used: {type(error).__name__}: {error}"
     if (scheme := Scheme(header["scheme"])) is not plan.profile.scheme:
         return f"{source}: a profile for `{scheme}`, and the plan's scheme is `{plan.profile.scheme}`"
-    return _of_another_model(header["smoothing"], channels, source=source, model=Path(plan.model.path))
+    return _of_another_model(header["smoothing"], channels, source=source, model=Path(plan.weights.name_or_path))
 
 
 def _of_another_model(
@@ -338,13 +335,13 @@ def _of_another_model(
     return ""
 
 
-def expected_mismatch(plan: RunPlan, *, made: Path | None = None) -> Expected | None:
-    """What the run's profile predicts, that of `quantization.profile`, or the one that was made before. None where
-    there is none yet, where it does not say, or has a problem."""
+def expected_mismatch(plan: RunPlan, *, made_profile: Path | None = None) -> Expected | None:
+    """Read what the run's profile predicts: that of `quantization.profile`, or the one that was made before
+    (made_profile: its folder). None where there is no profile yet, where it predicts nothing, or has a problem."""
     if plan.profile is None or profile_problem(plan):
         return None
-    its_own = _profile_folder(plan.profile)
-    folder = its_own if os.path.isfile(its_own / PROFILE_FILE) else made
+    named_folder = _profile_folder(plan.profile)
+    folder = named_folder if os.path.isfile(named_folder / PROFILE_FILE) else made_profile
     return expected_of(folder) if folder else None
 
 
@@ -353,9 +350,7 @@ def _profile_folder(profile: ProfilePlan) -> Path:
 
 
 def stored_result(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
-    ranks = plan.rollout.tensor_parallel
-    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins, tensor_parallel=ranks)
-    return read_result(key, cache_dir=Path(plan.cache_dir))[0]
+    return read_result(key_of_plan(plan, host=host), cache_dir=Path(plan.cache_dir))[0]
 
 
 def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, str], ...]]:
@@ -371,36 +366,36 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet. The
     user's code is imported in any case, as it runs: a run's own copies, where there are some."""
     task = as_it_runs(plan)
-    if is_from_hub(task) and not code_of(plan) and (task.own is None or not os.path.isfile(task.train_parquet)):
+    has_rows = task.is_own and os.path.isfile(plan.task_files.train_parquet)
+    if is_from_hub(task) and not code_of(plan) and not has_rows:
         return None
-    for url in task.own.judges if task.own is not None else ():
+    for url in task.judges:
         console.say(f"note: `judge` sends what it is tried on to {url}: the first rows, their truths and responses")
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
-    found = heard("appliance.tasks.sample", given=task.model_dump_json(), within_s=within_s)
-    return _problem(found, within_s=within_s, is_own=task.own is not None)
+    output = run_child("appliance.tasks.sample", given=plan.replace(task=task).to_json(), within_s=within_s)
+    return _problem(output, within_s=within_s, is_own=task.is_own)
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
     """What is wrong with the user's tools. template: whether the model's files are here, to look at its own."""
     if not plan.task.tools:
         return ()
-    model = (plan.model.path or plan.model.source) if template else ""
     try:
-        read_tools(asked_of(plan, model=model))
+        read_tools(tools_request(plan, model=plan.weights.name_or_path if template else ""))
     except RecipeError as error:
         return tuple(error.problems)
     return ()
 
 
-def _problem(found: ChildOutput, *, within_s: float, is_own: bool) -> RewardProblem | None:
-    doing = found.words.get("doing", "the rewards of the first problems")
-    if "verdict" not in found.words:
-        if found.is_late:
+def _problem(output: ChildOutput, *, within_s: float, is_own: bool) -> RewardProblem | None:
+    doing = output.words.get("doing", "the rewards of the first problems")
+    if "verdict" not in output.words:
+        if output.is_late:
             remedy = "mend what takes so long, or raise task.reward_timeout_s"
             return RewardProblem(f"{doing}: no end after {within_s:g} s", remedy=remedy)
-        message = f"{doing}: its process ended with {found.code}: {found.printed}"
+        message = f"{doing}: its process ended with {output.code}: {output.printed}"
         return RewardProblem(message, remedy="mend the file: a reward leaves its process alone")
-    verdict = Verdict(**found.words["verdict"])
+    verdict = Verdict(**output.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))
     if is_own:

@@ -11,7 +11,8 @@ from appliance.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
 from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import CPU, StoredResult
+from appliance.terms.devices import StoredResult
+from appliance.terms.schemes import beside
 from appliance.terms.shapes import ModelShape
 
 CODE = "mismatch"
@@ -20,36 +21,37 @@ FEW_TOKENS = 256  # below it a predicted mean is uncertain
 
 @dataclass(frozen=True)
 class Expected:
-    """What a profile predicts."""
+    """Prediction of a profile."""
 
     kl: float
-    """Nats per token, with the layers in BF16 that the profile keeps there."""
+    """Predicted mismatch, nats per token, with the layers in BF16 that the profile keeps there."""
     tokens: int
     """Compared tokens, on which the prediction rests."""
     candidates: tuple[Candidate, ...] = ()
     """The quantised layers whose contributions were measured."""
     kept_multiplications: int = 0
-    """In BF16 already, of one token."""
-    kept: tuple[str, ...] = ()
-    """The layers that stay in BF16 for a mismatch budget."""
+    """Multiplications in BF16 already, of one token."""
+    kept_layers: tuple[str, ...] = ()
+    """Layers that stay in BF16 for a mismatch budget."""
     without_budget: float | None = None
-    """Nats per token, if they did not; None where no budget keeps any."""
+    """Predicted mismatch, nats per token, if they did not; None where no budget keeps any."""
     budget: float | None = None
-    """Nats per token."""
+    """Budget that the profile was made for, nats per token."""
 
     @property
     def basis(self) -> str:
-        """`by 900 tokens`: what the prediction rests on."""
+        """Phrase about the tokens that the prediction rests on: `by 900 tokens`."""
         return f"by {self.tokens} tokens" if self.tokens >= FEW_TOKENS else f"by few tokens ({self.tokens})"
 
     @property
     def multiplications(self) -> int:
-        """Of one token, in all layers that could be quantised."""
+        """Multiplications of one token in all layers that could be quantised."""
         return self.kept_multiplications + sum(layer.multiplications for layer in self.candidates)
 
 
 def expected_of(folder: Path) -> Expected | None:
-    """Of the profile in a folder; None where it predicts nothing of rollouts. Raises EngineError when there is none."""
+    """Read the prediction of the profile in a folder; None where it predicts nothing of rollouts. Raises EngineError
+    when there is no profile."""
     header = read_file_header(folder)
     if not header["predicted"] or not is_by_own_samples(header):
         return None
@@ -60,14 +62,14 @@ def expected_of(folder: Path) -> Expected | None:
         tokens=header["predicted"]["tokens"],
         candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
         kept_multiplications=sum(layer["multiplications"] for layer in kept_layers),
-        kept=tuple(layer_name(layer["linears"]) for layer in kept_layers),
+        kept_layers=tuple(layer_name(layer["linears"]) for layer in kept_layers),
         without_budget=before["kl"] if before else None,
         budget=header["settings"]["mismatch_budget"],
     )
 
 
 def layer_name(linears: Sequence[str]) -> str:
-    """`model.layers.3.self_attn.{q,k,v}_proj` for a fused layer."""
+    """Name a layer; a fused one `model.layers.3.self_attn.{q,k,v}_proj`."""
     first, *others = linears
     if not others:
         return first
@@ -78,17 +80,23 @@ def layer_name(linears: Sequence[str]) -> str:
 def judge_mismatch(
     plan: RunPlan, *, expected: Expected | None, shape: ModelShape | None, stored: StoredResult | None
 ) -> Iterator[Finding]:
-    """What a mismatch budget keeps in BF16, why and at what cost; and a warning where the guard would find the first
-    step bad, with what would help. shape: None where the model is
-    built in, or not known yet.  stored: what `bench` has measured of this plan."""
+    """Yield what a mismatch budget keeps in BF16, why and at what cost, a warning where it is not met, and another one
+    where the guard would find the first step bad, with what would help. shape: None where the model is not known yet.
+    stored: what `bench` has measured of this plan."""
     bound = plan.guard.k3_kl
     if expected is not None and expected.without_budget is not None:
         yield Finding(Severity.INFO, CODE, ("quantization.mismatch_budget",), _choice(plan, expected, stored))
+    if expected is not None and expected.budget is not None and expected.kl > expected.budget:
+        message = (
+            f"the budget of {expected.budget:g} nats per token is not met: of the choices that were measured the "
+            f"nearest is predicted {beside(expected.kl, expected.budget)}"
+        )
+        yield warning(CODE, "quantization.mismatch_budget", message, "a smaller budget keeps more layers in BF16")
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
         return
     message = (
-        f"the profile predicts a mismatch of {expected.kl:.2g} nats per token, {expected.basis}; above {bound:g} a "
-        "step is bad (guard.k3_kl)"
+        f"the profile predicts a mismatch of {beside(expected.kl, bound)} nats per token, {expected.basis}; above "
+        f"{bound:g} a step is bad (guard.k3_kl)"
     )
     ways = [_budget(plan, expected=expected, stored=stored), *_one_flow(plan, shape), *_bf16(plan, stored)]
     yield warning(CODE, "rollout.scheme", message, f"{'; '.join(ways[:-1])}; or {ways[-1]}")
@@ -98,20 +106,21 @@ def _choice(plan: RunPlan, expected: Expected, stored: StoredResult | None) -> s
     part = expected.kept_multiplications / max(1, expected.multiplications)
     cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
     return (
-        f"{len(expected.kept)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted mismatch "
-        f"{expected.kl:.2g} nats per token, {expected.basis}, instead of {expected.without_budget:.2g}, at most "
-        f"{expected.budget:g}: {_by_kind(expected.kept)}; the run's profile/quantization.yaml names them"
+        f"{len(expected.kept_layers)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted "
+        f"mismatch {expected.kl:.2g} nats per token, {expected.basis}, instead of {expected.without_budget:.2g}, "
+        f"for a budget of {expected.budget:g}: {_by_kind(expected.kept_layers)}; `appliance profile` and the run's "
+        "profile/quantization.yaml name them"
     )
 
 
 def _by_kind(layers: Iterable[str]) -> str:
-    """`12 down_proj, 3 o_proj`. layers: as `layer_name` names them."""
+    """Count layers by kind: `12 down_proj, 3 o_proj`. layers: as `layer_name` names them."""
     numbers = Counter(layer.rpartition(".")[2] for layer in layers)
     return ", ".join(f"{number} {kind}" for kind, number in numbers.most_common())
 
 
 def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -> str:
-    """The guard finds a mismatch fine below half of its bound."""
+    """Phrase which budget to set: half of the guard's bound, below which the guard calls a mismatch fine."""
     budget = float(f"{plan.guard.k3_kl / 2:.2g}")
     key = f"`quantization.mismatch_budget: {budget:g}`"
     if plan.profile is not None and plan.profile.source:
@@ -125,8 +134,8 @@ def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -
 
 
 def slower_by(part: float, *, plan: RunPlan, stored: StoredResult | None) -> str:
-    """What a part of the multiplications in BF16 costs in time, by what `bench` has measured here; empty where it has
-    measured nothing."""
+    """Phrase what a part of the multiplications in BF16 costs in time, by what `bench` has measured here; empty where
+    it has measured nothing."""
     gain = dict(stored.ratios).get(plan.rollout.scheme) if stored else None
     if not gain or gain <= 1:
         return ""
@@ -137,11 +146,12 @@ def slower_by(part: float, *, plan: RunPlan, stored: StoredResult | None) -> str
 def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
     rollout, trainer = plan.rollout, plan.trainer
     can = (
-        plan.device == CPU
-        and plan.lora is None
+        plan.is_cpu
+        and plan.model.lora is None
         and not (shape and (shape.has_experts or shape.beyond_one_flow))
-        and all(each.scheme.spec.trained_in and not each.lm_head_fp32 for each in rollout.replicas)
-        and len({each.scheme for each in rollout.replicas}) == 1
+        and all(scheme.spec.trained_in for scheme in rollout.replicas)
+        and not rollout.lm_head_fp32
+        and len(set(rollout.replicas)) == 1
         and (rollout.tensor_parallel, trainer.sequence_parallel) == (1, 1)
     )
     if can:

@@ -13,10 +13,11 @@ from appliance.errors import RecipeError
 from appliance.finding import Finding, as_json, lines
 from appliance.plan.build import OriginalPlan, build_plan, resolve
 from appliance.plan.host import HostFacts
+from appliance.plan.model_shape import model_shape
 from appliance.plan.model_source import hub_name
 from appliance.plan.rules import judge_plan, unknown_gpu
 from appliance.preflight.checks import estimates, judge
-from appliance.preflight.inputs import InputFacts, look_at_inputs, model_bytes, model_shape, read_inputs
+from appliance.preflight.inputs import InputFacts, look_at_inputs, model_bytes, read_inputs
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import TypedRecipe, concerns, in_order, read_recipe, to_plain, to_yaml
 from appliance.recipe.rules import usable
@@ -80,9 +81,9 @@ def examine(
     the recipe has a fault, the inputs are read without a child process and without the network.
 
     run_dir: absolute.  ask_hub, run_code: as read_inputs; where no code runs, weights are not read either.
-    cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
+    cache_dir: None: beside the run's folder.  resume_from, original: as of resolve.
     commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
-    is asked where it may be.  date: as build_plan.
+    is asked where it may be.  date: as of resolve.
     find_profile: the folder of a profile that was made for the same plan before.
     """
     host = read_host(run_dir.parent)
@@ -121,7 +122,7 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
     name, revision = hub_name(recipe), recipe.model.revision or ""
     if original and original.commit and revision and (original.model, original.revision) == (name, revision):
         return original.commit
-    return hub.revision(name, of=revision)[0] if name and ask_hub else ""
+    return hub.revision(name, wanted=revision)[0] if name and ask_hub else ""
 
 
 def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
@@ -138,7 +139,7 @@ def plan_in(
     Raises as that."""
     host = host or read_host(folder)
     name, wanted = hub_name(recipe), recipe.model.revision
-    commit = hub.revision(name, of=wanted)[0] if name and wanted else ""
+    commit = hub.revision(name, wanted=wanted)[0] if name and wanted else ""
     of_the_data = _data_commit(recipe, original=None, ask_hub=True)
     commits = {"commit": commit, "data_commit": of_the_data}
     return build_plan(recipe, run_dir=folder, host=host, cache_dir=cache_dir, **commits), host
@@ -150,7 +151,7 @@ def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_m
         document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": plan.model_dump(mode="json")}
         console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
         return
-    needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan))
+    needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan.model, weights=plan.weights))
     text, columns = to_yaml(recipe) if full else "", console.columns()
     console.show(plan_text(plan, needs=needs, findings=lines(findings), recipe_yaml=text, columns=columns))
 
@@ -167,16 +168,17 @@ def plan_text(
 
     recipe_yaml: the resolved recipe; given, it is shown with the child, at the end, a command line that a shell reads.
     """
+    data_commit = plan.task_files.commit
     files = {
         "run folder": plan.run_dir,
-        "model": plan.model.path,
-        "model commit": f"{plan.model.commit} of {plan.model.source}" if plan.model.commit else "",
-        "data commit": f"{own.commit} of {own.data}" if (own := plan.task.own) and own.commit else "",
-        "training data": plan.task.train_parquet,
-        "validation data": plan.task.val_parquet,
+        "model": plan.weights.name_or_path,
+        "model commit": f"{plan.weights.commit} of {plan.weights.hub_name}" if plan.weights.commit else "",
+        "data commit": f"{data_commit} of {plan.task.data}" if data_commit else "",
+        "training data": plan.task_files.train_parquet,
+        "validation data": plan.task_files.val_parquet,
     }
     parts = [
-        [_headline(plan), f"{plan.task.kind}: {task_of(plan.task).describe}"],
+        [_headline(plan), f"{plan.task.kind}: {task_of(plan.task, files=plan.task_files).describe}"],
         *_decided(plan.choices, columns=columns),
         ["Needs, estimated", *_pairs(needs, columns=columns)],
         ["Files", *_pairs([(what, path) for what, path in files.items() if path], columns=None)],
@@ -191,23 +193,26 @@ def plan_text(
 
 
 def _headline(plan: RunPlan) -> str:
-    gpus = f"{plan.gpus_per_node} x {plan.device}" + (f" on each of {plan.nodes} nodes" if plan.nodes > 1 else "")
-    emulated = ", emulated" if plan.rollout.emulated else ""
-    batch = f"{plan.prompts_per_step} prompts x {plan.rollout.samples_per_prompt} samples"
+    cluster = plan.cluster
+    gpus = f"{cluster.gpus_per_node} x {cluster.device}"
+    gpus += f" on each of {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    emulated = ", emulated" if plan.emulates else ""
+    batch = f"{plan.batch.prompts_per_step} prompts x {plan.rollout.samples_per_prompt} samples"
     backward = f"; gradients in fp8-block{emulated}" if plan.trainer.fp8_backward else ""
     rollouts = f"rollouts in {plan.rollout.label}{emulated}{backward}"
-    return f"{plan.name}: {plan.steps} steps of {batch}; {rollouts}; {plan.correction.text}; {gpus}"
+    return f"{plan.name}: {plan.trainer.steps} steps of {batch}; {rollouts}; {plan.correction_text}; {gpus}"
 
 
 def _decided(choices: Sequence[Choice], *, columns: int | None) -> Iterator[list[str]]:
-    """A heading and its choices, for each group that has some."""
-    key = max(len(each.key) for each in choices)
-    value = min(_LONGEST_VALUE, max(len(each.value) for each in choices))
+    """Yield a heading and its choices, for each group that has some."""
+    key_width = max(len(choice.key) for choice in choices)
+    value_width = min(_LONGEST_VALUE, max(len(choice.value) for choice in choices))
     grouped: dict[str, list[str]] = {heading: [] for heading in _GROUPS}
-    for each in choices:
-        section = each.key.partition(".")[0]
+    for choice in choices:
+        section = choice.key.partition(".")[0]
         heading = next((name for name, sections in _GROUPS.items() if section in sections), "Training")
-        grouped[heading] += _wrapped(f"  {each.key:<{key}}  {each.value:<{value}}  ", each.why, columns=columns)
+        begin = f"  {choice.key:<{key_width}}  {choice.value:<{value_width}}  "
+        grouped[heading] += _wrapped(begin, choice.why, columns=columns)
     yield from ([heading, *lines] for heading, lines in grouped.items() if lines)
 
 

@@ -18,7 +18,7 @@ from appliance import hub
 from appliance.finding import Finding, error, warning
 from appliance.preflight.child import REMEDY_OF_LATE, WITHIN_S, EarlyChild
 from appliance.processes import module_argv
-from appliance.record.plan import ModelPlan
+from appliance.record.plan import WeightsPlan
 from appliance.tasks.user_code import voice
 
 _CHILD = "appliance.preflight.weights"
@@ -79,22 +79,23 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def folder_of_weights(model: ModelPlan) -> Path | None:
+def folder_of_weights(weights: WeightsPlan) -> Path | None:
     """Where the model's files are on this host, if all of them are; those in the cache we made."""
-    if model.is_cached:
+    if weights.is_cached:
         return None
-    folder = Path(model.path) if model.path.startswith("/") else hub.cached_snapshot(model.hub_name)
+    folder = weights.folder or hub.cached_snapshot(weights.hub_name)
     return None if folder is None or hub.missing_parts(folder) else folder
 
 
-def judge_weights(model: ModelPlan, facts: WeightsFacts) -> Iterator[Finding]:
+def judge_weights(facts: WeightsFacts, *, model: str) -> Iterator[Finding]:
+    """Findings about the weights. model: as the recipe names it."""
     if facts.problem:
-        yield error("model-weights", "model.path", f"{model.source}: {facts.problem}", facts.remedy)
+        yield error("model-weights", "model.path", f"{model}: {facts.problem}", facts.remedy)
     if facts.doubt:
         remedy = "save the model again in one type, unless you know why"
-        yield warning("model-types", "model.path", f"{model.source}: {facts.doubt}", remedy)
+        yield warning("model-types", "model.path", f"{model}: {facts.doubt}", remedy)
     if facts.unproven:
-        yield warning("model-unproven", "model.path", f"{model.source}: {facts.unproven}", REMEDY_OF_LATE)
+        yield warning("model-unproven", "model.path", f"{model}: {facts.unproven}", REMEDY_OF_LATE)
 
 
 def main() -> int:

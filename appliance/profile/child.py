@@ -1,4 +1,4 @@
-"""Makes a profile, in a process of its own: `python -m appliance.profile.child (--plan PLAN | --job JOB)`. Progress and
+"""Makes a profile, in its own process: `python -m appliance.profile.child (--plan PLAN | --job JOB)`. Progress and
 failures are events, in the run's folder or in the command's; the exit code is that of the error."""
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import read_plan
 from appliance.terms.clock import ANY_DAY, clock_of
+from appliance.terms.phases import Phase
 
 T = TypeVar("T")
-_PHASE = "profile"
 _FEWEST_PROMPTS = 16
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
@@ -44,7 +44,7 @@ _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
     def report(what: str, done: int, total: int) -> None:
         note = f"{what} {done} of {total}"
-        append_event(Path(job.report_dir), kind="progress", what=_PHASE, done=done, total=total, note=note)
+        append_event(Path(job.report_dir), kind="progress", what=str(Phase.PROFILE), done=done, total=total, note=note)
 
     samples = own_samples(job, folder=folder, on_token=functools.partial(report, "token"))
     return calibrate(
@@ -63,18 +63,18 @@ ProfileOf = Callable[[ProfileJob, Path, Origin], Profile]  # folder: of the mode
 
 def run(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> int:
     """The exit code of the job's child."""
-    keep_stacks(_PHASE)
+    keep_stacks(str(Phase.PROFILE))
     return exit_code_of(lambda: make_profile(job, profile_of=profile_of), run_dir=Path(job.report_dir))
 
 
 def make_profile(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> Path:
     """The folder with the job's profile: found in the cache, or made. Raises what `profile_of` raises."""
-    append_event(Path(job.report_dir), kind="phase", what=_PHASE)
+    append_event(Path(job.report_dir), kind="phase", what=str(Phase.PROFILE))
     made_or_cached = find_profile(job) or _make(job, profile_of=profile_of)
     folder = Path(job.target or made_or_cached)
     if job.target:
         place_profile(made_or_cached, target=folder)
-    append_event(Path(job.report_dir), kind=_PHASE, what=str(folder))
+    append_event(Path(job.report_dir), kind="profile", what=str(folder))
     return folder
 
 

@@ -29,9 +29,10 @@ from appliance.launch.side_job import (
     run_child,
     work_folder,
 )
-from appliance.launch.train import Step
+from appliance.launch.train import Stage
 from appliance.plan.engines import PROFILE_FOLDER
-from appliance.preflight.inputs import model_shape, stored_result
+from appliance.plan.model_shape import model_shape
+from appliance.preflight.inputs import stored_result
 from appliance.preflight.mismatch import expected_of, judge_mismatch, layer_name
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
@@ -87,7 +88,7 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
             target = _make(plan, output=output)
             if output or not plan.profile.source:  # a folder of the user's is only read
                 _write_config(plan, profile=target, path=target / CONFIG_FILE)
-        _show(target, model="" if plan.profile.source else plan.model.path)
+        _show(target, model="" if plan.profile.source else plan.weights.name_or_path)
     return 0
 
 
@@ -107,7 +108,7 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
             else:
                 make_inputs(plan, command="setup")
             _write_config(plan, profile=profile, path=output)
-    console.say(f"FLASHRL_CONFIG={output} serves `{plan.model.path}` as the recipe's rollouts are served")
+    console.say(f"FLASHRL_CONFIG={output} serves `{plan.weights.name_or_path}` as the recipe's rollouts are served")
     console.out(str(output))
     return 0
 
@@ -206,7 +207,7 @@ def made_before(plan: RunPlan) -> Path | None:
         return None
     try:
         return find_known_profile(job_of_run(plan))
-    except OSError:  # a file that cannot be read is a finding of its own
+    except OSError:  # a file that cannot be read is a separate finding
         return None
 
 
@@ -228,7 +229,8 @@ def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
     stored = stored_result(plan, host=read_host(run_dir))
     if plan.profile is None or plan.profile.source:
         return
-    for finding in judge_mismatch(plan, expected=expected_of(folder), shape=model_shape(plan), stored=stored):
+    shape = model_shape(plan.model, weights=plan.weights)
+    for finding in judge_mismatch(plan, expected=expected_of(folder), shape=shape, stored=stored):
         if finding.severity is Severity.WARNING:
             append_event(run_dir, kind="note", what=f"warning: {finding.message}: {finding.remedy}", why=finding.code)
         else:
@@ -240,7 +242,7 @@ def is_profiled(plan: RunPlan) -> bool:
     return plan.profile is None or (Path(plan.profile.folder) / PROFILE_FILE).is_file()
 
 
-PROFILING = Step(child=profile_child, is_done=is_profiled, finish=finish_profile)
+PROFILING = Stage(child=profile_child, is_done=is_profiled, finish=finish_profile)
 BEFORE_TRAINING = (SCALING, PROFILING)  # of a run, in this order: the profile is of the model that is trained
 
 
@@ -248,12 +250,12 @@ def _take(source: Path, *, plan: RunPlan) -> None:
     """Copy the profile that the recipe names. Its smoothing leaves any model's function as it is, so that one of
     another checkpoint of the same shapes is taken, with a note."""
     assert plan.profile is not None
-    header, model = read_file_header(source), Path(plan.model.path)
+    header, model = read_file_header(source), Path(plan.weights.name_or_path)
     place_profile(source if source.is_dir() else source.parent, target=Path(plan.profile.folder))
     if header["model_hash"] and (model / "config.json").is_file():
         is_the_models = header["model_hash"] == model_hash(model, cache_dir=Path(plan.cache_dir))
     else:
-        is_the_models = header["model"] == plan.model.path
+        is_the_models = header["model"] == plan.weights.name_or_path
     if not is_the_models:
         what = f"the profile {source} was made of {header['model'] or 'an unnamed model'}"
         append_event(Path(plan.run_dir), kind="note", what=what, why="quantization.profile")
@@ -292,8 +294,8 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
 
 def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
     """One entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
-    replicas = [engine_named(each, profile=profile) for each in plan.rollout.replicas]
-    write_config(path, replicas, model=plan.model.path)
+    replicas = [engine_named(quantisation, profile=profile) for quantisation in plan.engines]
+    write_config(path, replicas, model=plan.weights.name_or_path)
 
 
 def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
@@ -332,7 +334,7 @@ def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
     origin = f"{model or header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
     rows = [("smoothing", _smoothing(header))]
     if header["layers"]:
-        rows.append(("kept in BF16", _kept(header)))
+        rows.append(("kept in BF16", _describe_bf16_layers(header)))
     if predicted := header["predicted"]:
         numbers = f"KL {predicted['kl']:.1e} nats per token"
         if before := header.get("predicted_all"):
@@ -384,7 +386,7 @@ def _sources(header: dict[str, Any]) -> str:
     return ", ".join([f"{norms} norm{'' if norms == 1 else 's'}", *others])
 
 
-def _kept(header: dict[str, Any]) -> str:
+def _describe_bf16_layers(header: dict[str, Any]) -> str:
     in_bf16, settings = header["suggested_ignore"], header["settings"]
     if settings["mismatch_budget"] is not None:
         why = f"for a mismatch of {settings['mismatch_budget']:g} nats, or by `ignore`"

@@ -37,7 +37,7 @@ class ProfileJob(Frozen):
     """The task's training data."""
     scheme: Scheme
     strength: float = 0.0
-    """Of smoothing, 0..1."""
+    """Strength of smoothing, 0..1."""
     mismatch_budget: float | None = None
     """Nats per token."""
     measure_above: float | None = None
@@ -47,31 +47,31 @@ class ProfileJob(Frozen):
     truncate_prompts: bool = False
     """Whether longer prompts lose their beginning; else they are left out."""
     schemas_file: str = ""
-    """What the task's tools are, or empty."""
+    """File of the schemas of the task's tools, or empty."""
     temperature: float = 1.0
-    """Of the rollouts."""
+    """Temperature of the rollouts."""
     top_p: float = 1.0
-    """Of the rollouts."""
+    """Top-p of the rollouts."""
     top_k: int = 0
-    """Of the rollouts; 0: all words."""
+    """Top-k of the rollouts; 0: all words."""
     response_tokens: int = 0
-    """Of one response that the model gives."""
+    """Tokens, at most, of one response that the model gives."""
     cache_dir: str
     target: str
     """The folder that gets `profile.safetensors`, or empty to leave it in the cache."""
     report_dir: str
-    """Where events go."""
+    """Folder of the events."""
     donor: str = ""
     """A W8A8 checkpoint, and then no text is read."""
     prompts: int = 64
-    """Of the task."""
+    """Prompts of the task."""
     max_tokens: int = 2048
-    """Of all prompts and responses together, where that leaves enough prompts."""
+    """Tokens, at most, of all prompts and responses together, where that leaves enough prompts."""
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:
     """The profiling of a training run: of the model that is trained, which UAQ has scaled."""
-    return job_of_plan(plan).replace(model=plan.trained_model or plan.model.source)
+    return job_of_plan(plan).replace(model=plan.trained_model)
 
 
 def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
@@ -79,18 +79,18 @@ def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
     profile = plan.profile
     assert profile is not None, "only a plan with a profile is profiled"
     return ProfileJob(
-        model=plan.model.path or plan.model.source,
-        revision=plan.model.revision,
+        model=plan.weights.name_or_path,
+        revision=plan.model.revision or "",
         trust_remote_code=plan.model.trust_remote_code,
-        parquet=plan.task.train_parquet,
+        parquet=plan.task_files.train_parquet,
         scheme=profile.scheme,
-        strength=profile.smoothing,
-        mismatch_budget=profile.mismatch_budget,
+        strength=plan.quantization.smoothing,
+        mismatch_budget=plan.quantization.mismatch_budget,
         measure_above=plan.guard.k3_kl,
-        ignore=profile.ignore,
+        ignore=plan.quantization.ignore,
         max_prompt_tokens=plan.task.max_prompt_tokens,
-        truncate_prompts=plan.task.truncate_prompts,
-        schemas_file=plan.task.schemas_file,
+        truncate_prompts=plan.task.truncates_prompts,
+        schemas_file=plan.task_files.schemas_file,
         temperature=plan.rollout.temperature,
         top_p=plan.rollout.top_p,
         top_k=plan.rollout.top_k,
@@ -130,7 +130,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _identity(file: Path) -> tuple[str, list[int]]:
-    """Its name in the memory of hashes, and what changes with its content."""
+    """Return its name in the memory of hashes, and what changes with its content."""
     now = file.stat()
     return str(file.resolve()), [now.st_size, now.st_mtime_ns]
 
@@ -165,9 +165,9 @@ def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
 
 
 def find_known_profile(job: ProfileJob) -> Path | None:
-    """As find_profile, but no file of the model is read anew, which takes minutes for a large one: None where the cache
-    does not know the hash of each. A profile's making leaves them there. A model of the hub is the one that its cache
-    has: a run asks the hub first whether there is another. Raises OSError."""
+    """Find a profile as find_profile does, but no file of the model is read again, which takes minutes for a large one:
+    None where the cache does not know the hash of each. A profile's making leaves them there. A model of the hub is the
+    one that its cache has: a run asks the hub first whether there is another. Raises OSError."""
     folder = Path(job.model)
     if not folder.is_absolute() and not (folder / "config.json").is_file():
         folder = cached_snapshot(job.model, revision=job.revision) or folder

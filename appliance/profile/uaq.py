@@ -14,22 +14,21 @@ from pathlib import Path
 from appliance.errors import EngineError, PreflightError
 from appliance.files import partial_prefix, whole_folder
 from appliance.launch.outcome import Child
-from appliance.launch.train import Step
+from appliance.launch.train import Stage
 from appliance.processes import module_argv
 from appliance.profile.job import model_folder, model_hash
 from appliance.quant.uaq import MARK_FILE, Mark, read_mark, scale_folder
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-
-_PHASE = "scale"
+from appliance.terms.phases import Phase
 
 
 def is_scaled(plan: RunPlan) -> bool:
     """Whether the run needs no scaled model, or has it. Raises EngineError for one of another scale or model."""
     if plan.uaq is None:
         return True
-    folder, source, resumed = Path(plan.uaq.folder), Path(plan.model.path), Path(plan.resume_from)
+    folder, source, resumed = Path(plan.uaq.folder), Path(plan.weights.name_or_path), Path(plan.resume_from)
     try:
         mark = read_mark(folder)
     except PreflightError as error:
@@ -58,29 +57,29 @@ def _hash(source: Path, plan: RunPlan) -> str:
 def scaling_child(plan: RunPlan) -> Child | None:
     """The child that makes the scaled model, None where none is needed or it is there. Raises as is_scaled."""
     argv = module_argv("appliance.profile.uaq", str(Path(plan.run_dir) / "plan.json"))
-    return None if is_scaled(plan) else Child(_PHASE, "scaling (UAQ)", argv, default_code=4)
+    return None if is_scaled(plan) else Child(str(Phase.SCALE), "scaling (UAQ)", argv, default_code=4)
 
 
-SCALING = Step(child=scaling_child, is_done=is_scaled, finish=lambda plan: None)
+SCALING = Stage(child=scaling_child, is_done=is_scaled, finish=lambda plan: None)
 
 
 def make_scaled(plan: RunPlan) -> None:
     """Fill the folder that the plan names. Raises what `scale_folder` raises, OSError when it cannot be written."""
     assert plan.uaq is not None, "only a plan with UAQ has a scaled model"
     run_dir, target, scale = Path(plan.run_dir), Path(plan.uaq.folder), plan.uaq.scale
-    append_event(run_dir, kind="phase", what=_PHASE)
-    source = model_folder(plan.model.path, revision=plan.model.revision)
+    append_event(run_dir, kind="phase", what=str(Phase.SCALE))
+    source = model_folder(plan.weights.name_or_path, revision=plan.model.revision or "")
     for left in run_dir.glob(f"{partial_prefix(target)}*"):  # of an attempt that was killed
         shutil.rmtree(left)
     with whole_folder(target) as scaled:
         norms = scale_folder(source, target=scaled, scale=scale, on_file=Heartbeat().beat)
-        mark = Mark(scale=scale, model=plan.model.path, model_hash=_hash(source, plan), norms=norms)
+        mark = Mark(scale=scale, model=plan.weights.name_or_path, model_hash=_hash(source, plan), norms=norms)
         (scaled / MARK_FILE).write_text(mark.model_dump_json(indent=2) + "\n")
     what = f"UAQ: {norms} norms and all that they feed are scaled by {scale:g}"
     append_event(run_dir, kind="note", what=what, why="correction.uaq_scale")
 
 
 if __name__ == "__main__":
-    keep_stacks(_PHASE)
+    keep_stacks(str(Phase.SCALE))
     found = read_plan(Path(sys.argv[1]))
     sys.exit(exit_code_of(lambda: make_scaled(found), run_dir=Path(found.run_dir)))

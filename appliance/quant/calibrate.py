@@ -10,7 +10,7 @@ quantised engine would have. For each layer:
    sample of tokens (`quant/smoothing_factors.py`).
 3. The same measurement on the same tokens with the scales folded in. A group that does not lower the error of the layer
    that reads it is dropped; where better factors were found, for the rule's.
-4. The quantised stream goes on through the quantised layer.
+4. The quantised stream passes through the quantised layer.
 
 At the end both streams go through the head: the mismatch to expect (`quant/prediction.py`). Where that is above a
 budget, the layers that stay in BF16 are chosen by what each contributes to it (`quant/mismatch_budget.py`).
@@ -116,7 +116,7 @@ def calibrate(
 def _one_layer(
     view: LayerView, streams: _Streams, *, settings: Settings
 ) -> tuple[list[LayerError], list[SmoothingGroup], dict[str, Tensor]]:
-    """Of the profile, what the layer adds; the streams go through it."""
+    """Compute what the layer adds to the profile, and pass the streams through it."""
     plain, ranges = Errors(), dict[str, Tensor]()
     outputs, samples = view.exact(streams.exact, errors=plain, ranges=ranges)
     groups = _groups(view, ranges=ranges, samples=samples, strength=settings.strength)

@@ -105,7 +105,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 class _Recorder(nn.Module):
-    """Stands where a decoder layer stood and notes how it is called."""
+    """Replaces a decoder layer and records how it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,14 +117,14 @@ class _Recorder(nn.Module):
 
 
 class _Streamed(nn.Module):
-    """Stands where a decoder layer stood, and has its weights while it is called."""
+    """Replaces a decoder layer, and has its weights only while it is called."""
 
     def __init__(self, model: StreamedModel, index: int) -> None:
         super().__init__()
-        self._of = (model, index)
+        self._model_and_index = (model, index)
 
     def forward(self, hidden_BTH: Tensor, **kwargs: Any) -> Tensor:
-        model, index = self._of
+        model, index = self._model_and_index
         with model.layer(index) as layer:
             return layer(hidden_BTH, **kwargs)
 
@@ -143,7 +143,8 @@ class StreamedModel:
             raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
         if config.model_type not in _FAMILIES:
             message = f"{folder}: a profile of `{config.model_type}` cannot be made"
-            raise EngineError(message, hint=f"known are {', '.join(_FAMILIES)}")
+            hint = f"set quantization.profile: none; profiles are for {', '.join(_FAMILIES)}"
+            raise EngineError(message, hint=hint)
         self.checkpoint = checkpoint
         self._beat = beat
         self.family = _FAMILIES[config.model_type]

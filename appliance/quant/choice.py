@@ -28,9 +28,9 @@ class Candidate:
     layer: _Layer
     """Its names in an `ignore` list."""
     contribution: float
-    """What quantising it alone adds to the mismatch, nats per token."""
+    """Nats per token that quantising it alone adds to the mismatch."""
     multiplications: int
-    """Of one token."""
+    """Multiplications for one token."""
 
     @property
     def gain(self) -> float:
@@ -95,9 +95,10 @@ def meet(
     budget: float,
     measure: Callable[[frozenset[str]], Predicted],
 ) -> tuple[frozenset[str], Predicted]:
-    """The names of the layers to keep in BF16, and the mismatch that was measured so.
+    """The names of the layers to keep in BF16, and the mismatch that was measured so: the cheapest trial that meets the
+    budget, or the nearest one to it where none does, which `predicted.kl > budget` says.
 
-    measure: the mismatch with these names kept.  With all candidates kept there is none, so that any budget is met.
+    measure: the mismatch with these names kept, by a pass over the text. At most three are made.
     """
     tried: dict[frozenset[str], tuple[float, Predicted]] = {frozenset(): (0.0, all_quantised)}
     total = sum(candidate.contribution for candidate in candidates)
@@ -112,29 +113,10 @@ def meet(
         if _NEAR_ENOUGH * budget <= measured.kl <= budget:
             break
         points[_contributed(chosen, total=total)] = measured.kl
-    met = [(cost, sorted(names), measured) for names, (cost, measured) in tried.items() if measured.kl <= budget]
-    if met:
-        _, names, measured = min(met, key=lambda trial: trial[:2])
-        return frozenset(names), measured
-    return _add_until_met(candidates, kept=max(tried, key=len), budget=budget, measure=measure)
 
+    def rank(names: frozenset[str]) -> tuple[float, float, list[str]]:
+        cost, measured = tried[names]
+        return max(0.0, measured.kl - budget), cost, sorted(names)
 
-def _add_until_met(
-    candidates: Sequence[Candidate],
-    *,
-    kept: frozenset[str],
-    budget: float,
-    measure: Callable[[frozenset[str]], Predicted],
-) -> tuple[frozenset[str], Predicted]:
-    """Where the estimate fails: twice as many more layers each time, until the budget is met."""
-    others = sorted(
-        (candidate for candidate in candidates if not set(candidate.layer) & kept),
-        key=lambda candidate: (-candidate.gain, candidate.layer),
-    )
-    number = 1
-    while True:
-        more = frozenset(name for candidate in others[:number] for name in candidate.layer)
-        measured = measure(kept | more)
-        if measured.kl <= budget or number >= len(others):
-            return kept | more, measured
-        number *= 2
+    best = min(tried, key=rank)
+    return best, tried[best][1]

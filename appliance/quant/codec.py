@@ -32,7 +32,7 @@ class QuantisedWeight:
     """A weight, or the tokens of an activation."""
 
     codes_NK: Tensor
-    """int8 in [-127, 127], or float8_e4m3fn."""
+    """int8 in [-127, 127], or float8_e4m3fn; bfloat16 of activations that a scheme leaves as they are."""
     scale: Tensor
     """float32, >= 0, one for each block: [1, 1], [N, 1] or [ceil(N/rows), ceil(K/128)]."""
     block: tuple[int, int]
@@ -88,7 +88,7 @@ def dequantise(quantised: QuantisedWeight) -> Tensor:
 
 
 def chunk_rows(values_MK: Tensor, *, chunks: int = 1) -> int:
-    """How many rows are worked on at once. chunks: on a CPU, of each thread."""
+    """Return the number of rows that are worked on at once. chunks: on a CPU, of each thread."""
     on_cpu = values_MK.device.type == "cpu"
     elements = chunks * CHUNK_ELEMENTS * torch.get_num_threads() if on_cpu else _GPU_CHUNK_ELEMENTS
     return max(1, elements // max(1, values_MK.shape[1]))

@@ -86,7 +86,8 @@ def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = N
 
 
 def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturates: bool = True) -> QuantisedWeight:
-    """With scales that are known. weight_NK: finite.  saturates: whether |x| may be above 448 by more than rounding."""
+    """Quantise with scales that are known. weight_NK: finite.  saturates: whether |x| may be above 448 by more than
+    rounding."""
     block = weight_block(scheme, shape=tuple(weight_NK.shape))
     divide = scheme.spec.scales is Scales.CHANNEL
     codes_NK = _codes(weight_NK, scale=scale, block=block, divide=divide, saturates=saturates)
@@ -191,7 +192,7 @@ def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: 
 
 
 def _rows_at_once(values_NK: Tensor, *, block: tuple[int, int]) -> int:
-    """As many as the cache takes, and never rows of two blocks."""
+    """Return the number of rows that the cache takes, never rows of two blocks."""
     rows = chunk_rows(values_NK)
     if block[0] in (1, len(values_NK)):
         return rows

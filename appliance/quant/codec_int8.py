@@ -75,7 +75,8 @@ def dequantise_int8(quantised: QuantisedWeight) -> Tensor:
 
 
 def dequantise_rows(codes_NK: Tensor, scale_N1: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """As `dequantise_int8`, each rounded once, a cache's worth at a time: in float32 a whole weight is large."""
+    """Dequantise as `dequantise_int8`, each value rounded once, a cache's worth at a time: in float32 a whole weight is
+    large."""
     values_NK = torch.empty(codes_NK.shape, dtype=dtype, device=codes_NK.device)
     rows = chunk_rows(codes_NK)
     wide_RK = values_NK.new_empty((min(rows, len(codes_NK)), codes_NK.shape[1]), dtype=torch.float32)

@@ -58,9 +58,9 @@ _WIDENED_ROWS = 512  # of so many output channels 1024 codes in float32 stay in 
 
 @functools.cache
 def widened_types() -> frozenset[torch.dtype]:
-    """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, and take 4 to 80
-    times as long as through float32 (docs/results/widened.md); FP16 is, where a CPU has no instructions for it. Without
-    oneDNN nothing is known, and none is."""
+    """Return the types in which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are,
+    and take 4 to 80 times as long as through float32 (docs/results/widened.md); FP16 is, where a CPU has no
+    instructions for it. Without oneDNN nothing is known, and none is."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     fast = {
@@ -71,10 +71,11 @@ def widened_types() -> frozenset[torch.dtype]:
 
 
 def widen_gemms(*, exactly: bool = False) -> None:
-    """In this process, torch's GEMMs of such a type widen their operands, sum in float32 as before, and round once.
+    """Have torch's GEMMs of such a type, in this process, widen their operands, sum in float32 as before, and round
+    once.
 
     exactly: so that no row depends on the others: in float64, half as fast; where BF16 needs no widening, vLLM's own
-    product gets whole groups of rows. A process that was told so once stays so.
+    product gets whole groups of rows. A process that was set so once stays so.
     """
     if widened_types():
         widening = _widening()
@@ -106,7 +107,7 @@ class _Widening:
         return result.to(dtype)
 
     def _by_columns(self, kernel: Any, keys: Any, *operands: Tensor, **factors: float) -> Tensor:
-        """Of what an `addmm` adds, too, where it has columns."""
+        """Multiply by columns; of what an `addmm` adds, too, where it has columns."""
         *added, left, right = operands
         wide, count = left.to(self.to), right.shape[1]
         width = max(1, _WIDENED_AT_ONCE // right.shape[0])
@@ -127,7 +128,7 @@ def _widening() -> _Widening:
 
 @functools.cache
 def _group_rows() -> torch.library.Library:
-    """From now on vLLM's `onednn_mm`, which multiplies in layers and heads in BF16, gets whole groups of rows. The
+    """Patch vLLM's `onednn_mm`, which multiplies in layers and heads in BF16, so that it gets whole groups of rows. The
     result has to be kept: what it replaces comes back with its end."""
     load_kernels()
     library = torch.library.Library("_C", "IMPL")
@@ -149,7 +150,7 @@ def _group_rows() -> torch.library.Library:
 
 
 def in_groups(x_MK: Tensor) -> Tensor:
-    """With rows of zeros at its end, so that each thread has whole groups; itself where none is missing."""
+    """Append rows of zeros, so that each thread has whole groups; returns x_MK itself where none is missing."""
     missing = -len(x_MK) % (_ROWS_OF_A_GROUP * torch.get_num_threads())
     return pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
 
@@ -197,8 +198,8 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
 def quantise_weight(
     weight_NK: Tensor, *, known_finite: bool = False, into_NK: Tensor | None = None, what: str = "a weight"
 ) -> QuantisedWeight:
-    """As `quantise_rows`, and of activations too. Raises NumericsError when a value is not finite: vLLM's quantiser
-    would not notice. what: it is, for the error."""
+    """Quantise as `quantise_rows`, and of activations too. Raises NumericsError when a value is not finite: vLLM's
+    quantiser would not notice. what: it is, for the error."""
     if not (known_finite or all_finite(weight_NK)):
         raise NumericsError(f"{what} to quantise has a value that is not finite")
     if into_NK is None:
@@ -215,9 +216,9 @@ class OneDnnGemm:
     name = "onednn"
 
     def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
-        """As `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes. Only asymmetric
-        activations need that; it makes a float32 copy of the codes and takes as long as all the rest of a sync's work
-        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only.
+        """Prepare the weights as `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes.
+        Only asymmetric activations need that; it makes a float32 copy of the codes and takes as long as all the rest of
+        a sync's work on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only.
 
         dtype: of what is multiplied.
         """

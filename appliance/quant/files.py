@@ -90,7 +90,8 @@ def place_profile(profile: Path, *, target: Path) -> None:
 
 
 def engine_named(quantisation: Quantisation, *, profile: Path | None) -> Quantisation:
-    """As an engine elsewhere is told: with the profile of this folder, where one is used, and its kept layers named."""
+    """The quantisation that an engine elsewhere is started with: with the profile of this folder, where one is used,
+    and its kept layers named."""
     if not (quantisation.profile and profile):
         return quantisation.replace(profile="")
     ignore = tuple(dict.fromkeys((*quantisation.ignore, *kept_layers(profile))))
@@ -106,7 +107,7 @@ def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: st
 
 
 def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:
-    """In FlashRL's words: its name of a scheme is ours with `_` for `-`, what is not set is left out."""
+    """Make an entry in FlashRL's words: its name of a scheme is ours with `_` for `-`, what is not set is left out."""
     entry: dict[str, Any] = {"fn": str(quantisation.scheme).replace("-", "_"), "load_format": "auto", "model": model}
     if quantisation.profile:
         profile = Path(quantisation.profile).absolute()
@@ -131,7 +132,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_names(file: Path) -> list[str]:
-    """Of a safetensors file. Raises as `tensor_shapes` does."""
+    """Read the names of a safetensors file's tensors. Raises as `tensor_shapes` does."""
     return [name for name in _read_header(file)[0] if name != "__metadata__"]
 
 
@@ -182,7 +183,7 @@ class LayerError:
     """One layer of the engine: linears that it fuses, such as q, k and v, or one of the two GEMMs of all experts."""
 
     layer: Names_
-    """How the layer is called where it is kept in BF16 (`ignore`), once for each of the names."""
+    """Names of the layer in an `ignore` list, by which it is kept in BF16."""
     linears: Annotated[Names_, Field(min_length=1)]
     weight_error: float
     """|W' - W| / |W|, Frobenius."""
@@ -192,9 +193,9 @@ class LayerError:
     output_error_plain: float
     """The same without it."""
     kept: bool
-    """In BF16, by the mismatch budget or because the user's `ignore` names it."""
+    """Whether it stays in BF16, by the mismatch budget or because the user's `ignore` names it."""
     multiplications: Count_ = 0
-    """Of one token; 0 where nobody counted them."""
+    """Multiplications for one token; 0 where nobody counted them."""
     contribution: float | None = None
     """What quantising this layer of the engine alone adds to the mismatch, nats per token; the same for the two GEMMs
     of experts. None where it was not measured."""
@@ -230,24 +231,24 @@ class Settings:
     strength: float = 0.5
     """Alpha, 0 is off."""
     error_budget: float | None = None
-    """Of profiles that earlier versions made: the error of a layer's outputs above which it was kept."""
+    """Error budget of profiles that earlier versions made: the error of a layer's outputs above which it was kept."""
     mismatch_budget: float | None = None
     """Nats per token; None keeps nothing."""
     measure_above: float | None = None
     """Nats per token: a mismatch above it has the contributions of the layers measured. None: never."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the rollouts."""
+    """Temperature of the rollouts."""
     top_p: float = 1.0
-    """Of the rollouts."""
+    """Top-p of the rollouts."""
     top_k: Count_ = 0
-    """Of the rollouts; 0: all words."""
+    """Top-k of the rollouts; 0: all words."""
     response_tokens: Count_ = 32
-    """Of the model's own responses to the prompts, at most."""
+    """Tokens, at most, of the model's own responses to the prompts."""
     ignore: Names_ = ()
     prompts: Count_ = 64
-    """Of the calibration text."""
+    """Prompts of the calibration text."""
     max_tokens: Count_ = 2048
-    """Of the calibration text."""
+    """Tokens, at most, of the calibration text."""
 
 
 @_part
@@ -264,7 +265,7 @@ class Origin:
     donor: Text_ = ""
     """The W8A8 checkpoint or FlashRL's file."""
     versions: dict[str, Text_ | None] = Field(default_factory=dict)
-    """Of what made it."""
+    """Versions of the packages that made it."""
 
 
 @_part

@@ -100,7 +100,7 @@ def _cut_short(file: Path) -> str:
 
 
 def _differing_files(folder: Path, *, index: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Where transformers and vLLM would read different files: (problem, remedy)."""
+    """Find where transformers and vLLM would read different files: (problem, remedy)."""
     there = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith(MISTRALS)}
     problems: list[tuple[str, str]] = []
     if index and WHOLE in there and set(index.values()) != {WHOLE}:

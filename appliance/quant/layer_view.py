@@ -101,7 +101,7 @@ class LayerView:
         return [self.layer.get_submodule(member).weight for member in unit.members]
 
     def multiplications(self, unit: Unit) -> int:
-        """Of one token, by the unit's matrices."""
+        """Count the multiplications of one token by the unit's matrices."""
         active = self._active_experts if unit.members[0] in (GATE_UP, DOWN) else 1.0
         return round(active * sum(weight_NK.numel() for weight_NK in self.weights(unit)))
 
@@ -148,10 +148,12 @@ class LayerView:
     def unit_of(self, member: str) -> Unit:
         return self._unit_of[member]
 
-    def all_codes(self, kept: frozenset[str] = frozenset()) -> dict[str, list[_Part]]:
-        """The codes of each quantised unit, by its first member. kept: first members of units that stay in BF16, beside
-        the ignored."""
-        return {unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored | kept}
+    def all_codes(self, in_bf16: frozenset[str] = frozenset()) -> dict[str, list[_Part]]:
+        """The codes of each quantised unit, by its first member. in_bf16: first members of units that stay in
+        BF16, beside the ignored."""
+        return {
+            unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored | in_bf16
+        }
 
     def _codes(self, unit: Unit) -> list[_Part]:
         """Quantised as the engine does: members whose rows share scales are quantised as one fused weight."""

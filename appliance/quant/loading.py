@@ -49,7 +49,7 @@ class TensorHeader:
     """One tensor of a checkpoint, without its values."""
 
     type: str
-    """As safetensors names it, such as `BF16`."""
+    """Type as safetensors names it, such as `BF16`."""
     shape: tuple[int, ...]
     file: Path
 
@@ -59,10 +59,10 @@ class Loading:
     """What is wrong with a checkpoint; all of it is empty where nothing is."""
 
     problem: str = ""
-    """Why the files do not hold the model that config.json describes."""
+    """Reason why the files do not hold the model that config.json describes."""
     remedy: str = ""
     doubt: str = ""
-    """What is odd about its types, though it can be loaded."""
+    """Doubt about its types, though it can be loaded."""
 
 
 def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loading:
@@ -88,7 +88,8 @@ def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loadin
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Of the tensors in the files that transformers reads, by name. Raises WeightsError for a file that is broken."""
+    """Read the headers of the tensors in the files that transformers reads, by name. Raises WeightsError for a file
+    that is broken."""
     headers: dict[str, TensorHeader] = {}
     for file in weight_files(folder):
         try:
@@ -113,7 +114,7 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
     trusts = bool(settings.get("trust_remote_code"))
     files = weight_files(folder)
     # Of a snapshot of the hub the index may be here and its files not yet: a download broke off, or another rank's is
-    # under way, and from_pretrained goes on with it.
+    # under way, and from_pretrained continues with it.
     is_here = bool(files) and (os.path.isdir(name_or_path) or all(map(os.path.isfile, files)))
     if is_here:
         _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
@@ -137,7 +138,7 @@ def _require(loading: Loading, *, model: str) -> None:
 
 
 def tensors_loaded(module: Module) -> int:
-    """How many tensors of this model, or of one in it, `load_whole` has loaded; 0 where it did not."""
+    """Count the tensors of this model, or of one in it, that `load_whole` has loaded; 0 where it did not."""
     return sum(_whole.get(part, 0) for part in module.modules())
 
 
@@ -149,7 +150,7 @@ class _Report:
     unexpected: frozenset[str] = frozenset()
     mismatched: frozenset[str] = frozenset()
     failure: str = ""
-    """Why it said nothing of it: tensors that it makes one of do not fit each other."""
+    """Reason why it reported nothing: tensors that it makes one of do not fit each other."""
 
     @property
     def is_clean(self) -> bool:
@@ -236,8 +237,8 @@ class _Checkpoint:
         return _Report(frozenset(loading_info["missing_keys"]), frozenset(loading_info["unexpected_keys"]), mismatched)
 
     def _unexpected(self, report: _Report, *, missing: Sequence[str]) -> list[str]:
-        """Also what is numbered like the model's own and lies between or behind them: of experts transformers counts
-        how many there are."""
+        """List unexpected tensors, also what is numbered like the model's own and lies between or behind them: of
+        experts transformers counts how many there are."""
         others = [name for name, saved in self._names.items() if saved not in self._known]
         lost = set(missing)
         counted = self._wanted if report.failure or report.mismatched else missing
@@ -281,7 +282,7 @@ class _Checkpoint:
         return problem, self._remedy(missing, unexpected=unexpected, no_floats=no_floats)
 
     def _layer_count_problem(self) -> Iterator[str]:
-        """Where only the number of layers differs, as the reason."""
+        """Report the number of layers where only that differs."""
         there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
         wanted = {int(found[1]) for name in self._wanted if (found := _LAYER.search(name))}
         if there != wanted and there and wanted and max(there) != max(wanted):
@@ -299,7 +300,7 @@ class _Checkpoint:
         return _AGAIN
 
     def _head_problem(self) -> tuple[str, str] | None:
-        """Of a model that ties its head: vLLM never reads it, transformers does where it differs."""
+        """Check the head of a model that ties it: vLLM never reads it, transformers does where it differs."""
         name_of = {self._names[name]: name for name in self._usable}
         for head, source in self._tied.items():
             if head in name_of and source not in name_of:
@@ -321,8 +322,8 @@ class _Checkpoint:
             return all(torch.equal(parts[0][each].float(), parts[1][each].float()) for each in rows)
 
     def _bits_problem(self) -> tuple[str, str] | None:
-        """Where a tensor's type is a name that does not fit its bits: its values are as large as those of tensors of
-        its kind only when they are read as the other type of 16 bits."""
+        """Report where a tensor's type is a name that does not fit its bits: its values are as large as those of
+        tensors of its kind only when they are read as the other type of 16 bits."""
         rare, usual = self._types_of_16_bits()
         with _Values(self._headers) as values:
             known = _UsualSizes(usual, headers=self._headers, values=values)
@@ -423,7 +424,7 @@ def _counted(names: Sequence[str], fact: str) -> str:
 
 
 def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str:
-    """What stands before the model's own name in each name that is not the model's, where that name is missing."""
+    """The prefix of the model's own name in each name that is not the model's, where that name is missing."""
     lost = set(missing)
     prefixes = {name[: -len(each)] for name in unexpected for each in _tails(name) if each in lost}
     return next(iter(prefixes)) if len(prefixes) == 1 else ""

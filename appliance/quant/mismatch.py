@@ -50,7 +50,7 @@ class Mismatch:
 
 
 def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None) -> Mismatch:
-    """As measure_by_length, of tokens that belong to no sequences."""
+    """Measure as measure_by_length, for tokens that belong to no sequences."""
     one_S = torch.tensor([trainer_T.numel()])
     return measure_by_length(trainer_T, rollout_T=rollout_T, length_S=one_S, cap=cap).whole
 
@@ -126,7 +126,7 @@ class _Sequences:
     diff_max_S: Tensor
     largest_S: Tensor
     position_S: Tensor
-    """Of the largest difference."""
+    """Position of the largest difference."""
     ppl_gap_S: Tensor
 
 
@@ -207,26 +207,27 @@ Place = tuple[str, int]  # a layer, and a row of its output: a token of the sequ
 class LayerTrace:
     """What a forward of one sequence, alone, puts out."""
 
-    kept: Place | None = None
-    """Of which the values are wanted."""
+    values_at: Place | None = None
+    """Place whose values are wanted."""
     digests: dict[str, list[str]] = field(default_factory=dict)
-    """Of each layer, in the order of the forward and by the engine's names, one per token; the last layer has the last
-    token only."""
+    """Digests of each layer's output, one per token, by the engine's names and in the order of the forward; the last
+    layer has the last token only."""
     values: list[float] = field(default_factory=list)
-    """Of `kept`."""
+    """Values at `values_at`."""
     log_prob: float = math.nan
-    """Of a token after the sequence, nats."""
+    """Log-prob of a token after the sequence, nats."""
 
     def note(self, name: str, output: Tensor) -> None:
         """output: [T, ...]. Equal values have one digest, in whatever type: 0 and -0 too."""
         rows_TN = output.detach().reshape(len(output), -1).float() + 0.0
         self.digests[name] = [hashlib.blake2b(row_N, digest_size=8).hexdigest() for row_N in rows_TN.numpy()]
-        if self.kept is not None and self.kept[0] == name:
-            self.values = rows_TN[self.kept[1]].tolist()
+        if self.values_at is not None and self.values_at[0] == name:
+            self.values = rows_TN[self.values_at[1]].tolist()
 
 
 def first_difference(ours: Mapping[str, list[str]], *, theirs: Mapping[str, list[str]]) -> Place | None:
-    """Of two traces' digests: the first layer of the forward that differs anywhere, and its first token that does."""
+    """Find in two traces' digests the first layer of the forward that differs anywhere, and its first token that
+    does."""
     for name, digests in ours.items():
         for token, (one, other) in enumerate(zip(digests, theirs[name], strict=True)):
             if one != other:

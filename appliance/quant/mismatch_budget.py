@@ -63,14 +63,14 @@ class MismatchBudget:
         layers = [dataclasses.replace(layer, kept=layer.kept or bool(kept & set(layer.layer))) for layer in layers]
         return layers, predicted
 
-    def measure(self, kept: frozenset[str]) -> Predicted:
+    def measure(self, in_bf16: frozenset[str]) -> Predicted:
         """The mismatch when the layers of these names stay in BF16."""
         self._num_choices += 1
         stream = list(self._views.embedded)
         for index in range(self._views.model.num_layers):
             with self._views.open(index, pass_name=f"choice {self._num_choices}, layer") as view:
                 units = frozenset(
-                    unit.members[0] for unit in view.units if kept & {view.prefix + name for name in unit.layer}
+                    unit.members[0] for unit in view.units if in_bf16 & {view.prefix + name for name in unit.layer}
                 )
                 stream = view.quantised(stream, kept=units)
                 del view

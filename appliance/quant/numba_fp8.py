@@ -38,7 +38,8 @@ _STEPS, _STEPS_BITS = float32(2.0**14), uint32((127 + 14) << 23)
 
 
 def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
-    """As `quantise_fp8`, which takes what is not BF16 on a CPU. Raises NumericsError when a value is not finite."""
+    """Quantise as `quantise_fp8`, which takes what is not BF16 on a CPU. Raises NumericsError when a value is not
+    finite."""
     if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
         return quantise_fp8(weight_NK, scheme=scheme, absmax=absmax)
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
@@ -49,7 +50,7 @@ def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | No
 
 
 def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -> QuantisedWeight:
-    """As `quantise_fp8_by`, with scales that are known. weight_NK: finite."""
+    """Quantise as `quantise_fp8_by`, with scales that are known. weight_NK: finite."""
     if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
         return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
@@ -63,7 +64,7 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
         )
     else:
         factor = reciprocals(scale)
-        if bool(factor.isinf().any()):  # 0 * inf has a rule of its own, and weights of this size no use
+        if bool(factor.isinf().any()):  # 0 * inf has its own rule, and weights of this size no use
             return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
         wide = spread(factor, block=(1, columns), shape=bits_NK.shape).expand(-1, bits_NK.shape[1])
         factor_RK = wide.contiguous().numpy()

@@ -4,8 +4,8 @@ A prediction of how far quantised rollouts are from exact ones has to be made on
 answers are other text: the model is surer or less sure there than in its own words, and the prediction is off by as
 much.
 
-The model's weights stay in its files. One decoder layer is in memory at a time, for every token anew; the keys and
-values of the tokens so far are kept.
+The model's weights stay in its files. One decoder layer is in memory at a time, and is read again for every token; the
+keys and values of the tokens so far are kept.
 
 Legend: B sequences of T tokens, H the width of the residual stream, V words.
 """
@@ -36,7 +36,7 @@ class Sampling:
     top_k: int = 0
     """Likeliest words, of which alone one is drawn; 0: all."""
     max_tokens: int = 32
-    """Of one response."""
+    """Tokens, at most, of one response."""
     stop: frozenset[int] = frozenset()
     """Tokens that end a response, and belong to it."""
     seed: int = 0

@@ -64,8 +64,9 @@ class SmoothingGroup:
     source: str
     """The weight of a norm [K], or of a linear layer [K, J], whose bias [K], where it has one, belongs to it."""
     linears: tuple[str, ...]
-    """Each with its input channels last: `….q_proj.weight` [N, K], a router `….mlp.gate.weight` [E, K], or all experts
-    at once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for `….experts.<i>.{gate,up}_proj.weight`."""
+    """Linear layers that read the source, each with its input channels last: `….q_proj.weight` [N, K], a router
+    `….mlp.gate.weight` [E, K], or all experts at once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for
+    `….experts.<i>.{gate,up}_proj.weight`."""
     scale_K: Tensor
     """[K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the source is divided by it."""
     head_dim: int = 0
@@ -209,20 +210,20 @@ class Profile:
     settings: Settings
     smoothing: Smoothing
     layers: tuple[LayerError, ...] = ()
-    """Of a calibration only."""
+    """Layers of the engine with their errors; only a calibration has them."""
     predicted: Predicted | None = None
-    """Of a calibration only."""
+    """Mismatch that is predicted; only a calibration has it."""
     predicted_all: Predicted | None = None
     """The same with no layer kept for the mismatch budget; None where it keeps none."""
     memory: Memory | None = None
-    """Of a calibration only."""
+    """Memory that the calibration took; only a calibration has it."""
     activations: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """[K] float32, largest |x| per input channel before smoothing, by a linear's name."""
     input_scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    """Of a donor, by a parameter's name, as FlashRL has them: codes are round(w_nk * output_scale_n *
+    """Input scales of a donor, by a parameter's name, as FlashRL has them: codes are round(w_nk * output_scale_n *
     input_scale_k)."""
     output_scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    """Of a donor, by a parameter's name, as FlashRL has them."""
+    """Output scales of a donor, by a parameter's name, as FlashRL has them."""
 
     @property
     def suggested_ignore(self) -> tuple[str, ...]:

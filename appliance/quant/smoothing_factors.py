@@ -51,7 +51,7 @@ def by_rule(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tenso
 def refine(scale_K: Tensor, *, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """[K] float32, powers of two, with which E is no larger than with `scale_K`. x_MK, weight_NK: without smoothing, of
     any float type, with two channels at least; of several matrices the rows of all."""
-    error = _Error.of(x_MK, weight_NK=weight_NK)
+    error = _Error.between(x_MK, weight_NK=weight_NK)
     start_K = log_K = scale_K.double().log2()
     has_both_K = (error.x_square_K > 0) & (error.w_square_K > 0)
     best, share = error.total(log_K), 0.25
@@ -82,16 +82,16 @@ class _Error:
     w_RK: Tensor
     """Magnitudes of some rows of the weights, float32."""
     tokens: float
-    """Number of tokens for which each row of `x_RK` stands."""
+    """Number of tokens that each row of `x_RK` represents."""
     rows: float
-    """Number of rows of the weights for which each row of `w_RK` stands."""
+    """Number of rows of the weights that each row of `w_RK` represents."""
     x_square_K: Tensor
     """|x_k|^2, float64."""
     w_square_K: Tensor
     """|w_k|^2, float64."""
 
     @classmethod
-    def of(cls, x_MK: Tensor, *, weight_NK: Tensor) -> _Error:
+    def between(cls, x_MK: Tensor, *, weight_NK: Tensor) -> _Error:
         x_RK, w_RK = (values[:: -(-len(values) // _ROWS)].float().abs() for values in (x_MK, weight_NK))
         squares = (values.double().square().sum(dim=0) for values in (x_MK, weight_NK))
         return cls(x_RK, w_RK, len(x_MK) / len(x_RK), len(weight_NK) / len(w_RK), *squares)

@@ -33,7 +33,7 @@ class Support:
     ids_F: NDArray[np.int32]
     """Words, by token; those of a token in no order."""
     size_T: NDArray[np.int32]
-    """How many of them each token has, sum F; 0: all words of the vocabulary."""
+    """Number of words of each token, sum F; 0: all words of the vocabulary."""
 
     def first(self, tokens: int) -> Support:
         return Support(self.ids_F[: int(self.size_T[:tokens].sum())], self.size_T[:tokens])

@@ -53,7 +53,7 @@ def _row_kernel(
 
 
 def quantise_int8_triton(weight_NK: Tensor, *, absmax: Tensor | None = None) -> QuantisedWeight:
-    """As `quantise_int8`, in one read and one write.
+    """Quantise as `quantise_int8`, in one read and one write.
 
     weight_NK: [N, K] bfloat16, float16 or float32, rows contiguous, K <= WIDEST_ROW.  absmax: [N, 1] float32, of
     the full row where this is a slice of it.  Raises NumericsError when a value is not finite, ValueError for a row

@@ -39,16 +39,16 @@ class Mark(Frozen):
     """Says of a folder that it is scaled."""
 
     scale: float
-    """What the weights were divided by."""
+    """Divisor of the weights."""
     model: str
     model_hash: str
-    """Of the model's files, unscaled."""
+    """Hash of the model's files, unscaled."""
     norms: int
     schema_version: int = 1
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """None without one. Raises PreflightError for a file that is none."""
+    """Read the mark of a folder; None without one. Raises PreflightError for a file that is none."""
     file = folder / MARK_FILE
     try:
         return Mark.model_validate_json(file.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os.path
 import sysconfig
@@ -10,10 +11,11 @@ from pathlib import Path
 from appliance.errors import RecipeError
 
 _SUFFIX = ".yaml"
+_SUFFIXES = (_SUFFIX, ".yml")
 
 
 def folder() -> Path:
-    """`recipes/` beside the package in a source checkout, else where an installed wheel has put it."""
+    """Return `recipes/` beside the package in a source checkout, else where an installed wheel has put it."""
     checkout = Path(__file__).resolve().parents[2] / "recipes"
     if (checkout / "reference.yaml").is_file():
         return checkout
@@ -21,13 +23,13 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """The names of the shipped recipes, sorted."""
+    """List the names of the shipped recipes, sorted."""
     return sorted(path.stem for path in folder().glob(f"*{_SUFFIX}"))
 
 
 def find(name_or_path: str, *, beside: Path | None = None) -> Path:
-    """The file of a shipped recipe's name, or of a path. Raises RecipeError when there is none. beside: the folder that
-    relative paths start from; the current one when None."""
+    """Find the file of a shipped recipe's name, or of a path. Raises RecipeError when there is none. beside: the folder
+    that relative paths start from; the current one when None."""
     shipped = folder() / f"{name_or_path}{_SUFFIX}"
     if "/" not in name_or_path and os.path.isfile(shipped):  # unlike Path.is_file it takes any text
         return shipped
@@ -37,21 +39,33 @@ def find(name_or_path: str, *, beside: Path | None = None) -> Path:
     if name_or_path and os.path.exists(path):  # a folder, a pipe: `<(...)` is one
         hint = "a recipe is a plain file; `appliance recipes ls` lists the shipped ones"
         raise RecipeError([(f"{path}: not a file", hint)])
-    if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".yml")):
-        raise RecipeError([(f"{path}: no such file", "`appliance recipes ls` lists the shipped recipes")])
-    near = difflib.get_close_matches(name_or_path, names(), n=1)
-    hint = f"did you mean `{near[0]}`?" if near else "`appliance recipes ls` lists them"
+    near = _nearest(name_or_path, beside=beside or Path())
+    hint = f"did you mean `{near}`?" if near else "`appliance recipes ls` lists the shipped recipes"
+    if "/" in name_or_path or name_or_path.endswith(_SUFFIXES):
+        raise RecipeError([(f"{path}: no such file", hint)])
     raise RecipeError([(f"{name_or_path}: no shipped recipe has this name, and no file", hint)])
 
 
+def _nearest(name_or_path: str, *, beside: Path) -> str:
+    """Find what somebody meant who named a file that is not there: a recipe of its folder or a shipped one, as it is to
+    be typed; empty where none has a similar name."""
+    parent, name = os.path.split(name_or_path)
+    meant = {shipped: shipped for shipped in names()}
+    with contextlib.suppress(OSError, ValueError):  # no such folder, or no path at all
+        files = [file for file in os.listdir(beside / parent) if file.endswith(_SUFFIXES)]
+        meant |= {os.path.splitext(file)[0]: os.path.join(parent, file) for file in files}
+    stem = os.path.splitext(name)[0] if name.endswith(_SUFFIXES) else name
+    return next((meant[near] for near in difflib.get_close_matches(stem, meant, n=1)), "")
+
+
 def summary(name: str) -> str:
-    """The first comment line of a shipped recipe."""
+    """Return the first comment line of a shipped recipe."""
     with find(name).open() as file:
         return file.readline().strip().removeprefix("#").strip()
 
 
 def text(name: str) -> str:
-    """The text of a recipe. Raises RecipeError when there is none, or none that can be read."""
+    """Read the text of a recipe. Raises RecipeError when there is none, or none that can be read."""
     path = find(name)
     try:
         return path.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from appliance.errors import MOST_SHOWN, RecipeError
 from appliance.finding import Finding
 from appliance.recipe import library
 from appliance.recipe.rules import broken_rules
-from appliance.recipe.schema import SECTIONS, Recipe, Reward, ValSet
+from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.text import (
     FLOAT,
     MAX_BYTES,
@@ -32,7 +32,7 @@ from appliance.recipe.text import (
     parse,
     scalar,
 )
-from appliance.settings.sections import Lora
+from appliance.settings.sections import Lora, Reward, ValSet
 from appliance.terms.schemes import listed
 
 Path_ = tuple[str, ...]
@@ -134,18 +134,10 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
 def is_written(recipe: Recipe, *, plain: object) -> bool:
     """Whether `plain` is this recipe as this version or an earlier one wrote it out: a key that an earlier version did
     not have must have its default here.  plain: what YAML reads."""
-    return _with_defaults(plain, keys=(now := to_plain(recipe)), defaults=Recipe().model_dump(mode="json")) == now
-
-
-def _with_defaults(plain: object, *, keys: dict[str, Any], defaults: dict[str, Any]) -> object:
-    """`plain` and, of the keys that it lacks, the defaults; the same in each section."""
-    if not isinstance(plain, dict):
-        return plain
-    whole = plain | {key: defaults.get(key) for key in keys.keys() - plain.keys()}
-    sections = {key: value for key, value in keys.items() if key in SECTIONS}
-    return whole | {
-        key: _with_defaults(whole[key], keys=value, defaults=defaults[key]) for key, value in sections.items()
-    }
+    try:
+        return to_plain(Recipe.model_validate(plain)) == to_plain(recipe)
+    except ValidationError:
+        return False
 
 
 # Files and options to a tree
@@ -273,7 +265,8 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_
     except ValidationError as error:
         faulty |= _explain_all(error, tree=tree, file=file, problems=problems)
         recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
-    recipe = recipe.at({"": file, **dict(_places(tree))})
+    places, shipped = _own_places(tree, file=file)
+    recipe = recipe.at(places, shipped=shipped)
     for finding in map(recipe.placed, broken_rules(recipe) if by_rules else ()):
         if not concerns(finding, faulty):
             problems.append((finding.fact, finding.remedy))
@@ -298,6 +291,19 @@ def _places(level: Scalar | list[Node] | dict[str, Node] | Refused, path: Path_ 
         yield from _places(node.value, (*path, key))
 
 
+def _own_places(tree: dict[str, Node], *, file: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the place of each dotted key, and the name of the shipped recipe for keys that `file` takes over from one:
+    nobody is to change a shipped recipe, so their place is that of their section in the file, or the file."""
+    folder = f"{library.folder()}/"
+    places, shipped = {"": file}, {}
+    for key, place in _places(tree):
+        if place.startswith(folder) and not file.startswith(folder):
+            shipped[key] = Path(place.rpartition(":")[0]).stem
+            place = places.get(key.rpartition(".")[0], file)
+        places[key] = place
+    return places, shipped
+
+
 def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
     """Without keys of earlier versions that are null, as the recipe of a run has them that set none."""
     for section, key in _REPLACED:
@@ -311,34 +317,34 @@ def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
 def _plain(level: Any, *, faulty: set[Path_], path: Path_ = ()) -> Any:
     """Values without their places, and without those of faulty keys; the keys of refused values are added to these."""
     if isinstance(level, dict):
-        kept = {}
+        values = {}
         for key, node in level.items():
             at = (*path, key)
             if node.value is Refused.VALUE:
                 faulty.add(at[:2])
             elif at not in faulty:
-                kept[key] = _plain(node.value, faulty=faulty, path=at)
-        return kept
+                values[key] = _plain(node.value, faulty=faulty, path=at)
+        return values
     if isinstance(level, list):
         return [_plain(node.value, faulty=faulty, path=path) for node in level if node.value is not Refused.VALUE]
     return level
 
 
 def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, problems: list[Problem]) -> set[Path_]:
-    """Adds a problem per error; returns the paths of the faulty keys. What nobody will see is not explained: each
+    """Add a problem per error, and return the paths of the faulty keys. What nobody will see is not explained: each
     explanation looks for a similar name."""
-    found = []
-    for each in error.errors(include_url=False):
-        if each["type"] == "too_short" and each["input"]:
-            continue  # a list is short of its faulty values, which are told themselves
-        path = tuple(str(part) for part in each["loc"] if part != "[key]")  # pydantic's mark: the key itself is meant
-        place = _place(tree, path[:-1] if each["type"] == "missing" else path, file=file)
-        found.append((f"{place}: {'.'.join(path)}", path, each))
-    found.sort(key=lambda one: line_of(one[0], file=file))
-    for number, (what, _, each) in enumerate(found):
-        message, hint = explain(each) if number < MOST_SHOWN else (each["msg"], "")
-        problems.append((f"{what}: {message}", hint))
-    return {path[:2] for _, path, _ in found}
+    errors = []
+    for details in error.errors(include_url=False):
+        if details["type"] == "too_short" and details["input"]:
+            continue  # a list is short of its faulty values, which have errors of their own
+        path = tuple(str(part) for part in details["loc"] if part != "[key]")  # pydantic's mark of a key
+        place = _place(tree, path[:-1] if details["type"] == "missing" else path, file=file)
+        errors.append((f"{place}: {'.'.join(path)}", path, details))
+    errors.sort(key=lambda placed: line_of(placed[0], file=file))
+    for number, (key, _, details) in enumerate(errors):
+        message, hint = explain(details) if number < MOST_SHOWN else (details["msg"], "")
+        problems.append((f"{key}: {message}", hint))
+    return {path[:2] for _, path, _ in errors}
 
 
 def in_order(problems: Iterable[Problem], *, file: str) -> list[Problem]:
@@ -454,7 +460,7 @@ def _in_yaml(value: bool | int | float) -> str:
 def _similar_key(path: list[str]) -> str:
     """Where an unknown key may belong."""
     if len(path) > 2 and path[1] in _NESTED:
-        return similar(path[-1], of=_NESTED[path[1]].model_fields)
+        return similar(path[-1], names=_NESTED[path[1]].model_fields)
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
     fields = section.model_fields if section else Recipe.model_fields
     home = next((name for name, kind in SECTIONS.items() if path[-1] in kind.model_fields), "")
@@ -511,7 +517,7 @@ def _unknown_value(value: Any, *, legal: list[str]) -> tuple[str, str]:
     return f"unknown value `{value[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
 
 
-def similar(word: str, *, of: Collection[str]) -> str:
-    """A hint: the name that may be meant, else all of them."""
-    near = difflib.get_close_matches(word, of, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"use one of {listed(of)}"
+def similar(word: str, *, names: Collection[str]) -> str:
+    """Give a hint: the name that may be meant, else all of them."""
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"use one of {listed(names)}"

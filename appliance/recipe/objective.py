@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from appliance.corrections.objective import Advantage, Estimator, KlPlace
 from appliance.corrections.registry import METHODS
 from appliance.finding import Finding, fault
-from appliance.recipe.schema import Algorithm, Forward, Recipe, SchemeChoice
-from appliance.tasks.library import OWN
+from appliance.recipe.schema import Recipe
+from appliance.settings.sections import Algorithm, Forward
+from appliance.terms.devices import AUTO
 from appliance.terms.schemes import Scheme, listed
 from appliance.terms.settings import Dtype, Schedule
 
@@ -55,7 +56,7 @@ def _gdpo(recipe: Recipe) -> Iterator[Finding]:
     if algorithm.advantage is not Advantage.GDPO:
         return
     key, hint = "algorithm.advantage", "use another advantage, such as `grpo`"
-    if recipe.task.kind != OWN or len(recipe.task.rewards) < 2:
+    if not recipe.task.is_own or len(recipe.task.rewards) < 2:
         message = "`gdpo` normalises each of several rewards, and this task has one"
         yield fault((key, "task.rewards", "task.kind"), message, hint)
     if algorithm.kl and algorithm.kl_in is KlPlace.REWARD:
@@ -96,11 +97,11 @@ def _schedule(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _dtype(recipe: Recipe) -> Iterator[Finding]:
-    """What is in BF16 whatever is asked. `plan.build` asks for experts, too."""
+    """What is in BF16 whatever is asked. `plan/rules.py` asks for experts, too."""
     if recipe.trainer.dtype is not Dtype.FP16:
         return
-    quantised = [each for each in recipe.rollout.schemes if each is not SchemeChoice.BF16]
-    named = (Scheme(each.value) for each in quantised if each is not SchemeChoice.AUTO)
+    quantised = [scheme for scheme in recipe.rollout.schemes if scheme is not Scheme.BF16]
+    named = [scheme for scheme in quantised if scheme != AUTO]
     refused: list[tuple[str, object, object, str]] = [
         ("trainer.forward", recipe.trainer.forward, Forward.BF16, "the rollouts' forward has its kernels in BF16"),
         ("model.lora", recipe.model.lora, None, "the model under an adapter is held and merged in BF16"),
@@ -113,6 +114,6 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
         if given != fitting:
             hint = f"use {name}: {'null' if fitting is None else fitting}, or trainer.dtype: bf16"
             yield fault((name, "trainer.dtype"), message, hint)
-    if other := next((each for each in named if not each.spec.in_fp16), None):
+    if other := next((scheme for scheme in named if not scheme.spec.in_fp16), None):
         key = "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"
         yield fault((key, "trainer.dtype"), f"engines have `{other}` in BF16 alone", "use `int8` or `bf16`")

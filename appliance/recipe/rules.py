@@ -14,28 +14,25 @@ from appliance.finding import Finding, fault
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.objective import broken_objective
-from appliance.recipe.schema import (
-    NAMED,
-    SECTIONS,
+from appliance.recipe.schema import NAMED, SECTIONS, Recipe
+from appliance.recipe.text import path_problem, pattern_problem
+from appliance.settings.sections import (
     Algorithm,
     AlgorithmKind,
     Attention,
     Backward,
     Correction,
     Forward,
-    OldLogProbsChoice,
     Quantization,
-    Recipe,
     Reward,
-    SchemeChoice,
     Task,
 )
-from appliance.recipe.text import path_problem, pattern_problem
-from appliance.tasks.library import BUILT_IN_MODELS, OWN, TASKS, TINY_MODELS, CalculatorSpec
-from appliance.tasks.own import template_parts
+from appliance.tasks.library import BUILT_IN_MODELS, TASKS, TINY_MODELS, CalculatorSpec
+from appliance.tasks.own_task import template_parts
 from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import PROFILED, Scheme, listed
+from appliance.terms.settings import OldLogProbs
 
 PATHS = (
     *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
@@ -87,7 +84,7 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _lora(recipe: Recipe) -> Iterator[Finding]:
-    """What acts on weights that LoRA does not train. `plan.build` asks for experts, too."""
+    """What acts on weights that LoRA does not train. `plan/rules.py` asks for experts, too."""
     key, lora = "model.lora", recipe.model.lora
     if lora is None:
         return
@@ -109,19 +106,19 @@ def _lora(recipe: Recipe) -> Iterator[Finding]:
 def _task(recipe: Recipe) -> Iterator[Finding]:
     task = recipe.task
     yield from _val_sets(task)
-    if task.kind == OWN:
+    if task.is_own:
         yield from _own_task(task)
         calls = isinstance(TINY_MODELS.get(recipe.model.builtin or ""), CalculatorSpec)
         if task.tools and recipe.model.builtin in BUILT_IN_MODELS and not calls:
             message = f"the chat template of `{recipe.model.builtin}` has no tools"
             yield fault(("task.tools", "model.builtin"), message, "use `tiny-calculator`")
         return
-    made = TASKS[task.kind]
+    spec = TASKS[task.kind]
     for key in OF_OWN:
         if getattr(task, key) != Task.model_fields[key].default:
             message = f"`{task.kind}` has no such thing, it is of `own`"
             yield fault((f"task.{key}", "task.kind"), message, "remove it, or set task.kind to `own`")
-    if made.source is None:
+    if spec.source is None:
         of_sets = {f"task.val_sets.{name}.file": each.file for name, each in task.val_sets.items()}
         for key, value in {"task.train_file": task.train_file, "task.val_file": task.val_file, **of_sets}.items():
             if value:
@@ -129,10 +126,10 @@ def _task(recipe: Recipe) -> Iterator[Finding]:
     elif task.val_file and not task.train_file:
         keys = ("task.val_file", "task.train_file")
         yield fault(keys, "there is no `train_file` beside it", "give task.train_file too")
-    if made.check_sizes is not None:
+    if spec.check_sizes is not None:
         name, usual = next(((name, each) for name, each in task.val_sets.items() if not each.file), ("", None))
         sizes = {"train_size": task.train_size, "val_size": usual.size if usual else task.val_size}
-        for text, hint in made.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
+        for text, hint in spec.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
             key, _, message = text.partition(": ")
             key = f"task.val_sets.{name}.size" if usual and key == "task.val_size" else key
             yield fault((key, "task.difficulty"), message, hint)
@@ -146,17 +143,17 @@ def _val_sets(task: Task) -> Iterator[Finding]:
         if getattr(task, key) != Task.model_fields[key].default:
             message = f"`{key}` and `val_sets` exclude each other"
             yield fault((f"task.{key}", "task.val_sets"), message, "remove one: a set has a file and a size of its own")
-    held_out = [name for name, each in task.val_sets.items() if not each.file]
+    held_out = [name for name, val_set in task.val_sets.items() if not val_set.file]
     if len(held_out) > 1:
         message = f"{listed(held_out)} have no file: only one validation can be held out of the training data"
         yield fault((f"task.val_sets.{held_out[1]}", "task.val_sets"), message, "give the others a `file`")
-    for name, each in task.val_sets.items():
+    for name, val_set in task.val_sets.items():
         place = f"task.val_sets.{name}"
-        if not each.file and not each.size:
+        if not val_set.file and not val_set.size:
             message = "how many problems are held out of the training data is not given"
             yield fault((f"{place}.size", place, "task.val_sets"), message, "give `size`, or a `file`")
-        if each.samples > 1 and each.temperature == 0:
-            message = f"{each.samples} samples at temperature 0 are all the same"
+        if val_set.samples > 1 and val_set.temperature == 0:
+            message = f"{val_set.samples} samples at temperature 0 are all the same"
             yield fault((f"{place}.samples", f"{place}.temperature"), message, "use 1 sample, or a temperature above 0")
 
 
@@ -254,7 +251,7 @@ def _rollout(recipe: Recipe) -> Iterator[Finding]:
         message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
         yield fault(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
     engines = recipe.topology.engines
-    if rollout.replicas and rollout.scheme is not SchemeChoice.AUTO:
+    if rollout.replicas and rollout.scheme != AUTO:
         keys = ("rollout.replicas", "rollout.scheme")
         yield fault(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
     if rollout.replicas and len(rollout.replicas) > engines:
@@ -269,7 +266,7 @@ def _rollout(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _one_flow(recipe: Recipe) -> Iterator[Finding]:
-    """What the trainer's own form of the rollouts' forward does not have. `plan.build` asks for the device, too."""
+    """What the trainer's own form of the rollouts' forward does not have. `plan/rules.py` asks for the device, too."""
     key, backward, schemes = "trainer.forward", "trainer.backward", _named_schemes(recipe)
     in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
     if in_fp8 and any(each is not Scheme.FP8_BLOCK for each in schemes):
@@ -296,7 +293,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Finding]:
 
 def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:
     """What asks how far the rollouts' log-probs are from the trainer's, which are then the same numbers."""
-    if recipe.trainer.old_log_probs is not OldLogProbsChoice.ROLLOUT:
+    if recipe.trainer.old_log_probs is not OldLogProbs.ROLLOUT:
         return
     key, hint = "trainer.old_log_probs", "or trainer.old_log_probs: recompute"
     if recipe.trainer.forward is not Forward.ROLLOUT:
@@ -317,7 +314,7 @@ def _scheme_key(recipe: Recipe) -> str:
 
 
 def _named_schemes(recipe: Recipe) -> list[Scheme]:
-    return [Scheme(each.value) for each in recipe.rollout.schemes if each is not SchemeChoice.AUTO]
+    return [scheme for scheme in recipe.rollout.schemes if scheme != AUTO]
 
 
 def _quantization(recipe: Recipe) -> Iterator[Finding]:
@@ -333,12 +330,12 @@ def _quantization(recipe: Recipe) -> Iterator[Finding]:
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
                 message = f"it comes from the profile, and `profile` {has}"
                 yield fault((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
-    if SchemeChoice.AUTO not in recipe.rollout.schemes:
+    if AUTO not in recipe.rollout.schemes:
         yield from broken_without_profile(recipe, schemes=_named_schemes(recipe))
 
 
 def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Finding]:
-    """What only a profile does, where none is made; `plan.build` asks again when `auto` finds a scheme."""
+    """What only a profile does, where none is made; `plan/rules.py` asks again when `auto` finds a scheme."""
     quantised = [scheme for scheme in schemes if scheme.quantised]
     if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
         return
@@ -476,7 +473,7 @@ def _length(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _guard(recipe: Recipe) -> Iterator[Finding]:
-    quantised = set(recipe.rollout.schemes) - {SchemeChoice.BF16}
+    quantised = set(recipe.rollout.schemes) - {Scheme.BF16}
     if Action.RAISE_PRECISION in (recipe.guard.actions or ()):
         keys = ("guard.actions", _scheme_key(recipe))
         if not quantised:
@@ -520,7 +517,7 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
 
 
 def broken_on_cpu(recipe: Recipe) -> Iterator[Finding]:
-    """What a CPU cannot do; `plan.build` asks again when `auto` finds one."""
+    """What a CPU cannot do; `plan/rules.py` asks again when `auto` finds one."""
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
         yield fault(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
     for key in ("offload_parameters", "offload_optimizer"):

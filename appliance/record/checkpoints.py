@@ -325,10 +325,11 @@ def owed_line(run_dir: Path, *, checkpoint: Path | None, plan: RunPlan) -> dict[
 
     checkpoint: where the run goes on.  Raises OSError and ValueError when its state cannot be read.
     """
-    if checkpoint is None or step_of(checkpoint) != plan.steps or not plan.validate_every:
+    last = plan.trainer.steps
+    if checkpoint is None or step_of(checkpoint) != last or not plan.trainer.validate_every:
         return None
     line = line_of(checkpoint)
     if not line or line.get("val_reward_mean") is not None:
         return None
-    is_written = any(each.step == plan.steps and each.val_reward_mean is not None for each in read_metrics(run_dir))
+    is_written = any(each.step == last and each.val_reward_mean is not None for each in read_metrics(run_dir))
     return None if is_written else line

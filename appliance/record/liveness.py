@@ -1,4 +1,4 @@
-"""What a process says of itself between two events: that it lives, and, when it hung, what it was doing.
+"""What a process reports between two events: that it lives, and, when it hung, what it was doing.
 
 The first is a file that it touches now and then. The second are the Python stacks of all its threads, written at
 SIGUSR2 from inside the interpreter, also while its main thread waits in native code. The file for them is there from
@@ -50,7 +50,7 @@ class Heartbeat:
 
 
 def last_beat(log_dir: Path) -> float:
-    """Unix time of the last sign of life of an attempt, s; 0 without one."""
+    """Return the Unix time of the last sign of life of an attempt, s; 0 without one."""
     try:
         return (log_dir / HEARTBEAT_FILE).stat().st_mtime
     except OSError:
@@ -65,17 +65,17 @@ class _StacksFile:
     file: IO[str]
 
 
-_kept: _StacksFile | None = None
+_stacks_file: _StacksFile | None = None
 
 
 def keep_stacks(role: str) -> None:
     """Have this process write its stacks when it is asked. Does nothing outside a run. role: the beginning of the
     file's name; called again, the one that says more counts, or the new one. A forked process calls it for itself."""
-    global _kept
+    global _stacks_file
     folder = os.environ.get(LOG_DIR_VARIABLE)
     if not folder:
         return
-    before = _kept if _kept is not None and _kept.pid == os.getpid() else None
+    before = _stacks_file if _stacks_file is not None and _stacks_file.pid == os.getpid() else None
     if before is not None and _SAYS.get(role, 2) < _SAYS.get(before.role, 2):
         return
     with contextlib.suppress(OSError):  # a full disk ends no process: it only says less
@@ -87,20 +87,20 @@ def keep_stacks(role: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
             faulthandler.register(_SIGNAL, file=file, all_threads=True)
-        _kept = _StacksFile(os.getpid(), role, path, file)
+        _stacks_file = _StacksFile(os.getpid(), role, path, file)
 
 
 def forget_stacks() -> None:
-    """In a fork: it shares the file of the process that it was."""
-    global _kept
-    if _kept is not None:
+    """Let go of the file in a fork: it is that of the process that was forked."""
+    global _stacks_file
+    if _stacks_file is not None:
         faulthandler.unregister(_SIGNAL)
-        _kept.file.close()
-        _kept = None
+        _stacks_file.file.close()
+        _stacks_file = None
 
 
 def keep_stacks_of_worker() -> None:
-    """Before a worker's first work: actors that load nothing else of ours write their stacks, too."""
+    """Have a worker of Ray's write its stacks from its start: actors that load nothing else of ours, too."""
     keep_stacks(RAY_ROLE)
 
 
@@ -124,7 +124,7 @@ def _says_something(path: Path) -> bool:
 
 
 def _named(path: Path) -> Path:
-    """With what Ray calls the process, where that is all that is known of it."""
+    """Rename a file to what Ray calls the process, where that is all that is known of it."""
     pid = _pid(path)
     if path.name != f"{RAY_ROLE}-{pid}.txt":
         return path

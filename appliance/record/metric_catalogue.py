@@ -476,8 +476,8 @@ EVENTS = File(
                 Metric(
                     "kind",
                     "",
-                    "What it is: `phase`, `progress`, `checkpoint`, `guard`, `reward`, `clipping`, `cluster`, `sweep`, "
-                    "`resume`, `restart`, `stop`, `stall`, `failure`, `note`",
+                    "What it is: `phase`, `progress`, `profile`, `checkpoint`, `guard`, `reward`, `clipping`, "
+                    "`cluster`, `sweep`, `resume`, `restart`, `stop`, `stall`, `failure`, `note`",
                     "every line",
                 ),
                 Metric("what", "", "A sentence; of a `phase` its name", "every line"),

@@ -6,20 +6,37 @@ has a default that a recipe has too: plan/build.py says them all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace
+from appliance.corrections.base import Correction as LossCorrection
+from appliance.corrections.objective import Loss
+from appliance.corrections.registry import correction_of
 from appliance.files import Frozen
-from appliance.record.correction import CorrectionPlan
-from appliance.settings.sections import Checkpoint, Guard, Logging, Lora, Optimizer, SchemeChange
+from appliance.record.earlier_plans import with_keys_of_today
+from appliance.settings.sections import (
+    Algorithm,
+    Attention,
+    Batch,
+    Checkpoint,
+    Cluster,
+    Correction,
+    Guard,
+    Logging,
+    Model,
+    Optimizer,
+    Quantization,
+    Rollout,
+    Section,
+    Task,
+    Trainer,
+)
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs, Quantisation
+from appliance.terms.settings import Quantisation
 
 SCHEMA_VERSION = 1
 CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
@@ -34,48 +51,41 @@ class Choice(Frozen):
     why: str
 
 
-class ModelPlan(Frozen):
-    """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
+class WeightsPlan(Frozen):
+    """Places of the weights and of the files beside them, which follow from the section `model`."""
 
-    path: str
-    """What the trainer and the engine read: a folder, or a name on the hub. A builtin's is in the cache, made on first
-    use, and so is what a GGUF file is converted to; with a revision it is the hub's snapshot of it, fetched on first
-    use."""
-    source: str
-    """The folder, GGUF file or hub name, as the recipe has it."""
-    builtin: str
-    revision: str
-    """As the recipe has it, empty: `main`."""
-    trust_remote_code: bool
+    name_or_path: str
+    """Model as the trainer and the engine load it: a folder, or a name on the hub. That of a builtin is in the cache,
+    made on first use, and so is what a GGUF file is converted to; with a revision it is the hub's snapshot of it,
+    fetched on first use."""
+    hub_name: str = ""
+    """Name on the hub; empty for a folder, a GGUF file and a builtin."""
     commit: str = ""
-    """Of a hub model, where it was known; with a revision it is what is loaded."""
+    """Commit of a hub model, where it was known; with a revision it is what is loaded."""
     gguf: str = ""
-    """The GGUF file that it is converted from, absolute, or empty."""
+    """GGUF file that the model is converted from, absolute, or empty."""
+    is_cached: bool = False
+    """Whether `name_or_path` is in the cache, and made on first use: of a builtin, or of a GGUF file."""
     provenance: str = ""
     """Where a fetched or converted model is from, under which licence, and what was done to its weights; else empty."""
 
     @property
-    def is_cached(self) -> bool:
-        """Whether `path` is in the cache, and made on first use."""
-        return bool(self.builtin or self.gguf)
-
-    @property
-    def hub_name(self) -> str:
-        """Empty for a folder and a builtin. A revision is refused with either."""
-        return self.source if self.revision or not self.path.startswith("/") else ""
+    def folder(self) -> Path | None:
+        """Folder of the model; None where it is loaded by its name on the hub."""
+        return None if self.name_or_path == self.hub_name else Path(self.name_or_path)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether `path` is the hub's snapshot of one commit."""
-        return bool(self.revision and self.commit)
+        """Whether the folder is the hub's snapshot of one commit."""
+        return bool(self.hub_name) and self.folder is not None
 
     @property
     def identity(self) -> str:
         """What problems are told apart by: the path; but of a snapshot its name and commit, of a model in the cache its
         folder's name, for their paths differ from host to host."""
         if self.is_cached:
-            return Path(self.path).name
-        return f"{self.source}@{self.commit}" if self.is_pinned else self.path
+            return Path(self.name_or_path).name
+        return f"{self.hub_name}@{self.commit}" if self.is_pinned else self.name_or_path
 
 
 class UaqPlan(Frozen):
@@ -85,34 +95,6 @@ class UaqPlan(Frozen):
     """Weights that a norm feeds are divided by it, and the norm is multiplied; `model/` is folded back."""
     folder: str
     """Of the scaled model, in the run's folder; filled before training."""
-
-
-class RewardPlan(Frozen):
-    """One reward of a task of the user's own."""
-
-    name: str
-    """Its metric is `reward/<name>`."""
-    weight: float
-    function: str
-    """A built-in reward, or a function of `file`."""
-    file: str
-    """The user's Python file, empty for a built-in reward."""
-    options: dict[str, str | int]
-    """Of a built-in reward, by the recipe's keys."""
-
-
-class ValSetPlan(Frozen):
-    """One of several validations."""
-
-    name: str
-    file: str
-    """The user's own, or empty: held out of the training data."""
-    size: int
-    """Problems; 0: all of the file."""
-    samples: int
-    """Of each problem."""
-    temperature: float
-    """0: greedy."""
 
 
 class CodeFile(Frozen):
@@ -126,174 +108,63 @@ class CodeFile(Frozen):
     """When the plan was made; empty where it could not be read."""
 
 
-class OwnPlan(Frozen):
-    """A task of the user's own."""
+class TaskFiles(Frozen):
+    """Files of the section `task`: those that are made of its problems, with what else they depend on, and the Python
+    files that the run executes."""
 
-    data: str
-    """A data set on the hub, or empty: the files of the TaskPlan."""
-    config: str
-    """Of `data`, or empty."""
-    split: str
-    """Of `data`."""
-    prompt: str
-    """The field with the text or the chat messages."""
-    template: str
-    """In place of `prompt`, or empty."""
-    system: str
-    """A message before each prompt, or empty."""
-    truth: str
-    """Dotted path of the field; empty: verl's, or none."""
-    rewards: tuple[RewardPlan, ...]
-    tools: str
-    """The user's Python file, or empty."""
-    max_turns: int
-    """Times that the model speaks."""
-    code: tuple[CodeFile, ...]
-    """The files of `rewards` and `tools`, each once."""
+    train_parquet: str
+    """Problems to train on as verl reads them, made by `tasks.prepare`."""
+    val_parquet: str
+    """Problems to validate on as verl reads them, made by `tasks.prepare`."""
+    schemas_file: str = ""
+    """Description of the task's tools, made with the data; empty without tools."""
     commit: str = ""
-    """Of `data`, which is read at it; empty where the hub was not asked or did not say: its `main`, whatever it is."""
+    """Commit of `task.data`, which is read at it; empty where the hub was not asked or did not say: its `main`,
+    whatever it is."""
+    date: str = ""
+    """YYYY-MM-DD, which a chat template that asks is given as today; empty where it was known at first not to ask."""
+    code: tuple[CodeFile, ...] = ()
+    """The user's Python files, of rewards and tools, each once."""
 
     @property
     def import_path(self) -> tuple[str, ...]:
         """The user's folders, whose modules the files may import."""
-        return tuple(dict.fromkeys(str(Path(each.path).parent) for each in self.code))
-
-    @property
-    def judges(self) -> tuple[str, ...]:
-        """The addresses that the built-in reward `judge` asks."""
-        found = (each for each in self.rewards if not each.file and each.function == "judge")
-        return tuple(sorted({str(each.options["url"]) for each in found}))
+        return tuple(dict.fromkeys(str(Path(file.path).parent) for file in self.code))
 
     def sha256_of(self, file: str) -> str:
-        """As planned, of a file of the user's or of the run's copy of it."""
-        planned = {name: each.sha256 for each in self.code for name in (each.path, each.copy_name)}
-        return planned[file if file in planned else Path(file).name]
+        """SHA-256 as planned. file: path of a file of the user's, or of the run's copy of it."""
+        return self._code_file(file).sha256
 
-    def with_copies(self, run_dir: str) -> OwnPlan:
-        """The same with the run's copies in place of the user's files: what a run executes."""
-        copies = {each.path: str(Path(run_dir) / CODE_FOLDER / each.copy_name) for each in self.code}
-        rewards = tuple(each.replace(file=copies.get(each.file, "")) for each in self.rewards)
-        return self.replace(rewards=rewards, tools=copies.get(self.tools, ""))
+    def folder_of(self, file: str) -> str:
+        """Folder that a file of the user's lies in. file: its path, or that of the run's copy of it."""
+        return str(Path(self._code_file(file).path).parent)
 
-    def with_sums(self, sums: Mapping[str, str]) -> OwnPlan:
-        """The same with other SHA-256 of its files. sums: by the names of the copies, of all or some."""
-        code = tuple(each.replace(sha256=sums.get(each.copy_name, each.sha256)) for each in self.code)
+    def _code_file(self, file: str) -> CodeFile:
+        by_name = {name: code_file for code_file in self.code for name in (code_file.path, code_file.copy_name)}
+        return by_name[file if file in by_name else Path(file).name]
+
+    def with_sums(self, sums: Mapping[str, str]) -> TaskFiles:
+        """The same with other SHA-256 of the Python files. sums: by the names of the copies, of all or some."""
+        code = tuple(file.replace(sha256=sums.get(file.copy_name, file.sha256)) for file in self.code)
         return self.replace(code=code)
 
 
-class TaskPlan(Frozen):
-    """What to learn."""
+class EnginePlan(Frozen):
+    """How every engine runs, and what it holds at a time; RunPlan.engines has what each of them quantises."""
 
-    kind: str
-    difficulty: int
-    """Digits of the operands for `arithmetic`; ignored elsewhere."""
-    seed: int
-    train_file: str
-    """The user's own file, or empty."""
-    val_file: str
-    """The user's own file, or empty."""
-    train_size: int
-    """Problems; 0: all there are."""
-    val_size: int
-    """Problems."""
-    train_parquet: str
-    """What verl reads, made by `tasks.prepare`."""
-    val_parquet: str
-    """What verl reads, made by `tasks.prepare`."""
-    max_prompt_tokens: int
-    max_response_tokens: int
-    truncate_prompts: bool
-    """Whether longer prompts lose their beginning; else they are left out."""
-    reward_timeout_s: float
-    """For one response, then its reward has failed."""
-    reward_workers: int | None
-    """Processes that grade; None: as many as the host can spare."""
-    val_sets: tuple[ValSetPlan, ...]
-    """The first one counts. Empty: one, of val_file and val_size."""
-    own: OwnPlan | None
-    """Of the kind `own`."""
-    date: str = ""
-    """YYYY-MM-DD, which a chat template that asks is given as today; empty where it was known at first not to ask."""
-
-    @property
-    def tools(self) -> str:
-        """The user's Python file, or empty."""
-        return self.own.tools if self.own is not None else ""
-
-    @property
-    def schemas_file(self) -> str:
-        """What the tools are, made with the data; empty without tools."""
-        return str(Path(self.train_parquet).with_name("tools.json")) if self.tools else ""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt and the longest response."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The user's own, each once."""
-        files = (self.train_file, self.val_file, *(each.file for each in self.val_sets))
-        return tuple(dict.fromkeys(file for file in files if file))
-
-    @property
-    def validated_samples(self) -> int:
-        """Of one validation; a set that is all of a file counts as val_size problems."""
-        return sum((each.size or self.val_size) * each.samples for each in self.val_sets) or self.val_size
-
-
-class RolloutPlan(Frozen):
-    """How responses are generated, and by which engines."""
-
-    scheme: Scheme
-    """Of the replicas; where they differ, of the first quantised one."""
-    replicas: tuple[Quantisation, ...]
-    """One per engine, in rank order."""
-    tensor_parallel: int
-    """GPUs that share one engine."""
-    samples_per_prompt: int
-    temperature: float
-    top_p: float
-    top_k: int = 0
-    """Most likely words that are drawn from; 0: all."""
-    prove_every: int
-    """Weight updates until each quantised layer was proven, >= 1."""
     eager: bool
     """Whether engines run without CUDA graphs and torch.compile."""
-    top_log_probs: int = 0
-    """Most likely words at each token whose log-probs engines report in training, and trainers compare."""
-
-    @property
-    def leaves_words_out(self) -> bool:
-        """Whether some words are never drawn, so that engines report which ones a token was drawn from."""
-        return self.top_p < 1 or self.top_k > 0
-
-    @property
-    def emulated(self) -> bool:
-        """Whether any replica emulates its scheme."""
-        return any(replica.emulated for replica in self.replicas)
-
-    @property
-    def label(self) -> str:
-        """The scheme for people and metrics; `bf16+int8` where the replicas differ."""
-        return "+".join(dict.fromkeys(str(replica.scheme) for replica in self.replicas))
-
-
-class EnginePlan(Frozen):
-    """What an engine holds at a time."""
-
     max_model_tokens: int
-    """Of one sequence: the longest prompt and the longest response."""
+    """Tokens of one sequence at most: the longest prompt and the longest response."""
     max_concurrent_sequences: int
+    """Sequences that an engine generates at once, at most."""
     max_batched_tokens: int
-    """Of one engine step."""
-    chunked_prefill: bool
-    """Whether long prompts are read in parts, between steps of generation."""
+    """Tokens of one engine step, at most."""
     bucket_mib: int
-    """Weights are sent in parts of this size; shared memory of this size is held."""
+    """Size of the parts in which weights are sent; shared memory of this size is held."""
     kv_cache_blocks: int | None = None
-    """Of the KV cache of an engine on a CPU, of CPU_KV_BLOCK tokens each: what all its sequences need at most. None:
-    as many as `rollout.kv_cache_gb` has room for."""
+    """Blocks of the KV cache of an engine on a CPU, of CPU_KV_BLOCK tokens each: what all its sequences need at most.
+    None: as many as `rollout.kv_cache_gb` has room for."""
 
 
 class ProfilePlan(Frozen):
@@ -304,96 +175,27 @@ class ProfilePlan(Frozen):
     source: str
     """A profile to copy, or empty to make one (or find it in the cache)."""
     scheme: Scheme
-    smoothing: float
-    """Strength, 0..1."""
-    ignore: tuple[str, ...]
-    mismatch_budget: float | None = None
-    """Nats per token that the predicted mismatch may have; None: no layer stays in BF16 for it."""
     error_budget: float | None = None
     """Of runs of earlier versions alone: the error of a layer's outputs above which it was kept in BF16."""
 
 
-class KlPlan(Frozen):
-    """The divergence from the model at the start, which a reference of it in each trainer rank computes."""
+class ShadowPlan(Frozen):
+    """The shadow batch of `calibrated-clipping`."""
 
-    coefficient: float
-    estimator: Estimator
-    place: KlPlace
-
-
-class AlgorithmPlan(Frozen):
-    """The policy gradient, but for its loss and its clip range, which are with the correction."""
-
-    kind: str
-    """The recipe's preset, whose keys are written out here."""
-    dual_clip: float
-    """Where the advantage is negative the ratio is clipped here."""
-    wrong_reward: float
-    """Of a wrong answer, where a right one has 1."""
-    overlong_tokens: int
-    """As in `tasks.grading.overlong_penalty`."""
-    overlong_penalty: float
-    """As in `tasks.grading.overlong_penalty`."""
-    generation_batches: int
-    """Steps' worth of prompts that `dapo` generates at a time."""
-    max_generated_prompts: int
-    """A step of `dapo` that needs more ends the run; 0: any number."""
-    advantage: Advantage = Advantage.GRPO
-    aggregate: Aggregate = Aggregate.TOKEN_MEAN
-    kl: KlPlan | None = None
-    """Of the divergence from the model at the start; None: nothing asks for it."""
-    entropy_bonus: float = 0.0
-
-    @property
-    def filters(self) -> bool:
-        """Whether prompts whose samples are all right or all wrong are replaced."""
-        return self.kind == "dapo"
+    sequences: int
+    """Sequences of a step's batch that the shadow pass takes, on all ranks together."""
+    forward_sequences: int
+    """Sequences that a rank forwards at once; divides its share."""
 
 
-class TrainerPlan(Frozen):
-    """How the trainer's forward and backward run."""
+class TrainerMemory(Frozen):
+    """Memory that an update of the trainer uses, by the room that there is (plan/room.py)."""
 
-    attention: str
-    """transformers' name of the implementation."""
-    dtype: Dtype = Dtype.BF16
-    one_flow: bool
-    linears: bool = False
-    """Whether the whole forward is the rollouts' own, or its quantised layers alone (rollout_forward.py)."""
-    fp8_backward: bool = False
-    """Whether gradients of quantised layers are computed in FP8, too."""
-    old_log_probs: OldLogProbs = OldLogProbs.RECOMPUTE
-    """Source of the old log-probs. Unless it is `recompute`, no pass over the batch precedes a step's update."""
-    sequence_parallel: int
-    """GPUs that share a sequence."""
-    offload_parameters: bool
-    offload_optimizer: bool
-    """Both: to the host's memory between uses."""
     gradient_checkpointing: bool
+    """Whether a backward computes a layer's activations again, of which then only the inputs are kept."""
     keeps_copies: bool = False
     """Whether what an update computes with is kept in BF16 from its first forward to its last backward, rather than
     made again by each micro-batch: copies of all weights and, of weights that the trainer quantises, their values."""
-    mini_batch_prompts: int
-    """Of one update."""
-    micro_batch_sequences: int
-    max_tokens_per_gpu: int | None
-    """Both: of one forward; the second counts where it is given."""
-    gpu_memory_utilization: float
-    """Part of a GPU's memory that is its engine's."""
-    quantises = property(lambda self: self.one_flow or self.linears)
-
-
-class ClusterPlan(Frozen):
-    """Where the nodes of a training of several meet."""
-
-    address: str
-    """`host:port` of a Ray cluster that is there already; empty: this host becomes the head."""
-    port: int
-    """Of the head's control store, the first of its ports (plan/host.py)."""
-    node_address: str
-    """By which other nodes reach this host; empty: Ray's choice."""
-    token_file: str
-    wait_s: float
-    """How long nodes may take to join."""
 
 
 class ExpectedAttestation(Frozen):
@@ -415,22 +217,26 @@ class RunPlan(Frozen):
     run_dir: str
     cache_dir: str
     seed: int
-    device: str
-    """`cpu` or a GPU name as in the recipe."""
-    nodes: int
-    gpus_per_node: int
-    model: ModelPlan
-    task: TaskPlan
-    rollout: RolloutPlan
+    model: Model
+    """The recipe's, with alpha and layers of its adapter written out, where it has one: in FP32, trained beside the
+    model, which stays as it is, in BF16."""
+    weights: WeightsPlan
+    task: Task
+    """The recipe's, with absolute paths, the temperature of each validation set and, with tools, the turns."""
+    task_files: TaskFiles
+    rollout: Rollout
+    """The recipe's, with the scheme of each engine in `replicas`, in rank order; in `scheme` the first quantised one of
+    them, or BF16; and with the number of top log-probs that engines report in training and trainers compare."""
     engine: EnginePlan
     profile: ProfilePlan | None
-    correction: CorrectionPlan
-    steps: int
-    validate_before: bool
-    """Whether the model is validated before the first step of a run from its beginning."""
-    validate_every: int
-    """Steps between two validations; the end is always one."""
-    prompts_per_step: int
+    quantization: Quantization
+    """The recipe's, with the number of weight updates until each quantised layer was proven."""
+    correction: Correction
+    """The recipe's, with the limits of its method written out, where that has any."""
+    shadow: ShadowPlan | None
+    """The shadow pass of a correction that has one."""
+    batch: Batch
+    """The recipe's, with all sizes but `max_tokens_per_gpu` written out, which is null where it is off."""
     logging: Logging
     argv: tuple[str, ...]
     """The exact child: what plan/verl_args.py makes of the rest of this plan."""
@@ -444,45 +250,86 @@ class RunPlan(Frozen):
     """With the actions written out, and with how engines change their scheme."""
     uaq: UaqPlan | None
     optimizer: Optimizer
-    cluster: ClusterPlan | None
-    """None: one node, with a Ray of the run's own."""
+    cluster: Cluster
+    """The recipe's, with the device and the token's file written out, and `run_dir` absolute."""
     checkpoint: Checkpoint
     resume_from: str
     """The checkpoint whose step this attempt goes on after, empty for a start from the model."""
-    validate_bf16_every: int
-    """Steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one."""
-    algorithm: AlgorithmPlan
-    trainer: TrainerPlan
-    lora: Lora | None = None
-    """An adapter in FP32 that is trained beside the model, which stays as it is, in BF16; with its alpha and its layers
-    written out. None: all weights are trained."""
+    algorithm: Algorithm
+    """The recipe's, with what its kind and its loss stand for written out."""
+    trainer: Trainer
+    """The recipe's, with the steps written out, those between two validations (the end is always one), and the source
+    of the old log-probs: unless it is `recompute`, no pass over the batch precedes a step's update."""
+    trainer_memory: TrainerMemory
     schema_version: Literal[1]
 
     @model_validator(mode="after")
     def _is_resolved(self) -> Self:
         """Nothing that a recipe may leave open is open here."""
-        lora, guard = self.lora, self.guard
-        assert guard.actions is not None and guard.scheme_change is not SchemeChange.AUTO, "guard"
-        assert lora is None or (lora.alpha is not None and lora.targets is not None), "lora"
+        sections = [section for section in dict(self).values() if isinstance(section, Section)]
+        left_open = [f"{type(section).__name__}.{key}" for section in sections for key in section.open_keys]
+        if left_open:
+            raise ValueError(f"a plan leaves nothing open: {', '.join(left_open)}")
         return self
 
     @property
     def is_cpu(self) -> bool:
-        return self.device == CPU
+        return self.cluster.device == CPU
+
+    @property
+    def engines(self) -> tuple[Quantisation, ...]:
+        """Quantisation of each engine, in rank order."""
+        return engines_of(self.rollout, quantization=self.quantization, profile=self.profile)
+
+    @property
+    def emulates(self) -> bool:
+        """Whether any engine emulates its scheme."""
+        return any(map(self.quantization.emulates, self.rollout.replicas))
 
     @property
     def shares_prompts(self) -> bool:
         """Whether the trainer computes a prompt once for all of its samples in a micro-batch, in models of the families
         that it knows. With dropout they differ; the rest is of GPUs."""
-        has_dropout = self.lora is not None and self.lora.dropout > 0
-        attends = self.trainer.attention == ATTENTION_NAME and self.trainer.sequence_parallel == 1
+        has_dropout = self.model.lora is not None and self.model.lora.dropout > 0
+        attends = self.trainer.attention is Attention.AUTO and self.trainer.sequence_parallel == 1
         return self.is_cpu and attends and not has_dropout
+
+    @property
+    def loss_correction(self) -> LossCorrection:
+        """Correction of the loss, by the sections `correction` and `algorithm`."""
+        correction, algorithm = self.correction, self.algorithm
+        limits = {"cap": correction.cap, "bounds": correction.bounds}
+        return correction_of(correction.method, **limits, clip=algorithm.clip, loss=algorithm.loss)
+
+    @property
+    def correction_text(self) -> str:
+        """The correction for people: `tis with cap 2`, `tbpo, tis-geometric with cap 2`."""
+        loss, text = self.algorithm.loss, self.loss_correction.text
+        return text if loss is Loss.PPO else f"{loss}, {text}"
+
+    @property
+    def wrong_reward(self) -> float:
+        """Reward of a wrong answer, where a right one has 1. DAPO's is -1 (eq. 7 of its paper): half as far from 1 its
+        penalty would weigh double. A task of the user's own has its own rewards."""
+        return -1.0 if self.algorithm.filters and not self.task.is_own else 0.0
+
+    @property
+    def generation_batches(self) -> int:
+        """Steps' worth of prompts that `dapo` generates at a time."""
+        return self.batch.generation_prompts // self.batch.prompts_per_step
+
+    @property
+    def max_generated_prompts(self) -> int:
+        """Prompts that a step of `dapo` may generate before it ends the run; 0: any number, and where nothing is
+        filtered."""
+        most = self.algorithm.max_generation_batches if self.algorithm.filters else 0
+        return most * self.batch.generation_prompts
 
     @property
     def topology(self) -> Topology:
         return Topology(
-            nodes=self.nodes,
-            gpus_per_node=self.gpus_per_node,
+            nodes=self.cluster.nodes,
+            gpus_per_node=self.cluster.gpus_per_node,
             tensor_parallel=self.rollout.tensor_parallel,
             sequence_parallel=self.trainer.sequence_parallel,
         )
@@ -490,7 +337,7 @@ class RunPlan(Frozen):
     @property
     def trained_model(self) -> str:
         """What trainer and engine start from: the model, or with UAQ the scaled one in the run's folder."""
-        return self.uaq.folder if self.uaq else self.model.path
+        return self.uaq.folder if self.uaq else self.weights.name_or_path
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2, ensure_ascii=True)
@@ -499,35 +346,30 @@ class RunPlan(Frozen):
         path.write_text(self.to_json() + "\n")
 
 
+def engines_of(
+    rollout: Rollout, *, quantization: Quantization, profile: ProfilePlan | None
+) -> tuple[Quantisation, ...]:
+    """Derive what each engine quantises, in rank order. rollout: a plan's."""
+    folder = profile.folder if profile else ""
+    by_scheme = {
+        scheme: Quantisation(
+            scheme=scheme,
+            emulated=quantization.emulates(scheme),
+            ignore=quantization.ignore if scheme.quantised else (),
+            profile=folder if quantization.uses_profile(scheme) else "",
+            lm_head_fp32=rollout.lm_head_fp32,
+        )
+        for scheme in set(rollout.replicas)
+    }
+    return tuple(by_scheme[scheme] for scheme in rollout.replicas)
+
+
 def read_plan(path: Path) -> RunPlan:
     """Raises ValueError with one sentence where it is no plan of this version, OSError when it cannot be read."""
     try:
-        return RunPlan.model_validate_json(_with_keys_of_today(path.read_bytes()))
+        return RunPlan.model_validate_json(with_keys_of_today(path.read_bytes()))
     except ValidationError as error:
         raise ValueError(sentence(error)) from error
-
-
-_MOVED = {
-    "logging_backends": "logging.backends",
-    "norm_fed_lr_scale": "optimizer.norm_fed_lr_scale",
-    "guard.switching": "guard.scheme_change",
-}
-"""Dotted keys of the plans of runs that an earlier version made, and where they are now."""
-
-
-def _with_keys_of_today(text: bytes) -> bytes:
-    """The text of a plan, with what an earlier version wrote elsewhere where it is now."""
-    try:
-        plan: dict[str, Any] = json.loads(text)
-        for old, new in _MOVED.items():
-            *sections, key = old.split(".")
-            holder = plan[sections[0]] if sections else plan
-            if key in holder:
-                section, name = new.split(".")
-                plan.setdefault(section, {})[name] = holder.pop(key)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return text  # no plan at all, which is said of it as it is
-    return json.dumps(plan).encode()
 
 
 def sentence(error: ValidationError) -> str:

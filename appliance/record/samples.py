@@ -1,7 +1,7 @@
-"""What the model said, over time: `samples.jsonl`, a line per step that has some.
+"""What the model answered, over time: `samples.jsonl`, a line per step that has some.
 
-Of every validation the first problems, which are the same ones each time; of training one prompt now and then, with its
-best and its worst sample. Chosen where they arrive (`SampleLog`), written when the step is.
+Every validation has its first problems, which are the same ones each time; training has one prompt now and then, with
+its best and its worst sample. They are chosen where they arrive (`SampleLog`) and written when the step is.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Sample:
     prompt: str
     response: str
     truth: str
-    """The right answer as the task has it."""
+    """Right answer as the task has it."""
     accuracy: Measured
-    """0..1, of a task of the user's own any number."""
+    """Accuracy in 0..1; any number in a task of the user's own."""
     reward: Measured
-    """What trained, which shaping may have moved; None in a validation."""
+    """Reward that trained, which shaping may have moved; None in a validation."""
     tokens: Count
-    """Of the model's own."""
+    """Tokens that the model generated."""
     finished: bool
-    """The model ended it, not the limit of tokens."""
+    """Whether the model ended the response, rather than the limit of tokens."""
     turns: tuple[tuple[str, str], ...] = ()
-    """With tools (who, what), as it was said after the prompt; `response` is then the model's last one."""
+    """Turns after the prompt with tools: (speaker, text); `response` is then the model's last one."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class StepSamples:
     step: Count
     scheme: str
-    """Of the rollouts that `training` comes from."""
+    """Scheme of the rollouts that `training` comes from."""
     validation: tuple[Sample, ...] = ()
     training: tuple[Sample, ...] = ()
     val_scheme: str = ""
-    """Of `validation`, which a change of the rollouts may precede; empty in lines of older code: `scheme`."""
+    """Scheme of `validation`, which a change of the rollouts may precede; empty in lines of older code: `scheme`."""
 
 
 def shortened(text: str) -> str:
-    """Head and tail of a long text, with how much is left out."""
+    """Shorten a long text to its head and tail, with how much is left out."""
     if len(text) <= _HEAD + _TAIL:
         return text
     return f"{text[:_HEAD]} […{len(text) - _HEAD - _TAIL} characters…] {text[-_TAIL:]}"
@@ -74,22 +74,22 @@ class SampleReader:
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = Tail(run_dir / SAMPLES_FILE)
-        self._found: dict[int, StepSamples] = {}
-        self._places: dict[int, int] = {}  # by step without training: the how manieth it was
+        self._samples_by_step: dict[int, StepSamples] = {}
+        self._places: dict[int, int] = {}  # of each step without training: its number among them
         self._count = 0
         self._every = 1
 
     def read(self) -> list[StepSamples]:
-        """By step, each step once; lines that cannot be read are left out. Of two lines of a step the later, with what
-        only the earlier has: a final validation that is made again has its own. Raises OSError."""
+        """Read the samples by step, each step once; lines that cannot be read are left out. Of two lines of a step the
+        later, with what only the earlier has: a final validation that is made again has its own. Raises OSError."""
         while lines := self._tail.read(most=_MOST_VALIDATIONS):
             for later in filter(None, (parse_line(line, StepSamples) for line in lines)):
-                if later.step not in self._found and not later.training:
+                if later.step not in self._samples_by_step and not later.training:
                     self._places[later.step], self._count = self._count, self._count + 1
-                before = self._found.get(later.step, later)
+                before = self._samples_by_step.get(later.step, later)
                 trained = before if before.training and not later.training else later
                 validated = before if before.validation and not later.validation else later
-                self._found[later.step] = StepSamples(
+                self._samples_by_step[later.step] = StepSamples(
                     later.step,
                     trained.scheme,
                     validation=validated.validation,
@@ -97,15 +97,18 @@ class SampleReader:
                     val_scheme=validated.val_scheme or validated.scheme,
                 )
             self._thin()
-        return [self._found[step] for step in sorted(self._found)]
+        return [self._samples_by_step[step] for step in sorted(self._samples_by_step)]
 
     def _thin(self) -> None:
-        """Training is written down a few times in a run, whatever its length."""
-        while len(steps := sorted(step for step in self._found if not self._found[step].training)) > _MOST_VALIDATIONS:
+        """Drop validations of the middle. Samples of training are few, whatever the length of a run."""
+        while len(steps := self._steps_without_training()) > _MOST_VALIDATIONS:
             left_out = [step for step in steps[:-1] if self._places[step] % self._every]
             self._every *= 1 if left_out else 2
             for step in left_out:
-                del self._found[step], self._places[step]
+                del self._samples_by_step[step], self._places[step]
+
+    def _steps_without_training(self) -> list[int]:
+        return sorted(step for step, samples in self._samples_by_step.items() if not samples.training)
 
 
 class SampleLog:
@@ -120,19 +123,20 @@ class SampleLog:
         self._training: dict[int, list[Sample]] = {}
 
     def note(self, groups: Sequence[Group], *, validate: bool) -> None:
-        """Results of a rollout as they come. A second validation of the same step, in BF16, adds nothing."""
+        """Note results of a rollout as they come. A second validation of the same step, in BF16, adds nothing."""
         for _, fields in groups:
             step = int(fields[0]["global_steps"])
-            kept = (self._validation if validate else self._training).setdefault(step, [])
-            if validate and len(kept) < PROBLEMS:
+            samples = (self._validation if validate else self._training).setdefault(step, [])
+            if validate and len(samples) < PROBLEMS:
                 sample = self._sample(fields[0], validate=True)
-                kept += [] if sample.prompt in {each.prompt for each in kept} else [sample]
-            elif not validate and not kept and (step % self._every == 0 or step == 1):
-                ordered = sorted(fields, key=lambda each: float(each["rm_scores"][-1]))
-                kept += [self._sample(each, validate=False) for each in (ordered[-1], ordered[0])[: len(ordered)]]
+                samples += [] if sample.prompt in {earlier.prompt for earlier in samples} else [sample]
+            elif not validate and not samples and (step % self._every == 0 or step == 1):
+                by_reward = sorted(fields, key=lambda response: float(response["rm_scores"][-1]))
+                best_and_worst = (by_reward[-1], by_reward[0])[: len(by_reward)]
+                samples += [self._sample(response, validate=False) for response in best_and_worst]
 
     def write(self, step: int, *, scheme: str, val_scheme: str) -> None:
-        """The line of a step that is written down now; what earlier steps left is forgotten. Raises OSError.
+        """Write the line of a step and forget what earlier steps left. Raises OSError.
         scheme, val_scheme: of its rollouts, and of its validation if it has one."""
         validation, training = self._validation.get(step, []), self._training.get(step, [])
         self._validation, self._training = {}, {}

@@ -1,4 +1,4 @@
-"""The folder of one run: claimed by its name, written once, and `run.json`, which always says where the run is."""
+"""The folder of one run: claimed by its name, written once, and `run.json`, which always has the run's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOGS = "logs"
 STOP_FILE = ".stop"
 _LOCK_FILE = ".lock"
 _LOOKING_TAKES_S = 1.0
-_kept: dict[Path, int] = {}  # the locks that this launcher holds between two attempts of a run
+_locks_between_attempts: dict[Path, int] = {}  # file descriptors of this launcher, by the run's folder
 
 
 class RunStatus(StrEnum):
@@ -45,29 +45,29 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, config=STRICT)
 class RunRecord:
-    """What `run.json` holds."""
+    """Contents of `run.json`."""
 
     state: RunStatus = RunStatus.STARTING
     phase: str = "starting"
     attempt: Annotated[int, Field(ge=0, lt=10**6)] = 1
-    """It names a folder of logs; 0 for a run that never began."""
+    """Number of the attempt, which names a folder of logs; 0 for a run that never began."""
     exit_code: Code | None = None
-    """None until the end."""
+    """Exit code; None until the end."""
     reason: str = ""
-    """One line, empty unless failed or stopped."""
+    """Reason of the end, one line; empty unless failed or stopped."""
     schema_version: Literal[1] = 1
 
 
 class Session:
-    """A run while its launcher lives. Leaving it by an error marks the run as failed. The launcher holds a lock on the
-    folder: a run that says `running` and whose lock is free has lost its launcher."""
+    """A run while its launcher lives. Leaving it by an error marks the run as failed. The launcher has a lock on the
+    folder: a run whose state is `running` and whose lock is free has lost its launcher."""
 
     def __init__(self, run_dir: Path, *, record: RunRecord, must_lock: bool = False) -> None:
-        """must_lock: raise BlockingIOError when another launcher has the run."""
+        """Take the run's lock. must_lock: raise BlockingIOError when another launcher has the run."""
         self.run_dir = run_dir
         self.record = record
-        if (kept := _kept.pop(run_dir, None)) is not None:
-            self._lock = kept
+        if (lock := _locks_between_attempts.pop(run_dir, None)) is not None:
+            self._lock = lock
             return
         self._lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -80,7 +80,7 @@ class Session:
             pass
 
     def _take_lock(self) -> None:
-        """Who just looks has it for a moment."""
+        """Take the lock, and wait for those who have it for a moment because they look (`has_launcher`)."""
         deadline = time.monotonic() + _LOOKING_TAKES_S
         while True:
             try:
@@ -99,11 +99,12 @@ class Session:
         os.close(self._lock)
 
     def keep_lock(self) -> None:
-        """Beyond the end of this attempt: for the next one of this launcher, or until `let_go`."""
-        _kept[self.run_dir] = os.dup(self._lock)
+        """Keep the lock beyond the end of this attempt: for the next one of this launcher, or until `let_go`."""
+        _locks_between_attempts[self.run_dir] = os.dup(self._lock)
 
     def update(self, *, state: RunStatus, phase: str) -> None:
-        """Write where the run is, if it moved. A disk that is full now does not end the run: its children say so."""
+        """Write the state of the run, if it changed. A disk that is full now does not end the run: its children report
+        it."""
         moved = replace(self.record, state=state, phase=phase)
         if moved != self.record:
             self.record = moved
@@ -171,12 +172,12 @@ def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Sessi
 
 
 def free_run_dir(root: Path, *, name: str) -> Path:
-    """`<root>/<name>-<n>` with the number after the highest in use, from 1."""
+    """Return `<root>/<name>-<n>` with the number after the highest in use, from 1."""
     return root / f"{name}-{_highest(root, name=name) + 1}"
 
 
 def newest_run_dir(root: Path, *, name: str) -> Path | None:
-    """`<root>/<name>-<n>` with the highest number in use, None when there is none."""
+    """Return `<root>/<name>-<n>` with the highest number in use, None when there is none."""
     number = _highest(root, name=name)
     return root / f"{name}-{number}" if number else None
 
@@ -197,29 +198,29 @@ def write_record(run_dir: Path, record: RunRecord, *, durable: bool = True) -> N
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes.
+    """Read `run.json`. Raises OSError when there is none, ValueError when it is not one that this program writes.
 
-    A crash of the host may leave it empty (`Session.update`): the run was going on, and its logs count its attempts.
+    A crash of the host may leave it empty (`Session.update`): the run was running, and its logs count its attempts.
     """
     try:
         return read(run_dir / RUN_FILE, RunRecord)
     except ValueError:
         if (run_dir / RUN_FILE).read_bytes().strip(b"\0"):
             raise
-    attempts = [int(each.name) for each in (run_dir / LOGS).glob("[1-9]*") if each.name.isdecimal()]
+    attempts = [int(path.name) for path in (run_dir / LOGS).glob("[1-9]*") if path.name.isdecimal()]
     return RunRecord(RunStatus.RUNNING, attempt=max(attempts, default=1))
 
 
 def let_go(run_dir: Path) -> None:
-    """Of a lock that was kept, when no attempt follows."""
-    if (kept := _kept.pop(run_dir, None)) is not None:
-        os.close(kept)
+    """Release a lock that was kept, when no attempt follows."""
+    if (lock := _locks_between_attempts.pop(run_dir, None)) is not None:
+        os.close(lock)
 
 
 def has_launcher(run_dir: Path) -> bool:
-    """Whether a launcher holds the run's lock, but for this one between two attempts. Where that cannot be told (no
-    locks, or not our folder): whether run.json says no end."""
-    if run_dir in _kept:
+    """Tell whether a launcher has the run's lock, this one between two attempts aside. Where that cannot be known (no
+    locks, or not our folder): whether run.json has no exit code."""
+    if run_dir in _locks_between_attempts:
         return False
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
@@ -246,7 +247,7 @@ def _has_no_end(run_dir: Path) -> bool:
 
 
 def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir") -> PreflightError:
-    """The finding for an OSError met while a run's files were written. setting: what chooses the path."""
+    """Make a finding of an OSError met while a run's files were written. setting: what chooses the path."""
     if is_full(error):
         return PreflightError(f"{path}: no space left", hint=f"free some space, or set {setting} to a roomier place")
     if is_refused(error):
@@ -268,7 +269,7 @@ def versions(plan: RunPlan) -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "distributions": {name: version_of(name) or None for name in names},
-        **({"model": f"{plan.model.hub_name}@{plan.model.commit or 'unknown'}"} if plan.model.hub_name else {}),
+        **({"model": f"{plan.weights.hub_name}@{plan.weights.commit or 'unknown'}"} if plan.weights.hub_name else {}),
         "fingerprint": fingerprint(),
     }
 
@@ -283,7 +284,7 @@ def ask_to_stop(run_dir: Path, *, why: str) -> None:
 
 
 def asked_to_stop(run_dir: Path) -> str:
-    """Why the run was asked to stop, or an empty text when nobody asked."""
+    """Return the reason why the run was asked to stop, or an empty text when nobody asked."""
     try:
         return (run_dir / STOP_FILE).read_text().strip()
     except OSError:
@@ -291,6 +292,6 @@ def asked_to_stop(run_dir: Path) -> str:
 
 
 def forget_stop(run_dir: Path) -> None:
-    """Before an attempt: the request of an earlier one holds no more."""
+    """Forget the request of an earlier attempt: it does not count for the next one."""
     with contextlib.suppress(OSError):
         (run_dir / STOP_FILE).unlink(missing_ok=True)

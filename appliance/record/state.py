@@ -1,4 +1,4 @@
-"""Where a run is: a state that events and metrics are folded into. Pure; the clock is an argument."""
+"""The state of a run, which events and metrics are folded into. Pure; the clock is an argument."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.record.events import REWARD, VALIDATION, Event, StepMetrics
+from appliance.terms.schemes import beside
 
 GREEDY = "greedy"
 _STEPS_FOR_AN_ESTIMATE = 20
@@ -22,7 +23,7 @@ BySet = Mapping[str, Mapping[str, float]]  # `avg@<n>`, then `pass@<k>`, by the 
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work that says how far it is."""
+    """A piece of work that reports its progress."""
 
     label: str
     done: float
@@ -39,11 +40,11 @@ class BoundedSeries(Generic[Kept]):
 
     count: int = 0
     first: tuple[Kept, ...] = ()
-    """The first five."""
+    """First five items."""
     last: tuple[Kept, ...] = ()
-    """The last five."""
+    """Last five items."""
     some: tuple[Kept, ...] = ()
-    """All, and where there are many one in `every`."""
+    """All items, and where there are many one in `every`."""
     every: int = 1
 
     def __bool__(self) -> bool:
@@ -61,7 +62,7 @@ class BoundedSeries(Generic[Kept]):
         )
 
     def with_last(self) -> tuple[Kept, ...]:
-        """`some`, and the last one where it is none of them."""
+        """Return `some`, and the last item where it is none of them."""
         return (*self.some, *self.last[-1:]) if (self.count - 1) % self.every else self.some
 
 
@@ -70,7 +71,7 @@ class RunState:
     """What is known of a run. Times are unix seconds, rewards means."""
 
     steps: int
-    """How many are planned."""
+    """Steps that are planned."""
     phase: str = "starting"
     phase_since: float = 0.0
     work: Work | None = None
@@ -78,7 +79,7 @@ class RunState:
     rewards: BoundedSeries[float] = BoundedSeries()
     tokens_per_s: BoundedSeries[float] = BoundedSeries()
     started: float = 0.0
-    """Of the first event: seconds of a run count from here."""
+    """Time of the first event: seconds of a run count from here."""
     begun_s: tuple[float, ...] = ()
     """Seconds at which later attempts began: of the newest ones."""
     step_ends_s: tuple[float, ...] = ()
@@ -90,13 +91,13 @@ class RunState:
     val_last_step: int = 0
     val_samples: int = 0
     val_how: str = GREEDY
-    """Of `val_how`."""
+    """Way in which the validation was sampled, as `val_how` names it."""
     sets_first: BySet = field(default_factory=dict)
-    """Several validations, before training."""
+    """Results of several validations, before training."""
     sets_last: BySet = field(default_factory=dict)
-    """Several validations, the newest."""
+    """Results of several validations, the newest."""
     val_bf16: float | None = None
-    """The newest in BF16, where that was measured beside `val_last`, which was made in another scheme."""
+    """Newest validation in BF16, where one was made beside `val_last`, which was made in another scheme."""
     unhealthy_steps: int = 0
     note: str = ""
     failure: Event | None = None
@@ -104,12 +105,12 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """The last finished step, 0 before the first."""
+        """Last finished step, 0 before the first."""
         return self.last.step if self.last else 0
 
 
 def fold(state: RunState, news: Event | StepMetrics) -> RunState:
-    """The state after one more event or one more line of metrics."""
+    """Return the state after one more event or one more line of metrics."""
     if isinstance(news, StepMetrics):
         return _fold_metrics(state, news)
     event, state = news, state if state.started else _changed(state, started=news.time, phase_since=news.time)
@@ -133,22 +134,22 @@ def fold(state: RunState, news: Event | StepMetrics) -> RunState:
 
 
 def by_set(line: StepMetrics) -> BySet:
-    """Of several validations, the one that counts first; empty where there is one."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the results of several validations, the one that counts first; empty where there is one."""
+    results: dict[str, dict[str, float]] = {}
     for key, value in line.named.items():
         if key.startswith(VALIDATION):
             name, _, metric = key.removeprefix(VALIDATION).rpartition("/")
-            found.setdefault(name, {})[metric] = value
-    return found
+            results.setdefault(name, {})[metric] = value
+    return results
 
 
 def val_how(line: StepMetrics) -> str:
-    """How the validation that counts was sampled: `greedy`, or of several ones `<set> avg@<n>`."""
+    """Name how the validation that counts was sampled: `greedy`, or of several ones `<set> avg@<n>`."""
     return next((f"{name} {next(iter(metrics))}" for name, metrics in by_set(line).items()), GREEDY)
 
 
 def rewards_of(line: StepMetrics) -> dict[str, float]:
-    """The mean of each reward of a task of the user's own, by its name."""
+    """Return the mean of each reward of a task of the user's own, by its name."""
     return {key.removeprefix(REWARD): value for key, value in line.named.items() if key.startswith(REWARD)}
 
 
@@ -188,7 +189,7 @@ def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
 
 
 def _changed(state: RunState, **values: object) -> RunState:
-    """As dataclasses.replace, in a fifth of its time: a run has millions of lines."""
+    """Replace values as dataclasses.replace does, in a fifth of its time: a run has millions of lines."""
     changed = object.__new__(RunState)
     changed.__dict__.update(state.__dict__, **values)
     return changed
@@ -199,8 +200,8 @@ def median_tokens_per_s(state: RunState) -> float | None:
 
 
 def step_seconds(state: RunState) -> float | None:
-    """The median time from one step's end to the next, over the last steps: validation and saving are in it, the pause
-    before another attempt is not. Events may be folded before the metrics of earlier attempts."""
+    """Return the median time from one step's end to the next, over the last steps: validation and saving are in it, the
+    pause before another attempt is not. Events may be folded before the metrics of earlier attempts."""
     ends = itertools.pairwise(state.step_ends_s)
     spans = [b - a for a, b in ends if not any(a <= begun < b for begun in state.begun_s)]
     if spans:
@@ -209,7 +210,8 @@ def step_seconds(state: RunState) -> float | None:
 
 
 def remaining_s(state: RunState, *, now: float) -> float | None:
-    """Seconds of the steps that are left (of the work, where there is one), None when nothing tells. now: unix s."""
+    """Estimate the seconds of the steps that are left (of the work, where there is one), None when nothing tells. now:
+    unix s."""
     work = state.work
     if work is None:
         seconds = step_seconds(state)
@@ -227,7 +229,7 @@ class Judgement:
     word: str
     """`fine`, `bad` or `unknown`."""
     reasons: tuple[str, ...] = ()
-    """What is outside its bounds."""
+    """Sentences about what is outside its bounds."""
 
     @property
     def healthy(self) -> bool:
@@ -235,8 +237,8 @@ class Judgement:
 
 
 def judge(step: StepMetrics) -> Judgement:
-    """By the usual bounds of guard/policy.py, whatever the recipe's guard has, and before truncation. `unknown` when
-    none of the signals is there."""
+    """Judge a step by the usual bounds of guard/policy.py, whatever the recipe's guard has, and before truncation. As
+    there, a value on a bound is not bad. `unknown` when none of the signals is there."""
     k3, ess, weight = step.mismatch_k3_kl, step.is_ess, step.is_weight_mean
     if k3 is None and ess is None and weight is None and not step.nonfinite_fraction:
         return Judgement("unknown")
@@ -246,10 +248,10 @@ def judge(step: StepMetrics) -> Judgement:
         reasons.append(f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite")
     if step.differing_tokens:
         reasons.append(f"{step.differing_tokens:g} log-probs are not the rollouts'")
-    if k3 is not None and k3 >= K3_KL:
-        reasons.append(f"k3 {k3:.2g} is not below {K3_KL}")
-    if ess is not None and ess <= ESS:
-        reasons.append(f"ESS {ess:.2f} is not above {ESS}")
+    if k3 is not None and k3 > K3_KL:
+        reasons.append(f"k3 {beside(k3, K3_KL)} is above {K3_KL}")
+    if ess is not None and ess < ESS:
+        reasons.append(f"ESS {beside(ess, ESS, form='.2f')} is below {ESS}")
     if weight is not None and not low <= weight <= high:
-        reasons.append(f"mean weight {weight:.2f} is not within {low:g} to {high:g}")
+        reasons.append(f"mean weight {beside(weight, low, high, form='.2f')} is not within {low:g} to {high:g}")
     return Judgement("bad" if reasons else "fine", tuple(reasons))

@@ -9,7 +9,7 @@ from appliance import console
 from appliance.record.samples import Sample, StepSamples
 
 _MOST_OF_A_PROBLEM, _MOST_OF_AN_ANSWER = 120, 80  # characters that are shown
-_HEAD = 0.6  # share of a longer text that is shown of its beginning; the rest is its end, where answers stand
+_HEAD = 0.6  # share of a longer text that is shown of its beginning; the rest is its end, where answers are
 _WRONG, _RIGHT = "  (wrong)", "  (right)"
 
 

@@ -21,33 +21,32 @@ from appliance.record.events import Event, StepMetrics
 from appliance.record.plan import RunPlan
 from appliance.record.state import RunState, by_set, judge, remaining_s, rewards_of, val_how
 from appliance.report import draw
+from appliance.terms.phases import OF_A_STEP, Phase
+from appliance.terms.schemes import beside
 
 PHASES = {
-    "starting": "starting",
-    "preflight": "looking at this host",
-    "prepare": "making what the cache lacks",
-    "scale": "scaling the model (UAQ)",
-    "profile": "profiling the model",
-    "import": "importing PyTorch, vLLM and verl",
-    "start": "starting Ray",
-    "load-model": "loading the trainer's model",
-    "load-engine": "starting the rollout engine",
-    "restart-engines": "starting new rollout engines",
-    "attest": "checking what every worker runs",
-    "sync": "sending the weights to the rollout engine",
-    "validate": "validating",
-    "rollout": "generating rollouts",
-    "log-probs": "computing log-probabilities",
-    "update": "updating the policy",
-    "save": "saving a checkpoint",
-    "export": "writing model/",
-    "done": "done",
+    Phase.STARTING: "starting",
+    Phase.PREPARE: "making what the cache lacks",
+    Phase.SCALE: "scaling the model (UAQ)",
+    Phase.PROFILE: "profiling the model",
+    Phase.IMPORT: "importing PyTorch, vLLM and verl",
+    Phase.START: "starting Ray",
+    Phase.LOAD_MODEL: "loading the trainer's model",
+    Phase.RESTART_ENGINES: "starting new rollout engines",
+    Phase.ATTEST: "checking what every worker runs",
+    Phase.SYNC: "sending the weights to the rollout engine",
+    Phase.VALIDATE: "validating",
+    Phase.ROLLOUT: "generating rollouts",
+    Phase.LOG_PROBS: "computing log-probabilities",
+    Phase.UPDATE: "updating the policy",
+    Phase.SAVE: "saving a checkpoint",
+    Phase.EXPORT: "writing model/",
+    Phase.DONE: "done",
 }
 _SPARK_WIDTH = 30
 _BAR_WIDTH = 30
 _FEWEST_COLUMNS_FOR_BARS = 70
 _REDRAW_S = 0.5
-_IN_A_STEP = frozenset({"rollout", "log-probs", "update", "sync"})
 _QUARTERS = 4
 
 News = Sequence[Event | StepMetrics]
@@ -59,8 +58,8 @@ def phase_text(phase: str) -> str:
 
 def title(plan: RunPlan) -> str:
     """`name: int8 rollouts, tis with cap 2`."""
-    rollout = f"{plan.rollout.label}{', emulated,' if plan.rollout.emulated else ''} rollouts"
-    return f"{plan.name}: {rollout}, {plan.correction.text}"
+    rollout = f"{plan.rollout.label}{', emulated,' if plan.emulates else ''} rollouts"
+    return f"{plan.name}: {rollout}, {plan.correction_text}"
 
 
 def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
@@ -127,10 +126,10 @@ def _guarded(step: StepMetrics) -> str:
 
 
 def step_parts(step: StepMetrics) -> dict[str, float]:
-    """How a step's seconds split, in the order of the work, without parts that it does not have; `rest` is what no part
+    """Split a step's seconds, in the order of the work, without parts that it does not have; `rest` is what no part
     accounts for."""
-    named = {"rollout": step.rollout_s, "log-probs": step.logprob_s, "update": step.update_s, "sync": step.sync_s}
-    known = {name: seconds for name, seconds in named.items() if seconds}
+    seconds_s = (step.rollout_s, step.logprob_s, step.update_s, step.sync_s)
+    known = {str(phase): seconds for phase, seconds in zip(OF_A_STEP, seconds_s, strict=True) if seconds}
     rest = (step.step_s or 0.0) - sum(known.values())
     return {**known, "rest": rest} if rest >= 0.05 else known
 
@@ -148,7 +147,15 @@ def _plain_mismatch(step: StepMetrics) -> str:
         return "mismatch unknown"
     if not verdict.healthy:
         return f"mismatch bad: {', '.join(verdict.reasons)}"
-    return f"mismatch fine (k3 {_tiny(step.mismatch_k3_kl)}, ESS {draw.number(step.is_ess)})"
+    return f"mismatch fine (k3 {_k3(step)}, ESS {_ess(step)})"
+
+
+def _k3(step: StepMetrics) -> str:
+    return "-" if step.mismatch_k3_kl is None else beside(step.mismatch_k3_kl, K3_KL, form=".1e")
+
+
+def _ess(step: StepMetrics) -> str:
+    return "-" if step.is_ess is None else beside(step.is_ess, ESS, form=".3f")
 
 
 def _scheme(step: StepMetrics) -> str:
@@ -243,9 +250,10 @@ def _mismatch_text(step: StepMetrics) -> Text:
     verdict = judge(step)
     low, high = WEIGHT_MEAN
     word = Text(verdict.word, style={"fine": "green", "bad": "bold red"}.get(verdict.word, ""))
+    mean = step.is_weight_mean
+    weight = "-" if mean is None else beside(mean, low, high, form=".3f")
     return word.append(
-        f"  k3 {_tiny(step.mismatch_k3_kl)} (below {K3_KL})  ESS {draw.number(step.is_ess)} (above {ESS})"
-        f"  mean weight {draw.number(step.is_weight_mean)} ({low:g} to {high:g})",
+        f"  k3 {_k3(step)} (below {K3_KL})  ESS {_ess(step)} (above {ESS})  mean weight {weight} ({low:g} to {high:g})",
         style="default",
     )
 
@@ -302,7 +310,7 @@ class PlainProgress(Progress):
     def __init__(self) -> None:
         super().__init__()
         self._steps_begun = False
-        self._told: tuple[str, int] = ("", -1)
+        self._printed: tuple[str, int] = ("", -1)
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
         for item in news:
@@ -316,7 +324,7 @@ class PlainProgress(Progress):
             self._steps_begun = True
             return plain_step(state, item, now=now)
         if item.kind == "phase":
-            quiet = self._steps_begun and item.what in _IN_A_STEP
+            quiet = self._steps_begun and item.what in OF_A_STEP
             return "" if quiet else f"phase {item.what}: {phase_text(item.what)}"
         if item.kind == "progress":
             return self._progress(item)
@@ -329,9 +337,9 @@ class PlainProgress(Progress):
         if item.done is None or not item.total:
             return ""
         reached = (item.what, int(item.done / item.total * _QUARTERS))
-        if reached == self._told:
+        if reached == self._printed:
             return ""
-        self._told = reached
+        self._printed = reached
         note = f"  {item.note}" if item.note else ""
         return f"{item.what} {item.done:g}/{item.total:g}{note}"
 

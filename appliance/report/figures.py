@@ -57,7 +57,7 @@ def _learned(view: RunView) -> list[str]:
 
 
 def _called(view: RunView) -> list[str]:
-    """Of a task with tools."""
+    """Draw the tool calls of a task with tools."""
     if view.steps.curves["turns_mean"].last is None:
         return []
     marks = _attempt_marks(view)
@@ -110,7 +110,7 @@ def _mismatch(view: RunView) -> list[str]:
 
 
 def _distributions(view: RunView, *, marks: list[Mark]) -> list[str]:
-    """Of a run whose engines report their most likely words."""
+    """Draw the distributions of a run whose engines report their most likely words."""
     charts = (
         ("Divergence of distributions", "nats per token, over the most likely words", "mismatch_top_kl"),
         ("Score centering", "sum of |mean score| by the logits, mean of a token", "score_centering"),
@@ -151,7 +151,7 @@ def _spent(view: RunView) -> list[str]:
 
 
 def _attempt_marks(view: RunView) -> list[Mark]:
-    """Where a later attempt went on: between the last step it found done and its own first one."""
+    """Mark where a later attempt resumed: between the last step it found done and its own first one."""
     return [
         Mark(attempt.after + 0.5, f"attempt {attempt.number} goes on after step {attempt.after}")
         for attempt in view.attempts[1:]
@@ -168,13 +168,13 @@ def _curve(view: RunView, chart: Chart, number: str) -> str:
 
 
 def _series(view: RunView, number: str, *, name: str, index: int = 0) -> Series:
-    """Where a step has no value the curve breaks. number: of StepHistory.curves."""
+    """Return a curve, which breaks where a step has no value. number: of StepHistory.curves."""
     found = view.steps.curves[number]
     return Series(name, found.points(), index, newest=found.last)
 
 
 def _known(found: Thinned, *, name: str, index: int, dotted: bool = True) -> Series:
-    """Of what most lines do not have: the curve goes on over them."""
+    """The curve of a metric that most lines do not have: it is drawn across the others."""
     return Series(name, found.points(), index, dotted=dotted, newest=found.last)
 
 
@@ -210,7 +210,7 @@ def timeline(view: RunView) -> list[str]:
 
 
 def bands(view: RunView) -> Iterator[Band]:
-    """What went on, as of EventHistory.doing, in seconds since the first event."""
+    """Yield the bands of the run's activities (`EventHistory.doing`), in seconds since its first event."""
     for band in view.events.doing(ended=view.ended):
         yield Band(band.start - view.started, band.end - view.started, band.name, _COLOURS[band.name])
 

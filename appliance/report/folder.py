@@ -41,15 +41,16 @@ from appliance.record.state import BoundedSeries, Judgement, RunState, fold, jud
 from appliance.report.display import step_parts
 from appliance.sync.precision import Generation, read_generation
 from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
+from appliance.terms.phases import OF_A_STEP, Phase
 from appliance.terms.schemes import Scheme
 
-PARTS = ("rollout", "log-probs", "update", "sync", "rest")  # of a step's time
+PARTS = (*map(str, OF_A_STEP), "rest")  # of a step's time
 DOING = {  # the phases of what a run does
-    "preparing": ("starting", "preflight", "prepare", "scale", "profile"),
-    "loading": ("import", "start", "load-model", "load-engine", "restart-engines", "attest"),
-    "training": ("rollout", "log-probs", "update", "sync"),
-    "validating": ("validate",),
-    "saving": ("save", "export"),
+    "preparing": (Phase.STARTING, Phase.PREPARE, Phase.SCALE, Phase.PROFILE),
+    "loading": (Phase.IMPORT, Phase.START, Phase.LOAD_MODEL, Phase.RESTART_ENGINES, Phase.ATTEST),
+    "training": OF_A_STEP,
+    "validating": (Phase.VALIDATE,),
+    "saving": (Phase.SAVE, Phase.EXPORT),
 }
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
@@ -58,9 +59,9 @@ _MOST_LISTED = 400
 _MOST_BANDS = 4096
 _LEAST_OF_ALL = 1 / 2000  # of a run's time: a band that is shorter is too narrow to be drawn
 _MOST_WAITING = 20_000  # acknowledgements that wait for those of other ranks
-_LEAST_AT_ONCE = 100  # lines, however many ranks: a file is opened anew for each time
+_LEAST_AT_ONCE = 100  # lines, however many ranks: a file is opened again each time
 _PHASE_KINDS = frozenset({"phase", "failure", "stop", "resume", "restart"})
-_BEGINNINGS = frozenset({"resume", "restart"})  # the first events of an attempt: whatever went on had ended before
+_BEGINNINGS = frozenset({"resume", "restart"})  # the first events of an attempt: whatever was running had ended before
 _DOING_IN = {phase: name for name, phases in DOING.items() for phase in phases}
 _NOT_LISTED = frozenset({"phase", "progress"})
 _NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.default is None)
@@ -69,7 +70,7 @@ _NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.d
 @dataclass(frozen=True)
 class Attempt:
     number: int
-    """From 1."""
+    """Number of the attempt, from 1."""
     time: float
     """Unix s of its first event."""
     after: int
@@ -102,7 +103,7 @@ class StepHistory:
         self.failures = 0.0
 
     def extend(self, lines: Sequence[StepMetrics]) -> None:
-        """After those before. Many at once cost little each."""
+        """Append lines. Many at once cost little each."""
         steps = [line for line in lines if line.reward_mean is not None or line.step > 0]
         xs = [float(line.step) for line in steps]
         for name in _NUMBERS:
@@ -211,7 +212,7 @@ class EventHistory:
         return [*self._bands[:-1], *self._last_until(ended)]
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Event]:
-        """In their order; of very many some."""
+        """Return the events of these kinds in their order; of very many, some."""
         return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].with_last())]
 
     def listed(self) -> tuple[list[Event], int]:
@@ -231,10 +232,10 @@ class RankUpdates:
     newest: Acknowledgement | None = None
     has_switched: bool = False
     sent: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By number of the update, of the few that another rank has not reached yet: the manifest that the trainer sent
-    it."""
+    """Manifests that the trainer sent it, by the number of the update, of the few updates that another rank has not
+    reached yet."""
     taken: dict[int, Acknowledgement] = dataclasses.field(default_factory=dict)
-    """By number of the update, of the same few: what it took."""
+    """Acknowledgements, by the number of the update, of the same few updates."""
 
 
 class UpdateHistory:
@@ -325,7 +326,7 @@ class MemoryHistory:
         self.newest = 0.0
 
     def extend(self, samples: Sequence[MemorySample]) -> None:
-        """After those before."""
+        """Append samples."""
         self.curve.extend([each.time for each in samples], [float(each.pss_bytes) for each in samples])
         if samples:
             self.peak = max(self.peak or 0, *(each.pss_bytes for each in samples))
@@ -391,7 +392,7 @@ def reading(run_dir: Path) -> Iterator[None]:
 
 
 def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
-    """A run that says it goes on and has no launcher any more is stopped. Raises RecipeError."""
+    """A run that is marked as running and has no launcher any more is stopped. Raises RecipeError."""
     try:
         plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
     except (OSError, ValueError) as error:
@@ -407,14 +408,14 @@ def read_view(run_dir: Path) -> RunView:
 
 
 class RunReader:
-    """Reads a run again and again, while it goes on: only what is new. A last line without its end is half a line."""
+    """Reads a run again and again while it runs: only what is new. A last line without its end is half a line."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._state: RunState | None = None  # before the first look
 
     def view(self) -> RunView:
-        """As it is now. Raises RecipeError when the folder cannot be read as a run, OSError."""
+        """Return the run as it is now. Raises RecipeError when the folder cannot be read as a run, OSError."""
         plan, record = read_run(self._run_dir)
         if self._state is None:
             self._begin(plan)
@@ -442,7 +443,7 @@ class RunReader:
     def _begin(self, plan: RunPlan) -> None:
         run_dir, rollout = self._run_dir, plan.rollout
         places = [*itertools.product(range(len(rollout.replicas)), range(rollout.tensor_parallel))]
-        self._state = RunState(steps=plan.steps)
+        self._state = RunState(steps=plan.trainer.steps)
         self._event_tail, self._step_tail = Tail(run_dir / EVENTS_FILE), Tail(run_dir / METRICS_FILE)
         self._memory_tail, self._samples = Tail(run_dir / MEMORY_FILE), SampleReader(run_dir)
         self._steps, self._events, self._memory = StepHistory(), EventHistory(), MemoryHistory()

@@ -64,7 +64,8 @@ def _newest(run_dir: Path) -> int:
 
 
 def _lines(tail: Tail, *, run_dir: Path, half: bool) -> Iterator[str]:
-    """As they are read: a log may be long. What goes wrong with a line that was given is not our reading."""
+    """Yield lines as they are read: a log may be long. What goes wrong with a line that was given is not our
+    reading."""
     while True:
         with reading(run_dir):
             lines = tail.read(most=LINES_AT_ONCE, half=half)
@@ -74,7 +75,7 @@ def _lines(tail: Tail, *, run_dir: Path, half: bool) -> Iterator[str]:
 
 
 def _none(run: str, *, folder: Path, which: str | None) -> RecipeError:
-    """Why there is nothing to show."""
+    """Return the error that says why there is nothing to show."""
     attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
     if attempts and int(folder.name) not in attempts:
         numbers = ", ".join(map(str, attempts))
@@ -96,5 +97,5 @@ def _logs(folder: Path, *, which: str | None) -> list[Path]:
 
 
 def _show(line: str) -> None:
-    """Without its colours; a bar that redraws itself becomes lines."""
+    """Print a line without its colours; a bar that redraws itself becomes lines."""
     console.show(_COLOUR.sub("", line).rstrip("\r").replace("\r", "\n"))

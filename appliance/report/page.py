@@ -1,5 +1,5 @@
 """The page of a run, `report.html` in its folder: one HTML file that needs nothing else. `page` is pure; it is written
-at a command, and by the launcher while the run goes on."""
+at a command, and by the launcher while the run lasts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from appliance.report.folder import RunReader, RunView, find_run, read_view, rea
 from appliance.report.summary import REPORT_FILE, quoted_path, result, typed_path
 from appliance.report.verdicts import verdicts
 
-RELOAD_S = 10  # of a page whose run goes on
+RELOAD_S = 10  # of a page of a run that lasts
 _GRADES = {RunStatus.DONE: "fine", RunStatus.FAILED: "bad", RunStatus.STOPPED: "warn"}  # classes of the pages' style
 _SHORT = 60  # characters of a model's text that go into a cell of a table
 _MOST_TIMES = 12  # that one problem's answers are shown: the first, the last and some between
-_EVERY_S = 10.0  # the page of a run that goes on is written
+_EVERY_S = 10.0  # the page of a running run is written
 _AT_LEAST_EVERY_S = 60.0  # without news, too: a page that was not written for long says that its launcher may be gone
 _TIMES_ITS_COST = 50
 
@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def accuracy(self) -> str:
-        """As the page says it."""
+        """Return the accuracy as the page shows it."""
         return "-" if self.sample.accuracy is None else f"{self.sample.accuracy:g}"
 
     @property
@@ -67,7 +67,7 @@ class PromptAnswers:
     """The answers to one prompt, one at least."""
 
     name: str
-    """Of letters and digits."""
+    """Name of letters and digits."""
     title: str
     answers: list[Answer]
 
@@ -81,7 +81,7 @@ class PromptAnswers:
 
     @property
     def shown(self) -> list[Answer]:
-        """Some of the answers."""
+        """Return some of the answers."""
         return _some(self.answers)
 
 
@@ -118,16 +118,16 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         argv=view.plan.argv,
         reload_s=RELOAD_S if view.is_live or awaits_restart else 0,
         written=now,
-        forsaken="This page was not written anew for five minutes: its launcher may be gone. To make it anew: "
+        forsaken="This page has not been rewritten for five minutes: its launcher may be gone. To rewrite it: "
         f"appliance report {quoted_path(view.run_dir)}",
     )
 
 
 def _about(view: RunView, *, now: float, awaits_restart: bool) -> str:
     plan = view.plan
-    where = "CPU" if plan.is_cpu else f"{plan.device}, {plan.nodes} × {plan.gpus_per_node}"
+    where = "CPU" if plan.is_cpu else f"{plan.cluster.device}, {plan.cluster.nodes} × {plan.cluster.gpus_per_node}"
     written = datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    live = ". The run goes on: the page is written anew as it does, and loads itself again" if view.is_live else ""
+    live = ". The run is not over: the page is rewritten as it progresses, and reloads itself" if view.is_live else ""
     if awaits_restart:
         live = ". Another attempt may follow by itself: the page waits for it, and loads itself again"
     return f"{display.title(plan).partition(': ')[2]}; {where}. Written {written}{live}."
@@ -149,12 +149,17 @@ def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
     ]
 
 
-def _attest(said: Attestation) -> tuple[str, ...]:
-    scheme, kernels = said.scheme + (", emulated" if said.emulated else ""), said.detail.get("kernels")
+def _attest(attestation: Attestation) -> tuple[str, ...]:
+    scheme, kernels = (
+        attestation.scheme + (", emulated" if attestation.emulated else ""),
+        attestation.detail.get("kernels"),
+    )
     counts = kernels.items() if isinstance(kernels, dict) else ()
-    told = [f"{count} × {name}" for name, count in counts]
-    told += [f"gradients in {each}" for each in [said.detail.get("backward")] if str(each).endswith("emulated")]
-    return said.process, said.role, scheme, ", ".join(said.patches) or "none", ", ".join(told)
+    details = [f"{count} × {name}" for name, count in counts]
+    backward = attestation.detail.get("backward")
+    if str(backward).endswith("emulated"):
+        details.append(f"gradients in {backward}")
+    return attestation.process, attestation.role, scheme, ", ".join(attestation.patches) or "none", ", ".join(details)
 
 
 def _validation(view: RunView) -> list[PromptAnswers]:
@@ -162,7 +167,7 @@ def _validation(view: RunView) -> list[PromptAnswers]:
     by_prompt: dict[str, list[Answer]] = {}
     for samples in view.samples:
         for sample in samples.validation:
-            answer = Answer(samples.step, sample, is_graded=view.plan.task.own is None)
+            answer = Answer(samples.step, sample, is_graded=not view.plan.task.is_own)
             by_prompt.setdefault(sample.prompt, []).append(answer)
     numbered = enumerate(by_prompt.values(), start=1)
     return [PromptAnswers(f"validation{number}", f"problem {number}", told) for number, told in numbered]
@@ -171,7 +176,7 @@ def _validation(view: RunView) -> list[PromptAnswers]:
 def _training(view: RunView) -> list[PromptAnswers]:
     """One per step, some of them, of one prompt: its best and its worst sample."""
     shown = _some([samples for samples in view.samples if samples.training])
-    is_graded = view.plan.task.own is None
+    is_graded = not view.plan.task.is_own
     return [
         PromptAnswers(
             f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training]
@@ -188,21 +193,21 @@ def _are_short(prompts: Sequence[PromptAnswers]) -> bool:
 
 
 def _by_step(prompts: Sequence[PromptAnswers]) -> list[tuple[int, list[Answer | None]]]:
-    """Some of the steps, each with the answer to every prompt."""
+    """Return some of the steps, each with the answer to every prompt."""
     steps = _some(sorted({answer.step for prompt in prompts for answer in prompt.answers}))
     answers = [{answer.step: answer for answer in reversed(prompt.answers)} for prompt in prompts]
     return [(step, [each.get(step) for each in answers]) for step in steps]
 
 
 def _some(samples: list) -> list:
-    """At most so many, evenly, the first and the last among them."""
+    """Return at most so many samples, evenly, the first and the last among them."""
     if len(samples) <= _MOST_TIMES:
         return samples
     return [samples[round(place * (len(samples) - 1) / (_MOST_TIMES - 1))] for place in range(_MOST_TIMES)]
 
 
 def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
-    """Make the page anew, and say where it is. output: another file than the one in the run's folder. Raises
+    """Write the page again, and print where it is. output: another file than the one in the run's folder. Raises
     RecipeError when there is no such run or it cannot be read, PreflightError when the page cannot be written."""
     run_dir = find_run(run, run_root=run_root)
     target = output or run_dir / REPORT_FILE
@@ -234,7 +239,7 @@ class LivePage:
 
     What shows a run must not end it: what goes wrong here is said once. A disk that is full now may have room later,
     so a page that could not be written is tried again when it is due; after any other error none is written any more.
-    may_restart: a run that ended by a fault may go on by itself, so its page is to load itself again.
+    may_restart: a run that ended by a fault may restart by itself, so its page is to load itself again.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -19,7 +19,7 @@ from appliance.record.session import RunRecord, RunStatus
 from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, rewards_of, step_seconds
 from appliance.report import display, draw
 from appliance.report.folder import UNFINISHED, find_run, read_run, reading
-from appliance.terms.devices import CPU, why_outgrown
+from appliance.terms.devices import why_outgrown
 from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Schedule
@@ -35,24 +35,25 @@ class Result:
     before: float | None
     after: float | None
     validated: bool
-    """From validation, else from sampled rollouts."""
+    """Whether it is from validation, else from sampled rollouts."""
 
     def climbed(self, plan: RunPlan) -> bool:
         """Whether the reward rose by more than noise. Of rewards of the user's own nobody knows the range: there it is
         the same share of what was reached."""
         if self.before is None or self.after is None:
             return False
-        scale = max(abs(self.before), abs(self.after)) if plan.task.own else 1.0
+        scale = max(abs(self.before), abs(self.after)) if plan.task.is_own else 1.0
         return self.after > self.before + _CLIMB * scale
 
     def stayed_at_top(self, plan: RunPlan) -> bool:
         """Whether nothing was left to learn. Of rewards of the user's own nobody knows the range."""
         ends = (self.before, self.after)
-        return not plan.task.own and all(each is not None and each > 1 - _CLIMB for each in ends)
+        return not plan.task.is_own and all(each is not None and each > 1 - _CLIMB for each in ends)
 
 
 def result(state: RunState) -> Result:
-    """By validation where there is one before and one after, else by the sampled rewards at both ends."""
+    """Compute the result by validation where there is one before and one after, else by the sampled rewards at both
+    ends."""
     if state.val_first is not None and state.val_last_step > 0:
         return Result(state.val_first, state.val_last, validated=True)
     if not state.rewards:
@@ -73,7 +74,7 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     only_after = (
         [] if rewards.validated or not state.val_last_step else [("validation", display.validation_text(state))]
     )
-    emulated = ", emulated" if plan.rollout.emulated else ""
+    emulated = ", emulated" if plan.emulates else ""
     reward = f"{draw.number(rewards.before)} before, {draw.number(rewards.after)}{beside} after ({how})"
     before = step_of(Path(plan.resume_from))
     of_them = f", {state.step - before or 'none'} of them" if before else ""
@@ -94,10 +95,11 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
 
 
 def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
-    """With one precision flow the policy that was trained is the one that sampled: the folder names it."""
+    """Say how to serve: with one precision flow the policy that was trained is the one that sampled: the folder names
+    it."""
     run = shlex.quote(folder)
     if plan.trainer.one_flow:
-        exact = f"{EXACT_VARIABLE}=1 " if plan.device == CPU else ""
+        exact = f"{EXACT_VARIABLE}=1 " if plan.is_cpu else ""
         command = f"{exact}FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model"
         yield "serve it", f"as it was trained: {command}"
     elif plan.trainer.dtype is not Dtype.BF16:
@@ -113,10 +115,10 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     longer, lines = _longer(plan, folder=folder), []
     other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
     one_scheme = (  # that may be another: what the recipe has goes with each
-        len({each.scheme for each in plan.rollout.replicas}) == 1
-        and not (plan.trainer.quantises or plan.guard.ranks_layers or plan.rollout.emulated)
+        len(set(plan.rollout.replicas)) == 1
+        and not (plan.trainer.quantises or plan.guard.ranks_layers or plan.emulates)
         and plan.trainer.dtype is Dtype.BF16
-        and not why_outgrown(other, device=plan.device)
+        and not why_outgrown(other, device=plan.cluster.device)
     )
     if state.unhealthy_steps:
         compare = one_scheme and other is Scheme.BF16
@@ -134,10 +136,10 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
 
 
 def _longer(plan: RunPlan, *, folder: str) -> str:
-    """A learning rate that sinks has come down by the last step: such a run begins anew."""
+    """A learning rate that sinks has come down by the last step: such a run has to begin again."""
     resume = f"--resume {shlex.quote(folder)} " if plan.optimizer.schedule is Schedule.CONSTANT else ""
     by_epochs = any(each.key == "trainer.steps" and "epochs" in each.why for each in plan.choices)
-    return f"{resume}{'--set trainer.epochs=null ' if by_epochs else ''}--set trainer.steps={2 * plan.steps}"
+    return f"{resume}{'--set trainer.epochs=null ' if by_epochs else ''}--set trainer.steps={2 * plan.trainer.steps}"
 
 
 def summary_object(
@@ -154,7 +156,7 @@ def summary_object(
         "seconds": round(seconds, 1),
         "reward_before": rewards.before,
         "reward_after": rewards.after,
-        "greedy": rewards.validated and not any(each.temperature for each in plan.task.val_sets[:1]),
+        "greedy": rewards.validated and not any(val_set.temperature for val_set in [*plan.task.val_sets.values()][:1]),
         "reward_after_bf16": state.val_bf16 if rewards.validated else None,
         "val_reward_mean": state.val_last,
         "val_reward_bf16_mean": state.val_bf16,
@@ -165,10 +167,11 @@ def summary_object(
 
 
 def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
-    """From the run's folder alone. Raises RecipeError when there is no such run or its files cannot be read."""
+    """Print the status of a run, from its folder alone. Raises RecipeError when there is no such run or its files
+    cannot be read."""
     run_dir = find_run(run, run_root=run_root)
     plan, record = read_run(run_dir)
-    state = RunState(steps=plan.steps)
+    state = RunState(steps=plan.trainer.steps)
     with reading(run_dir):
         saved = in_order(run_dir)
         for news in RunTail(run_dir).stream():
@@ -228,7 +231,7 @@ def _saved_rows(run_dir: Path, record: RunRecord, *, saved: list[Path]) -> list[
 
 
 def go_on_command(run_dir: Path) -> str:
-    """What goes on with a run that did not end well; empty when it has no checkpoint."""
+    """The command that resumes a run that did not end well; empty when it has no checkpoint."""
     if not in_order(run_dir):
         return ""
     return f"appliance train {quoted_path(run_dir / 'recipe.yaml')} --resume {quoted_path(run_dir)}"

@@ -1,7 +1,7 @@
 """What a run comes to, in a word and a sentence per question.
 
 Two of them rest on what the processes wrote down about themselves, held against the plan: attestations and weight
-updates, read anew from `attest/` and `sync/`, which hold the newest attempt. A line of metrics says nothing of either.
+updates, read again from `attest/` and `sync/`, which hold the newest attempt. A line of metrics says nothing of either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from appliance.report import display, draw
 from appliance.report.folder import RankUpdates, RunView
 from appliance.report.summary import go_on_command, result
 from appliance.sync.precision import attestations_at
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import Scheme, beside
 
 _MOST_SENTENCES = 3
 
@@ -51,7 +51,7 @@ _Said = tuple[Word, str]
 
 
 def verdicts(view: RunView) -> list[Verdict]:
-    """In the order in which a person would ask."""
+    """Return the verdicts in the order in which a person would ask."""
     answers = {
         "Did it finish?": _outcome,
         "Did the reward climb?": _reward,
@@ -103,13 +103,15 @@ def _mismatch(view: RunView) -> _Said:
         return Word.OPEN, "no step has a mismatch yet"
     sentences = [f"within the bounds in {steps.judged - steps.bad} of {steps.judged} steps"]
     if steps.k3 is not None:
-        sentences.append("largest k3 {:.1e} in step {} (bound {})".format(*steps.k3, K3_KL))
+        k3, step = steps.k3
+        sentences.append(f"largest k3 {beside(k3, K3_KL, form='.1e')} in step {step} (bound {K3_KL})")
     if steps.ess is not None:
-        sentences.append("smallest effective sample size {:.3f} in step {} (bound {})".format(*steps.ess, ESS))
+        ess, step = steps.ess
+        sentences.append(f"smallest effective sample size {beside(ess, ESS, form='.3f')} in step {step} (bound {ESS})")
     if steps.last_bad is None:
         return Word.FINE, "; ".join(sentences)
-    step, found = steps.last_bad
-    sentences.append(f"step {step}: {', '.join(found.reasons)}")
+    step, judgement = steps.last_bad
+    sentences.append(f"step {step}: {', '.join(judgement.reasons)}")
     return Word.WARN if steps.newest.healthy else Word.BAD, "; ".join(sentences)
 
 
@@ -120,7 +122,7 @@ def _precision(view: RunView) -> _Said | None:
     in_scheme, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples
     assert in_scheme is not None and bf16 is not None, "it has both"
     text = f"{in_scheme:.3f} in {line.validated_in}, {bf16:.3f} in bf16, after step {line.step}"
-    if not problems or view.plan.task.own is not None:  # only of rewards of 0 or 1 the mean tells the noise
+    if not problems or view.plan.task.is_own:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
     noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)
     text += f"; {problems:.0f} problems can tell apart ±{noise:.3f} (two standard errors, not paired)"
@@ -155,8 +157,8 @@ def _arrived(ranks: Sequence[RankUpdates], *, attempt: int) -> str:
 
 
 def _attested(view: RunView) -> _Said:
-    """By the plan, the program that began the attempt, what the present engines were started in, and what updates
-    changed an engine's precision to since."""
+    """Judge attestations by the plan, the program that began the attempt, what the present engines were started in, and
+    what updates changed an engine's precision to since."""
     plan = view.plan
     expected = [_by_now(view, each) for each in attestations_at(plan, view.updates.generation().precision)]
     fingerprint = dict(view.versions).get("fingerprint", "")
@@ -174,7 +176,7 @@ def _attested(view: RunView) -> _Said:
 
 
 def _by_now(view: RunView, planned: ExpectedAttestation) -> ExpectedAttestation:
-    """A worker whose layers changed their precision with an update has attested anew what they run since."""
+    """A worker whose layers changed their precision with an update has attested again what they run since."""
     ranks = view.updates.ranks
     if planned.role != "rollout" or planned.rank >= len(ranks):
         return planned

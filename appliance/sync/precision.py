@@ -39,12 +39,13 @@ def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation
 
 def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttestation, ...]:
     """What the processes say when the rollout engines were started in a precision."""
+    engines = plan.engines
 
     def at(expected: ExpectedAttestation) -> ExpectedAttestation:
         if expected.role != "rollout":
             return expected
-        told = quantisation_at(plan.rollout.replicas[plan.topology.engine_of(expected.rank)], precision)
-        return expected.replace(scheme=told.scheme, emulated=told.emulated)
+        quantisation = quantisation_at(engines[plan.topology.engine_of(expected.rank)], precision)
+        return expected.replace(scheme=quantisation.scheme, emulated=quantisation.emulated)
 
     return tuple(at(expected) for expected in plan.attestations)
 
@@ -83,13 +84,13 @@ class Generation:
     """Engines that were started together."""
 
     precision: Precision = AS_PLANNED
-    """What they were started in."""
+    """Precision that they were started in."""
     firsts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
     """Number of the first weight update of each generation of the attempt, this one's last."""
 
     @property
     def number(self) -> int:
-        """From 1, in an attempt."""
+        """Return its number in the attempt, from 1."""
         return len(self.firsts)
 
     @property

@@ -50,17 +50,17 @@ class Acknowledgement:
     """One update by the rollout rank that took it, written when everything in it was proven."""
 
     sync: int
-    """As `Sent.sync`."""
+    """Number of the update, as `Sent.sync`."""
     replica: int
     rank: int
     manifest: str
-    """As `Sent.manifest`."""
+    """Digest of the manifest, as `Sent.manifest`."""
     tensors: int
     bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     layers: int
     layers_proven: int
-    """Of `layers`, those whose kernel answered the probe as the tensor received does."""
+    """Layers, of `layers`, whose kernel answered the probe as the tensor received does."""
     parameters_proven: int
     """Parameters that are used as they are, and are bit for bit what was received."""
     unproven: int
@@ -71,11 +71,11 @@ class Acknowledgement:
     proof_s: float
     seconds: float
     telemetry: Telemetry | None
-    """None where nothing is quantised."""
+    """Telemetry of the update, None where nothing is quantised."""
     telemetry_s: float = 0.0
-    """Of `proof_s`."""
+    """Seconds of `proof_s` that measuring the telemetry took."""
     scheme: str = ""
-    """What the layers run from now on, and so `emulated`."""
+    """Scheme that the layers run from now on; `emulated` as well."""
     emulated: bool = False
     bf16_layers: int = 0
     """Layers that are in BF16 only for now."""
@@ -190,7 +190,8 @@ Line = TypeVar("Line", Sent, Acknowledgement)
 
 
 def _last(path: Path, *, kind: type[Line]) -> Line | None:
-    """Of the file's end alone: it grows by a line with every update, and there are two for each rank."""
+    """Read the last line from the file's end alone: it grows by a line with every update, and there are two for each
+    rank."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))

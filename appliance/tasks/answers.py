@@ -46,7 +46,7 @@ class Mark:
     end: int
     """The mark's characters in the text, the mark itself included."""
     inner: str
-    """What it marks."""
+    """Text that it marks."""
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*+\{|\\.|[{}]", re.DOTALL)
@@ -183,7 +183,7 @@ def answer_text(text: str) -> str:
 
 
 def without_special_tokens(text: str) -> str:
-    """A space for each special token, so that none joins what stands around it."""
+    """A space for each special token, so that none joins the text around it."""
     return _SPECIAL_TOKEN.sub(" ", text)
 
 
@@ -339,7 +339,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def last_sentence(text: str) -> str:
-    """Of the end of a text; empty where it denies something, asks or guesses."""
+    """Return the last sentence of a text; empty where it denies something, asks or guesses."""
     tail = text[-_TAIL:].rstrip()
     sentence = _last_sentence(tail)
     return "" if tail.endswith("?") or _DENIES.search(sentence) or GUESS.search(sentence) else sentence

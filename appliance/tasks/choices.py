@@ -82,7 +82,7 @@ _BEFORE = 60
 
 
 def _chosen_letter(text: str) -> str:
-    """Empty where none is chosen."""
+    """Return the letter that a text chooses; empty where none is chosen."""
     marked = marked_answer(text)
     if marked is not None and (letter := _marked_letter(marked)) is not None:
         return letter
@@ -121,7 +121,7 @@ def _is_denied(plain: str, found: re.Match[str]) -> bool:
 
 
 def _without_options(matches: list[re.Match[str]]) -> list[re.Match[str]]:
-    """Without a list of options, (A), (B), (C) and so on, that the text repeats first."""
+    """Drop a list of options, (A), (B), (C) and so on, that the text repeats first."""
     run = 0
     while run < len(matches) and matches[run]["capital"] == "ABCDEFGHIJ"[run]:
         run += 1
@@ -135,7 +135,7 @@ _LEADING = re.compile(r"(?i)^(?:the\s+)?(?:correct\s+|final\s+)?(?:answer|option
 
 
 def _marked_letter(marked: str) -> str | None:
-    """Of what a mark marks: the letter, empty where it says another thing; None where it is prose to search."""
+    """Read the letter that a mark marks: empty where it says another thing; None where it is prose to search."""
     if len(marked) > LONGEST_ANSWER:
         return None
     plain = _LEADING.sub("", normal_form(marked).strip()).strip()

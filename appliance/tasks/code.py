@@ -1,6 +1,6 @@
 """The reward `code`: the share of tests that the program of a response passes. **No sandbox**: the program runs as you.
 
-It runs in a process of its own, for each test of stdin and stdout in another one, with limits on time, memory,
+It runs in its own process, for each test of stdin and stdout in another one, with limits on time, memory,
 processes and file sizes. No process in which it runs knows what is right. The network, your files and your other
 processes are within its reach.
 """
@@ -37,7 +37,7 @@ _PROGRAM_BYTES = 2 << 30  # of memory
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _NEAR = 1e-6  # how far numbers that a function returns may be apart, of the larger
-# Within a line ``` may be a quotation's: there it opens a block only where Python or nothing else stands behind it.
+# Within a line ``` may be a quotation's: there it opens a block only where Python or nothing else follows it.
 _FENCED = re.compile(
     r"(?ms)(?:^(?P<before>[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+"
     r"(?P<label>[^\s`]*+)[^\n`]*+|(?<!`)(?P<within>```)(?P<python>(?i:python3?|py)?)[ \t]*+)"
@@ -87,14 +87,14 @@ class _Block:
     """A fenced block of Markdown."""
 
     before: str
-    """What stands before its fence in the line, where that begins the block."""
+    """Text before its fence in the line, where that begins the block."""
     label: str
     """Its language, or empty."""
     inner: str
 
     def outdented(self) -> str:
-        """A block in an item of a list stands as far in as its fence, if all of its lines do: Markdown would take from
-        each what it has, also where some are indented and others flush."""
+        """A block in an item of a list is indented as far as its fence, if all of its lines do: Markdown would take
+        from each what it has, also where some are indented and others flush."""
         indents = (len(line) - len(line.lstrip(" \t")) for line in self.inner.splitlines() if line.strip())
         margin = min(indents, default=0)
         return re.sub(rf"(?m)^[ \t]{{0,{min(len(self.before), margin)}}}", "", self.inner)
@@ -216,7 +216,7 @@ def _process(
 
 
 def _limit() -> None:
-    """In the program's process, before it begins. It ends with the process that grades."""
+    """Limit the program's process before it begins; it ends with the process that grades."""
     seconds = int(CODE_S) + 1
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),

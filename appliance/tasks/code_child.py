@@ -1,4 +1,4 @@
-"""Runs a program, or its tests, each in a process of its own: what the program does to its process changes no test.
+"""Runs a program, or its tests, each in its own process: what the program does to its process changes no test.
 
 `python -I -B code_child.py program PROGRAM FD` runs the program, then calls what the tests ask for. `... tests FD` runs
 the tests. FD is one end of a socket. On it the tests send calls and the program's process sends what they gave, both as
@@ -226,7 +226,7 @@ Remote.__repr__ = _forwards("repr")  # type: ignore[method-assign]
 
 
 class _Program:
-    """The program as its tests see it. fault: is told what a test does that cannot be done from here."""
+    """The program as its tests see it. fault: is called with what a test does that cannot be done from here."""
 
     def __init__(self, line: Line, *, fault: Callable[[str], None]) -> None:
         self._line, self._fault = line, fault

@@ -83,7 +83,7 @@ def read_tests(truth: str) -> list[CodeTest]:
 
 
 def _tests(value: Any, *, shared: _Shared) -> list[CodeTest]:
-    """Empty where the value has none of the forms. Raises ValueError for a field that is wrong."""
+    """Read tests from a value; empty where it has none of the forms. Raises ValueError for a field that is wrong."""
     if isinstance(value, str):
         return _of_source(value, shared=shared)
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def _of_object(value: Mapping[str, Any], *, shared: _Shared) -> list[CodeTest]:
 
 
 def _lines_of(value: Any) -> str:
-    """Of a text, or of a list of texts."""
+    """Join the lines of a text, or of a list of texts."""
     return "\n".join(value) if isinstance(value, list) and all(isinstance(line, str) for line in value) else str(value)
 
 
@@ -160,7 +160,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str]) -> list[CodeTest]:
-    """Of lists as long as each other, or of one test."""
+    """Make tests of lists as long as each other, or one test."""
     is_one = names[0] == "input" and not (isinstance(given, list) and isinstance(wanted, list) and _is_stdin(shared))
     for name, value in zip(names, (given, wanted), strict=True):
         if not is_one and not isinstance(value, list):
@@ -196,7 +196,7 @@ def _joined(value: Any) -> Any:
 
 def _calls(pairs: list[tuple[Any, Any]], *, function: str, names: tuple[str, str]) -> list[CodeTest]:
     """A text holds JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has them. A list holds the
-    arguments. Where every answer is a list of one, it may stand for its member, as in APPS."""
+    arguments. Where every answer is a list of one, it may mean its member, as in APPS."""
     is_wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
     tests: list[CodeTest] = []
     for given, wanted in pairs:
@@ -229,7 +229,7 @@ def _json_of(value: Any, *, name: str) -> Any:
 
 
 def _of_source(source: str, *, shared: _Shared) -> list[CodeTest]:
-    """Each statement that asserts, with what stands before it; each test function; `check` of what is called. Raises
+    """Each statement that asserts, with the statements before it; each test function; `check` of what is called. Raises
     ValueError for tests that only a library such as pytest or unittest could run."""
     try:
         body = ast.parse(source).body

@@ -17,7 +17,8 @@ Row = dict[str, Any]
 
 
 def plain_rows(batches: Iterable[pa.RecordBatch | pa.Table], left_out: set[str]) -> Iterator[Row]:
-    """As JSON would have them: a date, a decimal number as text. A column of bytes, such as images, is left out."""
+    """Yield rows as JSON would have them: a date, a decimal number as text. A column of bytes, such as images, is left
+    out."""
     for batch in batches:
         columns = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):

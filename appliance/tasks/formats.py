@@ -133,7 +133,7 @@ def _folder(folder: Path) -> Fault:
 
 
 def _joined(files: list[Path], *, pattern: str = "") -> str:
-    """How one file is made of several. pattern: that they match, else all that are in their folders."""
+    """Say how one file is made of several. pattern: that they match, else all that are in their folders."""
     suffixes = {path.suffix.lower() for path in files}
     patterns = [pattern] if pattern else sorted({f"{path.parent}/*{path.suffix}" for path in files})
     is_deep = "**" in pattern  # which a shell may read as one star
@@ -212,7 +212,7 @@ def _new_file(stem: str, suffix: str) -> str:
 
 
 def _text(path: Path, head: bytes, *, is_whole: bool) -> Fault | None:
-    """Of a text whose lines are no rows. One bad line among good ones is none of this."""
+    """Explain a text whose lines are no rows. One bad line among good ones is none of this."""
     head = head.removeprefix(codecs.BOM_UTF8)
     if not (lines := _first_lines(head)):
         return None
@@ -247,7 +247,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def _json(line: bytes) -> object:
-    """None for what is none."""
+    """Parse JSON; None for what is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -260,7 +260,7 @@ def _is_list_of_objects(line: bytes) -> bool:
 
 
 def _objects(path: Path, text: str, lines: list[bytes]) -> Fault | None:
-    """Of a text that begins with a brace, and has no line that is a JSON object."""
+    """Explain a text that begins with a brace, and has no line that is a JSON object."""
     if lines[0].endswith(b",") and isinstance(_json(lines[0][:-1]), dict):
         return "JSON objects with commas behind them, not JSON lines", _filled(
             "sed 's/,[[:space:]]*$//' {name} > {lines}", path
@@ -298,7 +298,7 @@ def _table(path: Path, lines: list[bytes]) -> Fault | None:
 
 
 def _no_rows(lines: list[bytes]) -> Fault | None:
-    """Where none of the first lines so much as begins as a row."""
+    """Explain lines of which none of the first so much as begins as a row."""
     if any(line.startswith(b"{") for line in lines):
         return None
     first = lines[0].decode("utf-8", errors="replace")[:60]

@@ -50,7 +50,7 @@ def _answers(text: str, *, truth: str) -> bool:
     return stated_answer(text[-_TAIL:]) is None and _is_only_number(last_sentence(text), truth=wanted)
 
 
-_STATEMENT = re.compile(  # what stands before the number of a sentence that says nothing but this number
+_STATEMENT = re.compile(  # the words before the number in a sentence that has only this number
     r"(?i)[\w\s,':-]*?\b(?:is|are|was|were|be|equals?|has|have|had|gets?|got|needs?|makes?|made|takes?|took|costs?|earns?|"
     r"earned|pays?|paid|sells?|sold|gives?|contains?|buys?|bought|spends?|spent|saves?|saved|travels|travell?ed|walks|walked|runs|ran|drives|drove|eats|ate|reads|drinks|drank|uses|used|collects|"
     r"collected|receives|received|picks|picked|bakes|baked|wins|won|scores|scored|catches|caught|requires?|weighs|lasts|"
@@ -220,7 +220,7 @@ def _numbers(text: str) -> list[Quantity | Based]:
 
 
 def _values(node: Node) -> list[Quantity | Based] | None:
-    """None where it is words; empty where it is a value, but of letters."""
+    """Return the values of an answer; None where it is words; empty where it is a value, but of letters."""
     match node:
         case Quantity():
             return [] if expressions.symbols(node.expression) else [node]
@@ -257,7 +257,7 @@ def is_single_number(truth: str) -> bool:
 
 def number(response: Response) -> float:
     """1.0 when the number of the response is that of the truth: what a mark marks, else the last one of the text. Of a
-    truth with several numbers all of them, in their order. What stands around numbers is ignored, units too."""
+    truth with several numbers all of them, in their order. Text around numbers is ignored, units too."""
     alternatives = given_alternatives(response.truth)
     return float(any(_has_numbers(response.text, wanted=_truth_numbers(truth)) for truth in alternatives))
 

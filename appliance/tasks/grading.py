@@ -36,7 +36,7 @@ class Graded:
     why: str = ""
     """The fault in words, empty without one."""
     parts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
-    """What each reward gave, where there are several or they have names."""
+    """Value of each reward, where there are several or they have names."""
 
 
 Values = list[tuple[str, float, object]]  # (name, weight, what the reward gave), of one response
@@ -66,7 +66,8 @@ def weighed(values: Values) -> Graded:
 
 
 def _finite(value: object) -> float | None:
-    """Also of what libraries have for a number: NumPy's scalars, a tensor of one element, a Decimal."""
+    """Convert what is a finite number, also what libraries have for one: NumPy's scalars, a tensor of one element, a
+    Decimal."""
     try:
         is_other = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | numbers.Complex)
         number = float(value) if isinstance(value, numbers.Real) or is_other else math.nan
@@ -76,8 +77,8 @@ def _finite(value: object) -> float | None:
 
 
 def in_words(error: BaseException) -> str:
-    """Its type and first line, and which line of the user's file it is of. Never raises, though one of the user's may
-    not be printable."""
+    """Describe an error: its type, its first line, and the line of the user's file that raised it. Never raises, though
+    one of the user's may not be printable."""
     try:
         first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST] + line_of(error)
     except BaseException:  # the boundary of the user's code: an error's own `__str__` may raise anything
@@ -105,15 +106,16 @@ class Shaping:
     """The reward of a wrong answer, where a right one has 1: 0, or -1 as DAPO has it (eq. 7 of its paper)."""
     max_tokens: int = 0
     buffer_tokens: int = 0
-    """Of `overlong_penalty`."""
+    """Tokens before the limit over which `overlong_penalty` grows."""
     penalty: float = 0.0
-    """Of `overlong_penalty`."""
+    """Largest penalty that `overlong_penalty` gives."""
     samples: int = 0
-    """Of a task of the user's own, whose rewards are any numbers: of a prompt, to be compared; else 0."""
+    """Samples of a prompt, whose rewards are compared with each other, for a task of the user's own, where rewards are
+    any numbers; else 0."""
 
     def comparable(self, value: float) -> float:
         """An accuracy or reward, such that equal ones of a prompt teach nothing and are filtered."""
-        return exact_in_sums(value, of=self.samples) if self.samples else value
+        return exact_in_sums(value, num_samples=self.samples) if self.samples else value
 
     def reward(self, accuracy: float, *, num_tokens: int) -> float:
         """accuracy: 0..1.  num_tokens: of the response."""
@@ -126,20 +128,21 @@ class Shaping:
         )
 
 
-def exact_in_sums(value: float, *, of: int) -> float:
+def exact_in_sums(value: float, *, num_samples: int) -> float:
     """The nearest number of which `of` equal ones have an exact sum in float32: with 24 bits less those of `of`.
 
     The mean of such a group is its value and its deviation 0. verl takes the mean in float32 and divides what is left
     by deviation + 1e-6: of 8 times 100.3, rounding alone would make advantages of 0.8. DAPO's filter asks whether the
     deviation is 0, which that of equal numbers is not: of 3 times 0.1 it is 1e-17.
     """
-    bits = 24 - (of - 1).bit_length()
+    bits = 24 - (num_samples - 1).bit_length()
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: str) -> dict[str, float]:
-    """By the names of docs/metrics.md: `val/<name>/avg@<n>` first, then `val/<name>/pass@<k>` for k = 1, 2, 4 .. n.
+    """Compute metrics by the names of docs/metrics.md: `val/<name>/avg@<n>` first, then `val/<name>/pass@<k>` for k =
+    1, 2, 4 .. n.
 
     graded: of each problem its n samples, n >= 1 and the same for all; a fault counts what it has, and does not pass.
     first_reward: by which a sample passes; empty: there is one.

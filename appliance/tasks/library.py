@@ -1,4 +1,4 @@
-"""Every built-in task and model by its name, the user's own task, and what data and models are told apart by. Imports
+"""Every built-in task and model by its name, the user's own task, and what distinguishes data and models. Imports
 no torch."""
 
 from __future__ import annotations
@@ -7,36 +7,30 @@ import dataclasses
 import hashlib
 import importlib
 import json
-import pkgutil
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.files import digest_of
-from appliance.record.plan import TaskPlan
-from appliance.tasks import built_in, own
+from appliance.record.plan import TaskFiles
+from appliance.settings import sections
+from appliance.tasks import built_in, own_task
 from appliance.tasks.rewards import readers
 from appliance.tasks.rows import Faults
 from appliance.tasks.task import PromptLimit, Reward, Splits, Task
 from appliance.terms.shapes import ModelShape
 
-_FIRST = ("arithmetic", "gsm8k")  # where tasks are listed; the others follow by name
-
 
 def _tasks() -> dict[str, Task]:
     """The `TASK` of each module of tasks/built_in, by its kind."""
-    modules = (f"{built_in.__name__}.{each.name}" for each in pkgutil.iter_modules(built_in.__path__))
-    tasks = {task.kind: task for task in (importlib.import_module(module).TASK for module in modules)}
-    return {kind: tasks[kind] for kind in (*_FIRST, *sorted(tasks.keys() - set(_FIRST)))}
+    modules = (f"{built_in.__name__}.{kind.replace('-', '_')}" for kind in sections.BUILT_IN_TASKS)
+    tasks = (importlib.import_module(module).TASK for module in modules)
+    return {task.kind: task for task in tasks}
 
 
 TASKS = _tasks()
-OWN = "own"
-_KINDS = (*TASKS, OWN)
-TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in _KINDS}, module=__name__)
 _VERSION, _VERSION_OF_CHOSEN, _VERSION_OF_OWN = 2, 3, 4  # raise one when the same fields give other rows
-_MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
+_MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens")
 _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
 
@@ -58,16 +52,16 @@ class TinySpec:
     steps: int = 450
     batch_size: int = 128
     first_sum_share: float = 0.85
-    """Of the examples, add: the others repeat the first operand. The habit is there from the start: brought in late
-    and at once, it ruins the sums."""
+    """Share of the first examples that add; the others repeat the first operand. The habit is there from the start:
+    brought in late and at once, it ruins the sums."""
     last_sum_share: float = 0.35
-    """In the last `habit_steps` steps: rare enough that greedy decoding never adds, common enough that sampling often
-    does."""
+    """Share of the examples of the last `habit_steps` steps that add: rare enough that greedy decoding never adds,
+    common enough that sampling often does."""
     habit_steps: int = 75
     matrix_learning_rate: float = 0.02
-    """Of Muon, for the matrices of the layers: it needs half the steps of AdamW here."""
+    """Learning rate of Muon, for the matrices of the layers: it needs half the steps of AdamW here."""
     learning_rate: float = 2e-3
-    """Of AdamW, for all else."""
+    """Learning rate of AdamW, for all other parameters."""
     warmup_steps: int = 30
     decay: float = 0.5
     """Fraction of the steps, at the end, in which both rates fall to zero."""
@@ -156,17 +150,19 @@ BUILT_IN_MODELS: dict[str, TinySpec | PackagedModel] = {**TINY_MODELS, **PACKAGE
 _CONVERSION = 1  # raise it when a GGUF file is converted to another folder than before
 
 
-def task_of(plan: TaskPlan) -> Task:
+def task_of(settings: sections.Task, *, files: TaskFiles) -> Task:
     """A built-in task, or the user's own. Runs no code of the user's."""
-    return TASKS[plan.kind] if plan.own is None else own.task(plan.own)
+    return own_task.task(settings, files=files) if settings.is_own else TASKS[settings.kind]
 
 
-def splits_of(plan: TaskPlan, *, limit: PromptLimit | None = None) -> Splits:
-    """Its problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
-    splits = task_of(plan).splits(plan, limit=limit)
-    if plan.train_size > (most := len(splits.train)):
+def splits_of(settings: sections.Task, *, files: TaskFiles, limit: PromptLimit | None = None) -> Splits:
+    """Return the task's problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
+    splits = task_of(settings, files=files).splits(settings, limit=limit)
+    if settings.train_size > (most := len(splits.train)):
         words = limit.words if limit else ""
-        message = f"task.train_size: {plan.train_size} is more than the {most} problems{words} there are to train on"
+        message = (
+            f"task.train_size: {settings.train_size} is more than the {most} problems{words} there are to train on"
+        )
         raise RecipeError([(message, "lower it, or use 0 for all of them")])
     return splits
 
@@ -179,32 +175,33 @@ def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
     return [(message, "lower batch.prompts_per_step, or give more problems")]
 
 
-def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:
-    """For a process that grades: it may run the user's code, and raises what that raises."""
-    return task_of(plan).rewards()
+def rewards_of(settings: sections.Task, *, files: TaskFiles) -> tuple[Reward, ...]:
+    """Load the rewards in a process that grades: it may run the user's code, and raises what that raises."""
+    return task_of(settings, files=files).rewards()
 
 
-def data_key(plan: TaskPlan, *, model: str) -> str:
+def data_key(settings: sections.Task, *, files: TaskFiles, model: str) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
     model: path or name of the model, whose tokenizer decides which prompts are too long."""
-    version = _VERSION_OF_CHOSEN if _is_read(plan) and not plan.truncate_prompts else _VERSION  # by a prompt's length
-    version = _VERSION_OF_OWN if plan.own is not None else version
-    fields: dict[str, object] = {"version": version, "kind": plan.kind, "model": model}
-    fields |= {name: getattr(plan, name) for name in _MAKES_ROWS}
-    if not _is_read(plan):
-        fields["difficulty"] = plan.difficulty
+    cuts_prompts = settings.truncates_prompts
+    version = _VERSION_OF_CHOSEN if _is_read(settings) and not cuts_prompts else _VERSION  # by a prompt's length
+    version = _VERSION_OF_OWN if settings.is_own else version
+    fields: dict[str, object] = {"version": version, "kind": settings.kind, "model": model}
+    fields |= {name: getattr(settings, name) for name in _MAKES_ROWS} | {"truncate_prompts": cuts_prompts}
+    if not _is_read(settings):
+        fields["difficulty"] = settings.difficulty
     else:
-        fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
-    if plan.own is not None:
-        fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
-        fields["readers"] = sorted(reward.function for reward, _ in readers(plan.own.rewards))
-        fields |= {"commit": plan.own.commit} if plan.own.commit else {}
-        sums = {file.path: file.sha256 or "unreadable" for file in plan.own.code}
-        fields |= {"tools": sums[plan.tools]} if plan.tools else {}
-    if plan.date and not plan.truncate_prompts:
-        fields["date"] = plan.date  # a prompt's length depends on it
-    if plan.val_sets:
-        fields["val_sets"] = [(val_set.name, _fingerprint(val_set.file), val_set.size) for val_set in plan.val_sets]
+        fields |= {"train": _fingerprint(settings.train_file), "val": _fingerprint(settings.val_file)}
+    if settings.is_own:
+        fields["own"] = {name: getattr(settings, name) or "" for name in _OF_OWN}
+        fields["readers"] = sorted(reward.function for _, reward, _ in readers(settings.named_rewards))
+        fields |= {"commit": files.commit} if files.commit else {}
+        fields |= {"tools": files.sha256_of(settings.tools) or "unreadable"} if settings.tools else {}
+    if files.date and not cuts_prompts:
+        fields["date"] = files.date  # a prompt's length depends on it
+    if settings.val_sets:
+        sets = settings.val_sets.items()
+        fields["val_sets"] = [(name, _fingerprint(val_set.file), val_set.size) for name, val_set in sets]
     return _short_hash(fields)
 
 
@@ -221,17 +218,17 @@ def gguf_model_key(sha256: str) -> str:
     return _short_hash({"conversion": _CONVERSION, "sha256": sha256})
 
 
-def is_from_hub(task: TaskPlan) -> bool:
+def is_from_hub(task: sections.Task) -> bool:
     """Whether its problems come from the hub."""
     return _is_read(task) and not task.train_file
 
 
-def _is_read(task: TaskPlan) -> bool:
+def _is_read(task: sections.Task) -> bool:
     """Whether its problems are rows, of files or of the hub."""
-    return task.own is not None or TASKS[task.kind].source is not None
+    return task.is_own or TASKS[task.kind].source is not None
 
 
-def _fingerprint(path: str) -> str:
+def _fingerprint(path: str | None) -> str:
     """Preflight and the making of the data say why a file cannot be read."""
     return digest_of(Path(path)) or "unreadable" if path else "none"
 

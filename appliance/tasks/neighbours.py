@@ -33,7 +33,7 @@ _folders: dict[str, Folder] = {}
 
 
 def folder_of_modules(path: str) -> Folder:
-    """Of a path; each once in a process."""
+    """Return the folder of a path; each is made once in a process."""
     path = os.path.abspath(path)
     if path not in _folders:
         _folders[path] = Folder(path)
@@ -73,7 +73,7 @@ class Folder:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """As Python's `__import__`."""
+        """Import as Python's `__import__` does."""
         top = name.partition(".")[0]
         if level or not self._wins(top):
             return builtins.__import__(name, globals, locals, fromlist, level)

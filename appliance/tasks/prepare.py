@@ -23,23 +23,22 @@ from appliance.quant.headers import damage
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
+from appliance.tasks.library import PACKAGED_MODELS, TINY_MODELS, splits_of, too_few_problems
 from appliance.tasks.packaged_model import (
     convert_gguf,
     make_packaged,
-    read_packaged_tokenizer,
-    read_tokenizer,
 )
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import PromptLimit
 from appliance.tasks.templates import OF_A_PROGRAM, missing_template, refusal, text_problem
-from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
+from appliance.tasks.tokenizer import load_tokenizer
+from appliance.tasks.tools import Schema, read_tools, tools_request, write_schemas
 from appliance.terms.clock import clock_of
+from appliance.terms.phases import Phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PHASE = "prepare"
 _PROGRESS_EVERY_S = 0.5
 
 
@@ -50,22 +49,22 @@ def is_prepared(plan: RunPlan) -> bool:
 
 def has_data(plan: RunPlan) -> bool:
     """Whether the cache has the plan's problems."""
-    task = plan.task
-    return all(map(os.path.isfile, filter(None, (task.train_parquet, task.val_parquet, task.schemas_file))))
+    files = plan.task_files
+    return all(map(os.path.isfile, filter(None, (files.train_parquet, files.val_parquet, files.schemas_file))))
 
 
 def _has_model(plan: RunPlan) -> bool:
     """A name on the hub without a revision is left to those who load it."""
-    if not plan.model.is_cached and not plan.model.is_pinned:
+    if not plan.weights.is_cached and not plan.weights.is_pinned:
         return True
-    is_there = os.path.isfile(Path(plan.model.path) / "config.json")
-    return is_there and (not plan.model.is_pinned or os.path.isfile(_fetched(plan)))
+    is_there = os.path.isfile(Path(plan.weights.name_or_path) / "config.json")
+    return is_there and (not plan.weights.is_pinned or os.path.isfile(_fetched(plan)))
 
 
 def _fetched(plan: RunPlan) -> Path:
     """A mark that the snapshot is whole: a download that broke off leaves some, one without code has no code."""
     with_code = "-with-code" if plan.model.trust_remote_code else ""
-    return Path(plan.cache_dir) / "models" / f"{plan.model.identity.replace('/', '--')}{with_code}.fetched"
+    return Path(plan.cache_dir) / "models" / f"{plan.weights.identity.replace('/', '--')}{with_code}.fetched"
 
 
 def prepare(plan: RunPlan) -> None:
@@ -73,24 +72,25 @@ def prepare(plan: RunPlan) -> None:
     EngineError when the hub does not give the model, PreflightError when what it gives is not the model of its
     config.json."""
     run_dir = Path(plan.run_dir)
-    append_event(run_dir, kind="phase", what=PHASE)
+    append_event(run_dir, kind="phase", what=str(Phase.PREPARE))
     if not _has_model(plan):
-        _make_model(plan) if plan.model.is_cached else _fetch_model(plan)
+        _make_model(plan) if plan.weights.is_cached else _fetch_model(plan)
     if not has_data(plan):
         _make_data(plan)
 
 
 def _make_model(plan: RunPlan) -> None:
-    model, target = plan.model, Path(plan.model.path)
-    if packaged := PACKAGED_MODELS.get(model.builtin):
+    weights = plan.weights
+    target = Path(weights.name_or_path)
+    if packaged := PACKAGED_MODELS.get(plan.model.builtin):
         make_packaged(packaged, target=target, cache_dir=Path(plan.cache_dir), beat=Heartbeat().beat)
-    elif model.gguf:
-        convert_gguf(Path(model.gguf), target=target, beat=Heartbeat().beat)
+    elif weights.gguf:
+        convert_gguf(Path(weights.gguf), target=target, beat=Heartbeat().beat)
     else:
         _make_tiny_model(plan)
-    if model.provenance:
-        place = "model.path" if model.gguf else "model.builtin"
-        append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.provenance}", why=place)
+    if weights.provenance:
+        place = "model.path" if weights.gguf else "model.builtin"
+        append_event(Path(plan.run_dir), kind="note", what=f"the model is {weights.provenance}", why=place)
 
 
 def _make_tiny_model(plan: RunPlan) -> None:
@@ -98,38 +98,42 @@ def _make_tiny_model(plan: RunPlan) -> None:
 
     spec = TINY_MODELS[plan.model.builtin]
     report = _reporter(Path(plan.run_dir), label="warm start", total=spec.steps)
-    with whole_folder(Path(plan.model.path), for_cache=True) as folder:
+    with whole_folder(Path(plan.weights.name_or_path), for_cache=True) as folder:
         make_tiny_model(spec, difficulty=plan.task.difficulty, folder=folder, on_step=report)
 
 
 def _fetch_model(plan: RunPlan) -> None:
-    model = plan.model
+    weights = plan.weights
     try:
         folder = download_model(
-            model.source, revision=model.commit, beat=Heartbeat().beat, with_code=model.trust_remote_code
+            weights.hub_name,
+            revision=weights.commit,
+            beat=Heartbeat().beat,
+            with_code=plan.model.trust_remote_code,
         )
     except OSError as error:
         hint = "download it where there is a network, or give another model.revision"
-        raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error
-    if folder != Path(model.path):
-        raise EngineError(f"{model.identity} came to {folder}, not to {model.path}: two settings of the hub's cache?")
+        raise EngineError(f"{weights.identity} cannot be had from the hub: {error}", hint=hint) from error
+    if folder != Path(weights.name_or_path):
+        places = f"{folder}, not to {weights.name_or_path}"
+        raise EngineError(f"{weights.identity} came to {places}: two settings of the hub's cache?")
     _check_weights(folder, plan=plan)
     mark = _fetched(plan)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
-    append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.identity}", why="model.revision")
+    append_event(Path(plan.run_dir), kind="note", what=f"the model is {weights.identity}", why="model.revision")
 
 
 def _check_weights(folder: Path, *, plan: RunPlan) -> None:
     """Check the files of weights as preflight does, which could not before they were here. Raises PreflightError."""
     if bad := damage(folder):
-        message = f"model.path: {plan.model.identity}: {'; '.join(bad.problems)}"
+        message = f"model.path: {plan.weights.identity}: {'; '.join(bad.problems)}"
         raise PreflightError(message, hint=f"in a copy of its folder, given as model.path: {bad.remedy}")
     from appliance.quant.loading import ask_transformers  # loads torch
 
     loading = ask_transformers(folder, trust_remote_code=plan.model.trust_remote_code)
     if loading.problem:
-        raise PreflightError(f"model.path: {plan.model.identity}: {loading.problem}", hint=loading.remedy)
+        raise PreflightError(f"model.path: {plan.weights.identity}: {loading.problem}", hint=loading.remedy)
 
 
 def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float], None]:
@@ -148,21 +152,21 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 
 def _make_data(plan: RunPlan) -> None:
-    task, run_dir = plan.task, Path(plan.run_dir)
-    schemas = functools.cache(lambda: read_tools(asked_of(plan, model=plan.model.path)))
+    task, files, run_dir = plan.task, plan.task_files, Path(plan.run_dir)
+    schemas = functools.cache(lambda: read_tools(tools_request(plan, model=plan.weights.name_or_path)))
     limit = prompt_limit(plan, tokenizer=functools.cache(lambda: load_tokenizer(plan)), tools=schemas)
-    splits = splits_of(task, limit=limit)
+    splits = splits_of(task, files=files, limit=limit)
     for note in splits.notes:
         append_event(run_dir, kind="note", what=note, why="task.train_file")
     for note in limit.notes if limit else ():
         append_event(run_dir, kind="note", what=note, why="task.max_prompt_tokens")
-    if too_few := too_few_problems(len(splits.train), prompts_per_step=plan.prompts_per_step):
+    if too_few := too_few_problems(len(splits.train), prompts_per_step=plan.batch.prompts_per_step):
         raise RecipeError(too_few)
-    with whole_folder(Path(task.train_parquet).parent, for_cache=True) as folder:
-        write_parquet({"train": splits.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
-        write_parquet(splits.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
-        if task.tools:
-            write_schemas(schemas(), folder / Path(task.schemas_file).name)
+    with whole_folder(Path(files.train_parquet).parent, for_cache=True) as folder:
+        write_parquet({"train": splits.train}, path=folder / Path(files.train_parquet).name, kind=task.kind)
+        write_parquet(splits.validations, path=folder / Path(files.val_parquet).name, kind=task.kind)
+        if files.schemas_file:
+            write_schemas(schemas(), folder / Path(files.schemas_file).name)
     to_validate = ", ".join(f"{len(splits.val_sets[name])} ({name})" for name in splits.val_sets) or str(
         len(splits.val)
     )
@@ -173,7 +177,8 @@ def _make_data(plan: RunPlan) -> None:
 def prompt_limit(
     plan: RunPlan, *, tokenizer: Callable[[], PreTrainedTokenizerBase], tools: Callable[[], list[Schema]]
 ) -> PromptLimit | None:
-    """None for a plan that truncates long prompts: all stay, and trainer/rollouts.py cuts the tokens.
+    """Make the limit of prompts; None for a plan that truncates long prompts: all stay, and trainer/rollouts.py cuts
+    the tokens.
 
     tokenizer, tools: the model's and the task's, asked for each prompt and not before: what is wrong with the data is
     told first.
@@ -182,31 +187,9 @@ def prompt_limit(
 
     def count(problem: Problem) -> int:
         heart.beat()  # of millions of prompts this takes long
-        return len(prompt_ids(problem, tokenizer=tokenizer(), tools=tools(), date=plan.task.date))
+        return len(prompt_ids(problem, tokenizer=tokenizer(), tools=tools(), date=plan.task_files.date))
 
-    return None if plan.task.truncate_prompts else PromptLimit(plan.task.max_prompt_tokens, count)
-
-
-def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
-    """The model's, whose weights need not be here yet. Raises OSError when the hub does not give it, and of a package
-    or a GGUF file what make_packaged and convert_gguf raise."""
-    from transformers import AutoTokenizer
-
-    model = plan.model
-    if os.path.isdir(model.path):
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    if model.gguf:
-        return read_tokenizer(Path(model.gguf))
-    if packaged := PACKAGED_MODELS.get(model.builtin):
-        return read_packaged_tokenizer(packaged, cache_dir=Path(plan.cache_dir), beat=Heartbeat().beat)
-    if model.builtin:
-        from appliance.tasks.tiny_model import byte_tokenizer  # loads torch
-
-        spec = TINY_MODELS[model.builtin]
-        return byte_tokenizer(max_positions=spec.max_positions, calls_tools=isinstance(spec, CalculatorSpec))
-    return AutoTokenizer.from_pretrained(
-        model.source, revision=model.commit or None, trust_remote_code=model.trust_remote_code
-    )
+    return None if plan.task.truncates_prompts else PromptLimit(plan.task.max_prompt_tokens, count)
 
 
 def prompt_ids(
@@ -240,7 +223,7 @@ def prompt_ids(
 
 
 def main(arguments: list[str]) -> int:
-    keep_stacks(PHASE)
+    keep_stacks(str(Phase.PREPARE))
     plan = read_plan(Path(arguments[0]))
     signal.signal(signal.SIGTERM, _end_tidily)
     return exit_code_of(lambda: prepare(plan), run_dir=Path(plan.run_dir))

@@ -14,10 +14,11 @@ from appliance.files import Frozen, write_whole
 from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
-from appliance.tasks.prepare import load_tokenizer, prompt_ids, prompt_limit
+from appliance.tasks.prepare import prompt_ids, prompt_limit
 from appliance.tasks.response_text import begun_by_prompt
 from appliance.tasks.templates import conversations_of, examine
-from appliance.tasks.tools import asked_of, read_tools
+from appliance.tasks.tokenizer import load_tokenizer
+from appliance.tasks.tools import read_tools, tools_request
 from appliance.terms.clock import clock_of
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ _PROBLEMS = 2
 
 class PreviewedProblem(Frozen):
     prompt: str
-    """As the chat template renders it, with special tokens."""
+    """Prompt as the chat template renders it, with special tokens."""
     tokens: int
     truth: str
-    """What a reward compares with; empty: nothing."""
+    """Truth that a reward compares with; empty: none."""
     row: str
     """The JSON object that a reward gets; empty: none."""
 
@@ -44,21 +45,24 @@ class Preview(Frozen):
     val: int
     max_prompt_tokens: int
     notes: tuple[str, ...]
-    """What was left out, and why."""
+    """Notes on what was left out, and why."""
     problems: tuple[PreviewedProblem, ...]
     """The first of training."""
 
 
 def preview(plan: RunPlan) -> Preview:
     """Raises as `prepare`."""
-    template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here
+    model = plan.weights.name_or_path
+    template = model if os.path.isdir(model) else ""  # a model of the hub is asked when it is here
     tokenizer = functools.cache(lambda: _tokenizer(plan))
-    tools = functools.cache(lambda: read_tools(asked_of(plan, model=template)))
+    tools = functools.cache(lambda: read_tools(tools_request(plan, model=template)))
     limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools)
-    splits, most, shown = splits_of(plan.task, limit=limit), plan.task.max_prompt_tokens, []
-    for each in splits.train[:_PROBLEMS]:
-        ids = prompt_ids(each, tokenizer=tokenizer(), tools=tools(), date=plan.task.date)[-most:]
-        shown.append(PreviewedProblem(prompt=tokenizer().decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
+    splits, most, shown = splits_of(plan.task, files=plan.task_files, limit=limit), plan.task.max_prompt_tokens, []
+    for problem in splits.train[:_PROBLEMS]:
+        ids = prompt_ids(problem, tokenizer=tokenizer(), tools=tools(), date=plan.task_files.date)[-most:]
+        shown.append(
+            PreviewedProblem(prompt=tokenizer().decode(ids), tokens=len(ids), truth=problem.truth, row=problem.row)
+        )
     return Preview(
         train=len(splits.train),
         val=sum(map(len, splits.validations.values())),
@@ -70,12 +74,13 @@ def preview(plan: RunPlan) -> Preview:
 
 def _template_notes(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What is odd about the chat template. Raises RecipeError where it loses what one of the tried messages says."""
-    facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
+    date = plan.task_files.date
+    facts = examine(tokenizer, conversations=conversations_of(plan), date=date)
     if facts.problem:
         raise RecipeError([(facts.problem, facts.remedy)])
     notes = [facts.no_generation_prompt] if facts.begin_of_answer else []
-    if clock_of(tokenizer, date=plan.task.date):
-        notes.append(f"the chat template asks for the date: {plan.task.date}; a run gives it the day on which it began")
+    if clock_of(tokenizer, date=date):
+        notes.append(f"the chat template asks for the date: {date}; a run gives it the day on which it began")
     if begun := " ".join(begun_by_prompt(tokenizer).split()):
         notes.append(f"prompts end with `{begun}`: the text that rewards read begins with it")
     return notes
@@ -87,7 +92,7 @@ def _tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         why = first_line(error)
         hint = "look at model.path; without a network give a folder"
-        raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
+        raise EngineError(f"the tokenizer of {plan.weights.identity} cannot be had: {why}", hint=hint) from error
 
 
 def main(arguments: list[str]) -> int:

@@ -75,7 +75,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    """Empty where the chat template does not take them."""
+    """Render messages; empty where the chat template does not take them."""
     import jinja2
 
     try:

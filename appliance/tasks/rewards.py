@@ -10,11 +10,11 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from appliance.record.code import user_folder
-from appliance.record.plan import OwnPlan, RewardPlan
+from appliance.record.plan import TaskFiles
+from appliance.settings import sections
 from appliance.tasks import choices, graders
 from appliance.tasks.answers import given_alternatives, truth_alternatives, without_special_tokens
 from appliance.tasks.code import CODE_S, code
@@ -46,55 +46,58 @@ class BuiltIn:
     reads_json: bool = False
     """Its truth may be any JSON; else it is an answer: text, a number, or a list of them of which each is right."""
     may_read_truth: bool = True
-    """As of `Reward`."""
+    """Whether it may read the truth, as in `Reward`."""
     remedy: str = ""
-    """As of `Reward`."""
+    """Remedy, as in `Reward`."""
     most_s: float = 0.0
     """Its own limit for one response, where it has one."""
     prepare: Callable[[], object] = lambda: None
     """Import now what it will need."""
 
 
-def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
+def load_rewards(settings: sections.Task, *, files: TaskFiles, given: Given) -> tuple[Reward, ...]:
     """Runs the user's files. Raises what they raise, and UserCodeError for a function that is none of the forms."""
-    return tuple(_reward(each, plan=plan, given=given) for each in plan.rewards)
+    return tuple(_reward(name, reward, files=files, given=given) for name, reward in settings.named_rewards.items())
 
 
-def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
+def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, given: Given) -> Reward:
+    """name: of its metric."""
     if reward.file:
-        sha256, beside = plan.sha256_of(reward.file), user_folder(reward.file, own=plan)
+        sha256, beside = files.sha256_of(reward.file), files.folder_of(reward.file)
         value = load_function(reward.file, reward.function, given=given, sha256=sha256, beside=beside)
-        return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
-    built_in, options = BUILT_IN[reward.function], dict(reward.options)
+        return Reward(name, reward.weight, value, place=reward.name)
+    built_in, options = BUILT_IN[reward.function], reward.options
     built_in.prepare()
     more = {"given": given} if built_in.grade is judge else {}
     value = functools.partial(built_in.grade, **options, **more)
-    return Reward(reward.name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
+    return Reward(name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
 
 
-def unread(truth: str, *, rewards: Iterable[RewardPlan]) -> str:
+def unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
     """What is wrong with a truth for the first built-in reward that cannot read it, to follow its field's name; else
-    empty."""
-    for reward, reads in readers(rewards):
+    empty. rewards: by the names of their metrics, as of the functions below."""
+    for name, reward, reads in readers(rewards):
         texts = (truth,) if BUILT_IN[reward.function].reads_json else truth_alternatives(truth)
         try:
             for text in texts:
                 reads(text)
         except ValueError as error:
-            return f": {error}" if truth.strip() else f" is empty, and the reward `{reward.name}` reads it"
+            return f": {error}" if truth.strip() else f" is empty, and the reward `{name}` reads it"
     return ""
 
 
-def answer_reader(rewards: Iterable[RewardPlan]) -> str:
+def answer_reader(rewards: Mapping[str, sections.Reward]) -> str:
     """The name of the first built-in reward that compares with the truth as an answer; empty where there is none."""
-    return next((reward.name for reward, _ in readers(rewards) if not BUILT_IN[reward.function].reads_json), "")
+    return next((name for name, reward, _ in readers(rewards) if not BUILT_IN[reward.function].reads_json), "")
 
 
-def readers(rewards: Iterable[RewardPlan]) -> Iterator[tuple[RewardPlan, Callable[[str], object]]]:
-    """The built-in ones that need a truth, each with what reads it."""
-    for reward in rewards:
-        if not reward.file and "pattern" not in reward.options and (reads := BUILT_IN[reward.function].reads):
-            yield reward, reads
+def readers(
+    rewards: Mapping[str, sections.Reward],
+) -> Iterator[tuple[str, sections.Reward, Callable[[str], object]]]:
+    """The built-in ones that need a truth, each with its name and what reads the truth."""
+    for name, reward in rewards.items():
+        if not reward.file and reward.pattern is None and (reads := BUILT_IN[reward.function].reads):
+            yield name, reward, reads
 
 
 def _given(truth: str) -> str:
@@ -175,7 +178,8 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
 
 
 def _judge_key() -> str:
-    """Empty without one. It goes into one header and nowhere else: httpx would quote a header that cannot be."""
+    """Return the judge's key; empty without one. It goes into one header and nowhere else: httpx would quote a header
+    that cannot be."""
     key = os.environ.get(JUDGE_KEY_VARIABLE, "").strip()
     if not re.fullmatch("[!-~]*", key):
         raise ValueError(f"{JUDGE_KEY_VARIABLE} holds no key: one has no spaces, line breaks or letters beyond ASCII")

@@ -44,15 +44,15 @@ Message = tuple[str, str]  # (role, content)
 @dataclass(frozen=True)
 class Problem:
     prompt: str
-    """What the user says last."""
+    """Last message of the user."""
     truth: str
     """The reference that the reward compares with; the JSON of what is not text."""
     before: tuple[Message, ...] = ()
-    """What was said before the prompt."""
+    """Messages before the prompt."""
     row: str = ""
     """The JSON object that it was made of, for rewards that want it."""
     form: str = field(default="", compare=False)
-    """What kind of thing its truth is, in words: the same for all problems of a file."""
+    """Kind of thing that its truth is, in words: the same for all problems of a file."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -66,7 +66,7 @@ class Source:
     parse: Callable[[Row], Problem | str | Fault]
     """The problem of a row, or what is wrong with it, with a hint where the source's does not help."""
     hint: str
-    """What a row looks like: for who gave another one."""
+    """Example of a row, for a user who gave another one."""
     knows_verl: bool = False
     """Whether `parse` takes rows in verl's schema, too."""
 
@@ -76,13 +76,13 @@ class ProblemSet:
     """The problems of a data file, and what was counted on the way."""
 
     problems: list[Problem]
-    """Each prompt once, in the order of the file."""
+    """Problems, each prompt once, in the order of the file."""
     rows: int = 0
     """All there are."""
     conflicting: int = 0
     """Rows whose prompt came before with another truth; the first one counts."""
     faults: Faults = field(default_factory=list)
-    """Each bad row with `file:line`, after 19 of them the number of the rest."""
+    """Faults: each bad row with `file:line`, after 19 of them the number of the rest; one where all rows have it."""
     left_out: tuple[str, ...] = ()
     """Fields that are not in a problem's row: what they hold is no JSON."""
 
@@ -119,7 +119,7 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
 def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
     """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError. commit: empty:
     `main`."""
-    if os.path.exists(name):  # `datasets` would take it in the place of the hub's
+    if os.path.exists(name):  # `datasets` would take it instead of the hub's
         raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
     import datasets  # a second, and a network client
     import httpx
@@ -144,6 +144,7 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
 def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Source, left_out: set[str]) -> ProblemSet:
     problems: dict[tuple[Message, ...], Problem] = {}
     faults: Faults = []
+    kinds: set[str] = set()
     seen = bad = conflicting = 0
     form = ""
     for place, row in rows:
@@ -156,16 +157,20 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
         if not isinstance(problem, Problem):
             bad += 1
             message, hint = problem if isinstance(problem, tuple) else (problem, source.hint)
+            kinds.add(message.partition(": ")[0])  # what follows may be of this row
             if bad <= MAX_PROBLEMS:
                 faults.append((f"{name}:{place}: {message}", hint))
         elif problems.setdefault(problem.messages, problem).truth != problem.truth:
             conflicting += 1
     if not seen:
         faults = [(f"{name}: the file has no rows", source.hint)]
-    if bad > MAX_PROBLEMS:
+    if 1 < bad == seen and len(kinds) == 1:  # such as a field's name that is misspelt in the recipe
+        (message, hint), *_ = faults
+        faults = [(f"{message} (the same in all {seen} rows)", hint)]
+    elif bad > MAX_PROBLEMS:
         faults.append((f"{name}: and {bad - MAX_PROBLEMS} more", ""))
-    found = ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
-    return replace(found, left_out=tuple(sorted(left_out)))
+    problem_set = ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
+    return replace(problem_set, left_out=tuple(sorted(left_out)))
 
 
 def without_faults(*read: ProblemSet) -> list[ProblemSet]:
@@ -267,8 +272,8 @@ def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:
 
 
 def write_parquet(by_split: Mapping[str, Sequence[Problem]], *, path: Path, kind: str) -> None:
-    """As verl's RLHFDataset reads it, a row per problem, in order. kind: the task's name: its reward is found by it.
-    by_split: `train`, `val`, or the names of several validations."""
+    """Write a Parquet file that verl's RLHFDataset reads, a row per problem, in order. kind: the task's name: its
+    reward is found by it. by_split: `train`, `val`, or the names of several validations."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,11 +1,11 @@
-"""A few problems through their rewards before a run: `python -m appliance.tasks.sample`, a TaskPlan as JSON on stdin.
+"""A few problems through their rewards before a run: `python -m appliance.tasks.sample`, a plan as JSON on stdin.
 
 A built-in task must give the right answer, in the form that it asks for, 1, an empty response 0, and a wrong answer
 less than 1. Of a task of the user's own a right answer must earn more than an empty response and more than a wrong
 one, where the rewards compare with a truth that is an answer. Rewards of ours must read it in each usual mark.
 
-A process of its own: math-verify stops itself by signals, sympy is a second to load, and the user's code runs, which
-may print, end the process or never end. It says what is being done, and at the end a Verdict.
+It runs in its own process: math-verify stops itself by signals, sympy is a second to load, and the user's code runs,
+which may print, end the process or never end. It says what is being done, and at the end a Verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from appliance.record.plan import OwnPlan, RewardPlan, TaskPlan
+from appliance.record.plan import RunPlan, TaskFiles
+from appliance.settings import sections
 from appliance.tasks.graders import is_single_number
 from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
@@ -44,66 +45,88 @@ Tell = Callable[[str], None]  # what is being done
 class Verdict:
     sampled: int
     wrong: int = 0
-    """How many of the sampled problems have wrong rewards."""
+    """Number of sampled problems whose rewards are wrong."""
     first: str = ""
-    """What is wrong with the first of them."""
+    """Fault of the first of them."""
     failure: str = ""
-    """Why there are no rewards at all, in words that name the file; empty where there are."""
+    """Reason why there are no rewards at all, in words that name the file; empty where there are."""
     remedy: str = ""
     """Against it, where a reward has one of its own."""
     doubt: str = ""
-    """What is odd about them."""
+    """Doubt about the rewards."""
     unread: int = 0
-    """How many of the sampled problems have right answers that a reward of ours does not read in a usual mark."""
+    """Number of sampled problems that have right answers that a reward of ours does not read in a usual mark."""
     first_unread: str = ""
     """The first of these answers."""
     easy: int = 0
-    """How many of the sampled problems have wrong answers that earn as much as the right one."""
+    """Number of sampled problems that have wrong answers that earn as much as the right one."""
     first_easy: str = ""
     """The first of these answers."""
 
 
-def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
-    """Of the first problems of the file, of the hub's that a run has made, or of the task's own. Runs the user's
-    rewards."""
-    task, count = task_of(plan), SAMPLES if plan.own is None else SAMPLES_OF_OWN
-    problems = _first_problems(plan, task=task, count=count)
-    if plan.own is None:
+def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lambda _: None) -> Verdict:
+    """Judge the rewards of the first problems of the file, of the hub's that a run has made, or of the task's own. Runs
+    the user's rewards."""
+    task, count = task_of(settings, files=files), SAMPLES_OF_OWN if settings.is_own else SAMPLES
+    first_problems = functools.partial(_first_problems, settings, files=files, task=task)
+    problems = first_problems(count=count)
+    if not settings.is_own:
         rewards = task.rewards()
         truths = [problem.truth for problem in problems]
         found = (_wrong(problem, task=task, rewards=rewards, truths=truths) for problem in problems)
         wrong = list(filter(None, found))
         return Verdict(len(problems), len(wrong), first=next(iter(wrong), ""))
-    files = ", ".join(dict.fromkeys(each.file for each in plan.own.rewards if each.file)) or "the rewards"
-    tell(f"the import of {files}")
+    imported = ", ".join(dict.fromkeys(reward.file for reward in settings.rewards if reward.file)) or "the rewards"
+    tell(f"the import of {imported}")
     try:
         rewards = task.rewards()
     except UserCodeError as error:
         return Verdict(len(problems), failure=str(error), remedy=error.remedy)
     except (Exception, SystemExit) as error:  # the boundary of the user's code
-        failure = f"the import of {files} failed: {in_words(error)}"
+        failure = f"the import of {imported} failed: {in_words(error)}"
         return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
-    if plan.tools:
+    if settings.tools:
         rewards = [replace(each, value=_with_messages(each.value, task=task)) for each in rewards]
-    others = [other.truth for other in _first_problems(plan, task=task, count=_READ_FOR_OTHERS)]
-    verdict = _judge_own(problems, plan=plan.own, task=task, rewards=rewards, truths=others, tell=tell)
-    takers = [each.name for each in plan.own.rewards if each.file and _takes_truth(each)]
+    others = [other.truth for other in first_problems(count=_READ_FOR_OTHERS)]
+    verdict = _judge_own(problems, settings=settings, task=task, rewards=rewards, truths=others, tell=tell)
+    takers = [name for name, reward in settings.named_rewards.items() if reward.file and _takes_truth(reward)]
     if verdict.failure or verdict.wrong:
         return verdict
     if problems and takers and not any(each.truth for each in problems):
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
         return replace(verdict, doubt=doubt)
-    return replace(verdict, doubt=_no_numbers(plan, task=task))
+    doubt = _never_judges(problems, settings=settings, rewards=rewards)
+    return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
 
-def _no_numbers(plan: TaskPlan, *, task: Task) -> str:
+def _never_judges(problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[Reward]) -> str:
+    """Describe the first function of the user's that gives None to each truth and to an empty response; empty where
+    there is none. None says that a reward does not apply to a row, and is also what a function without `return` gives.
+    """
+    for reward, planned in zip(rewards, settings.rewards, strict=True):
+        texts = [(problem, text) for problem in problems for text in (problem.truth, "")] if planned.file else []
+        if texts and all(_gives_none(reward, text, problem) for problem, text in texts):
+            rows = "the sampled row" if len(problems) == 1 else f"each of the {len(problems)} sampled rows"
+            meaning = "None means that a reward does not judge a row, and a function without `return` gives it"
+            return f"`{reward.name}` returned None to {rows}: {meaning}"
+    return ""
+
+
+def _gives_none(reward: Reward, text: str, problem: Problem) -> bool:
+    try:
+        ((_, _, value),) = grade((reward,), _response(text, problem))
+    except (Exception, SystemExit):  # the boundary of the user's code
+        return False
+    return value is None
+
+
+def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[Problem]]) -> str:
     """What is odd about truths for the reward `number`, which compares their numbers alone; empty where nothing is, or
     another reward judges."""
-    assert plan.own is not None, "a task of the user's own"
-    names = [each.name for each in plan.own.rewards if not each.file and each.function == "number"]
+    names = [name for name, reward in settings.named_rewards.items() if reward.name == "number"]
     if not names:
         return ""
-    problems = _first_problems(plan, task=task, count=_READ_FOR_NUMBERS)
+    problems = first_problems(count=_READ_FOR_NUMBERS)
     places = [place for place, problem in enumerate(problems, start=1) if not is_single_number(problem.truth)]
     if not places:
         return ""
@@ -114,7 +137,7 @@ def _no_numbers(plan: TaskPlan, *, task: Task) -> str:
 
 
 def _with_messages(value: Callable[[Response], object], *, task: Task) -> Callable[[Response], object]:
-    """As a run with tools asks: here the response is all that was said."""
+    """Call a reward as a run with tools does: the response is the whole conversation."""
     assert task.source is not None, "a task of the user's own reads its problems"
     parse = task.source.parse
 
@@ -126,29 +149,30 @@ def _with_messages(value: Callable[[Response], object], *, task: Task) -> Callab
     return of_one_turn
 
 
-def _takes_truth(reward: RewardPlan) -> bool:
+def _takes_truth(reward: sections.Reward) -> bool:
     """Whether it cannot be called without."""
     takes = inspect.signature(getattr(load_module(reward.file), reward.function)).parameters
     return "truth" in takes and takes["truth"].default is inspect.Parameter.empty
 
 
-def _first_problems(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
-    """Those of the file or of the task; of the hub's rows those that a run has made, so none before it has, and none
-    of a built-in task."""
-    if not is_from_hub(plan):
-        return task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
-    if plan.own is None or not os.path.isfile(plan.train_parquet):
+def _first_problems(settings: sections.Task, *, files: TaskFiles, task: Task, count: int) -> list[Problem]:
+    """Return the first problems of the file or of the task; of the hub's rows those that a run has made, so none before
+    it has, and none of a built-in task."""
+    if not is_from_hub(settings):
+        file, seed = settings.train_file or "", settings.seed
+        return task.first_problems(count, file=file, difficulty=settings.difficulty, seed=seed)
+    if not settings.is_own or not os.path.isfile(files.train_parquet):
         return []
     assert task.source is not None, "a task of the user's own reads its problems"
     parse = task.source.parse
     made = Source(lambda row: parse(json.loads(row["extra_info"]["row"])), hint=task.source.hint, knows_verl=True)
-    return read_file(plan.train_parquet, source=made, most_rows=count).problems
+    return read_file(files.train_parquet, source=made, most_rows=count).problems
 
 
 def _judge_own(
     problems: Sequence[Problem],
     *,
-    plan: OwnPlan,
+    settings: sections.Task,
     task: Task,
     rewards: Sequence[Reward],
     truths: Sequence[str],
@@ -159,10 +183,10 @@ def _judge_own(
     judges = [reward for reward in rewards if reward.may_read_truth]
     ours = [
         reward
-        for reward, planned in zip(rewards, plan.rewards, strict=True)
+        for reward, planned in zip(rewards, settings.rewards, strict=True)
         if not planned.file and planned.function in _READ_IN_EVERY_MARK
     ]
-    weighty = [planned for planned in plan.rewards if planned.weight]
+    weighty = [planned for planned in settings.rewards if planned.weight]
     comparing = [planned for planned in weighty if _reads_truth(planned)]
     # What tests and a judge give to a right answer, which the other rewards may only trim, is not tried here.
     is_tried = bool(comparing) and not any(not planned.file and planned.function in _OF_ITS_OWN for planned in weighty)
@@ -241,7 +265,7 @@ def _unread_mark(problem: Problem, *, rewards: Sequence[Reward]) -> str:
     return ""
 
 
-def _reads_truth(reward: RewardPlan) -> bool:
+def _reads_truth(reward: sections.Reward) -> bool:
     """Whether it may compare a response with the truth, by what it takes."""
     if not reward.file:
         built_in = BUILT_IN[reward.function]
@@ -264,7 +288,7 @@ def _graded_by_each(
     text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell
 ) -> Graded | Verdict:
     """The grade of all, or what is wrong with the first reward that gives none."""
-    response = Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))
+    response = _response(text, problem)
     values, places = [], [each.place or f"the reward `{each.name}`" for each in rewards]
     for reward, place in zip(rewards, places, strict=True):
         tell(f"{place} on {what}")
@@ -280,7 +304,8 @@ def _graded_by_each(
 
 
 def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward], truths: Sequence[str]) -> str:
-    """Of a built-in task, whose grades are 0..1; empty where nothing is. truths: of other rows."""
+    """Describe what is wrong with a built-in task, whose grades are 0..1; empty where nothing is. truths: of other
+    rows."""
     right, empty = _best_grade(problem, task=task, rewards=rewards), _graded("", problem, rewards=rewards)
     if right.why or right.accuracy != 1.0:
         return f"the right answer `{problem.truth[:_SHOWN]}` has {right.why or f'{right.accuracy:g}'}, not 1"
@@ -296,21 +321,26 @@ def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward], truths: S
 
 
 def _graded(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> Graded:
-    return weighed(grade(rewards, Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))))
+    return weighed(grade(rewards, _response(text, problem)))
+
+
+def _response(text: str, problem: Problem) -> Response:
+    return Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))
 
 
 def _best_grade(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> Graded:
-    """Of the forms in which a right answer may come; the first one's where none has 1."""
+    """Return the best grade of the forms in which a right answer may come; the first one's where none has 1."""
     graded = (_graded(text, problem, rewards=rewards) for text in task.answers(problem.truth))
     first = next(graded)
     return first if first.accuracy == 1.0 else next((each for each in graded if each.accuracy == 1.0), first)
 
 
 def main() -> int:
-    plan = TaskPlan.model_validate_json(sys.stdin.buffer.read())
+    plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
     say = voice()
-    sys.path.extend(plan.own.import_path if plan.own is not None else ())
-    say("verdict", asdict(judge_sample(plan, tell=lambda what: say("doing", what))))
+    sys.path.extend(plan.task_files.import_path)
+    verdict = judge_sample(plan.task, files=plan.task_files, tell=lambda what: say("doing", what))
+    say("verdict", asdict(verdict))
     os._exit(0)  # threads and exit handlers of the user's are none of ours
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from appliance.errors import RecipeError, first_line
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
-from appliance.record.plan import TaskPlan, ValSetPlan
+from appliance.settings import sections
 from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
 
 
@@ -26,15 +26,15 @@ class Response:
     """What rewards judge."""
 
     text: str
-    """What the prompt had begun and the model wrote in its last turn."""
+    """Text that the prompt had begun and the model continued in its last turn."""
     truth: str
-    """Of its Problem."""
+    """Truth of its Problem."""
     row: str = ""
-    """Of its Problem."""
+    """Row of its Problem."""
     token_ids: tuple[int, ...] = ()
-    """Of the text, where a model has said it."""
+    """Tokens of the text, where a model wrote it."""
     messages: tuple[Message, ...] = ()
-    """With tools, all that was said, (role, content): the prompt's, the model's turns, the tools'."""
+    """Messages of a task with tools, (role, content): the prompt's, the model's turns, the tools'."""
     begun: str = ""
     """The part of `text` that the prompt ends with, such as `<think>` and a line end."""
 
@@ -50,15 +50,15 @@ class Reward:
 
     name: str
     weight: float
-    """Of the value in the sum."""
+    """Weight of the value in the sum."""
     value: Callable[[Response], object]
     """A number, or None where it does not apply; whatever else it returns is a fault."""
     place: str = ""
-    """For people: the user's file and function; empty where it is built in."""
+    """Place, for people: the user's file and function; empty where it is built in."""
     may_read_truth: bool = True
     """Whether the truth as the response is to earn more than an empty one."""
     remedy: str = ""
-    """Where it fails, if its own: else what a function of the user's needs."""
+    """Remedy where it fails, if it has its own; else what a function of the user's needs."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DataFile:
     """A file of a data set on the hub, JSON lines or parquet."""
 
     name: str
-    """Of what `appliance data` makes of it."""
+    """Name of the file that `appliance data` makes of it."""
     split: str
     """`train` or `val`."""
     hub: str
@@ -75,7 +75,7 @@ class DataFile:
     """The file's path in it."""
 
     def read(self, source: Source) -> ProblemSet:
-        """A download that broke off goes on where it was. Raises RecipeError when the hub is away, and for bad rows."""
+        """A download that broke off resumes where it was. Raises RecipeError when the hub is away, and for bad rows."""
         try:
             path = download_data(self.hub, file=self.file, beat=Heartbeat().beat)
         except OSError as error:  # no network, no such file, or offline mode
@@ -96,16 +96,16 @@ class PromptLimit:
     asked: int = 0
     """Problems that were looked at so far."""
     too_long: int = 0
-    """Of those."""
+    """Problems of those whose prompt was too long."""
 
-    def kept(self, problems: list[Problem]) -> list[Problem]:
+    def short_enough(self, problems: list[Problem]) -> list[Problem]:
         kept = [each for each in problems if self.count(each) <= self.tokens]
         self.asked, self.too_long = self.asked + len(problems), self.too_long + len(problems) - len(kept)
         return kept
 
     @property
     def words(self) -> str:
-        """Behind the number of problems that are left."""
+        """Return the words that follow the number of problems that are left."""
         return f" of at most {self.tokens} tokens" if self.too_long else ""
 
     @property
@@ -133,7 +133,7 @@ class Splits:
     train: list[Problem]
     val: list[Problem]
     notes: tuple[str, ...] = ()
-    """What was counted on the way, for people."""
+    """Counts made on the way, for people."""
     val_sets: Mapping[str, list[Problem]] = field(default_factory=dict)
     """Several validations in place of `val`, by name; they may share problems."""
 
@@ -145,26 +145,29 @@ class Splits:
 @dataclass(frozen=True)
 class Task:
     kind: str
-    """As `task.kind` names it."""
+    """Name in `task.kind`."""
     score: Score
     answers: Callable[[str], Iterable[str]]
     """Responses with this truth: in the form that the task asks for, then in others that its reward reads."""
     describe: str = ""
-    """What is asked and how it is judged, in a line."""
+    """Question and grading, in a line."""
     source: Source | None = None
-    """Of rows in a file or on the hub; None: the task makes its problems itself."""
+    """Source of rows in a file or on the hub; None: the task makes its problems itself."""
     data_sets: Mapping[str, tuple[DataFile, ...]] = field(default_factory=dict)
-    """By the name that `appliance data` takes: in all a file to train on and one to validate, for who has none."""
+    """Data sets by the name that `appliance data` takes: together a file to train on and one to validate with, for
+    users who have none."""
     checked_rows: int | None = None
-    """Of a file, before a run; None: all."""
+    """Rows of a file that are checked before a run; None: all."""
     make: Callable[..., Splits] | None = None
-    """Of a task that makes its problems: (*, difficulty, seed, train_size, val_size)."""
+    """Function of a task that makes its problems: (*, difficulty, seed, train_size, val_size)."""
     check_sizes: Callable[..., Faults] | None = None
-    """The same of such a task, before anything is made: what it cannot serve."""
+    """Function of such a task with the same arguments: the faults of sizes that it cannot serve, before anything is
+    made."""
     import_reward: Callable[[], object] = lambda: None
     """Import now what `score` will need, where that takes long to load."""
     load_rewards: Callable[[], tuple[Reward, ...]] | None = None
-    """In place of `score`, for a task whose rewards may be the user's code: only a process of its own may call it."""
+    """Loader of rewards that replaces `score`, for a task whose rewards may be the user's code: to be called in a child
+    process only."""
 
     def rewards(self) -> tuple[Reward, ...]:
         """Ready to be asked. Raises what the user's code raises."""
@@ -173,7 +176,7 @@ class Task:
         self.import_reward()
         return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
 
-    def splits(self, plan: TaskPlan, *, limit: PromptLimit | None = None) -> Splits:
+    def splits(self, settings: sections.Task, *, limit: PromptLimit | None = None) -> Splits:
         """What the task makes, or reads: from files or, without a train_file, from the hub.
 
         A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
@@ -183,36 +186,41 @@ class Task:
         split; None: nobody has asked a tokenizer. Raises RecipeError for bad rows of all files at once, for
         sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
-        splits = self._splits(plan, limit=limit)
+        splits = self._splits(settings, limit=limit)
         if limit is not None and limit.too_long:
             limit.refuse_none(splits)
         return splits
 
-    def _splits(self, plan: TaskPlan, *, limit: PromptLimit | None) -> Splits:
-        shortened = limit.kept if limit else list
-        usual = next((each for each in plan.val_sets if not each.file), None)
-        size = usual.size if usual else plan.val_size
+    def _splits(self, settings: sections.Task, *, limit: PromptLimit | None) -> Splits:
+        shortened = limit.short_enough if limit else list
+        train_file, seed = settings.train_file or "", settings.seed
+        usual = next((name for name, val_set in settings.val_sets.items() if not val_set.file), None)
+        size = settings.val_sets[usual].size if usual else settings.val_size
         if self.make is not None:
-            splits = self.make(difficulty=plan.difficulty, seed=plan.seed, train_size=plan.train_size, val_size=size)
+            sizes = {"train_size": settings.train_size, "val_size": size}
+            splits = self.make(difficulty=settings.difficulty, seed=seed, **sizes)
             splits = replace(splits, train=shortened(splits.train), val=shortened(splits.val))
-            return replace(splits, val=[], val_sets={usual.name: splits.val}) if usual else splits
-        with_file = [each for each in plan.val_sets if each.file]
-        sets = self._read(plan.train_file, plan.val_file, {_key(each): each.file for each in with_file})
+            return replace(splits, val=[], val_sets={usual: splits.val}) if usual else splits
+        with_file = {_key(name): val_set for name, val_set in settings.val_sets.items() if val_set.file}
+        others = {key: val_set.file or "" for key, val_set in with_file.items()}
+        sets = self._read(train_file, settings.val_file or "", others)
         notes = [note for name, problem_set in sets.items() for note in _counts(name, problem_set)]
         train = sets.pop("train").problems
         seen = {problem.messages for problem_set in sets.values() for problem in problem_set.problems}
         unseen = [problem for problem in train if problem.messages not in seen]
         if shared := len(train) - len(unseen):
             notes.append(f"train: {shared} problems are in the validation data as well and are left out")
-        holds_out = usual is not None or not plan.val_sets
+        holds_out = usual is not None or not settings.val_sets
         left = shortened(unseen)
         used = {name: problem_set for name, problem_set in sets.items() if holds_out or name != "val"}
         sets = {name: replace(a_set, problems=shortened(a_set.problems)) for name, a_set in used.items()}
         words = limit.words if limit else ""
-        faults = [fault for each in with_file for fault in _too_few(each, sets[_key(each)], words=words)]
+        faults = [
+            fault for key, val_set in with_file.items() for fault in _too_few(key, val_set, sets[key], words=words)
+        ]
         validation: list[Problem] = []
         if train and not unseen:
-            message = f"{plan.train_file or 'the data set'}: each of its problems is in the validation data as well"
+            message = f"{train_file or 'the data set'}: each of its problems is in the validation data as well"
             faults.append(
                 (message, "none is left to train on: validate on others, or leave that file out and give a size")
             )
@@ -224,18 +232,20 @@ class Task:
                     f"val: its {len(validation)} problems{words} are fewer than `{key}`, {size}; all are taken"
                 )
         elif holds_out and left:
-            path = plan.train_file or "the data set"
+            path = train_file or "the data set"
             faults += _cannot_hold_out(left, path=path, val_size=size, key=key, words=words)
-            left, validation = _hold_out(left, seed=plan.seed, val_size=size)
+            left, validation = _hold_out(left, seed=seed, val_size=size)
         if faults:
             raise RecipeError(faults)
-        random.Random(f"{plan.seed}-train").shuffle(left)
+        random.Random(f"{seed}-train").shuffle(left)
         splits = Splits(
-            train=left[: plan.train_size or None], val=[] if plan.val_sets else validation, notes=tuple(notes)
+            train=left[: settings.train_size or None],
+            val=[] if settings.val_sets else validation,
+            notes=tuple(notes),
         )
         by_set = {
-            val_set.name: sets[_key(val_set)].problems[: val_set.size or None] if val_set.file else validation
-            for val_set in plan.val_sets
+            name: sets[_key(name)].problems[: val_set.size or None] if val_set.file else validation
+            for name, val_set in settings.val_sets.items()
         }
         return replace(splits, val_sets=by_set)
 
@@ -252,11 +262,11 @@ class Task:
         return {file.split: file.read(self.source) for each in self.data_sets.values() for file in each} | read
 
     def check_rows(self, path: str | Path) -> Faults:
-        """For the rows of a data file, each `file:line: message`; after 19 of them the number of the rest."""
+        """Check the rows of a data file, each `file:line: message`; after 19 of them the number of the rest."""
         return read_file(path, source=self.source, most_rows=self.checked_rows).faults if self.source else []
 
     def first_problems(self, count: int, *, file: str, difficulty: int, seed: int) -> list[Problem]:
-        """Of the file, or of those that the task makes."""
+        """Return the first problems of the file, or of those that the task makes."""
         if self.make is not None:
             return self.make(difficulty=difficulty, seed=seed, train_size=count, val_size=1).train
         assert self.source is not None, "a task makes its problems or reads them"
@@ -264,7 +274,7 @@ class Task:
 
 
 def _counts(name: str, problem_set: ProblemSet) -> list[str]:
-    """Nothing where every row is a problem of its own."""
+    """Count what is left out; nothing where every row is a separate problem."""
     notes = []
     if problem_set.repeated:
         notes.append(
@@ -280,16 +290,17 @@ def _counts(name: str, problem_set: ProblemSet) -> list[str]:
     return notes
 
 
-def _key(val_set: ValSetPlan) -> str:
-    return f"val_sets.{val_set.name}"
+def _key(name: str) -> str:
+    """The key of a validation set, below `task`."""
+    return f"val_sets.{name}"
 
 
-def _too_few(val_set: ValSetPlan, problem_set: ProblemSet, *, words: str) -> Faults:
-    """Where a set is to have more problems than its file. words: of PromptLimit, which refuses one that it leaves
-    without any."""
+def _too_few(key: str, val_set: sections.ValSet, problem_set: ProblemSet, *, words: str) -> Faults:
+    """Report where a set is to have more problems than its file. words: of PromptLimit, which refuses one that it
+    leaves without any."""
     if val_set.size <= (most := len(problem_set.problems)) or (words and not most):
         return []
-    message = f"task.{_key(val_set)}.size: {val_set.size} is more than the {most} problems{words} in {val_set.file}"
+    message = f"task.{key}.size: {val_set.size} is more than the {most} problems{words} in {val_set.file}"
     return [(message, f"use 1 to {most}, or 0 for all of them")]
 
 

@@ -1,4 +1,4 @@
-"""What a model's chat template makes of messages: whether each text is in the prompt, what day it is told, and what the
+"""What a model's chat template makes of messages: whether each text is in the prompt, which day it gets, and what the
 prompt leaves to the model. A template is a program: it may lose, shorten or change what it is given, and says nothing.
 
 `python -m appliance.tasks.templates`, a RunPlan as JSON on stdin, is the child that preflight asks: it loads a
@@ -17,6 +17,7 @@ from appliance.errors import first_line
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rows import Message, Problem
+from appliance.tasks.tokenizer import load_tokenizer
 from appliance.tasks.user_code import voice
 from appliance.terms.clock import clock_of
 
@@ -47,15 +48,15 @@ class TemplateFacts:
     """What preflight hears of a model's tokenizer."""
 
     problem: str = ""
-    """Why the template cannot be used, or empty."""
+    """Reason why the template cannot be used, or empty."""
     remedy: str = ""
     """Against the problem."""
     begin_of_answer: str = ""
-    """What the model has to write before its answer, because the template has no generation prompt; or empty."""
+    """Text that the model has to write before its answer, because the template has no generation prompt; or empty."""
     tokens: int = 0
     """Size of the tokenizer's vocabulary; 0 where it could not be loaded."""
     unproven: str = ""
-    """Why it is not known whether the template can be used, or empty."""
+    """Reason why it is not known whether the template can be used, or empty."""
 
     @property
     def no_generation_prompt(self) -> str:
@@ -83,9 +84,9 @@ def missing_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | No
 
 
 def text_problem(messages: Sequence[Message], rendering: str) -> str:
-    """Which message a rendering does not have whole and in its place, or an empty text.
+    """Name the message that a rendering does not have whole and in its place, or an empty text.
 
-    Spaces around a text may go. A system message may stand anywhere: some templates put it before the last user's. Of
+    Spaces around a text may go. A system message may be anywhere: some templates put it before the last user's. Of
     an earlier answer its thinking may be left out, which Qwen3 and DeepSeek-R1 are made for.
     """
     end = 0
@@ -132,7 +133,7 @@ def conversation(roles: Sequence[str]) -> list[Message]:
 
 
 def examine(tokenizer: PreTrainedTokenizerBase, *, conversations: Sequence[Sequence[str]], date: str) -> TemplateFacts:
-    """What stands against a template. conversations: the roles of the messages of each that the task has."""
+    """What speaks against a template. conversations: the roles of the messages of each that the task has."""
     import jinja2
 
     clock, tokens = clock_of(tokenizer, date=date), len(tokenizer)
@@ -193,15 +194,14 @@ def _begin_of_answer(messages: Sequence[Message], *, render: Callable[..., str])
 def conversations_of(plan: RunPlan) -> list[tuple[str, ...]]:
     """The roles of the messages of each kind of conversation in the first rows; of data that is not here what a prompt
     has at least."""
-    task = task_of(plan.task)
+    settings, task = plan.task, task_of(plan.task, files=plan.task_files)
     problems: list[Problem] = []
-    if plan.task.files and task.source is not None:
-        for file in plan.task.files:
-            problems += task.first_problems(_ROWS, file=file, difficulty=plan.task.difficulty, seed=plan.task.seed)
-    elif not is_from_hub(plan.task):
-        problems = task.first_problems(_ROWS, file="", difficulty=plan.task.difficulty, seed=plan.task.seed)
-    own = plan.task.own
-    usual = (SYSTEM, USER) if own is not None and own.system else (USER,)
+    if settings.data_files and task.source is not None:
+        for file in settings.data_files:
+            problems += task.first_problems(_ROWS, file=file, difficulty=settings.difficulty, seed=settings.seed)
+    elif not is_from_hub(settings):
+        problems = task.first_problems(_ROWS, file="", difficulty=settings.difficulty, seed=settings.seed)
+    usual = (SYSTEM, USER) if settings.system else (USER,)
     return list(dict.fromkeys(tuple(role for role, _ in problem.messages) for problem in problems)) or [usual]
 
 
@@ -216,16 +216,14 @@ def main() -> int:
 
 
 def _facts(plan: RunPlan) -> TemplateFacts:
-    from appliance.tasks.prepare import load_tokenizer
-
     try:
         tokenizer: Any = load_tokenizer(plan)
     except Exception as error:  # the boundary of the tokenizer's files, of whatever form
         reason = f"its tokenizer cannot be loaded: {type(error).__name__}: {first_line(error)}"
-        return TemplateFacts(f"{plan.model.source}: {reason}", "copy or download the tokenizer's files again")
+        return TemplateFacts(f"{plan.model.given_name}: {reason}", "copy or download the tokenizer's files again")
     if missing := missing_template(tokenizer):
         return TemplateFacts(*missing, tokens=len(tokenizer))
-    return examine(tokenizer, conversations=conversations_of(plan), date=plan.task.date)
+    return examine(tokenizer, conversations=conversations_of(plan), date=plan.task_files.date)
 
 
 if __name__ == "__main__":

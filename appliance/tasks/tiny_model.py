@@ -10,7 +10,7 @@ Its tokenizer is byte-level: ids 0..255 are the bytes in the order of the byte a
 nothing is merged. The chat template adds one token: a prompt `47+85` becomes `47+85=`, an answer ends with <|im_end|>.
 Rendering more messages only ever appends.
 
-`tiny-calculator` has a tool in the place of the sum: `37*58=` gets a call of `multiply`, whose response it repeats, or
+`tiny-calculator` has a tool instead of the sum: `37*58=` gets a call of `multiply`, whose response it repeats, or
 the first operand again. Its template names the tools before the prompt.
 
 B batch, T tokens of a sequence.

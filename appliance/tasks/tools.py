@@ -23,10 +23,10 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError, first_line
-from appliance.record.code import as_it_runs, user_folder
+from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
-from appliance.tasks.user_code import UserCodeError, heard, load_module, voice
+from appliance.tasks.user_code import UserCodeError, load_module, run_child, voice
 from appliance.terms.clock import ANY_DAY, clock_of
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
@@ -42,7 +42,7 @@ Schema = dict[str, Any]
 @dataclass(frozen=True)
 class Described:
     schemas: list[Schema] = field(default_factory=list)
-    """Of each tool, in the order of the file."""
+    """Schema of each tool, in the order of the file."""
     problems: list[str] = field(default_factory=list)
     """`name: what is wrong with it`."""
 
@@ -53,7 +53,7 @@ class Answer:
 
     text: str
     failed: bool = False
-    """It is a message that says why."""
+    """Whether the call failed; the text says why."""
 
 
 def failure(why: str) -> Answer:
@@ -61,7 +61,7 @@ def failure(why: str) -> Answer:
 
 
 def call_tool(file: str, sha256: str | None, name: str, arguments: str, beside: str = "") -> Answer:
-    """In a process of the pool. What goes wrong is the answer.
+    """Call a tool, in a process of the pool. What goes wrong is the answer.
 
     sha256, beside: as of load_module.  arguments: a JSON object, as the model wrote it.
     """
@@ -148,23 +148,23 @@ class ToolsRequest:
 
     file: str
     model: str = ""
-    """Whose chat template is to be looked at, or empty."""
+    """Model whose chat template is to be checked, or empty."""
     trust_remote_code: bool = False
     import_path: tuple[str, ...] = ()
-    """Of what lies beside it."""
+    """Folders to import what lies beside it from."""
     sha256: str | None = None
-    """As of load_module."""
+    """SHA-256 of the file, as `load_module` takes it."""
     beside: str = ""
-    """As of load_module."""
+    """Folder beside it, as `load_module` takes it."""
 
 
-def asked_of(plan: RunPlan, *, model: str) -> ToolsRequest:
+def tools_request(plan: RunPlan, *, model: str) -> ToolsRequest:
     """What runs: the run's copy, where there is one."""
-    own_task = as_it_runs(plan).own
-    if own_task is None or not own_task.tools:
+    tools, files = as_it_runs(plan).tools, plan.task_files
+    if not tools:
         return ToolsRequest("")
-    sha256, beside = own_task.sha256_of(own_task.tools), user_folder(own_task.tools, own=own_task)
-    return ToolsRequest(own_task.tools, model, plan.model.trust_remote_code, own_task.import_path, sha256, beside)
+    sha256, beside = files.sha256_of(tools), files.folder_of(tools)
+    return ToolsRequest(tools, model, plan.model.trust_remote_code, files.import_path, sha256, beside)
 
 
 def read_tools(asked: ToolsRequest) -> list[Schema]:
@@ -172,7 +172,7 @@ def read_tools(asked: ToolsRequest) -> list[Schema]:
     wrong with them."""
     if not asked.file:
         return []
-    output = heard("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)
+    output = run_child("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)
     if "tools" not in output.words:
         if output.is_late:
             raise _refused(f"{asked.file}: not imported after {STARTS_WITHIN_S:g} s")
@@ -192,12 +192,12 @@ def write_schemas(schemas: list[Schema], path: Path) -> None:
 
 
 def read_schemas(path: str) -> list[Schema]:
-    """Of a run; none where its task has no tools."""
+    """Read the schemas of a run; none where its task has no tools."""
     return json.loads(Path(path).read_text()) if path else []
 
 
 def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
-    """Why the model's chat template cannot do with these tools, or nothing."""
+    """Return the reason why the model's chat template cannot work with these tools, or an empty text."""
     from transformers import AutoTokenizer
 
     try:
@@ -216,7 +216,7 @@ def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
 
 
 def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
-    """Of a turn that calls these tools, and what they say, as verl's continuous-token builder has them rendered."""
+    """Check a turn that calls these tools, and what they say, as verl's continuous-token builder has them rendered."""
     called = [{"name": name, "arguments": {"a": 1}} for name in names]
     calls = [{"id": f"call{n:05}", "type": "function", "function": function} for n, function in enumerate(called)]
     turn = {"role": "assistant", "content": "", "reasoning_content": "reasons", "tool_calls": calls}

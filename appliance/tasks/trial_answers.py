@@ -22,7 +22,7 @@ _MARKS = (
 _LONGEST = 60  # characters of a truth that is an answer, and no solution that ends with one
 _NUMBER = re.compile(r"(-?)(\d+)(\.\d+)?")
 _WORDS = re.compile(r"[^\W\d]+(?:[ '-][^\W\d]+)*")
-_MOST_DIGITS = 5  # of a decimal that is told from one whose last digit differs: rewards compare to 1e-6
+_MOST_DIGITS = 5  # of a decimal that differs from one with another last digit: rewards compare to 1e-6
 _LETTERS = "ABCDE"
 
 
@@ -61,7 +61,7 @@ def wrong_answers(truth: str, truths: Iterable[str]) -> list[str]:
 
 
 def is_bare(truth: str) -> bool:
-    """Whether it is an answer and nothing else, which can stand in any mark."""
+    """Whether it is an answer and nothing else, which fits into any mark."""
     answer = truth_alternatives(truth)[0]
     marks = ("####", "\\boxed", "<answer", "```", "nswer:")
     return len(answer) <= _LONGEST and "\n" not in answer and not any(mark in answer for mark in marks)
@@ -117,8 +117,8 @@ def _plain(text: str) -> str:
 
 
 def _differ(one: str, truth: str) -> bool:
-    """Of two numbers, that no tolerance can make them the same; words differ; of anything else nothing is known, as of
-    1/2 and 0.5."""
+    """Say of two numbers that no tolerance can make them the same; words differ; of anything else nothing is known, as
+    of 1/2 and 0.5."""
     texts = [text.strip() for text in (one, *truth_alternatives(truth))]
     if all(map(_WORDS.fullmatch, texts)):
         return True

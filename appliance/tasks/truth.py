@@ -48,6 +48,6 @@ def is_nothing(value: object) -> bool:
 
 
 def _in_digits(value: float) -> str:
-    """Its shortest decimal form without an exponent, a whole number without a point: `0.00001`, `132`; `NaN`,
+    """Return its shortest decimal form without an exponent, a whole number without a point: `0.00001`, `132`; `NaN`,
     `Infinity` and `-Infinity` as JSON has them."""
     return f"{Decimal(repr(value or 0.0)):f}".removesuffix(".0")  # -0.0 is 0

@@ -1,10 +1,10 @@
-"""Functions of the user's Python files. Whatever is imported here runs: only a process of its own may do it.
+"""Functions of the user's Python files. What is imported here runs: only a child process may do it.
 
-`heard` starts such a process and `voice` speaks in it: what the user's code prints, leaves behind or breaks is heard by
-nobody.
+`run_child` starts such a process and `voice` speaks in it: what the user's code prints, leaves behind or breaks is
+heard by nobody.
 
-A reward function has one of three forms, told apart by the names of its parameters. Each gets those values of its form
-that it names, by name, or all of them where it takes `**`: what it requires besides is refused.
+A reward function has one of three forms, distinguished by the names of its parameters. Each gets those values of its
+form that it names, by name, or all of them where it takes `**`: what it requires besides is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POLL_S = 0.1
 _TAIL_BYTES = 4096
 _SHOWN = 200  # characters
 
-Given = Callable[[Row], tuple[str | list[dict[str, str]], object]]  # a row's (prompt, truth), as it stands in the row
+Given = Callable[[Row], tuple[str | list[dict[str, str]], object]]  # a row's (prompt, truth), as the row has it
 Values = dict[str, object]
 
 
@@ -127,7 +127,7 @@ def _trls(response: Response, row: Row, given: Given) -> Values:
 
 
 def _verls(response: Response, row: Row, given: Given) -> Values:
-    """The truth as it stands in the row, text or not."""
+    """The truth as the row has it, text or not."""
     source, extra = row.get("data_source") or "own", row.get("extra_info") or {}
     return dict(zip(_VERLS, (source, response.written, given(row)[1], extra), strict=True))
 
@@ -198,16 +198,16 @@ class ChildOutput:
     """Of a child that has ended."""
 
     words: Mapping[str, Any]
-    """What it said, later values in the place of earlier ones."""
+    """Values that it reported; a later one replaces an earlier one."""
     code: int
     """Its exit code."""
     is_late: bool
-    """It was ended."""
+    """Whether it was ended because it was late."""
     printed: str
     """The last line of what anybody else wrote, in short."""
 
 
-def heard(module: str, *, given: str, within_s: float) -> ChildOutput:
+def run_child(module: str, *, given: str, within_s: float) -> ChildOutput:
     """What a child that may run the user's code says. It is ended, with all that it left, at its end or when it has
     said nothing new for so long: the time is that of one thing that it does, not of all of them.
 
@@ -268,8 +268,9 @@ def _ends(child: subprocess.Popen[str], *, given: str, answers: IO[str], within_
 
 
 def voice() -> Callable[[str, object], None]:
-    """In the child, once stdin is read: what says (word, value) as a line of what was stdout. From now on stdin is
-    empty, and what anybody prints goes to stderr. A fork that the user's code left behind ends where it speaks."""
+    """Return, in the child once stdin is read, a function that reports (word, value) as a line of what was stdout. From
+    now on stdin is empty, and what anybody prints goes to stderr. A fork that the user's code left behind ends where it
+    speaks."""
     child, ours = os.getpid(), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -134,6 +134,8 @@ def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: 
     if device == CPU:
         has_amx = any(flag.startswith("amx") for flag in cpu_flags)
         why = (spec.not_on_cpu if has_amx else spec.not_without_amx or spec.not_on_cpu).format(scheme=scheme)
+    elif spec.not_on_gpu:
+        why = spec.not_on_gpu.format(scheme=scheme)
     elif (has := GPUS[device].capability) < spec.since:
         needs = f"{spec.number} needs compute capability {spec.since[0]}.{spec.since[1]}"
         why = f"{needs}, {device} has {has[0]}.{has[1]}"

@@ -94,7 +94,7 @@ def child_env(
         env[TRACKIO_DIR_VARIABLE] = str(run_dir.parent / ".trackio")  # one database: it is there to compare runs
     if is_cpu:
         env |= {
-            PLATFORM_VARIABLE: "cpu",  # the platform that trainer/worker.py registers
+            PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
             "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
             KV_CACHE_VARIABLE: str(kv_cache_gb),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0

@@ -2,6 +2,7 @@
 
 A new family is a row here, and where vLLM builds it of layers that `engine/config.py` does not list, those there;
 and its row in the matrix test with the real class. Most have the decoder layer of Llama, which is the default.
+A dense decoder without a row is held to its structure, and gets no smoothing and no one flow (engine/structure.py).
 """
 
 from __future__ import annotations
@@ -120,18 +121,22 @@ FUSED_LAYERS: Mapping[str, list[str]] = {
 `packed_modules_mapping` of Qwen3-MoE lacks `gate_up_proj` where dense layers come from `decoder_sparse_step`."""
 
 
+def unlisted(architectures: Iterable[str]) -> str:
+    """The first of a model's classes that has no row here, or an empty text. A dense one is held to its structure
+    (engine/structure.py)."""
+    return next((name for name in architectures if name not in FAMILIES), "")
+
+
+NEEDS_A_ROW = "smoothing, UAQ, experts and the rollouts' forward in the trainer are for families of the list"
+
+
 def why_unknown(architectures: Sequence[str] | None) -> str:
-    """Why a model with these `architectures` cannot be quantised, or an empty text."""
+    """Why a model with these `architectures` gets nothing that needs a row here, or an empty text."""
     known = ", ".join(FAMILIES)
     if not architectures:
         return f"the model's configuration names no architecture; known are {known}"
-    unknown = [name for name in architectures if name not in FAMILIES]
-    if not unknown:
-        return ""
-    return (
-        f"{unknown[0]} is not known to the quantised engine (known are {known}); missing for it are the list of its "
-        "layers to quantise, the order of the tensors in its fused layers and its row in the engine's matrix test"
-    )
+    name = unlisted(architectures)
+    return f"{name} is not in the list of model families ({known}): {NEEDS_A_ROW}" if name else ""
 
 
 UNLIKE_WINDOWS = {
@@ -142,6 +147,8 @@ UNLIKE_WINDOWS = {
 }
 """What becomes of a model with a sliding window in a part of its layers, by its architecture: in vLLM, which generates,
 and in transformers, which trains."""
+ALIKE_WINDOWS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM"})
+"""Classes of which vLLM and transformers both give the same layers a window (tests/engine/test_engine_structure.py)."""
 NEVER_PARTIAL = "Qwen2ForCausalLM"  # vLLM's class of it asserts that all layers have a sliding window, or none
 _ROPES = (DEFAULT_ROPE, LLAMA3)
 

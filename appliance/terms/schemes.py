@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 BLOCK = 128  # rows and columns of a weight that share a scale where scales are of blocks
+GROUPS = (128, 64, 32)  # columns of a row that share a scale where scales are of groups: the first that divides the row
 
 _ADA, _BLACKWELL = (8, 9), (10, 0)  # compute capabilities
 
@@ -22,6 +23,7 @@ class Scheme(StrEnum):
 
     BF16 = "bf16"
     INT8 = "int8"
+    INT4 = "int4"
     FP8 = "fp8"
     FP8_CHANNEL = "fp8-channel"
     FP8_BLOCK = "fp8-block"
@@ -41,6 +43,7 @@ class Scales(StrEnum):
     TENSOR = "tensor"
     CHANNEL = "channel"  # a row: an output channel
     BLOCK = "block"  # BLOCK x BLOCK
+    GROUP = "group"  # some columns of a row: see `group_size`
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class SchemeSpec:
     """Why no CPU runs it; empty: one does. `{scheme}` stands for its name."""
     not_without_amx: str = ""
     """The same where the processor has no AMX, if that is another reason."""
+    not_on_gpu: str = ""
+    """Why no GPU runs it; empty: one does, from `since` on. `{scheme}` stands for its name."""
 
     @property
     def can_emulate(self) -> bool:
@@ -127,6 +132,19 @@ SPECS: dict[Scheme, SchemeSpec] = {
         until=_BLACKWELL,
         fast_cpu_flags=("amx_int8", "avx512_vnni", "avx_vnni"),  # they multiply INT8 four at a time
     ),
+    Scheme.INT4: SchemeSpec(
+        label="W4A16: one scale per 128 (64, 32) weights of an output channel, activations in BF16",
+        number="INT4",
+        bytes_per_weight=0.5,
+        scales=Scales.GROUP,
+        codec="int4",
+        method="int4",
+        trained_in=True,
+        in_fp16=False,
+        even_steps=True,
+        fast_cpu_flags=("avx512f",),  # vLLM's library for others has not the kernel
+        not_on_gpu="`{scheme}` runs on a CPU only: no weight update of it was ever proven on a GPU",
+    ),
     Scheme.FP8: _FP8,
     Scheme.FP8_CHANNEL: replace(
         _FP8,
@@ -141,9 +159,38 @@ SPECS: dict[Scheme, SchemeSpec] = {
 }
 
 
+def group_size(length: int) -> int:
+    """Return the number of columns that share a scale in a row of this length; 0 where none of GROUPS divides it."""
+    return next((size for size in GROUPS if length % size == 0), 0)
+
+
+def why_no_groups(rows: int, length: int) -> str:
+    """Why vLLM's kernels take no weight of this shape in groups, on one rank; or an empty text."""
+    if rows % GROUPS[-1] == 0 and group_size(length):
+        return ""
+    least, groups = GROUPS[-1], ", ".join(map(str, GROUPS[:-1]))
+    needs = f"output channels must be a multiple of {least} and input channels one of groups of {groups} or {least}"
+    return f"{rows} x {length} on a rank, where {needs}"
+
+
 def listed(names: Iterable[str]) -> str:
     """For messages: each in back quotes."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+def beside(value: float, *bounds: float, form: str = ".2g") -> str:
+    """Format a value that is shown together with its bounds: with as many digits as it takes for the text to be on the
+    same side of each bound as the value. form: the fewest digits, as of `format`, such as `.2g` or `.1e`."""
+    digits, kind = int(form[1:-1]), form[-1]
+    for more in range(17):
+        text = f"{value:.{digits + more}{kind}}"
+        if all(_side(float(text), bound) == _side(value, bound) for bound in bounds):
+            return text
+    return repr(value)
+
+
+def _side(value: float, bound: float) -> tuple[bool, bool]:
+    return value < bound, value > bound
 
 
 PROFILED = tuple(scheme for scheme in Scheme if scheme.spec.takes_profile)

@@ -32,6 +32,8 @@ class Dtype(StrEnum):
 class OldLogProbs(StrEnum):
     """Sources of a step's old log-probs, which are of the policy before its update."""
 
+    AUTO = "auto"
+    """One of the others, which plan/derive.py chooses; in a recipe only."""
     RECOMPUTE = "recompute"
     """A pass over the batch before the update."""
     UPDATE = "update"

@@ -15,6 +15,9 @@ from appliance.terms.ropes import Rope, most_positions, ropes_of
 _QUANTISED = "quantization_config"
 _USUAL_WINDOW = 4096  # tokens, where config.json gives none: transformers' own
 _LARGEST = 2**31  # of a size of a model; what is larger is not one
+TINY_WEIGHTS = 1 << 22
+"""Weights of the largest model that counts as tiny, 4.2 million: 16 MiB in FP32. docs/results/threads.md: with 7.2
+million a second thread makes an update half again as fast, with 3.0 million there is little to gain."""
 
 
 class Linear(StrEnum):
@@ -91,6 +94,17 @@ class ModelShape:
     def weights(self) -> int:
         """All of them but norms and biases, which are below a thousandth."""
         return self.linear_weights + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the model is so small that what a step does beside its layers takes most of the time. False where
+        its weights cannot be counted."""
+        return self.is_dense and self.weights <= TINY_WEIGHTS
+
+    @property
+    def millions(self) -> str:
+        """The number of weights, for people: `3.0 million weights`."""
+        return f"{self.weights / 1e6:.1f} million weights"
 
     def adapter_weights(self, rank: int, *, targets: Iterable[str]) -> int:
         """Of LoRA: A [rank, in] and B [out, rank] beside each of these linears. targets: of Linear."""

@@ -64,8 +64,9 @@ class Sequences:
     """[T] int64."""
 
     @staticmethod
-    def of(positions_T: Tensor) -> Sequences:
-        """positions_T: int64, as above. Raises TrainingError where the first is not 0 or a prefix is too short."""
+    def from_positions(positions_T: Tensor) -> Sequences:
+        """Find the segments of a row. positions_T: int64, as above. Raises TrainingError where the first is not 0 or
+        a prefix is too short."""
         is_start_T = positions_T.diff(prepend=positions_T.new_full((1,), -2)) != 1
         starts_S = torch.nonzero(is_start_T).flatten()
         starts_S1 = functional.pad(starts_S, (0, 1), value=len(positions_T))
@@ -96,7 +97,7 @@ class Sequences:
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        return Blocks.of(self)
+        return Blocks.from_sequences(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,15 +108,15 @@ class Block:
     queries_BQ: Tensor
     """Places in the row of the segments' tokens, 0 behind a shorter one's end. int64."""
     keys_BK: Tensor
-    """The same of their prefixes and tokens."""
+    """Places in the row of the segments' prefixes and tokens, likewise."""
     prefix_B: Tensor
     """Tokens of each prefix, int64."""
-    own: Tensor
-    """Places in the flattened [B, Q] of what is no padding, int64."""
+    real_places: Tensor
+    """Places of tokens in the flattened [B, Q], without padding, int64."""
 
     def mask_BQK(self, window: int | None) -> Tensor | None:
-        """What a token may see; None where that is all tokens up to itself by their places in Q and K. Padding comes
-        last and so is not seen, and what it sees itself is dropped. window: as in attend_each."""
+        """Return what a token may see; None where that is all tokens up to itself by their places in Q and K.
+        Padding comes last and so is not seen, and what it sees itself is dropped. window: as in attend_each."""
         (_, queries), (_, keys) = self.queries_BQ.shape, self.keys_BK.shape
         sees_all = window is None or queries <= window
         if sees_all and not bool(self.prefix_B.any()):
@@ -132,10 +133,10 @@ class Blocks:
 
     blocks: list[Block]
     of_row_T: Tensor
-    """For each token of the row its place in what the blocks give one after the other, int64."""
+    """Place of each token of the row in what the blocks give one after the other, int64."""
 
     @staticmethod
-    def of(sequences: Sequences) -> Blocks:
+    def from_sequences(sequences: Sequences) -> Blocks:
         device = sequences.positions_T.device
         starts = sequences.starts_S1.tolist()
         segments = [range(start, end) for start, end in pairwise(starts)]
@@ -157,7 +158,7 @@ class Blocks:
 
 
 def _block(group: list[tuple[range, range]], *, device: torch.device) -> Block:
-    """group: (prefix, segment) pairs."""
+    """Make a block of (prefix, segment) pairs."""
 
     def padded(rows: list[list[int]]) -> Tensor:
         longest = max(map(len, rows))
@@ -165,12 +166,12 @@ def _block(group: list[tuple[range, range]], *, device: torch.device) -> Block:
 
     queries_BQ = padded([[*segment] for _, segment in group])
     length_B1 = torch.tensor([[len(segment)] for _, segment in group], device=device)
-    is_own_BQ = torch.arange(queries_BQ.shape[1], device=device) < length_B1
+    is_real_BQ = torch.arange(queries_BQ.shape[1], device=device) < length_B1
     return Block(
         queries_BQ,
         padded([[*prefix, *segment] for prefix, segment in group]),
         torch.tensor([len(prefix) for prefix, _ in group], device=device),
-        is_own_BQ.flatten().nonzero().flatten(),
+        is_real_BQ.flatten().nonzero().flatten(),
     )
 
 
@@ -184,18 +185,18 @@ def attend_row(
     position_ids: Tensor,
     scaling: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, H, D], as transformers calls it.
+    """Attend as transformers calls it, and return [1, T, H, D].
 
     query: [1, H, T, D].  key, value: [1, G, T, D].  position_ids: [1, T]; of several GPUs each has its part of T.
-    dropout: left out, whatever the model's config says: what was sampled had none.
-    Raises TrainingError for more than one row, and for what no family of ours has.
+    softcap: as in attend_each.  dropout: left out, whatever the model's config says: what was sampled had none.
+    Raises TrainingError for more than one row, and for attention sinks (`s_aux`).
     """
-    for name in ("softcap", "s_aux"):
-        if others.get(name) is not None:
-            raise TrainingError(f"attention got `{name}`, which it does not know")
+    if others.get("s_aux") is not None:
+        raise TrainingError("attention got `s_aux`, which it does not know")
     if len(query) != 1:
         message = f"attention got {len(query)} rows of {query.shape[2]} tokens, and takes one with all sequences"
         raise TrainingError(message)
@@ -206,7 +207,7 @@ def attend_row(
         k, v = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
         q, k, v = (gather_seq_scatter_heads(each, seq_dim=0, head_dim=1) for each in (q, k, v))
     sequences = _sequences(position_ids)
-    out = attend(q, k, v, sequences=sequences, scale=scaling, window=sliding_window)
+    out = attend(q, k, v, sequences=sequences, scale=scaling, window=sliding_window, softcap=softcap)
     if sharing > 1:
         out = gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
     return out[None], None
@@ -217,58 +218,98 @@ def _sequences(positions_1T: Tensor) -> Sequences:
     positions_T = positions_1T[0]
     if get_ulysses_sequence_parallel_world_size() > 1:
         positions_T = all_gather_tensor(positions_T)
-    return Sequences.of(positions_T)
+    return Sequences.from_positions(positions_T)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None) -> Tensor:
-    """Attend as `attend_each` does; prefixes on a CPU only."""
-    by_device = _attend_on_cuda if q.is_cuda else attend_each
-    return by_device(q, k, v, sequences=sequences, scale=scale, window=window)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sequences: Sequences,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend as `attend_each` does; prefixes and soft caps on a CPU only."""
+    if not q.is_cuda:
+        return attend_each(q, k, v, sequences=sequences, scale=scale, window=window, softcap=softcap)
+    if softcap is not None:
+        raise TrainingError("attention on CUDA got scores with a soft cap, which it does not know")
+    return _attend_on_cuda(q, k, v, sequences=sequences, scale=scale, window=window)
 
 
 def attend_each(
-    q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sequences: Sequences,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """[T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the gradients
-    take half the time then that they take in BF16. A segment with a prefix sees that, too; gradients of a prefix are
-    summed over its segments before they are rounded, in a fixed order. Short segments are attended to together, for a
-    call costs more than what it computes of one; how long the longest is then changes roundings in float32.
+    """Return [T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the
+    gradients take half the time then that they take in BF16. A segment with a prefix sees that, too; gradients of a
+    prefix are summed over its segments before they are rounded, in a fixed order. Short segments are attended to
+    together, for a call costs more than what it computes of one; how long the longest is then changes roundings in
+    float32.
 
     q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
+    softcap: c > 0, scores s become c tanh(s / c), as Gemma 2 has them; a block then holds all of its scores at once.
     """
     wide, blocks, parts = torch.promote_types(q.dtype, torch.float32), sequences.blocks, []
     with torch.autocast(q.device.type, enabled=False):
         q_T, k_T, v_T = (tensor.to(wide) for tensor in (q, k, v))
         for block in blocks.blocks:
             mask_BQK = block.mask_BQK(window)
-            out_BHQD = functional.scaled_dot_product_attention(
+            qkv = (
                 _heads_first(q_T, block.queries_BQ),
                 _heads_first(k_T, block.keys_BK),
                 _heads_first(v_T, block.keys_BK),
-                attn_mask=None if mask_BQK is None else mask_BQK[:, None],
-                is_causal=mask_BQK is None,
-                scale=scale,
-                enable_gqa=True,
             )
-            parts.append(out_BHQD.transpose(1, 2).flatten(0, 1).index_select(0, block.own))
+            if softcap is not None:
+                out_BHQD = _capped_attention(*qkv, mask_BQK=mask_BQK, scale=scale, softcap=softcap)
+            else:
+                out_BHQD = functional.scaled_dot_product_attention(
+                    *qkv,
+                    attn_mask=None if mask_BQK is None else mask_BQK[:, None],
+                    is_causal=mask_BQK is None,
+                    scale=scale,
+                    enable_gqa=True,
+                )
+            parts.append(out_BHQD.transpose(1, 2).flatten(0, 1).index_select(0, block.real_places))
         return torch.cat(parts).index_select(0, blocks.of_row_T).to(q.dtype)
 
 
+def _capped_attention(
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, *, mask_BQK: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Return [B, H, Q, D]: softmax(c tanh(scale q k / c)) v. mask_BQK: true where a token is seen; None: causal."""
+    repeats = q_BHQD.shape[1] // k_BGKD.shape[1]
+    k_BHKD, v_BHKD = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k_BGKD, v_BGKD))
+    scores_BHQK = softcap * torch.tanh(scale * (q_BHQD @ k_BHKD.transpose(2, 3)) / softcap)
+    if mask_BQK is None:
+        mask_BQK = torch.ones(scores_BHQK.shape[2:], dtype=torch.bool, device=q_BHQD.device).tril()[None]
+    least = torch.finfo(scores_BHQK.dtype).min  # finite: padding behind a window may see nothing
+    return scores_BHQK.masked_fill(~mask_BQK[:, None], least).softmax(dim=-1) @ v_BHKD
+
+
 def _heads_first(values_THD: Tensor, places_BP: Tensor) -> Tensor:
-    """[B, H, P, D] of the tokens at these places."""
+    """Return [B, H, P, D] of the tokens at these places."""
     return values_THD.index_select(0, places_BP.flatten()).unflatten(0, places_BP.shape).transpose(1, 2)
 
 
 @functools.cache
 def _shared_heads(attend: Callable[..., Tensor]) -> dict[str, bool]:
-    """To have KV heads shared: nothing in torch 2.11, which a bundle may find on its host."""
+    """Return the arguments that have KV heads shared: none in torch 2.11, which a bundle may find on its host."""
     return {"enable_gqa": True} if "enable_gqa" in signature(attend).parameters else {}
 
 
 def _attend_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None
 ) -> Tensor:
-    """As attend_each, in FP16 or BF16. Raises TrainingError for shared prefixes."""
+    """Attend as attend_each, in FP16 or BF16. Raises TrainingError for shared prefixes."""
     if sequences.has_prefixes:
         raise TrainingError("attention on CUDA got sequences that share a prefix, which it does not know")
     _take_newer(torch.cuda.get_device_capability(q.device)[0])
@@ -289,7 +330,7 @@ def _attend_on_cuda(
 
 @functools.cache
 def _take_newer(capability: int) -> None:
-    """Once in a process. capability: the major number."""
+    """Take a newer FlashAttention where there is one, once in a process. capability: the major number."""
     name, module = _NEWER.get(capability, ("", ""))
     try:
         if name and all(map(find_spec, accumulate(module.split("."), "{}.{}".format))):  # None: a package without it

@@ -40,14 +40,14 @@ from appliance.sync.precision import attestations_at, read_generation
 from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Dtype
 from appliance.trainer.correction import gdpo_weights
-from appliance.trainer.held import HeldRow
 from appliance.trainer.rollout_forward import HEAD, backward, follow_engines, quantised_layers
+from appliance.trainer.update_log_probs import SequenceLogProbs
 
 SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all that its layers put out
 
 
 def check_attested(plan: RunPlan, *, precision: Precision) -> None:
-    """Raises AttestationError when a process of the run has not said what the plan wants of it, or something else.
+    """Raise AttestationError when a process of the run has not attested what the plan wants, or something else.
     precision: what the rollout engines were started in."""
     expected = attestations_at(plan, precision)
     found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
@@ -60,7 +60,7 @@ def _require_none(problems: Sequence[str]) -> None:
 
 
 def _other_layers(run_dir: Path) -> Iterator[str]:
-    """Where trainer ranks and engines do not quantise the same."""
+    """Yield where trainer ranks and engines do not quantise the same."""
     said, _ = read_attestations(run_dir)
     (first, layers), *others = [(one.process, {*one.detail["quantised"]}) for one in said if one.role != "driver"]
     for process, found in others:
@@ -87,8 +87,8 @@ def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle], with_new_engin
 
 
 def attest_switch(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
-    """After a weight update with which engines changed layers, and said so: once more by a forward that is theirs.
-    Raises AttestationError where both do not quantise the same now."""
+    """Have the training workers attest again after a weight update with which engines changed layers: their forward
+    has changed with it. Raises AttestationError where both do not quantise the same now."""
     if plan.trainer.quantises:
         attest_trainers(plan, workers=workers, with_new_engines=False)
         _require_none([*_other_layers(Path(plan.run_dir))])
@@ -115,8 +115,8 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
             f"trainer rank {worker.rank} does not know whether all of its model came from the checkpoint"
         )
     trained, all_of_it = trained_tensors(module), sum(1 for _ in module.parameters())
-    if (trained < all_of_it) != bool(plan.lora):
-        asked = "an adapter alone" if plan.lora else "all"
+    if (trained < all_of_it) != bool(plan.model.lora):
+        asked = "an adapter alone" if plan.model.lora else "all"
         raise AttestationError(f"trainer rank {worker.rank} trains {trained} of {all_of_it}, the plan says {asked}")
     detail: dict[str, Any] = {
         "trained": trained,
@@ -132,7 +132,7 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
         if with_new_engines:
             follow_engines(read_generation(Path(plan.run_dir)).precision)
         detail |= {
-            "forward": "rollout" if plan.trainer.one_flow else "linears",
+            "forward": str(plan.trainer.forward),
             "backward": backward(),
             "quantised": quantised_layers(),
         }
@@ -140,7 +140,7 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
 
 
 def _actor(worker: Any) -> Any:
-    """verl's, inside its worker."""
+    """Return verl's actor, inside its worker."""
     return next(role.actor for role in worker.worker_dict.values() if role.actor is not None)
 
 
@@ -158,7 +158,8 @@ def _take(worker: Any, plan: RunPlan) -> float:
 
 
 def as_planned(optimizer: Optimizer, *, schedule: LambdaLR, plan: RunPlan) -> float:
-    """Where nothing has changed no bit of it does. Returns the rate that holds now, of the first group."""
+    """Give an optimizer the plan's settings. Where nothing has changed no bit of it does. Returns the rate that
+    holds now, of the first group."""
     planned = plan.optimizer
     scales = (1.0, planned.norm_fed_lr_scale)  # the second group: verl_engine.py, split_rates
     settings = {"betas": planned.betas, "eps": planned.epsilon}
@@ -174,21 +175,28 @@ def as_planned(optimizer: Optimizer, *, schedule: LambdaLR, plan: RunPlan) -> fl
 
 
 def installed_loss(loss_fn: partial) -> dict[str, str]:
-    """verl's names of what a worker computes. loss_fn: as BatchCorrection.install made it."""
+    """Return verl's names of what a worker computes. loss_fn: as BatchCorrection.install made it."""
     config = loss_fn.keywords["config"]
     return {"loss": config.policy_loss.loss_mode, "aggregate": config.loss_agg_mode}
 
 
-def find_differing(batch: KVBatchMeta, *, held: Mapping[str, HeldRow] | None = None) -> DifferingToken:
+def find_differing(batch: KVBatchMeta, *, update_rows: Mapping[str, SequenceLogProbs] | None = None) -> DifferingToken:
     """Find the first token of the batch that differs; there is one.
 
-    held: what the update's forward gave of its sequences, by their keys; None: the batch has the log-probs of a pass.
+    update_rows: what the update's forward gave of its sequences, by their keys; None: the batch has the log-probs
+    of a pass.
     """
-    keys = batch.keys if held is None else [key for key in batch.keys if key in held]
-    fields = ["prompts", "responses", "rollout_log_probs", "loss_mask", *(["old_log_probs"] if held is None else [])]
+    keys = batch.keys if update_rows is None else [key for key in batch.keys if key in update_rows]
+    fields = [
+        "prompts",
+        "responses",
+        "rollout_log_probs",
+        "loss_mask",
+        *(["old_log_probs"] if update_rows is None else []),
+    ]
     data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     prompts, responses, rollout, real, *of_pass = (data[name].unbind() for name in fields)
-    trainer = of_pass[0] if held is None else [held[key].log_probs for key in keys]
+    trainer = of_pass[0] if update_rows is None else [update_rows[key].log_probs for key in keys]
     return first_differing(zip(prompts, responses, trainer, rollout, real, strict=True))
 
 
@@ -238,7 +246,7 @@ def search(
     by_engines: Sequence[Callable[..., LayerTrace]],
     then: tuple[float, float] | None,
 ) -> tuple[str, str]:
-    """Say what differs, and what it means.
+    """Find what differs, and what it means.
 
     by_trainer, by_engines: `traced` of each.  then: the trainer's and the rollouts' log-prob of the token after `ids`
     in the step, None where the weights are others by now, or it is over fewer words than the traced ones. Of several
@@ -270,7 +278,7 @@ def search(
             )
         means = means or [usual]
         return f"no layer differs where both read the sequence of {len(ids)} tokens again", "; ".join(means)
-    values = by_trainer(ids, kept=place).values, ask(ids, names=names, kept=place).values
+    values = by_trainer(ids, values_at=place).values, ask(ids, names=names, values_at=place).values
     gaps = [abs(one - other) for one, other in zip(*values, strict=True)]
     name, token = place
     what = (
@@ -283,12 +291,12 @@ def search(
 
 
 def trained_tensors(module: Module) -> int:
-    """How many of its parameters have a gradient."""
+    """Count the parameters that have a gradient."""
     return sum(each.requires_grad for each in module.parameters())
 
 
 def compute_dtype(module: Module) -> torch.dtype:
-    """What an FSDP2 module computes in: its mixed-precision policy's, else its parameters'."""
+    """Return what an FSDP2 module computes in: its mixed-precision policy's, else its parameters'."""
     policy = module._get_fsdp_state()._mp_policy
     return policy.param_dtype or next(module.parameters()).dtype
 

@@ -8,8 +8,10 @@ so that the step can be saved until then, in the middle of a rollout too.
 from __future__ import annotations
 
 import errno
+import fnmatch
 import io
 import json
+import os.path
 import random
 import shutil
 import time
@@ -44,9 +46,9 @@ from appliance.record.checkpoints import (
 )
 from appliance.record.events import METRICS_FILE, append_event
 from appliance.record.lines import read
-from appliance.record.plan import RunPlan
+from appliance.record.plan import RunPlan, WeightsPlan
 from appliance.settings.sections import Checkpoint
-from appliance.trainer.export import base_folder, put_base_files
+from appliance.terms.phases import Phase
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
 
@@ -55,10 +57,18 @@ ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the st
 _FULL_BYTES = 16 << 20  # torch hides the reason of a failed write; with less than this free, the disk is full
 
 
+# What a model is read by beside its weights: configuration, tokenizer, templates, code; and its licence. No card, which
+# would be none of what was trained. A folder may hold anything else: data, checkpoints and logs of what made it.
+_READ_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.model.v[0-9]*", "*.txt", "*.tiktoken", "*.py")
+_THE_BASES = (*_READ_BESIDE_WEIGHTS, "LICENSE*", "LICENCE*", "NOTICE*")
+_NOT_THE_BASES = (".*", "README*", "*.index.json", "trainer_state.json", "*_results.json", MARK_FILE)
+_TEMPLATES_FOLDER = "additional_chat_templates"
+
+
 @dataclass(frozen=True)
 class DriverRandom:
     torch: str
-    """Hex bytes."""
+    """Torch's state as hex bytes."""
     numpy: list[Any]
     """What its own `get_state` gives, as lists."""
     python: list[Any]
@@ -79,7 +89,7 @@ class DriverState:
 
 
 def why_save(plan: Checkpoint, *, step: int, is_last: bool, is_best: bool, is_asked: bool, since_save_s: float) -> str:
-    """Why this step is to be saved, empty when it is not. since_save_s: since the last save, or the start."""
+    """Return why this step is to be saved, empty when it is not. since_save_s: since the last save, or the start."""
     if is_last:
         return "the end"
     if is_asked:
@@ -115,7 +125,7 @@ class Checkpoints:
         )
 
     def begin_update(self) -> None:
-        """From here to the end of the step there is nothing that could be saved."""
+        """Forget the step before: until this one ends there is nothing that could be saved."""
         self._step_end = None
 
     def end_step(self, line: dict[str, Any], *, precision: PrecisionState, is_last: bool) -> None:
@@ -153,7 +163,7 @@ class Checkpoints:
         folder = checkpoint_folder(self._run_dir, step=step)
         if self.saved_step == step:
             return folder
-        append_event(self._run_dir, kind="phase", what="save")
+        append_event(self._run_dir, kind="phase", what=str(Phase.SAVE))
         started = time.monotonic()
         try:
             manifest = self._write(folder, *self._step_end, reason=reason)
@@ -180,7 +190,7 @@ class Checkpoints:
         return folder
 
     def restore(self, folder: Path) -> None:
-        """The driver's own part of a checkpoint, put back. Raises ValueError when state.json is not one of ours."""
+        """Restore the driver's own part of a checkpoint. Raises ValueError when state.json is not one of ours."""
         state = read_state(folder)
         restore_random(state.random)
         self.saved_step = state.step
@@ -201,7 +211,7 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._save_workers(partial, state.step)
-        saved, base = partial / "actor" / "huggingface", base_folder(self._plan.model)
+        saved, base = partial / "actor" / "huggingface", base_folder(self._plan.weights)
         if saved.is_dir() and base is not None:
             put_base_files(saved, base=base)
         for name, content in files.items():
@@ -224,7 +234,8 @@ class Checkpoints:
         return manifest
 
     def _failed(self, folder: Path, error: Exception) -> CheckpointError:
-        """The error that ends the run. What was half written goes, to leave room for saying so."""
+        """Return the error that ends the run, after removing what was half written: its report needs room on the
+        disk."""
         full = _full_folder(self._run_dir, error)
         shutil.rmtree(partial_of(folder), ignore_errors=True)
         why = f"no space left at {full}" if full else f"{type(error).__name__}: {last_line(error)}"
@@ -239,12 +250,13 @@ class Checkpoints:
 
 
 def read_state(folder: Path) -> DriverState:
-    """`state.json` of a checkpoint. Raises OSError, ValueError."""
+    """Read `state.json` of a checkpoint. Raises OSError, ValueError."""
     return read(folder / STATE_FILE, DriverState)
 
 
 def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:
-    """SHA-256 by name of what lies in the run's `profile/`, but the engine's configuration, which only names paths."""
+    """Return SHA-256 by name of what lies in the run's `profile/`, but the engine's configuration, which only names
+    paths."""
     return tuple((path.name, hash_file(path)) for path in _profile_files(run_dir))
 
 
@@ -255,7 +267,7 @@ def _profile_files(run_dir: Path) -> list[Path]:
 
 
 def copy_scales(plan: RunPlan, target: Path) -> None:
-    """The profile, and the mark of UAQ: a run that lost them goes on with the same. Raises OSError."""
+    """Copy the profile, and the mark of UAQ: a run that lost them continues with the same. Raises OSError."""
     if files := _profile_files(Path(plan.run_dir)):
         (target / PROFILE_FOLDER).mkdir()
     for path in files:
@@ -265,7 +277,7 @@ def copy_scales(plan: RunPlan, target: Path) -> None:
 
 
 def _full_folder(run_dir: Path, error: Exception) -> Path | None:
-    """The folder on the disk that is full, links followed; None where something else went wrong.
+    """Return the folder on the disk that is full, links followed; None where something else went wrong.
 
     `checkpoints/` may lie on another disk than the run's folder, whose lines of metrics a save brings to the disk too.
     """
@@ -277,8 +289,8 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
 
 
 def at_its_place(data: Any) -> Iterator[Any]:
-    """Of a StatefulDataLoader, from where the checkpoint was; from the beginning of an epoch where there are fewer
-    problems than that: a resume with other tools, whose schemas left more prompts too long."""
+    """Return an iterator over a StatefulDataLoader, from where the checkpoint was; from the beginning of an epoch
+    where there are fewer problems than that: a resume with other tools, whose schemas left more prompts too long."""
     try:
         return iter(data)
     except StopIteration:
@@ -297,9 +309,46 @@ def take_random() -> DriverRandom:
 
 
 def restore_random(state: DriverRandom) -> None:
-    """Raises ValueError or TypeError for values that are no random state."""
+    """Restore random states. Raises ValueError or TypeError for values that are none."""
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(state.torch)), dtype=torch.uint8))
     kind, keys, *rest = state.numpy
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     version, inner, gauss = state.python
     random.setstate((version, tuple(inner), gauss))
+
+
+def base_folder(weights: WeightsPlan) -> Path | None:
+    """Return where the files of the model lie that a run began with: its folder, or the hub's cache. None where they
+    do not, by now."""
+    if weights.folder is not None:
+        return weights.folder if os.path.isfile(weights.folder / "config.json") else None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(weights.hub_name, "config.json", revision=weights.commit or None)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def put_base_files(folder: Path, *, base: Path) -> None:
+    """Give a saved model the configuration, tokenizer, templates and code of its base, byte for byte.
+
+    transformers writes its own when it saves: keys go or are renamed, a template moves into another file. Training
+    changes weights only. The type in config.json is the base's too: it says in which one the model runs, whatever the
+    file holds.
+    """
+    names = [path.name for path in base.iterdir() if path.is_file() and _is_the_bases(path.name)]
+    for path in folder.iterdir():
+        if path.is_file() and _is_the_bases(path.name) and path.name not in names:
+            path.unlink()  # transformers' own, of what the base has elsewhere or not at all
+    for name in names:
+        shutil.copyfile(base / name, folder / name)
+    shutil.rmtree(folder / _TEMPLATES_FOLDER, ignore_errors=True)
+    if (base / _TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(base / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER)
+
+
+def _is_the_bases(name: str) -> bool:
+    """Whether a file of this name is one that a saved model has from its base."""
+    is_read, is_left = (
+        any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for patterns in (_THE_BASES, _NOT_THE_BASES)
+    )
+    return is_read and not is_left

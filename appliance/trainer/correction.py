@@ -2,8 +2,8 @@
 
 Whatever the method, weights and mask, and bounds where it clips, are computed on the driver in float64 and written into
 the batch, rounded to float32; verl's own correction stays off. What was written is read back from the batch that goes
-to the loss, and after the update the sums that the loss had in hand are held against it. The fields travel with their
-batch: mini-batches, micro-batches and ranks share them, no worker has a state that a restart could lose.
+to the loss, and after the update they are compared with the sums that the loss had in hand. The fields travel with
+their batch: mini-batches, micro-batches and ranks share them, no worker has a state that a restart could lose.
 
 Where the update's own forward gives the old log-probs (`trainer.old_log_probs: update` in the plan), the correction
 itself travels with the batch instead, as tight as the governor has it. The loss takes the micro-batch's log-probs,
@@ -98,7 +98,7 @@ class Sequences(NamedTuple):
     trainer: Rows
     rollout: Rows
     real: Rows
-    """Before anything was dropped."""
+    """Mask of the tokens before any was dropped."""
     advantages: Rows
 
 
@@ -110,17 +110,17 @@ class BatchCorrection:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self._planned = plan.correction.resolved
+        self._planned = plan.loss_correction
         self._run_dir = Path(plan.run_dir)
         self._shadow = ShadowPass(plan) if self._planned.has_shadow_pass else None
-        kl = plan.algorithm.kl
-        self._kl_in_reward = kl.estimator if kl is not None and kl.place is KlPlace.REWARD else None
+        algorithm = plan.algorithm
+        self._kl_in_reward = algorithm.kl_estimator if algorithm.kl_place is KlPlace.REWARD else None
         self._meant: dict[str, float] = {}
         self._metrics: dict[str, float | None] = {}
 
     @property
     def token_cap(self) -> float | None:
-        """The plan's, of a token's weight: what the step's telemetry counts by."""
+        """Cap of a token's weight in the plan, by which the step's telemetry counts."""
         return self._planned.token_cap
 
     def install(self, workers: Any, *, actor: DictConfig) -> None:
@@ -129,17 +129,17 @@ class BatchCorrection:
         workers.set_loss_fn(partial(corrected_loss, config=omega_conf_to_dataclass(actor), **how))
 
     def send(self, batch: KVBatchMeta, *, correction: Correction) -> KVBatchMeta:
-        """The batch for a loss that corrects by itself. correction: as for prepare."""
+        """Return the batch for a loss that corrects by itself. correction: as for prepare."""
         batch.extra_info[CORRECTION] = correction
         return _with_centering(batch, correction=correction)
 
     def prepare(self, batch: KVBatchMeta, *, step: int, correction: Correction) -> KVBatchMeta:
-        """The batch for the loss, or as the loss has had it. correction: the plan's, as tight as it is now. Raises
-        TrainingError when the batch does not carry what was written, NumericsError when a number that the correction
-        needs is not finite."""
+        """Return the batch for the loss, or as the loss has had it. correction: the plan's, as tight as it is now.
+        Raises TrainingError when the batch does not carry what was written, NumericsError when a number that the
+        correction needs is not finite."""
         fitted_at, fitted = self._shadow.last_fit(before=step) if self._shadow else (None, None)
         names = ["old_log_probs", "rollout_log_probs", REAL, "advantages"]
-        told = (
+        reward_kl = (
             {} if self._kl_in_reward is None else {"reference_kl": _reference_kl(batch, estimator=self._kl_in_reward)}
         )
         data = _get(batch, names)
@@ -158,18 +158,18 @@ class BatchCorrection:
             why = "wider bounds or another correction.method keep some"
             append_event(self._run_dir, kind="note", what=what, why=why, step=step)
         batch = _with_centering(batch, correction=correction)
-        self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {}) | told
+        self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {}) | reward_kl
         return batch
 
     def after_update(self, batch: KVBatchMeta, *, step: int, reported: dict[str, Any], log_probs: LogProbs) -> None:
-        """Hold the loss to what was meant, and make the shadow pass, where this step has one. reported: verl's metrics
-        of the update.  Raises TrainingError as check_used, NumericsError as ShadowPass.run."""
+        """Check that the loss used what was meant, and make the shadow pass, where this step has one. reported:
+        verl's metrics of the update.  Raises TrainingError as check_used, NumericsError as ShadowPass.run."""
         check_used(reported, meant=self._meant)
         if self._shadow:
             self._shadow.run(batch, step=step, log_probs=log_probs)
 
     def metrics(self) -> dict[str, float | None]:
-        """Of the line of the step that was prepared last."""
+        """Return the keys for the line of the step that was prepared last."""
         return self._metrics
 
 
@@ -180,7 +180,7 @@ def _with_centering(batch: KVBatchMeta, *, correction: Correction) -> KVBatchMet
 
 
 def _reference_kl(batch: KVBatchMeta, *, estimator: Estimator) -> float:
-    """What the reward loses, of the policy before the update: its mean over all tokens of the step, nats."""
+    """Return what the reward loses, of the policy before the update: its mean over all tokens of the step, nats."""
     data = _get(batch, ["old_log_probs", "ref_log_prob", REAL])
     real_T = data[REAL].values().bool()
     kl_T = kl_penalty(data["old_log_probs"].values(), data["ref_log_prob"].values(), str(estimator))
@@ -197,14 +197,14 @@ def _parts(sequences: Sequences) -> Iterator[Part]:
 
 
 def fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
-    """What the correction makes of a step: rows by the batch's names, and the sums of Correction.count."""
+    """Compute what the correction makes of a step: rows by the batch's names, and the sums of Correction.count."""
     names = (KEPT, WEIGHTS, CLIP_LOWER, CLIP_UPPER) if correction.clips else (KEPT, WEIGHTS)
     fields: dict[str, list[Tensor]] = {name: [] for name in names}
     sums: Counter[str] = Counter()
     for part in _parts(sequences):
-        found = correction.apply(part.x_BT, real_BT=part.real_BT)
-        sums.update(correction.count(found, real_BT=part.real_BT))
-        values = (found.kept_BT, found.weights_BT, found.lower_BT, found.upper_BT)
+        corrected = correction.apply(part.x_BT, real_BT=part.real_BT)
+        sums.update(correction.count(corrected, real_BT=part.real_BT))
+        values = (corrected.kept_BT, corrected.weights_BT, corrected.lower_BT, corrected.upper_BT)
         done = len(fields[KEPT])
         for name, value_BT in zip(names, values, strict=False):
             for row, real in zip(value_BT, sequences.real[done : done + len(value_BT)], strict=True):
@@ -213,7 +213,7 @@ def fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str
 
 
 def _carries(batch: KVBatchMeta, fields: Mapping[str, list[Tensor]]) -> bool:
-    """Bit for bit."""
+    """Check bit for bit that the batch carries these fields."""
     if not set(fields) <= set(batch.fields or ()):  # by this list the workers fetch
         return False
     found = _get(batch, list(fields))
@@ -226,7 +226,7 @@ def _get(batch: KVBatchMeta, names: list[str]) -> TensorDict:
 
 
 def with_fields(batch: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> KVBatchMeta:
-    """fields: rows without padding."""
+    """Write fields into the batch. fields: rows without padding."""
     nested = {name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in fields.items()}
     values = TensorDict(nested, batch_size=len(batch))
     return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
@@ -245,9 +245,9 @@ def corrected_loss(
     clips: bool = False,
     kind: Loss = Loss.PPO,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """verl's signature of a loss, and as Correction has them: ratio_to, clips, kind (its loss). NaN where the batch
-    brings its correction and a log-prob is not finite.  Raises TrainingError for a batch that lacks what this loss
-    reads, NumericsError when a number there is not finite."""
+    """Compute the loss, in verl's signature. ratio_to, clips, kind (the loss): as Correction has them. NaN where the
+    batch brings its correction and a log-prob is not finite.  Raises TrainingError for a batch that lacks what this
+    loss reads, NumericsError when a number there is not finite."""
     correction = get_non_tensor_data(data, CORRECTION, None)
     is_finite = True
     if correction is not None:
@@ -302,14 +302,15 @@ def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Corr
 
 
 def _as_offsets(lower_BT: Tensor, *, upper_BT: Tensor) -> dict[str, Tensor]:
-    """So that verl's `1 - low` and `1 + high` are the bounds again: exactly from 0.5 on, below it to 2^-25."""
+    """Return low and high with which verl's `1 - low` and `1 + high` are the bounds again: exactly from 0.5 on,
+    below it to 2^-25."""
     return {"clip_ratio_low": 1 - lower_BT, "clip_ratio_high": upper_BT - 1}
 
 
 def centering_term(
     config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict, *, cap: float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """(what score centering adds to the loss, aggregated as the loss is, its sums for USED and the metrics).
+    """Return (what score centering adds to the loss, aggregated as the loss is, its sums for USED and the metrics).
 
     model_output: with the trainer's log-probs of the most likely words.  data: with the engine's.  cap: of the weights,
     None where tokens have none.
@@ -330,8 +331,8 @@ def centering_term(
 
 
 def centering_metrics(reported: Mapping[str, Any]) -> dict[str, float]:
-    """Of a step's line: the mean of `size_of` over the tokens that stay; empty where no loss had the term. reported: as
-    for check_used."""
+    """Return the mean of `size_of` over the tokens that stay, for a step's line; empty where no loss had the term.
+    reported: as for check_used."""
     tokens = float(reported.get(f"{USED}{CENTERED}", 0.0))
     return {"score_centering": float(reported[CENTERING_SIZE]) / tokens} if tokens else {}
 
@@ -339,9 +340,9 @@ def centering_metrics(reported: Mapping[str, Any]) -> dict[str, float]:
 def clipped_negatives(
     config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict, *, kind: Loss
 ) -> dict[str, float]:
-    """Tokens that stay and have a negative advantage, and those of them that learn nothing because the ratio lies
-    outside of the loss's bounds: 1 - clip_low, and dual_clip where it has one. Where the ratio is one for a response,
-    they are all of its tokens.
+    """Count the tokens that stay and have a negative advantage, and those of them that learn nothing because the ratio
+    lies outside of the loss's bounds: 1 - clip_low, and dual_clip where it has one. Where the ratio is one for a
+    response, they are all of its tokens.
 
     config: with the bounds of each token, where a correction clips.
     """
@@ -362,14 +363,14 @@ def clipped_negatives(
 
 
 def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
-    """Of a step's tokens with a negative advantage; None where it has none, or made no update. reported: verl's metrics
-    of the update, as for check_used."""
+    """Return the clipped share of a step's tokens with a negative advantage; None where it has none, or made no
+    update. reported: verl's metrics of the update, as for check_used."""
     negative = float(reported.get(NEGATIVE, 0.0))
     return float(reported[CLIPPED_NEGATIVE]) / negative if negative else None
 
 
 def _reference_kl_in_loss(config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict) -> float:
-    """The estimator's sum over the tokens that stay, nats: verl reports it aggregated as the loss."""
+    """Return the estimator's sum over the tokens that stay, nats: verl reports it aggregated as the loss."""
     log_prob_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
     padded = data.select("ref_log_prob", KEPT).to_padded_tensor()
     kl_BT = kl_penalty(log_prob_BT, padded["ref_log_prob"], config.kl_loss_type)
@@ -377,14 +378,15 @@ def _reference_kl_in_loss(config: ActorConfig, model_output: dict[str, Tensor], 
 
 
 def mean_reference_kl(reported: Mapping[str, Any]) -> float:
-    """Per token of an update, whatever the loss aggregates; NaN where there was none. reported: as for check_used."""
+    """Return the mean per token of an update, whatever the loss aggregates; NaN where there was none. reported: as
+    for check_used."""
     kept = float(reported.get(f"{USED}kept", 0.0))
     return float(reported[REFERENCE_KL]) / kept if kept and REFERENCE_KL in reported else math.nan
 
 
 def mean_log_ratio(log_prob_BT: Tensor, *, old_BT: Tensor, kept_BT: Tensor) -> Tensor:
-    """[B, 1] float64, nats: the mean of log_prob - old over a sequence's tokens, 0 for one without any. TBPO's bounds
-    of it are 3e-4 wide, and a sum of thousands of float32 is not that exact."""
+    """Return [B, 1] float64, nats: the mean of log_prob - old over a sequence's tokens, 0 for one without any.
+    TBPO's bounds of it are 3e-4 wide, and a sum of thousands of float32 is not that exact."""
     log_BT = (log_prob_BT.double() - old_BT.double()).masked_fill(~kept_BT, 0.0)
     return log_BT.sum(dim=-1, keepdim=True) / kept_BT.sum(dim=-1, keepdim=True).clamp(min=1)
 
@@ -399,8 +401,9 @@ def tbpo(
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """TBPO (trust-band policy optimisation) in verl's signature of a policy loss: [B, T] each, nats; the loss, and
-    verl's metrics of it. With r = exp(mean over the response of log p_theta / p_trainer) the objective of a response is
+    """Compute TBPO (trust-band policy optimisation) in verl's signature of a policy loss: [B, T] each, nats; the loss,
+    and verl's metrics of it. With r = exp(mean over the response of log p_theta / p_trainer) the objective of a
+    response is
 
         w * A * min(r, 1 + clip_high)                                        A >= 0
         w * A * r     where 1 - clip_low <= r <= dual_clip, else 0           A < 0
@@ -440,8 +443,8 @@ def geo_mean(
     config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """GMPO in verl's signature of a policy loss, and by verl's own function, whose mean is over a micro-batch: here it
-    is over the responses of an update, however they are shared out. With x = log p_theta / p_trainer of a token the
+    """Compute GMPO in verl's signature of a policy loss, by verl's own function, whose mean is over a micro-batch: here
+    it is over the responses of an update, however they are shared out. With x = log p_theta / p_trainer of a token the
     objective of a response is
 
         w * A * exp(mean of min(x, clip_high))                                   A >= 0
@@ -464,7 +467,8 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def sums_of(fields: Mapping[str, Tensor]) -> dict[str, float]:
-    """Over the tokens that stay, by the names of the fields; `tokens`: before any was dropped. [N] each."""
+    """Sum over the tokens that stay, by the names of the fields, [N] each; `tokens`: their number before any was
+    dropped."""
     kept_N = fields[KEPT].bool()
     counts = {"tokens": float(fields[REAL].sum()), "kept": float(kept_N.sum())}
     others = {name: fields[name] for name in (WEIGHTS, CLIP_LOWER, CLIP_UPPER) if name in fields}
@@ -472,7 +476,7 @@ def sums_of(fields: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def check_used(reported: Mapping[str, Any], *, meant: Mapping[str, float]) -> None:
-    """Raises TrainingError when the loss did not use what was meant, a sum of `sums_of` for a sum of `sums_of`.
+    """Raise TrainingError when the loss did not use what was meant, a sum of `sums_of` for a sum of `sums_of`.
     reported: verl's metrics of an update, where each is divided by the same number of mini-batches and ranks."""
     for name, value in meant.items():
         used, tokens = (float(reported.get(f"{USED}{each}", math.nan)) for each in (name, "tokens"))
@@ -488,27 +492,28 @@ class ShadowPass:
     """Of one run whose correction has one."""
 
     def __init__(self, plan: RunPlan) -> None:
-        assert plan.correction.shadow is not None, "the plan of such a correction has a shadow pass"
-        self._shadow = plan.correction.shadow
-        self._nominal = plan.correction.resolved.clip
+        assert plan.shadow is not None, "the plan of such a correction has a shadow pass"
+        self._shadow, self._every = plan.shadow, plan.correction.shadow_every
+        self._nominal = plan.loss_correction.clip
         self._temperature = plan.rollout.temperature
         self._run_dir = Path(plan.run_dir)
 
     def last_fit(self, *, before: int) -> tuple[int | None, ClipRange | None]:
-        """(step after whose update it was made, range), both None before the first."""
+        """Return (step after whose update it was made, range), both None before the first."""
         fits = [fit for fit in read_fits(self._run_dir / FITS_FILE) if fit[0] < before]
         return fits[-1] if fits else (None, None)
 
     def run(self, batch: KVBatchMeta, *, step: int, log_probs: LogProbs) -> None:
-        """When it is due after this step's update. Raises NumericsError when a log-prob is not finite."""
-        if (step - 1) % self._shadow.every:
+        """Make the shadow pass when it is due after this step's update. Raises NumericsError when a log-prob is not
+        finite."""
+        if (step - 1) % self._every:
             return
         part = shadow_batch(batch, sequences=self._shadow.sequences)
         part.extra_info = {
             "calculate_entropy": False,
             "compute_loss": False,
             "temperature": self._temperature,
-            "micro_batch_size_per_gpu": self._shadow.micro_batch_sequences,
+            "micro_batch_size_per_gpu": self._shadow.forward_sequences,
         }
         log_probs(part)
         full_T, rollout_T = _ratios(part)
@@ -522,19 +527,19 @@ class ShadowPass:
 
 
 def read_fits(path: Path) -> list[tuple[int, ClipRange]]:
-    """(step after whose update, bounds) in the order in which they were written."""
+    """Read (step after whose update, bounds) in the order in which they were written."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(raw["step"], ClipRange(raw["low"], raw["high"])) for raw in map(json.loads, lines)]
 
 
 def shadow_batch(batch: KVBatchMeta, *, sequences: int) -> KVBatchMeta:
-    """So many of the batch's sequences, spread evenly over it; rows that only pad the batch are left out."""
+    """Select so many of the batch's sequences, spread evenly over it; rows that only pad the batch are left out."""
     real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
     return batch.select_keys([real[index * len(real) // sequences] for index in range(sequences)])
 
 
 def _ratios(batch: KVBatchMeta) -> tuple[Tensor, Tensor]:
-    """(log R, log B) of the batch's tokens, float64."""
+    """Return (log R, log B) of the batch's tokens, float64."""
     data = _get(batch, ["log_probs", "old_log_probs", "rollout_log_probs", "response_mask"])
     new = response_from_nested(data["log_probs"], data["response_mask"]).values()
     mask = data["response_mask"].values().bool()
@@ -544,10 +549,11 @@ def _ratios(batch: KVBatchMeta) -> tuple[Tensor, Tensor]:
 def gdpo(
     parts: Mapping[str, Sequence[float]], *, weights: Mapping[str, float], uids: Sequence[str], mask_BT: Tensor
 ) -> Tensor:
-    """[B, T] float32: with r_k the k-th reward of a response, of its group's mean m_k and deviation s_k, the sum over k
-    of weight_k * (r_k - m_k) / (s_k + 1e-6), then of all the step's tokens made mean 0 and variance 1; 0 where the mask
-    is. parts: by reward, of each response, NaN where its grade was lost: it is left out of every mean, deviation and
-    variance, and has 0, as has one that is alone with its grade.  uids: of its prompt.  mask_BT: tokens that count.
+    """Return [B, T] float32: with r_k the k-th reward of a response, of its group's mean m_k and deviation s_k, the sum
+    over k of weight_k * (r_k - m_k) / (s_k + 1e-6), then of all the step's tokens made mean 0 and variance 1; 0 where
+    the mask is. parts: by reward, of each response, NaN where its grade was lost: it is left out of every mean,
+    deviation and variance, and has 0, as has one that is alone with its grade.  uids: of its prompt.  mask_BT: tokens
+    that count.
 
     Source: GDPO, arXiv 2601.05242; verl 0.9.1, `gdpo`.
     """
@@ -557,8 +563,11 @@ def gdpo(
     advantages_BT = torch.zeros_like(real_BT)
     if not kept_B.any():
         return advantages_BT
-    of = max(graded.values())
-    exact = {name: [exact_in_sums(value, of=of) for value in np.array(parts[name])[kept_B].tolist()] for name in names}
+    most_graded = max(graded.values())
+    exact = {
+        name: [exact_in_sums(value, num_samples=most_graded) for value in np.array(parts[name])[kept_B].tolist()]
+        for name in names
+    }
     advantages_BT[kept_B], _ = compute_gdpo_outcome_advantage(
         real_BT[kept_B],  # of rewards that are given one by one it takes the device
         real_BT[kept_B],
@@ -571,22 +580,22 @@ def gdpo(
 
 
 def gdpo_weights(plan: RunPlan) -> dict[str, float]:
-    """Of each reward by its name, where `gdpo` takes the place of verl's advantages; else empty."""
-    own = plan.task.own if plan.algorithm.advantage is Advantage.GDPO else None
-    return {each.name: each.weight for each in own.rewards} if own else {}
+    """Return the weight of each reward by its name, where `gdpo` replaces verl's advantages; else empty."""
+    rewards = plan.task.named_rewards if plan.algorithm.advantage is Advantage.GDPO else {}
+    return {name: reward.weight for name, reward in rewards.items()}
 
 
 def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> KVBatchMeta:
-    """The batch with these advantages. parts: in the order of its keys."""
+    """Return the batch with these advantages. parts: in the order of its keys."""
     rows = _get(batch, ["response_mask"])["response_mask"].unbind()
     uids = [key.rsplit("_", 2)[0] for key in batch.keys]
-    found_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
-    cut = [found[: len(row)] for found, row in zip(found_BT, rows, strict=True)]
+    advantages_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
+    cut = [advantages[: len(row)] for advantages, row in zip(advantages_BT, rows, strict=True)]
     return with_fields(batch, {"advantages": cut, "returns": cut})
 
 
 def without_advantage(batch: KVBatchMeta, *, places: Set[int]) -> KVBatchMeta:
-    """The batch where the samples at these places teach nothing, whatever their advantage was made of."""
+    """Return the batch where the samples at these places teach nothing, whatever their advantage was made of."""
     rows = _get(batch, ["advantages"])["advantages"].unbind()
-    told = [torch.zeros_like(row) if place in places else row for place, row in enumerate(rows)]
-    return with_fields(batch, {"advantages": told})
+    advantages = [torch.zeros_like(row) if place in places else row for place, row in enumerate(rows)]
+    return with_fields(batch, {"advantages": advantages})

@@ -1,8 +1,8 @@
 """The rollout engines of a run: watched, ended and started again while the trainer keeps its state and its place.
 
 For a change of scheme that no weight update can make. New engines are made by the code that made the first ones (verl's
-LLMServerManager), under the same names, so that the senders of weights find them. What they compute in stands in
-`sync/engines.json` before they start. They hold the model that the run began with until their first weight update,
+LLMServerManager), under the same names, so that the senders of weights find them. What they compute in is written
+to `sync/engines.json` before they start. They hold the model that the run began with until their first weight update,
 which proves all of them whole; the trainer lets nothing generate before.
 
 Nothing here waits without a limit but the start itself, which is watched as the first one is (launch/train.py).
@@ -47,13 +47,13 @@ class Restart:
     """One change of all engines of a run."""
 
     generation: Generation
-    """Of the new ones."""
+    """Generation of the new engines."""
     ended: tuple[int, ...]
-    """Ids of the old ones' processes."""
+    """Ids of the old engines' processes."""
     end_s: float
-    """Until they were gone."""
+    """Seconds until the old engines were gone."""
     start_s: float
-    """From then until the new ones stood."""
+    """Seconds from then until the new engines had started."""
 
     @property
     def seconds(self) -> float:
@@ -65,7 +65,7 @@ class Restart:
         return f"rollout engines of generation {number} in place of {number - 1}, after {self.seconds:.1f} s"
 
     def numbers(self) -> dict[str, object]:
-        """For the event: JSON values."""
+        """Return JSON values for the event."""
         return {
             "generation": self.generation.number,
             "after_sync": self.generation.after_sync,
@@ -101,22 +101,22 @@ class RolloutEngines:
             self._engine_watch.stop()
 
     def take_restart(self) -> dict[str, float]:
-        """What the next line of metrics says of restarts."""
+        """Return what the next line of metrics says of restarts."""
         seconds, self.restart_s = self.restart_s, 0.0
         return {"engine_restart_s": round(seconds, 4)} if seconds else {}
 
     def restart(
-        self, manager: LLMServerManager, *, precision: Precision, after_sync: int, start: Callable[[], LLMServerManager]
+        self, old: LLMServerManager, *, precision: Precision, after_sync: int, start: Callable[[], LLMServerManager]
     ) -> tuple[LLMServerManager, Restart]:
-        """End the engines of `manager`, start others and watch them. Nobody may wait for an answer of the old ones.
+        """End the engines of `old`, start others and watch them. Nobody may wait for an answer of the old ones.
 
         after_sync: weight updates so far.  start: makes a manager with running engines, as verl's trainer does.
         Raises EngineError when an engine died before, does not end, or when the new ones do not start.
         """
         self.stop_watching()
         began = time.monotonic()
-        ended = _end(manager.get_replicas())
-        _free_memory(manager.get_replicas())
+        ended = _end(old.get_replicas())
+        _free_memory(old.get_replicas())
         set_attestations_aside(self._run_dir, role="rollout", name=f"generation-{self.generation.number}")
         gone = time.monotonic()
         self.generation = self.generation.next(precision, after_sync=after_sync)
@@ -141,30 +141,30 @@ def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:
 
 
 def _end(replicas: list[RolloutReplica]) -> tuple[int, ...]:
-    """Returns the ids of the processes that were there. Raises EngineError where one still is.
+    """End the engines, and return the ids of their processes. Raises EngineError where one is still there.
 
     Of an engine on several hosts the first one's server ends last: the others would end by themselves when it is gone,
     which looks like a death.
     """
     beside = [_beside(replica) for replica in replicas]
-    told: list[tuple[ActorHandle, tuple[int, ...]]] = []
+    ended: list[tuple[ActorHandle, tuple[int, ...]]] = []
     for wave in ([pair for pairs in beside for pair in pairs[1:]], [pairs[0] for pairs in beside]):
         asked = [(worker, server.end_engine.remote()) for server, worker in wave]
-        told += [(worker, _processes(answer)) for worker, answer in asked]
+        ended += [(worker, _processes(answer)) for worker, answer in asked]
         for server, _ in wave:
             ray.kill(server)
     _wait_for_names()
-    looks = [worker.__ray_call__.remote(_left_over, pids, GONE_WITHIN_S) for worker, pids in told]
+    looks = [worker.__ray_call__.remote(_left_over, pids, GONE_WITHIN_S) for worker, pids in ended]
     within_s = GONE_WITHIN_S + KILLED_WITHIN_S + ANSWER_WITHIN_S
     living = [str(pid) for found in _answers(looks, within_s=within_s) for pid in found]
     if living:
         raise EngineError(f"the rollout engines did not end: processes {', '.join(living)} are still there")
-    return tuple(pid for _, pids in told for pid in pids)
+    return tuple(pid for _, pids in ended for pid in pids)
 
 
 def _free_memory(replicas: list[RolloutReplica]) -> None:
-    """On every rank's GPU: a new engine claims its share of the memory when it starts, and the trainer's worker beside
-    it holds what it may need again."""
+    """Free memory on every rank's GPU: a new engine claims its share of the memory when it starts, and the trainer's
+    worker beside it holds what it may need again."""
     workers = [worker for replica in replicas for worker in replica.workers]
     _answers([worker.__ray_call__.remote(_empty_cache) for worker in workers], within_s=ANSWER_WITHIN_S)
 
@@ -177,7 +177,7 @@ def _answers(asked: list[ray.ObjectRef], *, within_s: float) -> list[Any]:
 
 
 def _beside(replica: RolloutReplica) -> list[tuple[ActorHandle, ActorHandle]]:
-    """Each server of a replica, one per host, with a worker of the trainer on the same host."""
+    """Pair each server of a replica, one per host, with a worker of the trainer on the same host."""
     per_host = len(replica.workers) // len(replica.servers)
     return list(zip(replica.servers, replica.workers[::per_host], strict=True))
 
@@ -192,7 +192,7 @@ def _processes(ended: ray.ObjectRef) -> tuple[int, ...]:
 
 
 def _wait_for_names() -> None:
-    """Ray gives a name again once it knows that the actor is dead."""
+    """Wait until the servers' names are free: Ray gives a name again once it knows that the actor is dead."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while names := [name for name in ray.util.list_named_actors() if name.startswith(_SERVER_NAMES)]:
         if time.monotonic() > deadline:
@@ -231,7 +231,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """A number that another process has by now is not the one that was meant."""
+    """Check that a process lives. A number that another process has by now does not count."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -268,7 +268,7 @@ class EngineWatch:
 
 
 def _problem(server: ActorHandle) -> str:
-    """What is wrong with a server's engine, or nothing."""
+    """Return what is wrong with a server's engine, or an empty text."""
     try:
         return ray.get(server.engine_problem.remote(), timeout=SERVER_ANSWERS_WITHIN_S)
     except ray.exceptions.GetTimeoutError:

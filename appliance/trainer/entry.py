@@ -34,6 +34,7 @@ from appliance.record.liveness import WORKER_HOOK, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.session import asked_to_stop
 from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN
+from appliance.terms.phases import Phase
 from appliance.trainer import forks
 from appliance.trainer.stopping import Stopping
 
@@ -53,14 +54,14 @@ def main() -> int:
     keep_stacks("driver")
     try:
         if _has_forks(plan):
-            append_event(Path(plan.run_dir), kind="phase", what="import")
+            append_event(Path(plan.run_dir), kind="phase", what=str(Phase.IMPORT))
             with forks.as_ray_worker():
                 for name in IMPORTS:
                     if asked_to_stop(Path(plan.run_dir)):
                         break  # `train` hears it, and ends this process
                     importlib.import_module(name)
             forks.start_server(_forks_address())
-        append_event(Path(plan.run_dir), kind="phase", what="start")
+        append_event(Path(plan.run_dir), kind="phase", what=str(Phase.START))
         train(plan, overrides=sys.argv[1:])
     except (SavedAndStopped, Interrupted) as asked:
         return asked.exit_code
@@ -71,8 +72,8 @@ def main() -> int:
 
 
 def report(run_dir: Path, error: ApplianceError) -> int:
-    """Say why this process ends, unless a worker already did: what it raised arrives here as somebody else's error.
-    Returns the exit code."""
+    """Report why this process ends, unless a worker already did: what it raised arrives here as somebody else's
+    error. Returns the exit code."""
     said = first_failure(run_dir)
     if said is not None and said.exit_code is not None:
         return said.exit_code
@@ -90,7 +91,8 @@ def _end(run_dir: Path, error: ApplianceError) -> None:
 
 
 def translate(error: Exception) -> ApplianceError:
-    """The error of ours that fits. One that was raised inside a Ray worker arrives as the cause of a RayTaskError."""
+    """Return the error of ours that fits. One that was raised inside a Ray worker arrives as the cause of a
+    RayTaskError."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, ApplianceError):
         return cause
@@ -116,7 +118,7 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
 
         from appliance.trainer.process_watch import NAMED_AFTER_S, ProcessWatch
 
-        processes = ProcessWatch(on_death=on_death, has_services=plan.cluster is None)
+        processes = ProcessWatch(on_death=on_death, has_services=plan.cluster.has_own_ray)
         try:
             importing.join()
             from appliance.trainer.fit import fit  # raises here what it raised on the thread
@@ -127,15 +129,15 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
             raise
         finally:
             processes.stop()
-    append_event(run_dir, kind="phase", what="done")
+    append_event(run_dir, kind="phase", what=str(Phase.DONE))
 
 
 @contextlib.contextmanager
 def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
-    """A Ray for the run, stopped at the end: of its own on this host, or a cluster of several. Yields what to call, on
-    any thread, when something that the trainer may be waiting for is gone; it does not return."""
+    """Start a Ray for the run, stopped at the end: its own on this host, or a cluster of several. Yields what to
+    call, on any thread, when something that the trainer may be waiting for is gone; it does not return."""
     end = functools.partial(_end, Path(plan.run_dir))
-    if plan.cluster is None:
+    if plan.cluster.has_own_ray:
         import ray
 
         _start_ray(plan)
@@ -144,7 +146,7 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
         finally:
             ray.shutdown()
         return
-    with cluster_of(plan, plan.cluster, on_loss=end) as cluster:
+    with cluster_of(plan, on_loss=end) as cluster:
         try:
             yield lambda error: end(cluster.lost() or error)  # a process may have died with its node
         except (SavedAndStopped, Interrupted, GuardStop):
@@ -156,7 +158,7 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
 
 
 def _has_forks(plan: RunPlan) -> bool:
-    return plan.device == "cpu" and plan.cluster is None
+    return plan.is_cpu and plan.cluster.has_own_ray
 
 
 def _forks_address() -> Path:
@@ -164,19 +166,19 @@ def _forks_address() -> Path:
 
 
 def _start_ray(plan: RunPlan) -> None:
-    """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; its processes inherit this one's variables,
-    and with them where the token is that it asks for."""
+    """Start this run's own Ray, on this host. Its GPUs are the plan's ranks; its processes inherit this one's
+    variables, and with them where the token is that it asks for."""
     import ray
 
-    on_cpu = plan.device == "cpu"
+    on_cpu = plan.is_cpu
     every_worker = {"worker_process_setup_hook": WORKER_HOOK}
     if _has_forks(plan):
         every_worker["py_executable"] = forks.worker_command(_forks_address())
     with contextlib.chdir(plan.run_dir):  # Ray's workers import from the folder where it is called
         ray.init(
             address="local",  # never a cluster that RAY_ADDRESS names
-            num_cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.gpus_per_node, is_cpu=on_cpu),
-            num_gpus=plan.gpus_per_node if on_cpu else None,
+            num_cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.cluster.gpus_per_node, is_cpu=on_cpu),
+            num_gpus=plan.cluster.gpus_per_node if on_cpu else None,
             include_dashboard=False,
             object_store_memory=CPU_OBJECT_STORE_BYTES if on_cpu else None,
             _temp_dir=str(Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)),

@@ -7,9 +7,7 @@ and, where only an adapter is asked for, ADAPTER_ONLY.
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import os.path
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,10 +20,12 @@ from safetensors import SafetensorError
 from appliance.errors import PreflightError, TrainingError
 from appliance.files import is_full, whole_folder
 from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, write_config
-from appliance.quant.uaq import MARK_FILE, fold_back
+from appliance.quant.uaq import fold_back
 from appliance.record.checkpoints import ADAPTER_FOLDER, PROFILE_FOLDER
+from appliance.record.earlier_plans import with_keys_of_today
 from appliance.record.events import exit_code_of
-from appliance.record.plan import ModelPlan, UaqPlan
+from appliance.record.plan import ProfilePlan, UaqPlan, WeightsPlan, engines_of
+from appliance.settings.sections import Forward, Model, Quantization, Rollout
 from appliance.sync.precision import quantisation_at
 from appliance.terms.settings import Quantisation
 
@@ -47,51 +47,6 @@ It was trained from {provenance}.
 """
 
 
-# What a model is read by beside its weights: configuration, tokenizer, templates, code; and its licence. No card, which
-# would be none of what was trained. A folder may hold anything else: data, checkpoints and logs of what made it.
-_READ_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.model.v[0-9]*", "*.txt", "*.tiktoken", "*.py")
-_THE_BASES = (*_READ_BESIDE_WEIGHTS, "LICENSE*", "LICENCE*", "NOTICE*")
-_NOT_THE_BASES = (".*", "README*", "*.index.json", "trainer_state.json", "*_results.json", MARK_FILE)
-_TEMPLATES_FOLDER = "additional_chat_templates"
-
-
-def base_folder(model: ModelPlan) -> Path | None:
-    """Where the files of the model lie that a run began with: its folder, or the hub's cache. None where they do not,
-    by now."""
-    if model.path.startswith("/"):
-        return Path(model.path) if os.path.isfile(Path(model.path) / "config.json") else None
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(model.source, "config.json", revision=model.commit or None)
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def put_base_files(folder: Path, *, base: Path) -> None:
-    """Give a saved model the configuration, tokenizer, templates and code of its base, byte for byte.
-
-    transformers writes them anew when it saves: keys go or are renamed, a template moves into another file. Training
-    changes weights only. The type in config.json is the base's too: it says in which one the model runs, whatever the
-    file holds.
-    """
-    names = [path.name for path in base.iterdir() if path.is_file() and _is_the_bases(path.name)]
-    for path in folder.iterdir():
-        if path.is_file() and _is_the_bases(path.name) and path.name not in names:
-            path.unlink()  # transformers' own, of what the base has elsewhere or not at all
-    for name in names:
-        shutil.copyfile(base / name, folder / name)
-    shutil.rmtree(folder / _TEMPLATES_FOLDER, ignore_errors=True)
-    if (base / _TEMPLATES_FOLDER).is_dir():
-        shutil.copytree(base / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER)
-
-
-def _is_the_bases(name: str) -> bool:
-    """Whether a file of this name is one that a saved model has from its base."""
-    is_read, is_left = (
-        any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for patterns in (_THE_BASES, _NOT_THE_BASES)
-    )
-    return is_read and not is_left
-
-
 def main() -> int:
     run_dir, checkpoint, target, report = (Path(argument) for argument in sys.argv[1:5])
     export = _export_adapter if sys.argv[5:] == [ADAPTER_ONLY] else _export
@@ -103,13 +58,15 @@ def export_checkpoint(
     *,
     target: Path,
     uaq: UaqPlan | None,
-    model: ModelPlan | None = None,
+    model: Model | None = None,
+    weights: WeightsPlan | None = None,
     flow: Quantisation | None = None,
     provenance: str = "",
 ) -> None:
-    """checkpoint: `checkpoints/global_step_<n>`.  target: a new folder, there whole or not at all.
+    """Export a checkpoint's model. checkpoint: `checkpoints/global_step_<n>`.  target: a new folder, there whole or not
+    at all.
 
-    uaq: what the run's model was scaled with.  model: that the run began with, to merge an adapter into.
+    uaq: what the run's model was scaled with.  model, weights: that the run began with, to merge an adapter into.
     flow: what its rollouts were planned to be, where that is what was trained: the folder then says how to serve it.
     provenance: where the run's model is from, where that is to be said beside it.
     Raises TrainingError when the checkpoint has no model.
@@ -121,10 +78,10 @@ def export_checkpoint(
         if (source.parent / ADAPTER_FOLDER).is_dir():
             from appliance.trainer.lora import merge  # torch and transformers, which nothing else here needs
 
-            assert model is not None, "a run that trains an adapter says on which model"
+            assert model is not None and weights is not None, "a run that trains an adapter says on which model"
             merge(
-                model.path,
-                commit=model.commit,
+                weights.name_or_path,
+                commit=weights.commit,
                 trust_remote_code=model.trust_remote_code,
                 actor=source.parent,
                 target=partial,
@@ -135,19 +92,21 @@ def export_checkpoint(
             fold_back(source, target=partial, scale=uaq.scale)
         if flow is not None:
             assert model is not None, "a run with one flow says of which model"
-            _say_how_to_serve(partial, checkpoint=checkpoint, flow=flow, model=model.source or model.builtin)
+            name = model.path or model.builtin or ""
+            _say_how_to_serve(partial, checkpoint=checkpoint, flow=flow, model=name)
         if provenance:
             _say_where_it_is_from(partial / "README.md", provenance=provenance)
 
 
 def _say_where_it_is_from(card: Path, *, provenance: str) -> None:
-    """After what the card says, where there is one."""
+    """Append to the card where the model is from, or write one."""
     before = card.read_text() if card.is_file() else "# A trained policy\n"
     card.write_text(before + _ORIGIN.format(provenance=provenance))
 
 
 def _say_how_to_serve(folder: Path, *, checkpoint: Path, flow: Quantisation, model: str) -> None:
-    """In what the step after the checkpoint would have sampled, which the guard may have changed."""
+    """Write the files with which vLLM serves the model as the step after the checkpoint would have sampled, which
+    the guard may have changed."""
     from appliance.trainer.checkpoints import read_state  # torch and Ray, which nothing else here needs
 
     now, profile = quantisation_at(flow, read_state(checkpoint).precision.rollouts), folder / PROFILE_FOLDER
@@ -163,21 +122,32 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
     """Raises PreflightError for a plan that cannot be read, and where the target cannot be written: what else is read
     was read before, for its hashes."""
     try:  # no more of the plan: the rest may be of another version
-        raw: dict[str, Any] = json.loads((run_dir / "plan.json").read_bytes())
+        raw: dict[str, Any] = json.loads(with_keys_of_today((run_dir / "plan.json").read_bytes()))
         uaq = None if raw["uaq"] is None else UaqPlan.model_validate(raw["uaq"])
-        one_flow = raw.get("trainer", {}).get("one_flow")
-        model = ModelPlan.model_validate(raw["model"]) if raw.get("lora") or one_flow else None
-        provenance = raw.get("model", {}).get("provenance", "")  # plans of earlier versions say none
-        flow = Quantisation.model_validate(raw["rollout"]["replicas"][0], strict=False) if one_flow else None
+        one_flow = raw.get("trainer", {}).get("forward") == Forward.ROLLOUT
+        needs_model = one_flow or raw.get("model", {}).get("lora")
+        model = Model.model_validate(raw["model"]) if needs_model else None
+        weights = WeightsPlan.model_validate(raw["weights"]) if needs_model else None
+        provenance = raw.get("weights", {}).get("provenance", "")  # plans of earlier versions say none
+        flow = _first_engine(raw) if one_flow else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "export it with the version that made the run"
         raise PreflightError(f"{run_dir / 'plan.json'}: {error}", hint=hint) from error
     with _writing(target):
-        export_checkpoint(checkpoint, target=target, uaq=uaq, model=model, flow=flow, provenance=provenance)
+        export_checkpoint(
+            checkpoint, target=target, uaq=uaq, model=model, weights=weights, flow=flow, provenance=provenance
+        )
+
+
+def _first_engine(plan: dict[str, Any]) -> Quantisation:
+    """What the first engine of a plan quantises. plan: as JSON.  Raises ValueError, KeyError."""
+    rollout, quantization = Rollout.model_validate(plan["rollout"]), Quantization.model_validate(plan["quantization"])
+    profile = ProfilePlan.model_validate(plan["profile"], strict=False) if plan.get("profile") else None
+    return engines_of(rollout, quantization=quantization, profile=profile)[0]
 
 
 def _export_adapter(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
-    """Raises PreflightError where the target cannot be written."""
+    """Export the adapter. Raises PreflightError where the target cannot be written."""
     source = checkpoint / "actor" / ADAPTER_FOLDER
     with _writing(target), whole_folder(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)

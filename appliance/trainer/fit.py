@@ -19,7 +19,7 @@ from verl.utils.config import validate_config
 
 from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
-from appliance.record.code import user_folder
+from appliance.record.code import with_copies
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.record.samples import SampleLog
@@ -27,9 +27,10 @@ from appliance.tasks.grading import Shaping
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.tools import read_schemas
 from appliance.terms.clock import clock_of
+from appliance.trainer.engine_shares import Sampling
 from appliance.trainer.governor import Vocabulary
 from appliance.trainer.rewards import RewardPool, pool_for
-from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.trainer import Trainer
 from appliance.trainer.turns import Turns, in_pool
@@ -47,8 +48,7 @@ NO_LOAD_BALANCER = Patch(
     ),
     upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/workers/rollout/llm_server.py",
     distribution="verl",
-    version="0.9.1",
-    source_sha256="cc3dcac74089a597cad8dff877587f18108aa2ef880036a34bf4e84663018f4d",
+    sources={"0.9.1": "cc3dcac74089a597cad8dff877587f18108aa2ef880036a34bf4e84663018f4d"},
     remove_when="verl lets a trainer of ours leave the load balancer out",
 )
 
@@ -61,7 +61,7 @@ def _without_balancer(original: Callable[..., Awaitable[None]]) -> Callable[...,
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """verl's configuration with our overrides, validated by verl."""
+    """Compose verl's configuration with our overrides, validated by verl."""
     with initialize_config_module(config_module="verl.trainer.config", version_base=None):
         config = compose(config_name="ppo_trainer", overrides=overrides)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
@@ -73,7 +73,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
 def fit(
     plan: RunPlan, *, overrides: list[str], stopping: Stopping, on_engine_death: Callable[[ApplianceError], None]
 ) -> None:
-    """The order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run).
+    """Train, in the order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run).
 
     on_engine_death: called on another thread when a rollout engine died while the trainer may be waiting for it.
     Raises SavedAndStopped or Interrupted when the run was asked to stop.
@@ -108,13 +108,13 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         tokenizer=trainer.tokenizer,
         reader=ResponseReader(trainer.tokenizer),
         pool=pool,
-        samples=SampleLog(trainer.run_dir, steps=plan.steps, decode=decode),
+        samples=SampleLog(trainer.run_dir, steps=plan.trainer.steps, decode=decode),
         shaping=Shaping(
-            wrong=plan.algorithm.wrong_reward,
+            wrong=plan.wrong_reward,
             max_tokens=plan.task.max_response_tokens,
             buffer_tokens=plan.algorithm.overlong_tokens,
             penalty=plan.algorithm.overlong_penalty,
-            samples=plan.rollout.samples_per_prompt if plan.task.own else 0,
+            samples=plan.rollout.samples_per_prompt if plan.task.is_own else 0,
         ),
         training=Sampling(
             temperature=plan.rollout.temperature,
@@ -128,14 +128,14 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         seed=plan.seed,
         in_order=not plan.algorithm.filters,
         val_sets={
-            each.name: Sampling(each.temperature, plan.rollout.top_p, each.samples, plan.rollout.top_k or -1)
-            if each.temperature
-            else Sampling(0.0, 1.0, each.samples)
-            for each in plan.task.val_sets
+            name: Sampling(val_set.temperature, plan.rollout.top_p, val_set.samples, plan.rollout.top_k or -1)
+            if val_set.temperature
+            else Sampling(0.0, 1.0, val_set.samples)
+            for name, val_set in plan.task.val_sets.items()
         },
-        rewards=[each.name for each in plan.task.own.rewards] if plan.task.own else (),
+        rewards=list(plan.task.named_rewards),
         turns=_turns(trainer, plan=plan, pool=pool) if plan.task.tools else None,
-        clock=clock_of(trainer.tokenizer, date=plan.task.date),
+        clock=clock_of(trainer.tokenizer, date=plan.task_files.date),
     )
 
 
@@ -145,22 +145,22 @@ def _vocabulary(trainer: Trainer, *, plan: RunPlan) -> Vocabulary:
 
 
 def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
-    task, model = plan.task, plan.trained_model
-    assert task.own is not None, "only a task of the user's own has tools"
+    task, files, model = plan.task, plan.task_files, plan.trained_model
+    assert task.tools is not None and task.max_turns is not None, "only a task with tools has turns"
     return Turns(
         trainer.tokenizer,
         model_type=AutoConfig.from_pretrained(model, trust_remote_code=plan.model.trust_remote_code).model_type,
-        schemas=read_schemas(task.schemas_file),
-        max_turns=task.own.max_turns,
+        schemas=read_schemas(files.schemas_file),
+        max_turns=task.max_turns,
         max_tokens=task.max_response_tokens,
         call=in_pool(
             pool,
-            file=task.own.with_copies(plan.run_dir).tools,
-            sha256=task.own.sha256_of(task.tools),
+            file=with_copies(plan).tools,
+            sha256=files.sha256_of(task.tools),
             timeout_s=task.reward_timeout_s,
-            beside=user_folder(task.tools, own=task.own),
+            beside=files.folder_of(task.tools),
         ),
-        clock=clock_of(trainer.tokenizer, date=task.date),
+        clock=clock_of(trainer.tokenizer, date=files.date),
     )
 
 

@@ -1,10 +1,10 @@
 """Ray's workers and vLLM's engine on a CPU: forks of a process that has imported torch, verl and vLLM.
 
-Each of them would import these anew, for ten seconds of a core. So the driver imports them, and while it has one thread
-of Python's it forks a server of forks. In place of Python, Ray starts `worker_command` (`py_executable` of its runtime
-environments): this file as a program, which asks the server for a fork that gets its arguments, variables, folder and
-streams, and ends. Without an answer it becomes the Python that Ray meant. A rollout server's process keeps one more
-fork of its own, which becomes its engine: what Python's multiprocessing would spawn, and its child.
+Each of them would import these again, for ten seconds of a core. So the driver imports them, and while it has one
+thread of Python's it forks a server of forks. In place of Python, Ray starts `worker_command` (`py_executable` of its
+runtime environments): this file as a program, which asks the server for a fork that gets its arguments, variables,
+folder and streams, and ends. Without an answer it becomes the Python that Ray meant. A rollout server's process keeps
+one more fork of its own, which becomes its engine: what Python's multiprocessing would spawn, and its child.
 
 Not where CUDA is: it does not survive a fork, and importing asks for devices.
 
@@ -44,7 +44,7 @@ _SPAWNED = "--multiprocessing-fork"  # Python's mark of what `multiprocessing` s
 @dataclass(frozen=True)
 class Program:
     argv: list[str]
-    """Of Python, without options: a file and its arguments, or `-c` and code."""
+    """Arguments of Python, without options: a file and its arguments, or `-c` and code."""
     env: dict[str, str]
     cwd: str
     fds: list[int]
@@ -58,18 +58,19 @@ class Program:
 
 
 def worker_command(address: Path) -> str:
-    """For a shell, in place of Python.  address: the server's."""
+    """Return the command that a shell runs in place of Python.  address: the server's."""
     return shlex.join([sys.executable, "-I", "-S", __file__, str(address)])
 
 
 @contextlib.contextmanager
 def as_ray_worker() -> Iterator[None]:
-    """To import in what the forks are to have, Ray first: it reads two variables of a worker once, when it is imported.
+    """Make this process look like Ray's worker, to import in it what the forks are to have, Ray first: it reads two
+    variables of a worker once, when it is imported.
 
     The id of their job: a Ray of a run's own has one. And the process with which they end: the raylet, whose end the
     driver does not outlive (process_watch.py), so this one will do: it is there before. The ids of actor classes that
-    are defined meanwhile are not Ray's own draws, after which all forks would go on with the same ones. OpenCV's change
-    of the library path, meant for itself, would be every process's.
+    are defined meanwhile are not Ray's own draws, after which all forks would continue with the same ones. OpenCV's
+    change of the library path, meant for itself, would be every process's.
     """
     of_workers = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
     path = os.environ.get(_LIBRARIES)
@@ -100,13 +101,13 @@ def start_server(address: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(64)
-        ended, held = os.pipe()
+        ended, lifeline = os.pipe()
         gc.collect()
         gc.freeze()  # a collection would write to every object, and take its memory twice
         if os.fork() > 0:
-            os.close(ended)  # and `held` stays open as long as this process lives
+            os.close(ended)  # and `lifeline` stays open as long as this process lives
             return
-        os.close(held)
+        os.close(lifeline)
         program = _served(listener, ended)
     try:
         _become(program)
@@ -116,7 +117,7 @@ def start_server(address: Path) -> None:
 
 
 def _served(listener: socket.socket, ended: int) -> Program:
-    """In a fork: what it is to be. The server itself does not return."""
+    """Serve forks. Returns in a fork, with the program that it is to be; the server itself does not return."""
     from appliance.record.liveness import forget_stacks
 
     forget_stacks()
@@ -136,7 +137,8 @@ def _served(listener: socket.socket, ended: int) -> Program:
 
 
 def _forked(connection: socket.socket) -> Program | None:
-    """Returns in a fork, with what it is to be. The fork answers: who has waited in vain has become it by itself."""
+    """Fork for one request. Returns in the fork, with the program that it is to be. The fork answers: who has waited
+    in vain has become it by itself."""
     try:
         program, fds = _receive(connection)
     except (OSError, ValueError, TypeError):  # who asked has died
@@ -168,7 +170,7 @@ def _become(program: Program) -> None:
     os.chdir(program.cwd)
     import numpy
 
-    numpy.random.seed()  # Python's generator is seeded anew by Python; torch's begins with the same seed everywhere
+    numpy.random.seed()  # Python's generator is seeded again by Python; torch's begins with the same seed everywhere
     if program.argv[0] == "-c":
         sys.argv = ["-c", *program.argv[2:]]
         exec(program.argv[1], sys.modules["__main__"].__dict__)
@@ -179,7 +181,8 @@ def _become(program: Program) -> None:
 
 
 def _spare_to_be() -> Program | None:
-    """A child of this process, for the one that `multiprocessing` will spawn. Returns there, with what it is to be."""
+    """Fork a child of this process, for the one that `multiprocessing` will spawn. Returns there, with what it is to
+    be."""
     ours, its = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -225,8 +228,8 @@ def _send(connection: socket.socket, argv: list[str], fds: list[int]) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[Program, list[int]]:
-    """What was sent, and its descriptors, by numbers of this process. Raises ValueError or TypeError where it is cut
-    short."""
+    """Receive a program, and its descriptors, by numbers of this process. Raises ValueError or TypeError where it is
+    cut short."""
     text, fds, _, _ = socket.recv_fds(connection, 1 << 16, _MOST_FDS)
     try:
         while more := connection.recv(1 << 16):
@@ -255,7 +258,7 @@ def _take(fds: list[int], program: Program) -> None:
 
 
 def _write(name: str, value: str) -> None:
-    """Of this process, for the kernel. It may refuse."""
+    """Write a value of this process for the kernel, which may refuse it."""
     with contextlib.suppress(OSError):
         (_OWN / name).write_text(value)
 

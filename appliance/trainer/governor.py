@@ -24,8 +24,8 @@ _HALVINGS = 50  # of a share: far below what is shown of it
 
 
 def policy_of(plan: RunPlan) -> Policy:
-    """The recipe's thresholds, and the rest of the policy by its defaults. The bad steps may be spread over twice
-    as many, less one."""
+    """Return the recipe's thresholds, and the rest of the policy by its defaults. The bad steps may be spread over
+    twice as many, less one."""
     guard = plan.guard
     nearer = FLOW_ON_GPU if plan.trainer.one_flow and not plan.is_cpu else 1.0
     return Policy(
@@ -44,8 +44,8 @@ def policy_of(plan: RunPlan) -> Policy:
         collapse=Collapse(
             gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
             log_probs=Patience(warn_after=1, stop_after=guard.gradient_steps),
-            reward_floor=plan.algorithm.wrong_reward,
-            reward_ceiling=1.0 if plan.task.own is None else None,
+            reward_floor=plan.wrong_reward,
+            reward_ceiling=None if plan.task.is_own else 1.0,
             max_response_tokens=plan.task.max_response_tokens,
         ),
     )
@@ -54,10 +54,11 @@ def policy_of(plan: RunPlan) -> Policy:
 def signals_of(
     line: dict[str, object], *, telemetry: StepTelemetry, cap: float | None, is_exact: bool = False
 ) -> Signals:
-    """line: the step's metrics by the names of docs/metrics.md, before what is not finite became null.
+    """Collect a step's signals. line: the step's metrics by the names of docs/metrics.md, before what is not finite
+    became null.
 
     cap: where a token's weight is cut. Without one no share of tokens is truncated, whatever the method drops.
-    is_exact: as Step.is_exact.
+    is_exact: as StepParts.is_exact.
     """
     mismatch = telemetry.mismatch
     names = ["entropy", "response_tokens_mean"]
@@ -92,7 +93,8 @@ class Vocabulary:
     words: int
 
     def explain(self, k3: float) -> str:
-        """How far rows without a word can be the cause of a mismatch, or an empty text. k3: > 0, nats per token."""
+        """Explain how far rows without a word can be the cause of a mismatch, or return an empty text. k3: > 0, nats
+        per token."""
         unsampled = self.rows - self.words
         if unsampled <= 0 or k3 <= 0:
             return ""
@@ -104,7 +106,8 @@ class Vocabulary:
 
 
 def _share_for(k3: float) -> float:
-    """The share s with -s - log(1 - s) = k3, which is what every token has then. By bisection: it grows with s."""
+    """Return the share s with -s - log(1 - s) = k3, which is what every token has then. By bisection: it grows with
+    s."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -113,15 +116,15 @@ def _share_for(k3: float) -> float:
 
 
 class Governor:
-    """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it. had_stopped: the
-    attempt before, on purpose: this one goes on, but not as if nothing had happened."""
+    """One run's governor: its memory is in `guard.json`, from which another attempt continues. had_stopped: whether the
+    governor stopped the attempt before: this one resumes, but not as if nothing had happened."""
 
     def __init__(self, plan: RunPlan) -> None:
-        """Raises ValueError when guard.json is there and cannot be read."""
+        """Read guard.json, if it is there. Raises ValueError when it cannot be read."""
         self._run_dir = Path(plan.run_dir)
-        self._planned = plan.correction.resolved
+        self._planned = plan.loss_correction
         self.vocabulary: Vocabulary | None = None
-        """Of the model, once it is loaded."""
+        """Vocabulary of the model, once it is loaded."""
         self._policy = policy_of(plan)
         kept = self._run_dir / GUARD_FILE
         state = read(kept, GovernorState) if kept.exists() else GovernorState()
@@ -129,7 +132,8 @@ class Governor:
         self._state = resume(state, policy=self._policy)
 
     def after_step(self, signals: Signals) -> Decision | None:
-        """Each decision as an event with its numbers. Returns the one to stop the run, where there is one."""
+        """Judge a step, and write each decision as an event with its numbers. Returns the one to stop the run, where
+        there is one."""
         self._state, decisions = observe(self._state, signals, policy=self._policy)
         write_whole(self._run_dir / GUARD_FILE, as_json(self._state) + "\n", durable=False)  # a checkpoint has its own
         for decision in decisions:
@@ -147,7 +151,7 @@ class Governor:
         return next((decision for decision in decisions if decision.action is Action.STOP), None)
 
     def _reason(self, decision: Decision, *, signals: Signals) -> str:
-        """The causes, and what explains them where the vocabulary may."""
+        """Return the causes, and what explains them where the vocabulary may."""
         causes = ", ".join(cause.text for cause in decision.causes)
         is_mismatch = any(cause.signal == "k3_kl" for cause in decision.causes)
         if not is_mismatch or self.vocabulary is None or signals.k3_kl is None:
@@ -156,22 +160,22 @@ class Governor:
 
     @property
     def level(self) -> str:
-        """Where on the ladder the governor stands, for people and metrics."""
+        """Level of the ladder that the governor is on, for people and metrics."""
         levels = ladder(self._policy)
         return levels[place(self._state.level, levels=levels)].text
 
     @property
     def measures(self) -> Measures:
-        """What holds from now on."""
+        """Measures that are in force from now on."""
         return measures(self._state.level, policy=self._policy)
 
     @property
     def correction(self) -> Correction:
-        """What corrects the next step's loss."""
+        """Correction of the next step's loss."""
         return self._planned.tightened() if self.measures.tight else self._planned
 
     def metrics(self) -> dict[str, str | float | None]:
-        """Of the step that is not judged yet: where the governor stood, and what corrected the loss."""
+        """Return the keys of the step that is not judged yet: the governor's level, and what corrected the loss."""
         correction = self.correction
         return {
             "guard_level": self.level,
@@ -181,5 +185,5 @@ class Governor:
 
 
 def guard_stop(decision: Decision, *, saved: Path) -> GuardStop:
-    """The error that ends the run. saved: the checkpoint of its last step."""
+    """Return the error that ends the run. saved: the checkpoint of its last step."""
     return GuardStop(f"stopped by the guard: {decision.text}", hint=f"the state after this step is in {saved}")

@@ -1,11 +1,11 @@
 """LoRA: an adapter beside the linear layers is trained, the model itself is not.
 
 What a layer computes is x (W + s B A)^T, with s = alpha / rank, A [R, in] drawn at random and B [out, R] zero at first.
-The adapter is in FP32 with an optimizer of its own; W has no gradient and stays in BF16, the format of the checkpoint.
+The adapter is in FP32 with its own optimizer; W has no gradient and stays in BF16, the format of the checkpoint.
 For each update of weights verl merges, W + bf16(s B A), sends that, and puts a copy of W back, bit for bit: the digest
 of W is asked before each. So engines, quantisation, digests of what is sent and proof know nothing of it; and because
 a wrong merge would be digested and proven like a right one, what is sent of one layer, each time of the next one, is
-held against the same sum made here.
+compared with the same sum made here.
 
 Checkpoints have the adapter alone, as a rank's shards and whole as PEFT reads it. `model/` is merged from it by the
 same code of PEFT's as the weights that were sent.
@@ -32,7 +32,6 @@ from verl.utils.device import get_device_id
 from appliance.errors import EngineError, SyncError
 from appliance.quant.loading import load_whole
 from appliance.record.checkpoints import ADAPTER_FOLDER
-from appliance.record.plan import ModelPlan
 from appliance.settings.sections import Lora
 from appliance.sync.manifest import digest
 
@@ -40,7 +39,7 @@ _WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 
 
 def put_adapter_in(module: Module, *, lora: Lora, seed: int) -> PeftModel:
-    """The model, frozen, with an adapter. Raises EngineError for a target that is no layer of it."""
+    """Return the model, frozen, with an adapter. Raises EngineError for a target that is no layer of it."""
     names = {name.rpartition(".")[2] for name, each in module.named_modules() if isinstance(each, torch.nn.Linear)}
     if missing := sorted({*lora.targets} - names):
         hint = f"name some of {', '.join(sorted(names))} in model.lora.targets"
@@ -66,8 +65,9 @@ class Frozen:
         self._first: dict[str, str] = {}
 
     def check(self, module: Module) -> None:
-        """Before each merge. Raises SyncError where one is another than at the first call, on this rank, and where a
-        layer counts as merged: PEFT would pass over it, and what is sent would be the model without its adapter."""
+        """Check the weights before each merge. Raises SyncError where one is another than at the first call, on this
+        rank, and where a layer counts as merged: PEFT would pass over it, and what is sent would be the model
+        without its adapter."""
         found = {name: _digest(each) for name, each in module.named_parameters() if not each.requires_grad}
         self._first = self._first or found
         if changed := [name for name, before in self._first.items() if found.get(name) != before]:
@@ -87,15 +87,16 @@ class Expected(NamedTuple):
     sum_NK: Tensor | None
     """W + s B A, float32."""
     bound_NK: Tensor | None
-    """Of the error of a merge in BF16."""
+    """Bound of the error of a merge in BF16."""
 
     def check(self, sent_NK: Tensor) -> None:
-        """Every rank calls it, and raises SyncError where the first one finds a fault: else they would wait for it."""
-        said = [self._fault(sent_NK)]
+        """Check what was sent. Every rank calls it, and raises SyncError where the first one finds a fault: else
+        they would wait for it."""
+        faults = [self._fault(sent_NK)]
         if torch.distributed.is_initialized():
-            torch.distributed.broadcast_object_list(said)
-        if said[0]:
-            raise SyncError(said[0], hint="the merge went wrong; resume from the last checkpoint, and report it")
+            torch.distributed.broadcast_object_list(faults)
+        if faults[0]:
+            raise SyncError(faults[0], hint="the merge went wrong; resume from the last checkpoint, and report it")
 
     def _fault(self, sent_NK: Tensor) -> str:
         if self.sum_NK is None:
@@ -108,7 +109,8 @@ class Expected(NamedTuple):
 
 
 def expected_merge(module: Module, *, lora: Lora, turn: int) -> Expected:
-    """Before a merge. Every rank calls it, the first one gets the numbers. turn: which layer, modulo their number.
+    """Compute what a merge is to send of one layer. Every rank calls it, the first one gets the numbers. turn: which
+    layer, modulo their number.
 
     The bound: s B A and the sum are rounded to BF16, 2^-9 of each and of what they are then; B and A may be rounded
     before, to BF16 or by a GPU to TF32, 2^-9 of each.
@@ -128,7 +130,8 @@ def expected_merge(module: Module, *, lora: Lora, turn: int) -> Expected:
 
 
 def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: Expected) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors. On every rank; raises SyncError where the expected one is another, or is not among them."""
+    """Yield the same tensors. Every rank calls it, and raises SyncError where the expected one is another, or is not
+    among them."""
     came = False
     for name, tensor in tensors:
         if name == expected.name:
@@ -140,18 +143,21 @@ def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: Expected) -> Ite
         raise SyncError(message, hint="its merge cannot be checked; report it, with the model")
 
 
-def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:
-    """As PEFT reads it. Every rank calls it, the first one writes. folder: new.  model: that it belongs to."""
+def save_adapter(module: Module, *, folder: Path, base: str, commit: str) -> None:
+    """Save the adapter as PEFT reads it. Every rank calls it, the first one writes.
+
+    folder: new.  base: what the adapter is trained on, a folder or a name on the hub.  commit: there, or empty.
+    """
     whole = {name: _whole(each) for name, each in module.named_parameters() if each.requires_grad}
     if torch.distributed.get_rank():
         return
     tensors = get_peft_model_state_dict(module, state_dict=whole)
     config = module.peft_config["default"]  # type: ignore[index]
-    kept = config.base_model_name_or_path, config.revision
-    config.base_model_name_or_path, config.revision = model.source or model.path, model.commit or None
+    named_before = config.base_model_name_or_path, config.revision
+    config.base_model_name_or_path, config.revision = base, commit or None
     folder.mkdir()
     config.save_pretrained(str(folder))
-    config.base_model_name_or_path, config.revision = kept
+    config.base_model_name_or_path, config.revision = named_before
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
@@ -166,7 +172,8 @@ def _whole(shard: Tensor) -> Tensor:
 
 
 def merge(base: str, *, commit: str, trust_remote_code: bool, actor: Path, target: Path) -> None:
-    """The model with the adapter merged in, in BF16, and the adapter in `adapter/` below it. Holds the whole model.
+    """Write the model with the adapter merged in, in BF16, and the adapter in `adapter/` below it. Holds the whole
+    model in memory.
 
     base: what the adapter was trained on, a folder or a name on the hub.  commit: there.  actor: of a checkpoint.
     target: a folder.

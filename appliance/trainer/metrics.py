@@ -7,8 +7,9 @@ adds `old_log_probs` to what it got. To fetch them a second time takes ten times
 `keeping_fetched` keeps verl's.
 
 Where a step's only update gives the old log-probs (`update` in the plan), they are written into the queue after it
-(`write_held`), and measured there. Where the rollouts' are the old ones (`rollout`) they equal themselves. What is then
-compared with them are those of the step's first update, whose weights are still those that sampled: `measure_held`.
+(`write_old_log_probs`), and measured there. Where the rollouts' are the old ones (`rollout`) they equal themselves.
+Compared with them are then those of the step's first update, whose weights are still those that sampled:
+`measure_update`.
 
 Legend: S sequences; N their response positions, sequence after sequence; T those of them that count.
 """
@@ -49,9 +50,9 @@ from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
 from appliance.terms.settings import Dtype, OldLogProbs
 from appliance.trainer.correction import centering_metrics, clipped_negative_fraction, mean_reference_kl, with_fields
-from appliance.trainer.held import Held, rows_by_key
 from appliance.trainer.precision import Live
 from appliance.trainer.top_words import DIVERGENCE
+from appliance.trainer.update_log_probs import ForwardLogProbs, rows_by_key
 
 RATE = "actor/lr"
 _FROM_VERL = {
@@ -79,12 +80,12 @@ class Divergence:
     """How far the rollouts' distributions are from the trainer's: corrections/distributions.py."""
 
     mean: float
-    """Of a token, nats; NaN where a log-prob is not finite."""
+    """Mean over tokens, nats; NaN where a log-prob is not finite."""
     equal_fraction: float
     """Tokens at which it is 0, 0..1."""
 
     @staticmethod
-    def of(divergence_T: Tensor) -> Divergence:
+    def from_tokens(divergence_T: Tensor) -> Divergence:
         divergence_T = divergence_T.double()
         return Divergence(float(divergence_T.mean()), float((divergence_T == 0).double().mean()))
 
@@ -94,7 +95,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class StepTelemetry:
-    """With `measure_held` all fields but `equal_group_fraction` and `tokens_mean` are of the tokens that were held."""
+    """With `measure_update` all fields but `equal_group_fraction` and `tokens_mean` are of that update's tokens."""
 
     mismatch: Mismatch
     by_length: MismatchByLength
@@ -104,21 +105,21 @@ class StepTelemetry:
     """Tokens of which a log-probability is not finite or beyond FARTHEST, 0..1. Where there are some, no number of
     `mismatch` is finite, and in `by_length` they count as equal."""
     seconds: float = 0.0
-    """That measuring took."""
+    """Seconds that measuring took."""
     tokens_mean: float = 0.0
-    """Of a sequence, those that count."""
+    """Tokens of a sequence that count, mean over the sequences."""
     differing_tokens: int = 0
-    """Whose two log-probs are not the same float32."""
+    """Tokens whose two log-probs are not the same float32."""
     divergence: Divergence | None = None
-    """None where engines report no words."""
+    """Divergence of the distributions; None where engines report no words."""
 
     @property
     def differing_fraction(self) -> float:
         return self.differing_tokens / self.by_length.whole.num_tokens
 
     def metrics(self, *, is_exact: bool = False) -> dict[str, Any]:
-        """JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket.  is_exact: as
-        Step.is_exact."""
+        """Return JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket.  is_exact:
+        as StepParts.is_exact."""
         whole = self.by_length.whole
         return {
             "equal_group_fraction": self.equal_group_fraction,
@@ -145,7 +146,8 @@ def measure_batch(
     prompts: Sequence[str],
     cap: float | None,
 ) -> StepTelemetry:
-    """trainer_N, rollout_N: log-probabilities in nats.  real_N: the tokens that count.  responses_N: tokens.
+    """Measure a batch. trainer_N, rollout_N: log-probabilities in nats.  real_N: the tokens that count.  responses_N:
+    tokens.
 
     row_S: [S] int64, positions of each sequence, sum N.  prompts: the prompt's name per sequence.
     cap: of a token's weight, > 0.  A sequence without a token that counts is padding of the batch.  A token without two
@@ -164,7 +166,7 @@ def measure_batch(
 
 
 def _compared(trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: float | None) -> dict[str, Any]:
-    """The part of StepTelemetry that says how far one is from the other."""
+    """Compute the part of StepTelemetry that says how far one is from the other."""
     differing = int((trainer_T.float() != rollout_T.float()).sum())
     broken = float((~finite_pairs(trainer_T, rollout_T)).double().mean())
     if broken:
@@ -180,7 +182,8 @@ def _compared(trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: fl
 
 
 def equal_groups(responses: Iterable[Tensor], *, prompts: Iterable[str]) -> float:
-    """Share of prompts with more than one sample of which all are the same; 0 when there is no such prompt."""
+    """Return the share of prompts with more than one sample of which all are the same; 0 when there is no such
+    prompt."""
     kinds: dict[str, set[bytes]] = defaultdict(set)
     samples: dict[str, int] = defaultdict(int)
     for prompt, response in zip(prompts, responses, strict=True):
@@ -192,7 +195,7 @@ def equal_groups(responses: Iterable[Tensor], *, prompts: Iterable[str]) -> floa
 
 @contextlib.contextmanager
 def keeping_fetched() -> Iterator[SimpleNamespace]:
-    """As long as it is open, this process's client of the queue leaves what it fetched last in `data`."""
+    """Have this process's client of the queue leave what it fetched last in `data`, as long as this is open."""
     client, fetched = transfer_queue.get_client(), SimpleNamespace(data=None)
     get = client.async_get_data
 
@@ -210,7 +213,7 @@ def keeping_fetched() -> Iterator[SimpleNamespace]:
 def measure_step(
     batch: KVBatchMeta, *, cap: float | None, fetched: TensorDict | None = None
 ) -> tuple[KVBatchMeta, StepTelemetry]:
-    """cap: of a token's weight.  fetched: of this batch, fetched anew where a field is missing.
+    """Measure a step. cap: of a token's weight.  fetched: fields of this batch, fetched again where one is missing.
 
     Log-probs that are not finite are 0 in the batch afterwards, on both sides: the step is not learned from, but verl's
     advantages and metrics are computed all the same.  Raises TrainingError when rows differ in length.
@@ -239,13 +242,13 @@ def measure_step(
         divergence_N = transfer_queue.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=[DIVERGENCE]
         )[DIVERGENCE].values()
-        telemetry = replace(telemetry, divergence=Divergence.of(divergence_N[real_N.bool()]))
+        telemetry = replace(telemetry, divergence=Divergence.from_tokens(divergence_N[real_N.bool()]))
     return batch, replace(telemetry, seconds=time.perf_counter() - started)
 
 
 def mean_entropy(batch: KVBatchMeta, *, fetched: TensorDict | None = None) -> float:
-    """Nats, of the batch's tokens, whatever the loss aggregates. After a pass for log-probs, or `write_held`, which
-    has fetched it."""
+    """Return the mean over the batch's tokens, in nats, whatever the loss aggregates. To be called after a pass for
+    log-probs, or after `write_old_log_probs`, which has fetched it."""
     names = ["entropy", "response_mask"]
     if fetched is None:
         fetched = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
@@ -253,23 +256,23 @@ def mean_entropy(batch: KVBatchMeta, *, fetched: TensorDict | None = None) -> fl
     return float(entropy_N[real_N.bool()].double().mean())
 
 
-def measure_held(
+def measure_update(
     step: StepTelemetry,
     *,
     keys: Sequence[str],
     fetched: TensorDict,
-    held: Sequence[Held],
+    forwards: Sequence[ForwardLogProbs],
     sequences: int,
     cap: float | None,
 ) -> tuple[StepTelemetry, float]:
-    """(`step` with the mismatch of the tokens held, their mean entropy in nats).
+    """Return (`step` with the mismatch of the first update's tokens, their mean entropy in nats).
 
-    step: as `measure_step` says it.  keys: of its sequences.  fetched: what that was said of.  held: of all ranks.
-    sequences: of an update.  cap: of a token's weight.
+    step: as `measure_step` says it.  keys: of its sequences.  fetched: what that was measured in.  forwards: of an
+    update, of all ranks.  sequences: of that update.  cap: of a token's weight.
     Raises TrainingError as rows_by_key, and when a sequence's log-probs are not as many as its rollout's.
     """
     started = time.perf_counter()
-    rows = rows_by_key(held, keys=keys, sequences=sequences)
+    rows = rows_by_key(forwards, keys=keys, sequences=sequences)
     columns = (fetched[name].unbind() for name in ("rollout_log_probs", "response_mask"))
     length_S, of_sequences, divergences = [], [], list[Tensor]()
     for key, rollout, real in zip(keys, *columns, strict=True):
@@ -283,17 +286,18 @@ def measure_held(
                 divergences.append(row.divergence[real.bool()])
     trainer_T, rollout_T, entropy_T = (torch.cat(each) for each in zip(*of_sequences, strict=True))
     compared = _compared(trainer_T, rollout_T=rollout_T, length_S=torch.tensor(length_S), cap=cap)
-    compared["divergence"] = Divergence.of(torch.cat(divergences)) if divergences else None
+    compared["divergence"] = Divergence.from_tokens(torch.cat(divergences)) if divergences else None
     seconds = step.seconds + time.perf_counter() - started
     return replace(step, **compared, seconds=seconds), float(entropy_T.double().mean())
 
 
-def write_held(batch: KVBatchMeta, *, held: Sequence[Held]) -> tuple[KVBatchMeta, TensorDict]:
-    """(the batch with old log-probs and entropies as a pass would have left them, what verl fetches after a pass).
+def write_old_log_probs(batch: KVBatchMeta, *, forwards: Sequence[ForwardLogProbs]) -> tuple[KVBatchMeta, TensorDict]:
+    """Return (the batch with old log-probs and entropies as a pass would have left them, what verl fetches after a
+    pass).
 
-    held: of all ranks, of an update of the whole batch.  Raises TrainingError as rows_by_key.
+    forwards: of all ranks, of an update of the whole batch.  Raises TrainingError as rows_by_key.
     """
-    rows = rows_by_key(held, keys=batch.keys, sequences=len(batch))
+    rows = rows_by_key(forwards, keys=batch.keys, sequences=len(batch))
     log_probs, entropy, divergence = zip(*(rows[key] for key in batch.keys), strict=True)
     compared = {} if divergence[0] is None else {DIVERGENCE: divergence}
     batch = with_fields(batch, {"old_log_probs": log_probs, "entropy": entropy, **compared})
@@ -310,17 +314,17 @@ def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
 
 
 @dataclass
-class Step:
+class StepParts:
     """What a step has brought so far, from the hooks of verl's, for its line."""
 
     rolled: Live
-    """What its rollouts are made in."""
+    """Precision that its rollouts are made in."""
     reward_failures: int = 0
     telemetry: StepTelemetry | None = None
     fetched: TensorDict | None = None
-    """What `telemetry` was measured in."""
+    """Fields that `telemetry` was measured in."""
     correction: dict[str, float | None] | None = None
-    """Of BatchCorrection."""
+    """Keys of BatchCorrection."""
     sync: SyncRecord | None = None
     """The weight update that ended it."""
     differing: DifferingToken | None = None
@@ -329,13 +333,14 @@ class Step:
     def is_exact(self, plan: RunPlan) -> bool:
         """Whether its log-probs are to be the rollouts' bit by bit: those in the planned precision. On a GPU
         nothing is promised but a bound (trainer/governor.py)."""
-        return plan.trainer.one_flow and plan.is_cpu and self.rolled == Live(plan.rollout.label, plan.rollout.emulated)
+        return plan.trainer.one_flow and plan.is_cpu and self.rolled == Live(plan.rollout.label, plan.emulates)
 
 
 def step_metrics(
-    step: Step, *, verl: dict[str, Any], timing_s: dict[str, float], plan: RunPlan, number: int
+    step: StepParts, *, verl: dict[str, Any], timing_s: dict[str, float], plan: RunPlan, number: int
 ) -> dict[str, Any]:
-    """The keys of one step's line, by docs/metrics.md. Raises TrainingError when verl reports one of them no more."""
+    """Return the keys of one step's line, by docs/metrics.md. Raises TrainingError when verl no longer reports one
+    of them."""
     if step.telemetry is None or step.correction is None:
         raise TrainingError(f"step {number} ended without log-probabilities to compare")
     if step.sync is None:
@@ -344,7 +349,7 @@ def step_metrics(
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {number}")
     # verl's length has the tools' tokens in it, which nobody generated
     length = step.telemetry.tokens_mean if plan.task.tools else float(verl["response_length/mean"])
-    tokens = length * plan.prompts_per_step * plan.rollout.samples_per_prompt
+    tokens = length * plan.batch.prompts_per_step * plan.rollout.samples_per_prompt
     mismatch, sync = step.telemetry.mismatch, step.sync.metrics()
     return {
         "step": number,
@@ -373,9 +378,9 @@ def step_metrics(
 
 
 def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
-    """`reference_kl`, nats, of a divergence in the loss: the estimator's mean over the tokens that were trained on."""
-    kl = plan.algorithm.kl
-    return {"reference_kl": mean_reference_kl(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
+    """Return `reference_kl`, nats, of a divergence in the loss: the estimator's mean over the tokens that were
+    trained on."""
+    return {"reference_kl": mean_reference_kl(verl)} if plan.algorithm.kl_place is KlPlace.LOSS else {}
 
 
 def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
@@ -397,7 +402,8 @@ def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str,
 
 
 def tell_differing(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> None:
-    """The guard's first bound, said at once and with its place; the ladder counts the step as a bad one."""
+    """Report at once, and with its place, that log-probs differ which must not; the ladder counts the step as a bad
+    one."""
     whole = telemetry.by_length.whole
     append_event(
         run_dir,
@@ -420,7 +426,7 @@ def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def tracked(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line under the names that they have in TensorBoard and the like: `appliance/reward_mean`."""
+    """Return the numbers of a line by the names that they have in TensorBoard and the like: `appliance/reward_mean`."""
     return {f"appliance/{key}": float(value) for key, value in line.items() if _is_finite(value)}
 
 

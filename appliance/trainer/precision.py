@@ -1,5 +1,5 @@
-"""The precision of the rollouts in a run: what the governor asks for, told to the senders (or to new engines, see
-engines.py), and held against what the engines then say that they run; and what depends on it, weight updates and
+"""The precision of the rollouts in a run: what the governor asks for, passed to the senders (or to new engines, see
+engines.py), and compared with what the engines then report that they run; and what depends on it, weight updates and
 validation.
 
 No rollout before each rank has proven the very update that was sent. verl updates at the start, after each step and,
@@ -34,10 +34,10 @@ BF16 = Precision(Scheme.BF16)
 
 @dataclass(frozen=True)
 class Live:
-    """What the engines run since a weight update, by their own word."""
+    """What the engines run since a weight update, as they have reported it."""
 
     label: str
-    """`bf16+int8` where replicas differ."""
+    """Name of the scheme; `bf16+int8` where replicas differ."""
     emulated: bool
     bf16_layers: int = 0
     """Quantised layers that are in BF16 for now, of the engine that has most."""
@@ -51,17 +51,18 @@ class PrecisionState:
     """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break."""
 
     planned: str
-    """The plan's label of the rollouts. For a plan with another one all the rest says nothing."""
+    """Label of the rollouts in the plan. For a plan with another one all the rest says nothing."""
 
     rollouts: Precision
-    """Of the step after the checkpoint's."""
+    """Precision of the step after the checkpoint's."""
 
     decided: Precision
-    """From the weight update after those on."""
+    """Precision from the weight update after those on."""
 
     scheme: Scheme
     bf16_layer_fraction: float
-    """Both: what the guard asks for. For a guard that asks for another one the rest says nothing."""
+    """Share of layers in BF16 that the guard asks for, as it asks for `scheme`. For a guard that asks for others the
+    rest says nothing."""
 
 
 class RolloutPrecision:
@@ -77,29 +78,29 @@ class RolloutPrecision:
         self._lasting = AS_PLANNED
         self._brought = AS_PLANNED
         self.wanted = AS_PLANNED
-        self._told = AS_PLANNED
+        self._reported = AS_PLANNED
         self._must_rank = plan.guard.ranks_layers
-        self.live = Live(plan.rollout.label, plan.rollout.emulated)
+        self.live = Live(plan.rollout.label, plan.emulates)
 
-    def begin(self, measures: Measures, *, kept: PrecisionState | None) -> None:
-        """Before the first weight update of an attempt; `want` is to follow before its first step. kept: of the
-        checkpoint it goes on from, None: the measures hold from that update on. Raises as `want`."""
+    def begin(self, measures: Measures, *, saved: PrecisionState | None) -> None:
+        """Begin an attempt, before its first weight update; `want` is to follow before its first step. saved: of the
+        checkpoint it resumes from, None: the measures hold from that update on. Raises as `want`."""
         measured = measures.scheme, measures.bf16_layer_fraction
         known = (self._plan.rollout.label, *measured)
-        if kept is None or (kept.planned, kept.scheme, kept.bf16_layer_fraction) != known:
+        if saved is None or (saved.planned, saved.scheme, saved.bf16_layer_fraction) != known:
             self.want(measures)
         else:
-            self._measured, self._decided, self._lasting = measured, kept.decided, kept.rollouts
+            self._measured, self._decided, self._lasting = measured, saved.decided, saved.rollouts
             self._ask(self._lasting)
         self._brought = self._lasting
 
     @property
     def state(self) -> PrecisionState:
-        """At the end of a step, whether the guard has looked at it or not."""
+        """State at the end of a step, whether the guard has looked at it or not."""
         return PrecisionState(self._plan.rollout.label, self._brought, self._decided, *self._measured)
 
     def want(self, measures: Measures) -> None:
-        """From the next weight update on. Raises PreflightError where the worst layers cannot be told.
+        """Take measures from the next weight update on. Raises PreflightError where nobody knows the worst layers.
 
         Which layers are the worst is asked when the measures change, and holds until they do: errors drift from step to
         step, and other layers would be another change of engines.
@@ -112,7 +113,7 @@ class RolloutPrecision:
 
     @contextmanager
     def meanwhile(self, precision: Precision) -> Iterator[None]:
-        """Weight updates in here ask for `precision`, those after it for what was wanted before."""
+        """Have weight updates in here ask for `precision`, and those after it for what was wanted before."""
         self._ask(precision)
         try:
             yield
@@ -121,12 +122,12 @@ class RolloutPrecision:
 
     @property
     def starts_in(self) -> Precision:
-        """All else is asked of engines with a weight update."""
+        """Precision that new engines start in. All else is asked of engines with a weight update."""
         return AS_PLANNED if self._is_live else self.wanted
 
     def validates_bf16(self, step: int) -> bool:
         """Whether the validation after this step (0: before training) is made in BF16 as well."""
-        every, steps = self._plan.validate_bf16_every, self._plan.steps
+        every, steps = self._plan.trainer.validate_bf16_every, self._plan.trainer.steps
         return every > 0 and (step == steps or (step % every == 0 and every < steps))
 
     def restarts_in(self, step: int, *, present: Precision) -> bool:
@@ -148,51 +149,57 @@ class RolloutPrecision:
         return Precision(scheme, tuple(sorted(set(worst_layers(self._plan, share=share)))) if share else ())
 
     def took(self, record: SyncRecord) -> None:
-        """Raises SyncError when an engine runs something else than was asked for, PreflightError when the guard may ask
-        for the worst layers and quantised engines do not tell them."""
-        said = sorted(record.acknowledgements, key=lambda one: (one.replica, one.rank))
-        problems = [problem for one in said if (problem := self._problem(one))]
+        """Take note of a weight update. Raises SyncError when an engine runs something else than was asked for,
+        PreflightError when the guard may ask for the worst layers and quantised engines do not tell them."""
+        acknowledgements = sorted(
+            record.acknowledgements, key=lambda acknowledgement: (acknowledgement.replica, acknowledgement.rank)
+        )
+        problems = list(filter(None, map(self._problem, acknowledgements)))
         if problems:
-            raise SyncError(f"weight update {said[0].sync}: {'; '.join(problems)}", hint="see sync/ in the run folder")
-        if self._must_rank and any(Scheme(one.scheme).quantised for one in said):
+            raise SyncError(
+                f"weight update {acknowledgements[0].sync}: {'; '.join(problems)}", hint="see sync/ in the run folder"
+            )
+        if self._must_rank and any(Scheme(engine.scheme).quantised for engine in acknowledgements):
             _ranking(self._plan)
-            self._must_rank = False  # what was told once stays
+            self._must_rank = False  # known once, known for good
         self.live = Live(
-            label="+".join(dict.fromkeys(one.scheme for one in said)),
-            emulated=any(one.emulated for one in said),
-            bf16_layers=max(one.bf16_layers for one in said),
+            label="+".join(dict.fromkeys(engine.scheme for engine in acknowledgements)),
+            emulated=any(engine.emulated for engine in acknowledgements),
+            bf16_layers=max(engine.bf16_layers for engine in acknowledgements),
         )
         self._brought = self._lasting  # a run that is leaving may end its step in something else
-        if self.wanted == self._lasting != self._told:
-            self._told = self._lasting
-            self._tell(said)
+        if self.wanted == self._lasting != self._reported:
+            self._reported = self._lasting
+            self._tell(acknowledgements)
 
-    def _problem(self, said: Acknowledgement) -> str:
-        own = self._plan.rollout.replicas[said.replica].scheme
-        wanted = (self.wanted.scheme or own) if own.quantised else own
-        who = f"rollout rank {said.rank} of replica {said.replica}"
-        if said.scheme != str(wanted):
-            return f"{who} runs {said.scheme}, it was to run {wanted}"
-        some = own.quantised and bool(self.wanted.bf16_layers or self.wanted.scheme is Scheme.BF16)
-        if some is (said.bf16_layers > 0):
+    def _problem(self, acknowledgement: Acknowledgement) -> str:
+        planned = self._plan.rollout.replicas[acknowledgement.replica]
+        wanted = (self.wanted.scheme or planned) if planned.quantised else planned
+        who = f"rollout rank {acknowledgement.rank} of replica {acknowledgement.replica}"
+        if acknowledgement.scheme != str(wanted):
+            return f"{who} runs {acknowledgement.scheme}, it was to run {wanted}"
+        some = planned.quantised and bool(self.wanted.bf16_layers or self.wanted.scheme is Scheme.BF16)
+        if some is (acknowledgement.bf16_layers > 0):
             return ""
-        return f"{who} raised {said.bf16_layers} layers to bf16, it was to raise {'some' if some else 'none'}"
+        return (
+            f"{who} raised {acknowledgement.bf16_layers} layers to bf16, it was to raise {'some' if some else 'none'}"
+        )
 
-    def _tell(self, said: list[Acknowledgement]) -> None:
+    def _tell(self, acknowledgements: list[Acknowledgement]) -> None:
         layers = f" with {self.live.bf16_layers} layers in bf16" if self._lasting.bf16_layers else ""
-        switched = sum(one.switched for one in said)
+        switched = sum(engine.switched for engine in acknowledgements)
         how = f"{switched} layers changed" if self._is_live else "the first of these engines"
         append_event(
             self._run_dir,
             kind="note",
             what=f"rollouts from now on: {self.live.label}{layers}",
-            why=f"weight update {said[0].sync}: {how}, all proven",
+            why=f"weight update {acknowledgements[0].sync}: {how}, all proven",
             bf16_layers=list(self._lasting.bf16_layers),
         )
 
 
 def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
-    """The given share of the quantised layers (rounded up), the worst first, as `ignore` would name them.
+    """Return the given share of the quantised layers (rounded up), the worst first, as `ignore` would name them.
 
     By the output errors of the run's profile; without one by what engines of this run measured of a layer's weights
     when it was quantised last.  share: 0..1.  Raises PreflightError when neither is there.
@@ -217,7 +224,7 @@ def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
 
 
 def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
-    replica = next(index for index, each in enumerate(plan.rollout.replicas) if each.scheme.quantised)
+    replica = next(index for index, scheme in enumerate(plan.rollout.replicas) if scheme.quantised)
     file = layer_errors_file(Path(plan.run_dir), replica=replica, rank=0)
     before = Path(plan.run_dir).glob(f"logs/*/{SYNC_FOLDER}/{file.name}")
     oldest_first = sorted(before, key=lambda path: int(path.parts[-3]))
@@ -252,7 +259,7 @@ class WeightUpdates:
         self._is_leaving = is_leaving
 
     def proven(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """In place of verl's call. What it returns raises what `restart` and `attest` raise, SyncError when a rank has
+        """Return what replaces verl's call. It raises what `restart` and `attest` raise, SyncError when a rank has
         not proven the update, and as RolloutPrecision.took."""
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
@@ -301,7 +308,7 @@ class Validation:
         update: Callable[[], None],
         by_set: Callable[[], Metrics] = dict,
     ) -> Metrics:
-        """verl's metrics of the validation after a step, or those of each of several sets.
+        """Validate, and return verl's metrics of the validation after a step, or those of each of several sets.
 
         validate: verl's own.  problems: how many were scored so far.  update: sends the weights as they are once more.
         by_set: of the newest validation, the mean that counts first; empty where there are no sets.
@@ -321,14 +328,15 @@ class Validation:
         return values
 
     def take(self) -> dict[str, float | str | None]:
-        """The keys of a validation that is in no line of metrics yet."""
+        """Return the keys of a validation that is in no line of metrics yet."""
         line, self._line = self._line, {}
         return line
 
     def _mean_in_bf16(
         self, mean: float, *, validate: Callable[[], float], step: int, update: Callable[[], None]
     ) -> float | None:
-        """By two more updates of the same weights. None: not due.  mean: in what the engines run."""
+        """Return the mean with every layer in BF16, by two more updates of the same weights. None: not due.  mean:
+        in what the engines run."""
         self._check_stop()  # it may take new engines, twice
         if self._precision.live.label == str(Scheme.BF16):
             return mean
@@ -339,7 +347,7 @@ class Validation:
             if self._precision.live.label != str(Scheme.BF16):  # asked to stop a moment ago
                 return None
             mean = validate()
-        is_last = step >= self._plan.steps
+        is_last = step >= self._plan.trainer.steps
         restarts = self._plan.guard.scheme_change is SchemeChange.RESTART
         if not (is_last and restarts):  # engines to end with: not worth a start
             update()
@@ -347,7 +355,7 @@ class Validation:
 
 
 def mean_of(verl: Metrics) -> float:
-    """The one mean of verl's validation metrics. Raises TrainingError when there is none."""
+    """Return the one mean of verl's validation metrics. Raises TrainingError when there is none."""
     means = [value for name, value in verl.items() if name.startswith("val-core/") and "/mean@" in name]
     if len(means) != 1:
         raise TrainingError(f"expected one validation mean from verl, got {len(means)} in {sorted(verl)}")

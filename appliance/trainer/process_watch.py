@@ -34,7 +34,7 @@ _HINT = "often the kernel ended it for want of memory (sudo dmesg | tail); the l
 
 class ProcessWatch:
     """on_death: gets the error about the first death, on the watch's thread, and does not return. has_services: this
-    process started Ray's services; those of a cluster have a watch of their own (cluster/form.py)."""
+    process started Ray's services; those of a cluster have their own watch (cluster/form.py)."""
 
     def __init__(self, *, on_death: Callable[[ApplianceError], None], has_services: bool) -> None:
         self._on_death = on_death
@@ -44,11 +44,11 @@ class ProcessWatch:
         threading.Thread(target=self._watch_actors, name="actor-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Before Ray is ended on purpose."""
+        """Stop the watch, before Ray is ended on purpose."""
         self._over.set()
 
     def _watch_services(self) -> None:
-        """Apart from the actors: with the control service gone, asking for them would wait."""
+        """Watch Ray's services, apart from the actors: with the control service gone, asking for those would wait."""
         processes = worker._global_node.all_processes
         services = {kind: processes[kind][0].process for kind in SERVICES}
         while not self._over.wait(SERVICES_EVERY_S):
@@ -74,7 +74,7 @@ class ProcessWatch:
 
 
 def death(actor: Mapping[str, Any]) -> ApplianceError | None:
-    """The error about an actor of Ray's table, None while it lives and when it was ended on purpose."""
+    """Return the error about an actor of Ray's table, None while it lives and when it was ended on purpose."""
     if actor["State"] != "DEAD":
         return None
     cause = str(actor.get("DeathCause") or "")
@@ -86,7 +86,7 @@ def death(actor: Mapping[str, Any]) -> ApplianceError | None:
 
 
 def ended_by(code: int) -> str:
-    """For people: `signal 9 (SIGKILL)`, `exit code 1`. code: as subprocess gives it."""
+    """Describe for people how a process ended: `signal 9 (SIGKILL)`, `exit code 1`. code: as subprocess gives it."""
     if code >= 0:
         return f"exit code {code}"
     names = {each.value: each.name for each in signal.Signals}

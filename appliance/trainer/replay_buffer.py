@@ -42,7 +42,8 @@ def wait_for_rollouts(buffer: ReplayBuffer, *, rollouts: Rollouts, check_stop: C
 
 
 def choose_in_order(buffer: ReplayBuffer, *, is_busy: Callable[[], bool], looks_early: bool) -> None:
-    """is_busy: whether prompts are being generated.  looks_early: see above."""
+    """Have the buffer pick in the order of the prompts. is_busy: whether prompts are being generated.  looks_early:
+    see above."""
     look = buffer._sync_metadata_from_transfer_queue
 
     def look_when_all_came() -> None:
@@ -63,7 +64,7 @@ def choose_in_order(buffer: ReplayBuffer, *, is_busy: Callable[[], bool], looks_
 
 
 def _sorted(samples: dict[str, Any], *, prompts: list[str]) -> dict[str, Any]:
-    """Samples (`prompt_session_index`) in the order of their prompts, and of the sessions of each; others last."""
+    """Sort samples (`prompt_session_index`) in the order of their prompts, and of the sessions of each; others last."""
     places = {prompt: place for place, prompt in enumerate(prompts)}
 
     def place(key: str) -> tuple[int, int, int]:
@@ -84,7 +85,7 @@ class DynamicSampling:
         self._prompts_before = self._tokens_before = 0
 
     def limited(self, refill: Refill) -> Refill:
-        """verl's way to ask for more prompts, counted. It raises TrainingError above the limit."""
+        """Count what verl asks for with `refill`. What is returned raises TrainingError above the limit."""
 
         def ask(num_prompts: int) -> Any:
             self._asked += num_prompts
@@ -99,14 +100,15 @@ class DynamicSampling:
         return ask
 
     def end_step(self, verl: dict[str, Any], *, rollouts: Rollouts, rollout_s: float) -> dict[str, float]:
-        """The step's line of metrics, and the count begins anew. verl: the step's metrics. filtered_prompts: all
-        samples equally right.  discarded_prompts: good, but the step was full.  generated_reward_mean: of all that was
-        generated, which is what the guards judge: what a filter leaves is never all right."""
+        """Return the step's keys of the line of metrics, and count from 0 again. verl: the step's metrics.
+        filtered_prompts: all samples equally right.  discarded_prompts: good, but the step was full.
+        generated_reward_mean: of all that was generated, which is what the guards judge: what a filter leaves is
+        never all right."""
         prompts = rollouts.generated_prompts - self._prompts_before
         tokens = rollouts.generated_tokens - self._tokens_before
         self._prompts_before, self._tokens_before = rollouts.generated_prompts, rollouts.generated_tokens
         self._asked = self._at_first
-        rewards = rollouts.take_rewards()
+        rewards = rollouts.grades.take_prompt_rewards()
         means = {"generated_reward_mean": statistics.fmean(rewards)} if rewards else {}
         return means | {
             "generated_prompts": prompts,

@@ -1,4 +1,4 @@
-"""Rewards: how a response is graded, in processes of their own, and what one that could not be graded costs.
+"""Rewards: how a response is graded, in separate processes, and what one that could not be graded costs.
 
 A reward function that hangs, dies or raises costs its one response, not the run: pebble's pool ends such a process and
 starts another one. No thread can be ended so: a big number keeps the processor inside one instruction that no signal
@@ -38,6 +38,7 @@ from pebble.pool.base_pool import PoolContext
 from pebble.pool.process import PoolManager, WorkerManager
 
 from appliance.errors import GuardStop
+from appliance.record.code import with_copies
 from appliance.record.events import append_event
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan
@@ -57,7 +58,7 @@ _loaded: Sequence[Reward] | BaseException  # in a process of the pool, or why th
 
 
 def num_workers(cores: int) -> int:
-    """Half of the cores, for the engines need some; at least one."""
+    """Return half of the cores, for the engines need some; at least one."""
     return max(1, min(MOST_WORKERS, cores // 2))
 
 
@@ -71,11 +72,11 @@ class CallFailed(Exception):
 
 
 class _ProcessGroups(WorkerManager):
-    """Each process has a group of its own (`_begin`), which ends with it: what a function started, too."""
+    """Each process has its own group (`_begin`), which ends with it, and with it what a function has started."""
 
     def inspect_workers(self) -> tuple[tuple[int, int | None], ...]:
-        """Those that ended by themselves, also with 0: pebble would take that for the end of a process's work, which
-        has none here."""
+        """Return those that ended by themselves, also with 0: pebble would take that for the end of a process's
+        work, which has none here."""
         ended = tuple((pid, process.exitcode) for pid, process in self.workers.items() if not process.is_alive())
         for pid, _ in ended:
             del self.workers[pid]
@@ -96,8 +97,8 @@ class _ProcessGroups(WorkerManager):
 
 
 def _end_group(leader: int) -> None:
-    """What is left of it. Called right after the leader was reaped: its number is given to no other process while one
-    of the group lives, and where none does, not before all other numbers had their turn."""
+    """End what is left of a process's group. Called right after the leader was reaped: its number is given to no
+    other process while one of the group lives, and where none does, not before all other numbers had their turn."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -113,7 +114,7 @@ class _TellingProcesses(PoolManager):
         self._reads = 0
 
     def process_next_message(self, timeout: float) -> None:
-        """On a thread of its own, over and over."""
+        """Read a message, on a thread that calls this over and over."""
         try:
             super().process_next_message(timeout)
         finally:
@@ -127,7 +128,7 @@ class _TellingProcesses(PoolManager):
         super().handle_worker_expiration(expiration)
 
     def _wait_until_all_is_read(self) -> None:
-        """Up to _READS_WITHIN_S: a process that was killed within a message leaves one that has no end."""
+        """Wait at most _READS_WITHIN_S: a process that was killed within a message leaves one that has no end."""
         last = time.monotonic() + _READS_WITHIN_S
         done = None
         while time.monotonic() < last and done in (None, self._reads):
@@ -186,7 +187,7 @@ class RewardPool:
         self._pool.schedule(os.getpid)  # starts the processes
 
     async def grade(self, response: Response) -> Graded:
-        """Never raises: what goes wrong with one response is counted."""
+        """Grade a response. Never raises: what goes wrong with one response is counted."""
         graded = await self._outcome(response)
         self.graded += 1
         if graded.fault is not None:
@@ -201,7 +202,8 @@ class RewardPool:
             return Graded(0.0, failed.fault, failed.why)
 
     async def call(self, function: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:
-        """What the function returns, called in a process of the pool: `await pool.call(use_tool, file, name, text)`.
+        """Call a function in a process of the pool, and return its value: `await pool.call(use_tool, file, name,
+        text)`.
 
         function: of a module of ours, which is found by its name there; it, its arguments and its value are pickled.
         timeout_s: from when a process takes it; None: the pool's, of one response.
@@ -228,7 +230,7 @@ class RewardPool:
         return answer.value
 
     async def _run(self, function: Callable[..., T], *arguments: object, timeout_s: float) -> T:
-        """In a process of the pool, within the time limit. Raises what it raises, and BrokenProcessPool.
+        """Run a function in a process of the pool, within the time limit. Raises what it raises, and BrokenProcessPool.
 
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
         then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
@@ -253,7 +255,7 @@ class RewardPool:
             future.cancel()  # for a rollout that is abandoned; one that is done stays so
 
     def close(self) -> None:
-        """End the processes, whatever they are at. Nothing is graded any more."""
+        """End the processes, whatever they are doing. Nothing is graded any more."""
         self._is_closed = True
         self._end()
 
@@ -263,11 +265,10 @@ class RewardPool:
 
 
 def pool_for(plan: RunPlan) -> RewardPool:
-    """As a run has it: it executes the run's copies of the user's files."""
-    own = plan.task.own.with_copies(plan.run_dir) if plan.task.own is not None else None
+    """Make the pool of a run: it executes the run's copies of the user's files."""
     return RewardPool(
-        load=functools.partial(rewards_of, plan.task.replace(own=own)),
-        import_path=own.import_path if own is not None else (),
+        load=functools.partial(rewards_of, with_copies(plan), files=plan.task_files),
+        import_path=plan.task_files.import_path,
         workers=plan.task.reward_workers,
         timeout_s=plan.task.reward_timeout_s,
         on_idle_death=functools.partial(note_idle_death, Path(plan.run_dir)),
@@ -275,8 +276,8 @@ def pool_for(plan: RunPlan) -> RewardPool:
 
 
 def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
-    """In each process of the pool, at its start. Loading may run the user's code, in its own time and not in that of
-    the first response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
+    """Begin a process of the pool. Loading may run the user's code, in its own time and not in that of the first
+    response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
     os.setpgid(0, 0)
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     keep_stacks("reward")
@@ -285,19 +286,19 @@ def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -
     os.close(nothing)
     sys.path.extend(import_path)
     global _loaded
-    own = os.getpid()
+    pid = os.getpid()
     faulthandler.dump_traceback_later(LOADS_WITHIN_S, exit=True)
     try:
         _loaded = load()
-    except BaseException as error:  # the boundary of the user's code: each response is told
+    except BaseException as error:  # the boundary of the user's code: each response is a fault
         _loaded = error
-    if os.getpid() != own:
+    if os.getpid() != pid:
         os._exit(0)  # as below
     faulthandler.cancel_dump_traceback_later()
 
 
 def _end_with(parent: BaseProcess) -> None:
-    """On a thread: who ends the group of the parent does not reach this one."""
+    """End this process's group with its parent, on a thread: who ends the parent's group does not reach this one."""
     parent.join()
     os.killpg(0, signal.SIGKILL)
 
@@ -308,14 +309,15 @@ class _Answer(NamedTuple, Generic[T]):
 
 
 def _called(function: Callable[..., T], arguments: tuple[object, ...]) -> _Answer[T] | _Answer[None]:
-    """In a process of the pool. An exception comes back in words: to read one of the user's is to run code of it."""
-    own = os.getpid()
+    """Call a function in a process of the pool. An exception comes back in words: to read one of the user's is to
+    run code of it."""
+    pid = os.getpid()
     answer: _Answer[T] | _Answer[None]
     try:
         answer = _Answer(function(*arguments))
-    except BaseException as error:  # the boundary of the user's code: counted, and the run goes on
+    except BaseException as error:  # the boundary of the user's code: counted, and the run continues
         answer = _Answer(None, raised=in_words(error))
-    if os.getpid() != own:
+    if os.getpid() != pid:
         os._exit(0)  # a fork that the function left behind: it would answer as well
     return answer
 
@@ -327,13 +329,14 @@ def _grade(response: Response) -> Graded:
 
 
 def note_idle_death(run_dir: Path) -> None:
-    """An event for people: it costs nothing."""
+    """Write an event for people: it costs nothing."""
     append_event(run_dir, kind="note", what=IDLE_DEATH, why="no reward is lost: the next response starts another one")
 
 
 def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
-    """Per sample of one prompt; one that is not known gets the mean of those that are, 0 where there is none. The mean
-    is exact: that of equal numbers is that number, and a group of them stays one for DAPO's filter."""
+    """Return a value per sample of one prompt; one that is not known gets the mean of those that are, 0 where there
+    is none. The mean is exact: that of equal numbers is that number, and a group of them stays one for DAPO's
+    filter."""
     given = list(values)
     those = [value for value, is_known in zip(given, known, strict=True) if is_known]
     mean = statistics.mean(those) if 0 < len(those) < len(given) else 0.0
@@ -341,19 +344,20 @@ def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
 
 
 def neutral_parts(graded: Sequence[Graded]) -> list[dict[str, float]]:
-    """Per sample of one prompt what each reward gave, where it applies; a fault has the means of those without one."""
+    """Return per sample of one prompt what each reward gave, where it applies; a fault has the means of those
+    without one."""
     known = [dict(each.parts) for each in graded if each.fault is None]
     means = _means(known) if len(known) < len(graded) else {}
     return [means if each.fault is not None else dict(each.parts) for each in graded]
 
 
 def known_parts(graded: Sequence[Graded]) -> list[dict[str, float] | None]:
-    """Per sample of one prompt what each reward gave, where it applies; None of a fault."""
+    """Return per sample of one prompt what each reward gave, where it applies; None for a fault."""
     return [None if each.fault is not None else dict(each.parts) for each in graded]
 
 
 def reward_means(parts: Iterable[Mapping[str, float]], *, names: Iterable[str]) -> dict[str, float | None]:
-    """`reward/<name>`: the mean over the samples to which it applies, None where there is none."""
+    """Return `reward/<name>`: the mean over the samples to which it applies, None where there is none."""
     means = _means(parts)
     return {f"reward/{name}": means.get(name) for name in names}
 
@@ -377,18 +381,18 @@ class RewardFaults:
         self._faults: Counter[Fault] = Counter()
 
     def end(self, what: str, *, pool: RewardPool) -> int:
-        """The rewards of a step or a validation are in. Returns how many of them failed. what: `step 3`, `the
+        """Judge the rewards of a step or a validation. Returns how many of them failed. what: `step 3`, `the
         validation of step 3`.  Raises GuardStop when more than `most` of them failed."""
         new = pool.faults - self._faults
-        count, of = new.total(), pool.graded - self._graded
+        count, num_graded = new.total(), pool.graded - self._graded
         self._graded, self._faults = pool.graded, Counter(pool.faults)
         if not count:
             return 0
         kinds = ", ".join(f"{number} {fault}" for fault, number in sorted(new.items()))
         why = pool.last_fault.why if pool.last_fault is not None else ""
-        text = f"{count} of {of} rewards of {what} failed ({kinds})"
-        append_event(self._run_dir, kind="reward", what=text, why=why, failed=count, graded=of)
-        if count > self._most * of:
+        text = f"{count} of {num_graded} rewards of {what} failed ({kinds})"
+        append_event(self._run_dir, kind="reward", what=text, why=why, failed=count, graded=num_graded)
+        if count > self._most * num_graded:
             hint = f"the last one: {why}; guard.reward_failures says how many may fail"
             raise GuardStop(f"{text}, more than {self._most:.0%}", hint=hint)
         return count

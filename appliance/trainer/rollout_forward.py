@@ -35,7 +35,6 @@ from appliance.terms.families import FAMILIES, Unit, beyond_one_flow
 from appliance.terms.ropes import DEFAULT_ROPE
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
-from appliance.trainer.held import HELD
 from appliance.trainer.rollout_ops import (
     Batch,
     EngineWeight,
@@ -46,6 +45,7 @@ from appliance.trainer.rollout_ops import (
     log_probs_of,
     silu_and_mul,
 )
+from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
 
 HEAD = "lm_head"
 _HINT = "use trainer.forward: bf16"
@@ -55,7 +55,7 @@ class EngineLayer:
     """A linear layer as the engine has it: of one or several modules. name: the engine's.
 
     scheme: what it computes in now.  sent: of each module's weight the digest with which the engines got it,
-    to be held against what the next forward computes with; empty where that was done, or the weights have changed.
+    to be compared with what the next forward computes with; empty where that was done, or the weights have changed.
     part_names: the modules, or, where a layer has one of them, all that the engine fuses with it.
     fp8_backward: of a scheme `fp8-block`, whether gradients are computed in it, too.
     keeps_dequantised: as of EngineWeight.
@@ -81,7 +81,7 @@ class EngineLayer:
         self._weight: EngineWeight | None = None
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """Forget what was made of the weights: they have changed."""
         self._weight = None
         self.sent = {}
 
@@ -93,8 +93,8 @@ class EngineLayer:
         self.sent = {}
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
-        """[T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite, and for an
-        activation where gradients are asked for; SyncError for a weight that the engines have otherwise."""
+        """Return [T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite, and for
+        an activation where gradients are asked for; SyncError for a weight that the engines have otherwise."""
         if self.sent:
             self._check_sent()
         weights = [part.weight for _, part in self._parts]
@@ -114,7 +114,7 @@ class EngineLayer:
                 fold(f"{name}.weight", weight.detach(), smoothing=self._smoothing)
                 for (name, _), weight in zip(self._parts, weights, strict=True)
             ]
-            self._weight = EngineWeight.of(
+            self._weight = EngineWeight.from_linears(
                 folded,
                 name=self.name,
                 scheme=self.scheme,
@@ -126,8 +126,8 @@ class EngineLayer:
         return self._weight(x, weights, bias_N, gated=gated)
 
     def alone(self, x: Tensor) -> Tensor:
-        """[..., N] of what transformers gives, for transformers: smoothing, powers of two, is put into it and taken out
-        again here."""
+        """Return [..., N] of what transformers gives, for transformers: smoothing, powers of two, is put into it and
+        taken out again here."""
         if self._factor_K is not None:
             x = x / self._factor_K.to(x)
         y = self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
@@ -135,7 +135,7 @@ class EngineLayer:
 
 
 def _row_factor_of(parts: Sequence[tuple[str, nn.Linear]], *, smoothing: Smoothing) -> Tensor | None:
-    """[N] of all modules that the engine fuses; None where smoothing leaves their rows."""
+    """Return [N] of all modules that the engine fuses; None where smoothing leaves their rows."""
     factors = [(smoothing.row_factor_of(f"{name}.weight"), linear.out_features) for name, linear in parts]
     if all(factor_N is None for factor_N, _ in factors):
         return None
@@ -145,7 +145,8 @@ def _row_factor_of(parts: Sequence[tuple[str, nn.Linear]], *, smoothing: Smoothi
 def put_linears_in(
     model: nn.Module, *, units: Sequence[Unit], smoothing: Smoothing, keeps_dequantised: bool
 ) -> Iterator[EngineLayer]:
-    """Put in, module by module: scales are of rows, so that each is as in the engine's fused layer."""
+    """Put in the engine's linear layers, module by module: scales are of rows, so that each is as in the engine's
+    fused layer."""
     for place, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{place}."
         for member, unit in ((member, each) for each in units for member in each.members):
@@ -189,7 +190,7 @@ class DecoderLayer:
         self._head_norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
 
     def __call__(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """([T, H], residual [T, H]): their sum is what transformers' layer returns."""
+        """Return ([T, H], residual [T, H]): their sum is what transformers' layer returns."""
         heads, kv_heads, size = batch.heads, batch.kv_heads, batch.head_dim
         x, residual = self._norm(0, x, residual, batch)
         qkv = batch.note(self._qkv.name, self._qkv(x)).view(len(x), -1, size)
@@ -214,7 +215,7 @@ class DecoderLayer:
 
 class RolloutForward:
     """Of one model. `forget` after each change of its weights. Where it `keeps`, log-probs of the forwards with
-    gradients are held from `note_sent` until the weights change (trainer/held.py)."""
+    gradients are collected from `note_sent` until the weights change (trainer/update_log_probs.py)."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class RolloutForward:
         smoothing = Smoothing() if profile is None else load_smoothing(profile)
         self._quantisation = quantisation
         self._num_tokens = num_tokens
-        self._kept = () if profile is None else kept_layers(profile)
+        self._kept_layers = () if profile is None else kept_layers(profile)
         architecture = type(model).__name__
         family = FAMILIES.get(architecture)
         if family is None or not family.one_flow:
@@ -274,21 +275,21 @@ class RolloutForward:
         self.follow(AS_PLANNED)
 
     def follow(self, precision: Precision) -> None:
-        """From now on compute in what an engine with the plan's settings does that is told this with an update."""
-        told = quantisation_at(self._quantisation, precision)
-        HELD.end()
-        ignore = (*told.ignore, *self._kept)
+        """Compute from now on as an engine with the plan's settings does after an update with this precision."""
+        quantisation = quantisation_at(self._quantisation, precision)
+        UPDATE_LOG_PROBS.end()
+        ignore = (*quantisation.ignore, *self._kept_layers)
         for layer in self.linears():
             layer.forget()
             kept = layer.name in ignore or all(is_ignored(name, ignore) for name in layer.part_names)
-            layer.scheme = Scheme.BF16 if kept else told.scheme
+            layer.scheme = Scheme.BF16 if kept else quantisation.scheme
 
     def note_sent(self, manifest: Manifest) -> None:
-        """The engines have this now, and so has this model until its weights change."""
+        """Note what was sent: the engines have it now, and so has this model until its weights change."""
         sent = {one.name: one.digest for one in manifest.records}
         for layer in self.linears():
             layer.sent = {name: sent.get(f"{name}.weight", "none") for name in layer.part_names}
-        HELD.begin(is_open=self._keeps)
+        UPDATE_LOG_PROBS.begin(is_open=self._keeps)
 
     def linears(self) -> list[EngineLayer]:
         return self._linears
@@ -298,7 +299,7 @@ class RolloutForward:
         return self._quantisation.emulated
 
     def forget(self) -> None:
-        HELD.end()
+        UPDATE_LOG_PROBS.end()
         for layer in self.linears():
             layer.forget()
 
@@ -315,8 +316,8 @@ class RolloutForward:
         trace: Note | None = None,
         **_: Any,
     ) -> CausalLMOutputForPPO:
-        """Log-probs [1, R] of `shift_labels`, in nats, and, where no gradient is asked for or they are held, the
-        entropy [1, R], which has none.
+        """Return log-probs [1, R] of `shift_labels`, in nats, and, where no gradient is asked for or they are
+        collected, the entropy [1, R], which has none.
 
         input_ids: [1, T].  position_ids: [1, T], from 0 at each sequence's start; segments may share a prefix
         (trainer/attention.py).  logits_to_keep: [R] int64, places of the tokens that have logits, none of them twice;
@@ -350,14 +351,14 @@ class RolloutForward:
             shift_labels[0],
             num_tokens=self._num_tokens,
             temperature=temperature,
-            with_entropy=HELD.is_open or not torch.is_grad_enabled(),
+            with_entropy=UPDATE_LOG_PROBS.is_open or not torch.is_grad_enabled(),
             support=support,
         )
         return CausalLMOutputForPPO(log_probs=log_probs[None], entropy=None if entropy_T is None else entropy_T[None])
 
 
 def _window_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that a token sees at most, in vLLM."""
+    """Return how many tokens a token sees at most, in vLLM."""
     slides = all(each == "sliding_attention" for each in getattr(config, "layer_types", None) or ())
     return getattr(config, "sliding_window", None) or None if slides else None
 
@@ -366,13 +367,14 @@ _PRESENT: list[RolloutForward] = []  # of this process: verl builds the model, a
 
 
 def put_in(flow: RolloutForward) -> RolloutForward:
-    """The one that hears what is sent from this process."""
+    """Register the forward that follows what is sent from this process."""
     _PRESENT[:] = [flow]
     return flow
 
 
 def follow_engines(precision: Precision) -> None:
-    """What the engines beside this process compute in from this update on. Nothing where the forward is BF16."""
+    """Follow the precision of the engines beside this process from this update on. Nothing where the forward is
+    BF16."""
     for flow in _PRESENT:
         flow.follow(precision)
 
@@ -384,7 +386,7 @@ def note_sent(manifest: Manifest) -> None:
 
 
 def backward() -> str:
-    """What gradients of quantised layers are computed in in this process, for the attestation."""
+    """Return what this process computes gradients of quantised layers in, for the attestation."""
     schemes = {
         f"{Scheme.FP8_BLOCK}{', emulated' if flow.is_emulated else ''}" if layer.fp8_backward else str(Scheme.BF16)
         for flow in _PRESENT
@@ -394,13 +396,13 @@ def backward() -> str:
 
 
 def quantised_layers() -> list[str]:
-    """What is quantised in this process now, by the engine's names."""
+    """Return what is quantised in this process now, by the engine's names."""
     names = (layer.name for flow in _PRESENT for layer in flow.linears() if layer.scheme.quantised)
     return [*dict.fromkeys(names)]
 
 
 def _cos_sin_of(model: nn.Module) -> Callable[[torch.device], Tensor]:
-    """Gives [positions, D] BF16, as vLLM has it: computed on the device that it is for."""
+    """Return a function that gives [positions, D] BF16, as vLLM has it: computed on the device that it is for."""
     rotary, config = model.model.rotary_emb, model.config
     kind = config.rope_parameters["rope_type"]
     make: Callable[..., Any] = rotary.compute_default_rope_parameters

@@ -34,6 +34,7 @@ from appliance.quant.cpu_gemm import (
     packed,
     quantise_weight,
 )
+from appliance.quant.int4_gemm import packed_int4
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 from appliance.trainer.attention import Sequences
 
@@ -42,7 +43,7 @@ _WHOLE_ROWS = 32  # channels that a head has to be a multiple of for the wide fo
 
 
 def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
-    """summed: float32."""
+    """Norm by the plain formula. summed: float32."""
     normed = summed * torch.rsqrt(summed.pow(2).mean(dim=-1, keepdim=True) + eps)
     return normed.to(weight_H.dtype) * weight_H
 
@@ -50,7 +51,7 @@ def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
 class Pages:
     """A cache for sequences that are there whole. size: tokens of a block. The blocks of a sequence stand one after
     another: a token's slot is its position after its sequence's first. A segment with a prefix has a copy of that in
-    blocks of its own, as if it were a whole sequence."""
+    separate blocks, as if it were a whole sequence."""
 
     def __init__(self, sequences: Sequences, *, size: int) -> None:
         positions_T = sequences.positions_T
@@ -197,17 +198,20 @@ class CpuKernels:
         return exact_linear(x_TK, weight_NK, bias_N)
 
     def log_softmax(self, logits_TV: Tensor) -> Tensor:
-        """float32."""
+        """Return the log-softmax, float32."""
         return logits_TV.log_softmax(dim=-1)
 
     def gemm(self, weight: QuantisedWeight, *, integers: bool) -> Gemm:
-        """What multiplies with this weight, in the rollouts' way. integers: in INT8."""
+        """Return what multiplies with this weight as the rollouts do. integers: in INT8."""
         if integers:
             return packed(weight.codes_NK, scale_N1=weight.scale, dtype=torch.bfloat16)
+        if weight.scheme.spec.scales is Scales.GROUP:
+            return packed_int4(weight)
         return lambda x_TK, bias_N: multiply_fp8(x_TK, weight, bias_N)
 
     def codes(self, x_TK: Tensor, *, scheme: Scheme, integers: bool) -> QuantisedWeight:
-        """The codec's, of activations. integers: in INT8.  Raises NumericsError when a value is not finite."""
+        """Return the codec's codes of activations. integers: in INT8.  Raises NumericsError when a value is not
+        finite."""
         return quantise_weight(x_TK, what="an activation") if integers else quantise_tokens(x_TK, scheme=scheme)
 
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
@@ -224,7 +228,7 @@ class CudaKernels(CpuKernels):
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight_H: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return _invariant().rms_norm_batch_invariant(x, weight_H, eps), x
+            return batch_invariant_kernels().rms_norm_batch_invariant(x, weight_H, eps), x
         x, residual = x.clone(), residual.clone()  # both are overwritten: with what is normed, and with the sum
         torch.ops._C.fused_add_rms_norm(x, residual, weight_H, eps)
         return x, residual
@@ -235,11 +239,11 @@ class CudaKernels(CpuKernels):
         return out
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        out: Tensor = _invariant().linear_batch_invariant(x_TK, weight_NK, bias_N)
+        out: Tensor = batch_invariant_kernels().linear_batch_invariant(x_TK, weight_NK, bias_N)
         return out
 
     def log_softmax(self, logits_TV: Tensor) -> Tensor:
-        found: Tensor = _invariant().log_softmax(logits_TV)
+        found: Tensor = batch_invariant_kernels().log_softmax(logits_TV)
         return found
 
     def gemm(self, weight: QuantisedWeight, *, integers: bool) -> Gemm:
@@ -266,8 +270,8 @@ class CudaKernels(CpuKernels):
 
 
 def product_in_blocks(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
-    """As fp8_product, by cuBLAS's kernel for Hopper: sums in float32. left: in blocks of 1 x 128.  right: too, or of
-    128 x 128. Both are filled up with zeros to whole blocks: they add nothing."""
+    """Multiply as fp8_product, by cuBLAS's kernel for Hopper: sums in float32. left: in blocks of 1 x 128.  right:
+    too, or of 128 x 128. Both are filled up with zeros to whole blocks: they add nothing."""
     rows, columns = len(left.codes_NK), len(right.codes_NK)
     (a_MK, scale_a, recipe_a), (b_NK, scale_b, recipe_b) = _laid_out(left), _laid_out(right)
     out_MN: Tensor = functional.scaled_mm(
@@ -277,8 +281,8 @@ def product_in_blocks(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
 
 
 def _laid_out(matrix: QuantisedWeight) -> tuple[Tensor, Tensor, ScalingType]:
-    """(codes [rows, K] row by row, scales, their kind): scales of 1 x 128 as [rows, K / 128], those of 128 x 128 as
-    [K / 128 filled up to a multiple of 4, rows / 128], each column by column."""
+    """Return (codes [rows, K] row by row, scales, their kind): scales of 1 x 128 as [rows, K / 128], those of 128 x
+    128 as [K / 128 filled up to a multiple of 4, rows / 128], each column by column."""
     rows, columns = matrix.codes_NK.shape
     more_rows = -rows % BLOCK
     codes = pad(matrix.codes_NK.contiguous().view(torch.uint8), (0, -columns % BLOCK, 0, more_rows))
@@ -290,14 +294,17 @@ def _laid_out(matrix: QuantisedWeight) -> tuple[Tensor, Tensor, ScalingType]:
 
 
 def _multiply_in_blocks(x_TK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -> Tensor:
-    """As multiply_fp8."""
+    """Multiply as multiply_fp8."""
     y_TN = product_in_blocks(quantise_fp8_tokens(x_TK, scheme=weight.scheme, finite=False), weight)
     return (y_TN if bias_N is None else y_TN + bias_N.float()).to(x_TK.dtype)
 
 
-def _invariant() -> Any:
-    """vLLM's kernels of this mode, in Triton. Its import puts nothing into torch."""
-    from vllm.model_executor.layers import batch_invariant
+def batch_invariant_kernels() -> Any:
+    """Return the module of vLLM's batch-invariant kernels, in Triton. Its import puts nothing into torch."""
+    try:
+        from vllm.model_executor.determinism import batch_invariant
+    except ImportError:  # Remove when: the stack is on vLLM 0.31
+        from vllm.model_executor.layers import batch_invariant
 
     return batch_invariant
 
@@ -306,5 +313,5 @@ KERNELS: dict[str, CpuKernels] = {"cpu": CpuKernels(), "cuda": CudaKernels()}
 
 
 def kernels_of(x: Tensor) -> CpuKernels:
-    """By the device that it is on."""
+    """Return the kernels of the device that x is on."""
     return KERNELS[x.device.type]

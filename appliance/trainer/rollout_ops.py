@@ -72,7 +72,7 @@ class _Plain(Function):
 
 
 def add_norm(x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed, new residual), both in the type of `x`: added and normed in float32, each rounded once."""
+    """Return (normed, new residual), both in the type of `x`: added and normed in float32, each rounded once."""
     return _AddNorm.apply(x_TH, residual_TH, weight_H, eps)
 
 
@@ -83,29 +83,29 @@ class _AddNorm(Function):
     def forward(
         ctx: Any, x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        normed, kept = kernels_of(x_TH).add_norm(x_TH, residual_TH, weight_H, eps=eps)
+        normed, new_residual = kernels_of(x_TH).add_norm(x_TH, residual_TH, weight_H, eps=eps)
         ctx.eps = eps
-        ctx.save_for_backward(x_TH if residual_TH is None else kept, weight_H)
-        return normed, kept
+        ctx.save_for_backward(x_TH if residual_TH is None else new_residual, weight_H)
+        return normed, new_residual
 
     @staticmethod
-    def backward(ctx: Any, grad_normed: Tensor, grad_kept: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight_H = ctx.saved_tensors
-        summed, weight_H = kept.float().requires_grad_(), weight_H.detach().requires_grad_()
+    def backward(ctx: Any, grad_normed: Tensor, grad_new_residual: Tensor) -> tuple[Tensor | None, ...]:
+        new_residual, weight_H = ctx.saved_tensors
+        summed, weight_H = new_residual.float().requires_grad_(), weight_H.detach().requires_grad_()
         with torch.enable_grad():
             normed = plain_norm(summed, weight_H, eps=ctx.eps)
         of_sum, of_weight = torch.autograd.grad(normed, (summed, weight_H), grad_normed)
-        grad = (of_sum + grad_kept).to(kept.dtype)
+        grad = (of_sum + grad_new_residual).to(new_residual.dtype)
         return grad, grad if ctx.needs_input_grad[1] else None, of_weight, None
 
 
 def head_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
-    """x: [T, heads, D]."""
+    """Norm the heads. x: [T, heads, D]."""
     return add_norm(x, None, weight_D, eps=eps)[0]
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, I] of [T, 2I]."""
+    """Return [T, I] of [T, 2I]."""
     kernel = kernels_of(gate_up).silu_and_mul
     return _silu_and_mul(gate_up) if kernel is None else _Plain.apply(kernel, _silu_and_mul, gate_up)
 
@@ -116,7 +116,7 @@ def _silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[T, N] of [T, K]: a layer that is not quantised."""
+    """Return [T, N] of [T, K], for a layer that is not quantised."""
     return _Linear.apply(kernels_of(x).linear, x, weight_NK, bias_N)
 
 
@@ -160,22 +160,22 @@ class Batch:
         self._trace = trace
         self.positions_T, self.cos_sin, self.scale, self.window = positions_T, cos_sin, scale, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self._sequences = Sequences.of(positions_T)
+        self._sequences = Sequences.from_positions(positions_T)
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         self._kernel = kernels.attention(self._sequences, **sizes, scale=scale, window=window)
 
     def note(self, name: str, output: Tensor) -> Tensor:
-        """The same tensor. name: the engine's."""
+        """Trace an output, and return it. name: the engine's."""
         if self._trace is not None:
             self._trace(name, output)
         return output
 
     def rotate(self, qk: Tensor) -> Tensor:
-        """qk: [T, heads, D], of any number of heads."""
+        """Rotate by position. qk: [T, heads, D], of any number of heads."""
         return _Rotary.apply(qk, self.positions_T, self.cos_sin)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[T, heads, D]; q: the same.  k, v: [T, kv_heads, D]."""
+        """Return [T, heads, D]; q: the same.  k, v: [T, kv_heads, D]."""
         return _Plain.apply(self._kernel, self._formula, q, k, v)
 
     def _formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class EngineWeight:
 
     quantised: QuantisedWeight
     gemm: Gemm
-    """[T, N] of activations [T, K] and a bias [N] or None."""
+    """Product [T, N] of activations [T, K] and a bias [N] or None."""
     factor_K: Tensor | None
     """Of smoothing, powers of two; the weights' columns times it are quantised."""
     factor_N: Tensor | None = None
@@ -220,7 +220,7 @@ class EngineWeight:
     """Of the layer, for errors."""
 
     @classmethod
-    def of(
+    def from_linears(
         cls,
         weights: Sequence[Tensor],
         *,
@@ -231,7 +231,8 @@ class EngineWeight:
         keeps_dequantised: bool = False,
         name: str = "a layer",
     ) -> EngineWeight:
-        """weights: of the linears that the engine fuses, [N, K] BF16 each, folded. Raises NumericsError."""
+        """Quantise a layer. weights: of the linears that the engine fuses, [N, K] BF16 each, folded. Raises
+        NumericsError."""
         kernels, integers = kernels_of(weights[0]), scheme is Scheme.INT8
         kernels.load()
         if integers:
@@ -245,7 +246,7 @@ class EngineWeight:
         return cls(quantised, gemm, factor_K, factor_N, fp8_backward, keeps_dequantised, name)
 
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
-        """Of activations. Raises NumericsError."""
+        """Return codes of activations. Raises NumericsError."""
         try:
             scheme = self.quantised.scheme
             return kernels_of(x_TK).codes(x_TK, scheme=scheme, integers=scheme is Scheme.INT8)
@@ -255,15 +256,15 @@ class EngineWeight:
     def __call__(
         self, x_TK: Tensor, weights: Sequence[Tensor], bias_N: Tensor | None, *, gated: bool = False
     ) -> Tensor:
-        """[T, N] BF16. weights: those that it was made of, before folding: they get the gradients. gated: x is [T, 2K],
-        and `silu_and_mul` of it is multiplied."""
+        """Return [T, N] BF16. weights: those that it was made of, before folding: they get the gradients. gated: x
+        is [T, 2K], and `silu_and_mul` of it is multiplied."""
         if not torch.is_grad_enabled():
             return self.gemm(silu_and_mul(x_TK) if gated else x_TK, bias_N)
         place_TN = _EngineLinear.apply(self, gated, x_TK, bias_N, *weights)
         return _Multiplied.apply(place_TN, self.gemm, x_TK.detach(), bias_N, gated)
 
     def grad_of_input(self, grad_TN: Tensor) -> Tensor:
-        """[T, K] in the type of `grad_TN`. A token whose gradient is not finite stays so."""
+        """Return [T, K] in the type of `grad_TN`. A token whose gradient is not finite stays so."""
         if self.fp8_backward:
             grad_TK = kernels_of(grad_TN).product(_in_blocks(grad_TN), transposed(self.quantised))
             return grad_TK.to(grad_TN.dtype)
@@ -273,11 +274,11 @@ class EngineWeight:
 
     @cached_property
     def _dequantised(self) -> Tensor:
-        """[N, K] BF16."""
+        """Dequantised weight, [N, K] BF16."""
         return _rounded(self.quantised, dtype=torch.bfloat16)
 
     def grad_of_weight(self, grad_TN: Tensor, passed: QuantisedWeight) -> Tensor:
-        """[N, K] in the type of `grad_TN`. passed: the activations [T, K]. What is not finite stays so."""
+        """Return [N, K] in the type of `grad_TN`. passed: the activations [T, K]. What is not finite stays so."""
         if self.fp8_backward:
             tokens, channels = _in_blocks(grad_TN.t()), _in_blocks(dequantise(passed).t())
             grad_NK = kernels_of(grad_TN).product(tokens, channels).to(grad_TN.dtype)
@@ -353,7 +354,7 @@ def log_probs_of(
     with_entropy: bool,
     support: RowSupport | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs of `labels`, entropy [T], which has no gradient): float32, nats, over the first `num_tokens`.
+    """Return (log-probs of `labels`, entropy [T], which has no gradient): float32, nats, over the first `num_tokens`.
 
     labels: [T], or [T, L]: some words of each token, of which the first alone has a gradient.
     support: of each token's log-probs; None: all words. The entropy is of all words.
@@ -378,7 +379,7 @@ class _LogProbs(Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.num_tokens, ctx.temperature, ctx.support = num_tokens, temperature, support
         ctx.save_for_backward(logits_TV, words_TL[:, 0])
-        found: list[Tensor] = []
+        chosen: list[Tensor] = []
         entropies: list[Tensor] = []
         rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
         parts = zip(logits_TV.split(rows), words_TL.split(rows), _split(support, rows=rows), strict=False)
@@ -391,8 +392,8 @@ class _LogProbs(Function):
                 entropies.append(-log_probs.exp().mul_(log_probs)[:, :num_tokens].sum(dim=-1))
             if of_part is not None:
                 log_probs = log_softmax(of_part.cut_(scaled))
-            found.append(log_probs.gather(1, words))
-        log_probs_TL = torch.cat(found)
+            chosen.append(log_probs.gather(1, words))
+        log_probs_TL = torch.cat(chosen)
         others_TL = log_probs_TL[:, 1:].clone()
         entropy_T = torch.cat(entropies) if with_entropy else None
         ctx.mark_non_differentiable(others_TL, *([] if entropy_T is None else [entropy_T]))  # a later call replaces it
@@ -400,7 +401,7 @@ class _LogProbs(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        """With p = softmax(z / t): dz = dy (1[label] - p) / t."""
+        """Compute, with p = softmax(z / t): dz = dy (1[label] - p) / t."""
         logits_TV, labels_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
@@ -415,12 +416,12 @@ class _LogProbs(Function):
 
 
 def _split(support: RowSupport | None, *, rows: int) -> Iterator[RowSupport | None]:
-    """So many rows at a time; without a support None for ever."""
+    """Yield so many rows at a time; without a support None for ever."""
     return itertools.repeat(None) if support is None else support.split(rows)
 
 
 def _scaled(logits_RV: Tensor, *, num_tokens: int, temperature: float) -> Tensor:
-    """A copy in float32; -inf for what is never sampled."""
+    """Return a copy in float32, divided by the temperature; -inf for what is never sampled."""
     logits_RV = logits_RV.to(torch.float32, copy=True)
     logits_RV[:, num_tokens:] = -torch.inf
     if temperature == 1:

@@ -1,4 +1,4 @@
-"""verl's sender of weights, with a digest of every tensor: what arrives can be held against what was meant.
+"""verl's sender of weights, with a digest of every tensor: what arrives can be compared with what was meant.
 
 verl looks its rollout class up by name; this one takes that place (trainer/worker.py).
 """
@@ -58,16 +58,16 @@ class DigestedWeights:
         yield MANIFEST_NAME, self.manifest.to_tensor().to(device)
 
     async def _stream(self) -> AsyncIterator[tuple[str, Tensor]]:
-        told = self._precision.is_planned
+        needs_directive = not self._precision.is_planned
         async for name, tensor in ensure_async_iterator(self._weights):
-            if not told:
+            if needs_directive:
                 yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
-                told = True
+                needs_directive = False
             yield name, tensor
 
 
 def as_the_trainer_computes(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """FP32 masters rounded to BF16 or FP16, as FSDP's mixed precision rounds them for every forward (attested). Both
+    """Round FP32 masters to BF16 or FP16, as FSDP's mixed precision rounds them for every forward (attested). Both
     sides then quantise and compare the same values, and half as many bytes travel."""
     return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
@@ -82,14 +82,15 @@ class DigestingAdapter(ServerAdapter):
         self.zmq_handle = weight_socket(self.zmq_handle, run_dir=self._run_dir)
 
     def _ensure_server_handle(self) -> bool:
-        """By its name each time: the server may be another one than before (trainer/engines.py)."""
+        """Look the server up by its name each time: it may be another one than before (trainer/engines.py)."""
         self.server_handle = None
         return super()._ensure_server_handle()
 
     async def update_weights(
         self, weights: Weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        """Raises SyncError for a wire format without named tensors, which no digest covers."""
+        """Send the weights, each digested. Raises SyncError for a wire format without named tensors, which no digest
+        covers."""
         if wire_format != "named_tensors":
             raise SyncError(f"weight update: the wire format {wire_format} has no digests", hint="use the full update")
         self._syncs += 1
@@ -103,5 +104,5 @@ class DigestingAdapter(ServerAdapter):
         note_sent(digested.manifest)
         if self._run_dir is not None:
             place = {"replica": self.replica_rank, "rank": self.rollout_rank}
-            told = Sent(sync=self._syncs, manifest=digested.manifest.digest, digest_s=digested.digest_s, **place)
-            append_sent(self._run_dir, told)
+            sent = Sent(sync=self._syncs, manifest=digested.manifest.digest, digest_s=digested.digest_s, **place)
+            append_sent(self._run_dir, sent)

@@ -10,8 +10,8 @@ is predicted, and lacks its last token, after which nothing is predicted:
 
 What comes out is the same formula; its gradients add up over the responses, as they do over whole sequences. Only
 attention computes a prompt again for each of its responses. Which segment continues which tokens follows from the
-positions alone (`Sequences` of trainer/attention.py): the first response goes on where the prompt ends, each other one
-starts again at that position. Log-probs are 0 at all other tokens: nobody reads them.
+positions alone (`Sequences` of trainer/attention.py): the first response continues where the prompt ends, each other
+one starts again at that position. Log-probs are 0 at all other tokens: nobody reads them.
 
 Legend: S sequences, T tokens of verl's row, U tokens of ours, R response tokens.
 """
@@ -46,9 +46,9 @@ class SharedRow:
     """Where the responses start in R; the last one is R."""
 
     @staticmethod
-    def of(micro_batch: TensorDict) -> SharedRow:
-        """micro_batch: verl's, without padding: `input_ids` and `response_mask` are nested. Raises TrainingError for a
-        sequence without a prompt."""
+    def from_micro_batch(micro_batch: TensorDict) -> SharedRow:
+        """Find the shared prompts. micro_batch: verl's, without padding: `input_ids` and `response_mask` are nested.
+        Raises TrainingError for a sequence without a prompt."""
         ids = micro_batch["input_ids"].values().tolist()
         ends = micro_batch["input_ids"].offsets()[1:].tolist()
         response_lengths = micro_batch["response_mask"].offsets().diff().tolist()
@@ -77,8 +77,8 @@ class SharedRow:
         )
 
     def in_verls_row(self, value_R: Tensor, *, offsets_S1: Tensor) -> Tensor:
-        """Nested, 0 but where a response token is predicted. value_R: [R] or [R, ...].  offsets_S1: of the sequences in
-        T."""
+        """Return a nested tensor, 0 but where a response token is predicted. value_R: [R] or [R, ...].  offsets_S1:
+        of the sequences in T."""
         empty_T = value_R.new_zeros(int(offsets_S1[-1]), *value_R.shape[1:])
         value_T = empty_T.index_copy(0, self.predicted_R, value_R)
         return torch.nested.nested_tensor_from_jagged(value_T, offsets_S1)
@@ -90,13 +90,13 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
     shares_prompts = False
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """verl's (inputs of the model, arguments of `prepare_model_outputs`), of our row in place of verl's.
-        `logits_to_keep` is transformers' own: at which tokens a causal language model computes logits. `shift_labels`
-        has a model that gives log-probs itself (trainer/rollout_forward.py)."""
+        """Return verl's (inputs of the model, arguments of `prepare_model_outputs`), of our row in place of verl's.
+        `logits_to_keep` is transformers' own: at which tokens a causal language model computes logits.
+        `shift_labels` has a model that gives log-probs itself (trainer/rollout_forward.py)."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         if not self.shares_prompts:
             return inputs, arguments
-        row = SharedRow.of(micro_batch)
+        row = SharedRow.from_micro_batch(micro_batch)
         inputs |= {name: inputs[name][:, row.places_U] for name in ("input_ids", "position_ids")}
         inputs["logits_to_keep"] = row.predicting_R
         arguments |= {name: arguments[name][row.predicted_R] for name in _OF_TOKENS}
@@ -107,8 +107,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """verl's: nested, in verl's row. verl reads of a micro-batch where sequences lie, and gets responses for
-        sequences here."""
+        """Return verl's outputs: nested, in verl's row. verl reads of a micro-batch where sequences lie, and gets
+        responses for sequences here."""
         row: SharedRow | None = output_args.get(_ROW)
         sequences = micro_batch
         if row is not None:
@@ -124,7 +124,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         return {name: row.in_verls_row(value.values(), offsets_S1=offsets_S1) for name, value in outputs.items()}
 
     def in_sequences(self, value_T: Tensor, output_args: dict[str, Any], micro_batch: TensorDict) -> Tensor:
-        """Nested, in verl's row, of a value at each token that this rank has logits of."""
+        """Return a value at each token that this rank has logits of as a nested tensor in verl's row."""
         row: SharedRow | None = output_args.get(_ROW)
         offsets_S1 = micro_batch["input_ids"].offsets()
         if row is not None:

@@ -29,7 +29,7 @@ class Stopping:
     the signal's name, or an empty text."""
 
     def __init__(self, run_dir: Path, *, resumed_step: int = 0, end: Callable[[int], None] = os._exit) -> None:
-        """resumed_step: of the checkpoint that this attempt goes on from, 0 without one.  end: leaves the process."""
+        """resumed_step: of the checkpoint that this attempt resumes from, 0 without one.  end: leaves the process."""
         self.finished = resumed_step
         self.saved = resumed_step
         self._run_dir = run_dir
@@ -46,17 +46,17 @@ class Stopping:
         return self._asked.is_set()
 
     def check(self) -> None:
-        """A place where the main thread may leave its work. Raises StopAsked when it was asked to."""
+        """Raise StopAsked when the run was asked to stop. Called where the main thread may leave its work."""
         if self.asked:
             raise StopAsked
 
     def begin_change(self) -> None:
-        """The weights change now: until the step is finished it is no time to stop."""
+        """Note that the weights change now: until the step is finished the run does not stop."""
         with self._moving:
             self._busy = True
 
     def end_step(self, step: int, *, saved: int) -> None:
-        """The step's line is written. saved: as the attribute."""
+        """Note that the step's line is written. saved: as the attribute."""
         with self._moving:
             self.finished, self.saved, self._busy = step, saved, False
 
@@ -65,7 +65,7 @@ class Stopping:
             self.saved = step
 
     def over(self) -> None:
-        """The training is done: a request changes nothing any more."""
+        """Note that the training is done: a request changes nothing any more."""
         with self._moving:
             self._over.set()
 

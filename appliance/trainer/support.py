@@ -26,12 +26,12 @@ _OF_ROWS = "support"  # ours, in what verl's engine hands from a model's inputs 
 
 
 def support_fields(support: Support) -> dict[str, Tensor]:
-    """The fields of one sequence. support: of all of its response positions."""
+    """Return the fields of one sequence. support: of all of its response positions."""
     return {SUPPORT_IDS: torch.from_numpy(support.ids_F), SUPPORT_SIZES: torch.from_numpy(support.size_T)}
 
 
 def predicting_places(micro_batch: TensorDict) -> Tensor:
-    """[N] int64: places in verl's row of the token before each response position."""
+    """Return [N] int64: places in verl's row of the token before each response position."""
     ends_S = micro_batch["input_ids"].offsets()[1:]
     offsets = micro_batch["response_mask"].offsets()
     length_S = offsets.diff()

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from appliance.corrections.distributions import divergence
 from appliance.quant.mismatch import TopWords
-from appliance.trainer.held import HELD
 from appliance.trainer.support import LABELS, SupportEngine, predicting_places
+from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
 
 TOP_IDS, TOP_ROLLOUT = "rollout_top_ids", "rollout_top_log_probs"  # of a batch: int32, and float32 nats; see words_of
 TOP_TRAINER = "top_log_probs"  # [S, T, K] of a model's output: the trainer's, of the same words, with a gradient
@@ -30,7 +30,7 @@ DIVERGENCE = "divergence"  # [S, N] of a model's output, and of a batch after a 
 
 
 def top_fields(top: TopWords) -> dict[str, Tensor]:
-    """The fields of one sequence, in one dimension. verl turns nested tensors of three around on their way.
+    """Return the fields of one sequence, in one dimension. verl turns nested tensors of three around on their way.
 
     top: of all of its response positions.
     """
@@ -38,7 +38,7 @@ def top_fields(top: TopWords) -> dict[str, Tensor]:
 
 
 def words_of(data: TensorDict, name: str) -> Tensor:
-    """[N, K] of one of these fields."""
+    """Return [N, K] of one of these fields."""
     return data[name].values().view(len(data["response_mask"].values()), -1)
 
 
@@ -49,7 +49,8 @@ class TopWordsEngine(SupportEngine):
         return TOP_IDS in micro_batch.keys() and not self.engine_config.forward_only  # noqa: SIM118
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """verl's (inputs of the model, arguments of `prepare_model_outputs`), with 1 + K labels for each token."""
+        """Return verl's (inputs of the model, arguments of `prepare_model_outputs`), with 1 + K labels for each
+        token."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         if not self._compares(micro_batch):
             return inputs, arguments
@@ -65,7 +66,8 @@ class TopWordsEngine(SupportEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """verl's, with TOP_TRAINER where gradients are asked for, and DIVERGENCE of the policy before an update."""
+        """Return verl's outputs, with TOP_TRAINER where gradients are asked for, and DIVERGENCE of the policy before
+        an update."""
         outputs: dict[str, Tensor] = super().prepare_model_outputs(
             output, output_args, micro_batch, logits_processor_func
         )
@@ -75,7 +77,7 @@ class TopWordsEngine(SupportEngine):
         outputs["log_probs"] = torch.nested.nested_tensor_from_jagged(both[:, 0], offsets)
         if torch.is_grad_enabled():
             outputs[TOP_TRAINER] = torch.nested.nested_tensor_from_jagged(both[:, 1:], offsets)
-        if HELD.is_open or not torch.is_grad_enabled():
+        if UPDATE_LOG_PROBS.is_open or not torch.is_grad_enabled():
             trainer_NK = both.detach()[predicting_places(micro_batch), 1:]
             apart_N = divergence(words_of(micro_batch, TOP_ROLLOUT), trainer_TK=trainer_NK)
             outputs[DIVERGENCE] = torch.nested.nested_tensor_from_jagged(

@@ -1,6 +1,6 @@
 """verl's PPOTrainerSync plus phase events, sync verification, metrics and export.
 
-Nothing of the algorithm is changed here. Each of verl's hooks stands once, in the order in which verl calls them, and
+Nothing of the algorithm is changed here. Each of verl's hooks is here once, in the order in which verl calls them, and
 says in which order the parts do their work.
 """
 
@@ -28,7 +28,7 @@ from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import too_few_problems
-from appliance.terms.devices import CPU
+from appliance.terms.phases import Phase
 from appliance.terms.settings import OldLogProbs
 from appliance.trainer.attest import (
     SEARCH_EVERY,
@@ -45,27 +45,27 @@ from appliance.trainer.correction import BatchCorrection, gdpo_weights, with_gdp
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
-from appliance.trainer.held import Held, rows_by_key, take_held
 from appliance.trainer.metrics import (
     RATE,
-    Step,
+    StepParts,
     StepTelemetry,
     append_metrics,
     keeping_fetched,
     left_out,
     mean_entropy,
-    measure_held,
     measure_step,
+    measure_update,
     step_metrics,
     tell_differing,
     tracked,
-    write_held,
+    write_old_log_probs,
 )
 from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
 from appliance.trainer.rewards import RewardFaults
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
+from appliance.trainer.update_log_probs import ForwardLogProbs, rows_by_key, take_update_log_probs
 
 BY_THE_GUARD = "stopped by the guard"
 
@@ -74,13 +74,13 @@ class Trainer(PPOTrainerSync):
     """One attempt of a run: `init`, `fit`, `export_model`; `save_and_stop` after a StopAsked."""
 
     checkpoints: Checkpoints
-    """There when the model is loaded: `on_init_end`."""
+    """Checkpoints of the run, once the model is loaded: `on_init_end`."""
 
     rollouts: Rollouts
-    """Given to `fit`."""
+    """Rollouts, given to `fit`."""
 
     _rate: float
-    """The learning rate of the next updates, from `on_init_end` on."""
+    """Learning rate of the next updates, from `on_init_end` on."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Trainer(PPOTrainerSync):
         self.governor = Governor(plan)
         self.precision = RolloutPrecision(plan)
         as_saved = plan.resume_from and not self.governor.had_stopped
-        kept = read_state(Path(plan.resume_from)).precision if as_saved else None
-        self.precision.begin(self.governor.measures, kept=kept)
+        saved = read_state(Path(plan.resume_from)).precision if as_saved else None
+        self.precision.begin(self.governor.measures, saved=saved)
         self.engines = RolloutEngines(self.run_dir, precision=self.precision.starts_in, on_death=on_engine_death)
         self.updates = WeightUpdates(
             plan,
@@ -113,52 +113,50 @@ class Trainer(PPOTrainerSync):
         self.correction = BatchCorrection(plan)
         self._search_from = 0  # the next step in which a layer may be searched for
         self.reward_faults = RewardFaults(self.run_dir, most=plan.guard.reward_failures)
-        self.sampling = DynamicSampling(
-            at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
-        )
+        self.sampling = DynamicSampling(at_first=plan.batch.prompts_per_step, max_prompts=plan.max_generated_prompts)
         self.replay_buffer.refill_fn = self.sampling.limited(self.replay_buffer.refill_fn)
         self._started = run_started(self.run_dir)
-        self._phase_now = "start"
-        self._step = Step(self.precision.live)
+        self._phase = Phase.START
+        self._step = StepParts(self.precision.live)
         self._stop_after_step: GuardStop | None = None
 
-    def _phase(self, what: str) -> None:
-        self._phase_now = what
-        append_event(self.run_dir, kind="phase", what=what)
+    def _begin_phase(self, phase: Phase) -> None:
+        self._phase = phase
+        append_event(self.run_dir, kind="phase", what=str(phase))
 
     # start-up
 
     def _setup(self) -> None:
-        self._phase("load-model")
+        self._begin_phase(Phase.LOAD_MODEL)
         super()._setup()
 
     def _init_dataloader(self) -> None:
-        """What the cache had was made for another number of prompts, and nobody has counted it for this one."""
+        """Check that there are enough problems: the cache's may be those of a run with fewer prompts a step."""
         super()._init_dataloader()
-        if too_few := too_few_problems(len(self.train_dataset), prompts_per_step=self.plan.prompts_per_step):
+        if too_few := too_few_problems(len(self.train_dataset), prompts_per_step=self.plan.batch.prompts_per_step):
             raise RecipeError(too_few)
 
     def on_init_end(self) -> None:
         self.checkpoints = self._open_checkpoints()
         self.engines.watch(self.llm_server_manager.server_handles)
         self._rate = take_settings(self.plan, workers=self.actor_rollout_wg.workers)
-        self._phase("attest")
+        self._begin_phase(Phase.ATTEST)
         self.correction.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan, algorithm=self.config.algorithm)
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         check_attested(self.plan, precision=self.engines.generation.precision)
-        self._phase("sync")
+        self._begin_phase(Phase.SYNC)
         self.checkpoint_manager.update_weights = self.updates.proven(self.checkpoint_manager.update_weights)
         super().on_init_end()
 
     def fit(self, rollouts: Rollouts) -> None:
         self.rollouts = rollouts
         wait_for_rollouts(self.replay_buffer, rollouts=rollouts, check_stop=self.stopping.check)
-        choose_in_order(self.replay_buffer, is_busy=lambda: rollouts.is_busy, looks_early=self.plan.device != CPU)
+        choose_in_order(self.replay_buffer, is_busy=lambda: rollouts.is_busy, looks_early=not self.plan.is_cpu)
         super().fit(rollouts)
 
     def on_train_begin(self) -> None:
-        """The engines are as at the end of the last step; what the guard said after it comes with the next update."""
+        """Ask for the guard's measures with the next update: the engines are as at the end of the last step."""
         super().on_train_begin()
         self.precision.want(self.governor.measures)
 
@@ -169,8 +167,8 @@ class Trainer(PPOTrainerSync):
         super().on_step_begin()
 
     def on_sample_begin(self) -> None:
-        self._phase("rollout")
-        self._step = Step(self.precision.live)
+        self._begin_phase(Phase.ROLLOUT)
+        self._step = StepParts(self.precision.live)
         super().on_sample_begin()
 
     def on_sample_end(self) -> None:
@@ -180,14 +178,14 @@ class Trainer(PPOTrainerSync):
         self.stopping.check()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """None, where the update gives them: `_note_update`."""
+        """Compute and measure log-probs before the update, unless the update gives them: `_note_update`."""
         source = self.plan.trainer.old_log_probs
         if source is OldLogProbs.UPDATE:
             return batch
         if source is OldLogProbs.ROLLOUT:
             metrics["actor/entropy"] = math.nan  # until the update has said one
         else:
-            self._phase("log-probs")
+            self._begin_phase(Phase.LOG_PROBS)
         with keeping_fetched() as fetched:
             batch = super()._compute_old_log_prob(batch, metrics=metrics)
             batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched.data)
@@ -203,8 +201,8 @@ class Trainer(PPOTrainerSync):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
         if weights := gdpo_weights(self.plan):
-            batch = with_gdpo(batch, parts=self.rollouts.reward_parts(batch.keys), weights=weights)
-        if ungraded := self.rollouts.take_ungraded(batch.keys, step=self.global_steps):
+            batch = with_gdpo(batch, parts=self.rollouts.grades.reward_parts(batch.keys), weights=weights)
+        if ungraded := self.rollouts.grades.take_ungraded(batch.keys, step=self.global_steps):
             batch = without_advantage(batch, places=ungraded)
         if self.plan.trainer.old_log_probs is OldLogProbs.UPDATE:
             return self.correction.send(batch, correction=self.governor.correction)
@@ -216,12 +214,12 @@ class Trainer(PPOTrainerSync):
         if self._step.telemetry is not None and self._step.telemetry.nonfinite_fraction:
             metrics.update(left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
             return batch
-        self._phase("update")
+        self._begin_phase(Phase.UPDATE)
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
         self._rate, metrics[RATE] = metrics[RATE], self._rate  # verl reports the next step's
         if self.plan.trainer.old_log_probs is OldLogProbs.ROLLOUT:
-            self._hold_update(batch, metrics)
+            self._measure_update(batch, metrics)
         if self.plan.trainer.old_log_probs is OldLogProbs.UPDATE:
             batch = self._note_update(batch, metrics)
             if self._step.telemetry.nonfinite_fraction:
@@ -231,27 +229,27 @@ class Trainer(PPOTrainerSync):
         )
         return batch
 
-    def _hold_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
-        """Log-probs of the first update against the rollouts': its weights were still those that sampled."""
-        sequences = self.plan.trainer.mini_batch_prompts * self.plan.rollout.samples_per_prompt
-        held = self._take_held()
-        telemetry, metrics["actor/entropy"] = measure_held(
+    def _measure_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
+        """Measure log-probs of the first update against the rollouts': its weights were still those that sampled."""
+        sequences = self.plan.batch.mini_batch_prompts * self.plan.rollout.samples_per_prompt
+        forwards = self._take_update_log_probs()
+        telemetry, metrics["actor/entropy"] = measure_update(
             self._step.telemetry,
             keys=batch.keys,
             fetched=self._step.fetched,
-            held=held,
+            forwards=forwards,
             sequences=sequences,
             cap=self.correction.token_cap,
         )
         self._step.telemetry, self._step.fetched = telemetry, None
         if self._search_is_due(telemetry):
-            rows = rows_by_key(held, keys=batch.keys, sequences=sequences)
-            self._step.differing = find_differing(batch, held=rows)
+            rows = rows_by_key(forwards, keys=batch.keys, sequences=sequences)
+            self._step.differing = find_differing(batch, update_rows=rows)
 
     def _note_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """After an update that gave the old log-probs: the batch, mismatch and correction as a pass before it would
         have left them. Raises TrainingError when the update was made with log-probs that are not finite."""
-        batch, fetched = write_held(batch, held=self._take_held())
+        batch, fetched = write_old_log_probs(batch, forwards=self._take_update_log_probs())
         metrics["actor/entropy"] = mean_entropy(batch, fetched=fetched)
         batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched)
         if self._step.telemetry.nonfinite_fraction:
@@ -266,14 +264,14 @@ class Trainer(PPOTrainerSync):
         self._step.correction = self.correction.metrics()
         return batch
 
-    def _take_held(self) -> list[Held]:
-        """Of all ranks."""
+    def _take_update_log_probs(self) -> list[ForwardLogProbs]:
+        """Take what the forwards of the update gave on all ranks."""
         workers = self.actor_rollout_wg.workers
-        held_by_rank = ray.get([worker.__ray_call__.remote(take_held) for worker in workers])
+        held_by_rank = ray.get([worker.__ray_call__.remote(take_update_log_probs) for worker in workers])
         return list(chain(*held_by_rank))
 
     def on_step_end(self) -> None:
-        self._phase("sync")
+        self._begin_phase(Phase.SYNC)
         before = self.engines.restart_s
         super().on_step_end()
         self.timing_raw["update_weights"] -= self.engines.restart_s - before
@@ -282,15 +280,16 @@ class Trainer(PPOTrainerSync):
             self._search_layer(self._step.differing, has_moved=True)
 
     def _validate(self) -> dict[str, float]:
-        """A validation that is cut is left out of its step's line: the step itself is finished and kept."""
+        """Validate. A validation that is cut short is left out of its step's line: the step itself is finished and
+        kept."""
         try:
             self.stopping.check()
-            self._phase("validate")
+            self._begin_phase(Phase.VALIDATE)
             values = self.validation.make(
                 super()._validate,
                 step=self.global_steps,
-                problems=lambda: self.rollouts.validated,
-                by_set=self.rollouts.by_set,
+                problems=lambda: self.rollouts.grades.num_validated,
+                by_set=self.rollouts.grades.set_metrics,
                 update=lambda: self.checkpoint_manager.update_weights(self.global_steps),
             )
         except StopAsked:
@@ -315,8 +314,8 @@ class Trainer(PPOTrainerSync):
         line |= self.engines.take_restart() | self._step.rolled.metrics() | self.governor.metrics()
         if self.plan.algorithm.filters:
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
-        if self.plan.task.own is not None:
-            line |= self.rollouts.reward_means(batch.keys, step=global_steps)
+        if self.plan.task.is_own:
+            line |= self.rollouts.grades.reward_means(batch.keys, step=global_steps)
         telemetry, is_exact = self._step.telemetry, self._step.is_exact(self.plan)
         line |= telemetry.metrics(is_exact=is_exact) | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
@@ -329,12 +328,13 @@ class Trainer(PPOTrainerSync):
     # the end
 
     def on_train_end(self) -> None:
-        """verl comes here when no step was left: its validation may be missing (record/checkpoints.py)."""
+        """Write the line that the last step may still owe: verl calls this also when no step was left, and its
+        validation may be missing (record/checkpoints.py)."""
         super().on_train_end()
         checkpoint = Path(self.plan.resume_from) if self.plan.resume_from else None
         line = owed_line(self.run_dir, checkpoint=checkpoint, plan=self.plan)
         if line is not None:
-            self.global_steps = self.plan.steps  # verl has counted on
+            self.global_steps = self.plan.trainer.steps  # verl has counted on
             started = time.perf_counter()
             self.on_validate_begin()
             self._validate()
@@ -346,13 +346,19 @@ class Trainer(PPOTrainerSync):
             raise self._stop_after_step
 
     def export_model(self) -> None:
-        """`model/`: what the last checkpoint holds, see trainer/export.py."""
-        self._phase("export")
-        last = checkpoint_folder(self.run_dir, step=self.plan.steps)
-        flow = self.plan.rollout.replicas[0] if self.plan.trainer.one_flow else None
-        target, plan = self.run_dir / "model", self.plan
-        origin = plan.model.provenance
-        export_checkpoint(last, target=target, uaq=plan.uaq, model=plan.model, flow=flow, provenance=origin)
+        """Write `model/`: what the last checkpoint holds, see trainer/export.py."""
+        self._begin_phase(Phase.EXPORT)
+        last = checkpoint_folder(self.run_dir, step=self.plan.trainer.steps)
+        flow = self.plan.engines[0] if self.plan.trainer.one_flow else None
+        export_checkpoint(
+            last,
+            target=self.run_dir / "model",
+            uaq=self.plan.uaq,
+            model=self.plan.model,
+            weights=self.plan.weights,
+            flow=flow,
+            provenance=self.plan.weights.provenance,
+        )
 
     def save_and_stop(self) -> ApplianceError:
         """Save the last finished step, if it is not saved yet. Between two steps that is what the workers hold: a step
@@ -369,7 +375,7 @@ class Trainer(PPOTrainerSync):
     # what the hooks share
 
     def _open_checkpoints(self) -> Checkpoints:
-        """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
+        """Open the run's checkpoints, and restore the driver's part of the one that the weights were loaded from."""
         data_state = self.train_dataloader.state_dict
         opened = Checkpoints(self.plan, save_workers=self._save_workers, data_state=data_state)
         if self.plan.resume_from:
@@ -383,8 +389,8 @@ class Trainer(PPOTrainerSync):
     def _restart_engines(self, why: str) -> None:
         """New rollout engines in place of the present ones, in the precision that is wanted, and what they say checked;
         a weight update must follow. Raises EngineError, AttestationError."""
-        before = self._phase_now
-        self._phase("restart-engines")
+        phase_before = self._phase
+        self._begin_phase(Phase.RESTART_ENGINES)
         self.rollouts.finish()  # still watched: one that dies ends the wait
         old = self.llm_server_manager
         self.llm_server_manager, restart = self.engines.restart(
@@ -398,14 +404,15 @@ class Trainer(PPOTrainerSync):
         self.checkpoint_manager.remove_replicas(old.get_replicas())
         self.checkpoint_manager.add_replicas(self.llm_server_manager.get_replicas())
         self.checkpoint_manager.sleep_replicas()  # as verl does with the first ones: an update wakes them
-        self.rollouts.serve_by(self.llm_server_manager.server_handles)
+        self.rollouts.engines.serve_by(self.llm_server_manager.server_handles)
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         check_attested(self.plan, precision=self.engines.generation.precision)
         append_event(self.run_dir, kind="note", what=restart.text, why=why, **restart.numbers())
-        self._phase(before)
+        self._begin_phase(phase_before)
 
     def _search_is_due(self, telemetry: StepTelemetry) -> bool:
-        """Whether to find out which layer makes log-probs of this step differ that are to be the rollouts'."""
+        """Whether to search for the layer that makes log-probs of this step differ from the rollouts', which they
+        are to equal."""
         differs = telemetry.differing_tokens and not telemetry.nonfinite_fraction
         return bool(differs) and self._step.is_exact(self.plan) and self.global_steps >= self._search_from
 
@@ -424,8 +431,8 @@ class Trainer(PPOTrainerSync):
         )
 
     def _end_rewards(self, what: str) -> int:
-        """How many of them failed. Raises GuardStop, after the last finished step is saved: none is learnt from rewards
-        that failed."""
+        """Judge the rewards, and return how many failed. Raises GuardStop, after the last finished step is saved:
+        none is learnt from rewards that failed."""
         try:
             return self.reward_faults.end(what, pool=self.rollouts.pool)
         except GuardStop:
@@ -441,16 +448,16 @@ class Trainer(PPOTrainerSync):
         self.rollouts.samples.write(line["step"], scheme=line["scheme"], val_scheme=self.validation.scheme)
 
     def _end_step(self, line: dict[str, Any], *, signals: Signals) -> None:
-        """The step is written down: have it judged, and save it when it is due. Raises GuardStop, after the step is
+        """Have a step that is written down judged, and save it when it is due. Raises GuardStop, after the step is
         saved, and StopAsked."""
         decision = self.governor.after_step(signals)
         self.precision.want(self.governor.measures)
-        is_last = self.global_steps >= self.plan.steps
+        is_last = self.global_steps >= self.plan.trainer.steps
         self.checkpoints.end_step(line, precision=self.precision.state, is_last=is_last)
         if decision is not None:
             raise guard_stop(decision, saved=self.checkpoints.save_now(BY_THE_GUARD))
         if self.precision.restarts_in(self.global_steps + 1, present=self.engines.generation.precision):
-            self.checkpoints.save_now("new rollout engines are next")  # which may fail: the run then goes on from here
+            self.checkpoints.save_now("new rollout engines are next")  # which may fail: the run then resumes from here
         if self._stop_after_step is not None:
             self.checkpoints.save_now(BY_THE_GUARD)
             raise self._stop_after_step

@@ -1,9 +1,9 @@
 """Several turns: the model speaks, the tools that it calls answer, and it speaks again.
 
 In rounds, for the last bits of a log-probability depend on what is computed together (engine/replica.py): the samples
-of all prompts speak, the tools that they call answer in the pool's processes, and then all samples that go on speak in
-one call, each with a seed of its own. A sample goes on with the engine that began it, which still has its tokens. Tools
-and rewards do not wait for the round: a call is answered, and a prompt given, as soon as its samples have spoken.
+of all prompts speak, the tools that they call answer in the pool's processes, and then all samples that are not over
+speak in one call, each with its own seed. A sample stays with the engine that began it, which still has its tokens.
+Tools and rewards do not wait for the round: a call is answered, and a prompt given, as soon as its samples have spoken.
 
 The engine gets token ids only, those that it made and those that verl's continuous-token builder gives for the tools'
 messages. Those of tools and templates have mask 0 and log-prob 0: nothing is learned from them and nothing counts them,
@@ -55,12 +55,12 @@ class Trajectory:
     token_ids: list[int]
     log_probs: list[float]
     mask: list[int]
-    """1 for what the model said, else 0."""
+    """Mask: 1 for what the model said, else 0."""
     finished: bool
     text: str
-    """Of its last turn, after what the prompt had begun of it."""
-    said: list[Message] = field(default_factory=list)
-    """Its turns and the tools'."""
+    """Text of its last turn, after what the prompt had begun of it."""
+    transcript: list[Message] = field(default_factory=list)
+    """Turns of the model and answers of the tools, in their order."""
     turns: int = 1
     calls: int = 0
     failed_calls: int = 0
@@ -76,7 +76,7 @@ class Trajectory:
 
     @property
     def last_turn(self) -> list[int]:
-        """Its tokens."""
+        """Tokens of the model's last turn."""
         begins = len(self.mask) - self.mask[::-1].index(0) if 0 in self.mask else 0
         return self.token_ids[begins:]
 
@@ -107,12 +107,12 @@ class Tally:
         self.tool_tokens += sum(len(each.mask) - each.generated for each in samples)
 
     def metrics(self) -> dict[str, float]:
-        of = max(1, self.samples)
+        num_samples = max(1, self.samples)
         return {
-            "turns_mean": self.turns / of,
-            "tool_calls_mean": self.calls / of,
+            "turns_mean": self.turns / num_samples,
+            "tool_calls_mean": self.calls / num_samples,
             "tool_calls_failed_fraction": self.failed_calls / max(1, self.calls),
-            "tool_tokens_mean": self.tool_tokens / of,
+            "tool_tokens_mean": self.tool_tokens / num_samples,
         }
 
 
@@ -127,7 +127,7 @@ class Opening:
     messages: list[dict[str, Any]]
     token_ids: list[int]
     seed: int | None
-    """Of the first sample, None where nothing is drawn."""
+    """Seed of the first sample, None where nothing is drawn."""
 
 
 @dataclass
@@ -137,11 +137,11 @@ class _Conversation:
     messages: list[dict[str, Any]]
     trajectory: Trajectory
     content: str = ""
-    """Of the newest turn what is no call."""
+    """Text of the newest turn without its calls."""
     calls: list[Any] = field(default_factory=list)
-    """Of the newest turn."""
+    """Calls of the newest turn."""
     unread: int = 0
-    """How many of the newest turn's calls cannot be read."""
+    """Calls of the newest turn that cannot be read."""
     has_ended: bool = False
 
     def seed(self, turn: int) -> int | None:
@@ -149,7 +149,7 @@ class _Conversation:
 
 
 def turn_seed(seed: int, *, turn: int) -> int:
-    """Of a sample's later turn: 0 <= seed < 2^62. seed: of its first."""
+    """Return the seed of a sample's later turn: 0 <= seed < 2^62. seed: of its first."""
     return int.from_bytes(hashlib.sha256(f"{seed} turn {turn}".encode()).digest()[:8]) >> 2
 
 
@@ -185,7 +185,7 @@ class Turns:
     async def play(
         self, openings: Sequence[Opening], *, ask: GenerateGroups, num_samples: int
     ) -> AsyncIterator[tuple[int, TrajectoryGroup]]:
-        """The place of each opening and its samples, as soon as the last of them has ended."""
+        """Yield the place of each opening and its samples, as soon as the last of them has ended."""
         begun: dict[int, list[_Conversation]] = {}
         versions: dict[int, int] = {}
 
@@ -239,28 +239,30 @@ class Turns:
                 return
 
     async def _read(self, conversation: _Conversation) -> None:
-        """The model's turn is over: what it says, and whether it ends there, for it calls no tool or was cut."""
+        """Read a turn of the model: what it says, and whether the conversation ends there, for it calls no tool or
+        was cut."""
         trajectory, ids = conversation.trajectory, conversation.trajectory.last_turn
         trajectory.text = self._reader.text(ids, finished=trajectory.finished)
-        trajectory.said.append(("assistant", trajectory.text))
+        trajectory.transcript.append(("assistant", trajectory.text))
         conversation.content, conversation.calls = await self._parser.extract_tool_calls(ids, self._schemas)
         conversation.unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(conversation.calls))
         conversation.has_ended = not trajectory.finished or not (conversation.calls or conversation.unread)
 
     async def _answer(self, conversation: _Conversation) -> None:
-        """What the tools say that it called. It ends where its token budget has no room for that."""
+        """Have the tools answer that a turn called. The conversation ends where its token budget has no room for the
+        answers."""
         trajectory, calls = conversation.trajectory, conversation.calls
         answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls[:MOST_CALLS]]
         answers += [(each.name, failure(f"only {MOST_CALLS} calls of a turn are made")) for each in calls[MOST_CALLS:]]
         answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * conversation.unread
         trajectory.calls += len(answers)
         trajectory.failed_calls += sum(answer.failed for _, answer in answers)
-        said = [_assistant(conversation.content, calls), *(_tool(name, answer) for name, answer in answers)]
-        before = [*conversation.messages, said[0]]
+        turn = [_assistant(conversation.content, calls), *(_tool(name, answer) for name, answer in answers)]
+        before = [*conversation.messages, turn[0]]
         prompt = conversation.opening.token_ids
         try:
             merged = self._builder.merge_context_tokens(
-                before, [*before, *said[1:]], prompt + trajectory.token_ids, tools=self._schemas
+                before, [*before, *turn[1:]], prompt + trajectory.token_ids, tools=self._schemas
             )
         except (TemplateError, TypeError, ValueError):  # what a chat template refuses, or cannot do with
             merged = None
@@ -268,8 +270,8 @@ class Turns:
             trajectory.finished, conversation.has_ended = False, True
             return
         mask, log_probs = self._builder.align_response_metadata(merged, trajectory.mask, trajectory.log_probs)
-        conversation.messages += said
-        trajectory.said += [("tool", answer.text) for _, answer in answers]
+        conversation.messages += turn
+        trajectory.transcript += [("tool", answer.text) for _, answer in answers]
         trajectory.token_ids, trajectory.mask, trajectory.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
         if trajectory.top is not None:  # the builder may have cut the last tokens
             trajectory.top = trajectory.top.first(trajectory.generated)
@@ -280,7 +282,8 @@ class Turns:
 def in_pool(
     pool: RewardPool, *, file: str, sha256: str, timeout_s: float, beside: str = ""
 ) -> Callable[[str, str], Awaitable[Answer]]:
-    """Calls of the tools of a file, as it was planned. However one goes wrong, the model hears of it.
+    """Return a function that calls the tools of a file, as it was planned. However a call goes wrong, the model hears
+    of it.
 
     sha256, beside: as of load_module.
     """
@@ -305,7 +308,7 @@ def _tool(name: str, answer: Answer) -> dict[str, Any]:
 
 
 def one_turn(drawn: Drawn, *, text: str = "") -> Trajectory:
-    """A sample of a run without tools, or the first of several turns, whose text comes later."""
+    """Make a sample of a run without tools, or the first of several turns, whose text comes later."""
     mask = [1] * len(drawn.token_ids)
     words = {"top": drawn.top, "support": drawn.support}
     return Trajectory(drawn.token_ids, drawn.log_probs, mask, drawn.finished, text, **words)

@@ -3,16 +3,16 @@
 verl looks for an engine by device and vendor, and lets VERL_ENGINE_VENDOR name the vendor (terms/environment.py). Ours
 is one.
 
-The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps the model, and told by the sender of
-weights what the engines compute in from an update on.
+The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps the model; the sender of weights
+sets what it computes in, which is what the engines compute in from an update on.
 
-Without a pass for log-probs before the update, those of its forward are held for the driver (trainer/held.py), with
-the entropies that the pass would have brought.
+Without a pass for log-probs before the update, those of its forward are collected for the driver
+(trainer/update_log_probs.py), with the entropies that the pass would have brought.
 
 Prompts that several sequences share are computed once on a CPU (trainer/shared_prompts.py). Where engines report the
 most likely words at each token, the trainer compares its own log-probs of them (trainer/top_words.py).
 
-On one rank nothing is gathered from others, but FSDP still makes the BF16 copy of each layer's FP32 masters anew for
+On one rank nothing is gathered from others, but FSDP still makes the BF16 copy of each layer's FP32 masters again for
 each forward and each backward of each micro-batch. Where memory allows (it is then that activations are kept, too), the
 copies made by an update's first forward serve all of its micro-batches. So do the dequantised weights that the
 rollouts' own forward multiplies gradients with.
@@ -58,11 +58,11 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import FAMILIES, norm_fed
 from appliance.terms.settings import OldLogProbs, Schedule
-from appliance.trainer.held import HELD
 from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 from appliance.trainer.top_words import DIVERGENCE, TopWordsEngine
+from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
 
 _LEAST_TEMPERATURE = 1e-8  # as verl divides logits
 _GROWS_AFTER = 400  # updates without an overflow, as in verl's
@@ -87,19 +87,19 @@ class ApplianceEngine(TopWordsEngine):
         if _plan().trainer.quantises:
             flow = RolloutForward(
                 module,
-                quantisation=_plan().rollout.replicas[0],
+                quantisation=_plan().engines[0],
                 num_tokens=len(self.model_config.tokenizer),
                 fp8_backward=_plan().trainer.fp8_backward,
                 keeps=_plan().trainer.old_log_probs is OldLogProbs.ROLLOUT,
-                keeps_dequantised=_plan().trainer.keeps_copies,
+                keeps_dequantised=_plan().trainer_memory.keeps_copies,
                 linears_alone=not _plan().trainer.one_flow,
             )
             self._flow = put_in(flow)
         return module
 
     def _build_lora_module(self, module: Module) -> Module:
-        """In place of verl's, which has no dropout and rounds the adapter to what the model is held in."""
-        lora = _plan().lora
+        """Build the adapter in place of verl's, which has no dropout and rounds the adapter to the model's type."""
+        lora = _plan().model.lora
         assert lora is not None, "verl asks where a rank is set"
         self._frozen, self._merges = Frozen(), 0
         adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
@@ -109,20 +109,23 @@ class ApplianceEngine(TopWordsEngine):
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         self._frozen.check(self.module)
-        lora = _plan().lora
+        lora = _plan().model.lora
         assert lora is not None, "it is what is merged"
         expected, self._merges = expected_merge(self.module, lora=lora, turn=self._merges), self._merges + 1
         yield from checked(super()._merged_lora_per_tensor_param(), expected=expected)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
-        if _plan().lora:
-            save_adapter(self.module, folder=Path(local_path) / ADAPTER_FOLDER, model=_plan().model)
+        if _plan().model.lora:
+            model, weights = _plan().model, _plan().weights
+            folder, base = Path(local_path) / ADAPTER_FOLDER, model.path or weights.name_or_path
+            save_adapter(self.module, folder=folder, base=base, commit=weights.commit)
         if self.scaler is not None and torch.distributed.get_rank() == 0:  # overflows are shared: all ranks have it
             (Path(local_path) / SCALER_FILE).write_text(json.dumps(self.scaler.state_dict()) + "\n")
 
     def _build_fsdp_module(self, module: Module) -> Module:
-        """verl pins the weights of a reference in the host's memory, for a GPU: there is none on a CPU."""
+        """Build verl's module. On a CPU the weights of a reference are not pinned in the host's memory, as verl does
+        for a GPU."""
         given = self.engine_config
         if _plan().is_cpu and given.forward_only:
             self.engine_config = replace(given, forward_only=False)
@@ -132,7 +135,7 @@ class ApplianceEngine(TopWordsEngine):
             self.engine_config = given
         if self.scaler is not None and _plan().is_cpu:
             self.scaler = ShardedGradScaler("cpu", growth_interval=_GROWS_AFTER)
-        self._keeps_copies = _plan().trainer.keeps_copies
+        self._keeps_copies = _plan().trainer_memory.keeps_copies
         return built
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
@@ -146,7 +149,7 @@ class ApplianceEngine(TopWordsEngine):
 
     @contextmanager
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
-        """verl's, around a forward and its backward; the last backward drops the copies."""
+        """Wrap a forward and its backward as verl does; the last backward drops the copies."""
         with super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch):
             if self._keeps_copies:
                 self.module.set_reshard_after_backward(is_last_micro_batch)
@@ -154,7 +157,7 @@ class ApplianceEngine(TopWordsEngine):
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
         if self._gives_old_log_probs:
-            HELD.begin()
+            UPDATE_LOG_PROBS.begin()
         before = None if self.scaler is None else self.scaler.get_scale()
         outputs = super().train_batch(data, loss_function)
         return_free_memory()
@@ -166,20 +169,23 @@ class ApplianceEngine(TopWordsEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """verl gives an update's log-probs to its loss, and then drops them: here they are held. Their entropies have
-        no gradient but where the loss asks for one (`algorithm.entropy_bonus`)."""
-        found: dict[str, Tensor] = super().prepare_model_outputs(
+        """Collect an update's log-probs, which verl gives to its loss and then drops. Their entropies have no gradient
+        but where the loss asks for one (`algorithm.entropy_bonus`)."""
+        outputs: dict[str, Tensor] = super().prepare_model_outputs(
             output, output_args, micro_batch, logits_processor_func
         )
-        if HELD.is_open:
-            entropy = found.get("entropy")
+        if UPDATE_LOG_PROBS.is_open:
+            entropy = outputs.get("entropy")
             if entropy is None:
                 entropy = self.in_sequences(self._entropy(output, output_args), output_args, micro_batch)
-            HELD.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy, divergence=found.get(DIVERGENCE))
-        return found
+            UPDATE_LOG_PROBS.add(
+                micro_batch, log_probs=outputs["log_probs"], entropy=entropy, divergence=outputs.get(DIVERGENCE)
+            )
+        return outputs
 
     def _entropy(self, output: Any, output_args: dict[str, Any]) -> Tensor:
-        """[T] nats, without a gradient, of this rank's tokens that have logits, by verl's function of its passes."""
+        """Return [T] nats, without a gradient, of this rank's tokens that have logits, by verl's function of its
+        passes."""
         given_1T = getattr(output, "entropy", None)
         if given_1T is not None:  # of the rollouts' forward
             return given_1T[0]
@@ -212,15 +218,15 @@ class ApplianceEngine(TopWordsEngine):
 
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()
-        HELD.end()
+        UPDATE_LOG_PROBS.end()
         if self._flow is not None:
             self._flow.forget()
         return norm
 
-    def traced(self, ids: list[int], *, token: int, temperature: float, kept: Place | None = None) -> LayerTrace:
-        """Of `token` after `ids`, by the rollouts' forward. On all ranks at once."""
+    def traced(self, ids: list[int], *, token: int, temperature: float, values_at: Place | None = None) -> LayerTrace:
+        """Trace `token` after `ids` through the rollouts' forward. On all ranks at once."""
         ids_1T, labels_1T = torch.tensor([ids]), torch.tensor([[*ids[1:], token]])
-        trace = LayerTrace(kept)
+        trace = LayerTrace(values_at)
         with self.eval_mode(), torch.no_grad(), torch.autocast(ids_1T.device.type, dtype=self._autocast_dtype):
             out = self.module(
                 input_ids=ids_1T,
@@ -245,8 +251,8 @@ def _plan() -> RunPlan:
 
 
 def split_rates(optimizer: Optimizer, *, named: Iterable[tuple[str, Parameter]], scale: float) -> None:
-    """A second group of parameters, with `scale` times the learning rate and the same decay per step. optimizer: with
-    one group, whose rate stays what `learning_rate` in the metrics shows.  named: its parameters."""
+    """Split off a second group of parameters, with `scale` times the learning rate and the same decay per step.
+    optimizer: with one group, whose rate stays what `learning_rate` in the metrics shows.  named: its parameters."""
     (group,) = optimizer.param_groups
     parameters = dict(named)
     fed_names = norm_fed(parameters).linears

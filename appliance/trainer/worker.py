@@ -1,9 +1,9 @@
 """Imported by verl itself in every process of a run (`VERL_USE_EXTERNAL_MODULES`); an error here stops the process.
 
 It gives verl our sender of weights and, where the plan asks for it, our engine, by verl's own registries, and the CPU
-as one of verl's platforms: torch.cpu with the calls that verl makes on torch.cuda, and gloo. In a run on a CPU it
-repairs the one call that cannot work there, and fits the threads to the host. Log-probs are taken in chunks of tokens,
-transformers knows our attention (trainer/attention.py), and a model of which something would be made up is not loaded.
+as one of verl's platforms (trainer/cpu_platform.py). In a run on a CPU it repairs the one call that cannot work there,
+and fits the threads to the host. Log-probs are taken in chunks of tokens, transformers knows our attention
+(trainer/attention.py), and a model of which something would be made up is not loaded.
 
 Legend: T tokens, V words, L words of each token whose log-probs are asked for.
 """
@@ -14,14 +14,10 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from verl.plugin.platform.platform_base import PlatformBase
-from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.workers.rollout import base
 
 from appliance.control_groups import usable_cores
@@ -30,25 +26,8 @@ from appliance.quant.cpu_gemm import widen_gemms
 from appliance.quant.loading import load_whole
 from appliance.quant.support import RowSupport, current_support
 from appliance.record.liveness import WORKER_ROLE, Heartbeat, keep_stacks
-from appliance.terms.environment import (
-    ENGINE_VENDOR,
-    PLATFORM_VARIABLE,
-    SERVER_VARIABLES,
-    THREADS_VARIABLE,
-    VENDOR_VARIABLE,
-)
-
-PROCESS_GROUP = Patch(
-    name="cpu-process-group",
-    target="verl.utils.distributed:initialize_global_process_group_ray",
-    why="verl asks torch for `cpu:gloo,<device>:<backend>`; with the device `cpu` that names cpu twice, torch refuses",
-    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/distributed.py",
-    distribution="verl",
-    version="0.9.1",
-    source_sha256="761a94d1a2e058d31a0ac231c89a142abf5daf822e333bac75e84cafcf7507ac",
-    remove_when="verl builds the backend string from a set of devices",
-)
-
+from appliance.terms.environment import ENGINE_VENDOR, THREADS_VARIABLE, VENDOR_VARIABLE
+from appliance.trainer.cpu_platform import PROCESS_GROUP, gloo_only, is_run_on_cpu
 
 LOG_PROBS = Patch(
     name="chunked-log-probs",
@@ -59,8 +38,7 @@ LOG_PROBS = Patch(
     ),
     upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/torch_functional.py",
     distribution="verl",
-    version="0.9.1",
-    source_sha256="1074be97faf338ae07d3c2351db0752714541a17e0616a785ee65b6fc14ea262",
+    sources={"0.9.1": "1074be97faf338ae07d3c2351db0752714541a17e0616a785ee65b6fc14ea262"},
     remove_when="verl's log-probs without flash-attn are in float32 and take many tokens at a time",
 )
 WHOLE_MODELS = Patch(
@@ -72,8 +50,7 @@ WHOLE_MODELS = Patch(
     ),
     upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/model.py",
     distribution="verl",
-    version="0.9.1",
-    source_sha256="9023f5dc0acb0ccb377a842f5a8893afb716438da53281d8ea877ac12853e2bf",
+    sources={"0.9.1": "9023f5dc0acb0ccb377a842f5a8893afb716438da53281d8ea877ac12853e2bf"},
     remove_when="verl or transformers raises for a checkpoint that is not the model's",
 )
 CHUNK_ROWS = 1024
@@ -90,7 +67,7 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TV: Tensor, words_TL: Tensor, support: RowSupport | None = None) -> Tensor:
-        """[T, L] float32 (float64 of float64), nats.  x_TV: of any float.  words_TL: int64 in 0..V-1."""
+        """Return [T, L] float32 (float64 of float64), nats.  x_TV: of any float.  words_TL: int64 in 0..V-1."""
         ctx.save_for_backward(x_TV, words_TL)
         ctx.support = support
         wide = torch.promote_types(x_TV.dtype, torch.float32)
@@ -111,7 +88,7 @@ class LogProbs(torch.autograd.Function):
 
 
 def _chunks(x_TV: Tensor, *, support: RowSupport | None, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Some rows at a time: of the logits themselves, or with a support of a copy in this type."""
+    """Yield some rows at a time: of the logits themselves, or with a support of a copy in this type."""
     rows = _rows(x_TV, support=support)
     if support is None:
         yield from x_TV.split(rows)
@@ -130,8 +107,8 @@ def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-        """verl's, but that `labels` may have one dimension more, several words for each token, and that the softmax is
-        over the words of `current_support`."""
+        """Compute log-probs as verl does, but that `labels` may have one dimension more, several words for each
+        token, and that the softmax is over the words of `current_support`."""
         heart.beat()  # of each forward, of a pass and of an update, which may take an hour
         logits_TV = logits.flatten(0, -2)
         words_TL = labels.reshape(len(logits_TV), labels.shape[-1] if labels.ndim == logits.ndim else 1)
@@ -143,7 +120,8 @@ def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _loading_whole(original: Callable[..., type]) -> Callable[..., type]:
     @functools.wraps(original)
     def get_hf_auto_model_class(hf_config: Any) -> type:
-        """verl's class, with a `from_pretrained` that raises EngineError for a checkpoint that is not the model's."""
+        """Return verl's class, with a `from_pretrained` that raises EngineError for a checkpoint that is not the
+        model's."""
         auto_class = original(hf_config)
 
         def from_pretrained(pretrained_model_name_or_path: str, **settings: Any) -> Any:
@@ -154,106 +132,10 @@ def _loading_whole(original: Callable[..., type]) -> Callable[..., type]:
     return get_hf_auto_model_class
 
 
-def _gloo_only(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialise(timeout_second: int | None = None, backend: str | None = None) -> None:
-        return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
-
-    return initialise
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a call means where there is no device memory to free and no stream to wait for."""
-
-
-def _device_namespace() -> SimpleNamespace:
-    """`torch.cpu` plus the members of `torch.cuda` that verl calls without asking; memory counters read 0."""
-    own = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")}
-    does_nothing = ("empty_cache", "ipc_collect", "set_device", "manual_seed", "manual_seed_all")
-    counters = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    answers = {
-        "reset_peak_memory_stats": _nothing,
-        "mem_get_info": lambda *args: (0, 0),
-        "get_rng_state": torch.get_rng_state,
-        "set_rng_state": torch.set_rng_state,
-        "is_available": lambda: False,
-        "get_device_name": lambda *args: "cpu",
-        "current_device": lambda: "cpu",
-    }
-    members = own | dict.fromkeys(does_nothing, _nothing) | dict.fromkeys(counters, lambda *args, **kwargs: 0) | answers
-    return SimpleNamespace(**members)
-
-
-@PlatformRegistry.register(platform="cpu")
-class CpuPlatform(PlatformBase):
-    """One "GPU" of verl's plan is one CPU rank. Chosen by VERL_PLATFORM=cpu, and never found by itself.
-
-    Ray's resource stays `GPU`, because verl's resource check counts only GPU and NPU; the run's Ray is started with
-    as many of them as the plan has ranks.
-    """
-
-    _namespace = _device_namespace()
-
-    device_name = "cpu"
-    vendor_name = "cpu"
-    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
-
-    @property
-    def device_module(self) -> ModuleType:
-        return self._namespace  # type: ignore[return-value]
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """verl asks where nothing is named: in a run on GPUs it must not take a process that sees none for ours."""
-        return _is_run_on_cpu()
-
-    def current_device(self) -> str:  # type: ignore[override]
-        """`cpu`: an index would become `cuda:0`."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        return 1
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def rollout_env_vars(self) -> dict[str, str]:
-        return SERVER_VARIABLES
-
-
-def _is_run_on_cpu() -> bool:
-    return os.environ.get(PLATFORM_VARIABLE) == "cpu"
-
-
 def fit_threads_to_host() -> None:
-    """At most as many as this host has cores. Every process is given the plan's number, made from the head's cores.
-    Call it before the process computes. The engine's processes, which this one starts, read the variable."""
+    """Compute with at most as many threads as this host has cores. Every process is given the plan's number, made
+    from the head's cores. Call it before the process computes. The engine's processes, which this one starts, read
+    the variable."""
     cores = usable_cores()
     if torch.get_num_threads() > cores:
         torch.set_num_threads(cores)
@@ -265,10 +147,10 @@ apply_patch(LOG_PROBS, _in_chunks)
 apply_patch(WHOLE_MODELS, _loading_whole)
 importlib.import_module("appliance.trainer.attention")  # transformers knows it then
 
-if _is_run_on_cpu():
+if is_run_on_cpu():
     fit_threads_to_host()
     widen_gemms()
-    apply_patch(PROCESS_GROUP, _gloo_only)
+    apply_patch(PROCESS_GROUP, gloo_only)
 
 # By name: the module imports vLLM's side of verl, which only workers that send weights need.
 base._ROLLOUT_REGISTRY[("vllm", "async")] = "appliance.trainer.sender.DigestingAdapter"

@@ -71,7 +71,7 @@ def look(job: Job) -> CheckResult:
 
 
 def _engine(job: Job) -> LLM:
-    """With the settings of a run, but for its sizes."""
+    """Start an engine with the settings of a run, but for its sizes."""
     block = {"block_size": CPU_KV_BLOCK} if current_platform.is_cpu() else {}  # as plan/verl_args.py has it
     return LLM(
         job.model,
@@ -204,7 +204,7 @@ def _seed(name: str) -> int:
 
 
 def _layer_outputs(model: Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """For every layer with weights: what its kernel gives for a fixed input; of other layers, the weights."""
+    """Yield, for every layer with weights, what its kernel gives for a fixed input; of other layers, the weights."""
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
             channels = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer is not cut

@@ -22,10 +22,10 @@ from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.profile.job import find_profile, job_of_plan
-from appliance.recipe.schema import Recipe, SchemeChoice
+from appliance.recipe.schema import Recipe
 from appliance.record.lines import finite
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import CPU, why_not
+from appliance.terms.devices import why_not
 from appliance.terms.environment import IN_ONE_PROCESS, PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -49,10 +49,10 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         plan, asked = plans[0], _asked(plans)
         _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
         examine_for(plans, recipe=recipe, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
-        if plan.model.is_cached or plan.model.is_pinned:
+        if plan.weights.is_cached or plan.weights.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None
-        eager = any(plan.rollout.eager for plan in plans)  # all alike: they are compared
+        eager = any(plan.engine.eager for plan in plans)  # all alike: they are compared
         for quantisation, own_plan in asked:
             if quantisation.profile:  # the one that is there, in place of the one that a run would have in its folder
                 quantisation = quantisation.replace(profile=str(_profile(own_plan) or ""))
@@ -71,17 +71,18 @@ def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: boo
     emulated = emulate or recipe.quantization.emulate
     quantization = recipe.quantization.model_copy(update={"emulate": emulated})
     for scheme in schemes or (None,):
-        change = {} if scheme is None else {"scheme": SchemeChoice(str(scheme)), "replicas": None}
+        change = {} if scheme is None else {"scheme": scheme, "replicas": None}
         rollout = recipe.rollout.model_copy(update=change)
         yield recipe.model_copy(update={"rollout": rollout, "quantization": quantization})
 
 
 def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
-    """What each engine is told, and the plan that says so. BF16 first: the others are compared with it. Each once."""
-    head_fp32 = plans[0].rollout.replicas[0].lm_head_fp32
+    """The quantisation that each engine is started with, and the plan that sets it. BF16 first: the others are compared
+    with it. Each once."""
+    head_fp32 = plans[0].rollout.lm_head_fp32
     plan_of = {Quantisation(scheme=Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
     for plan in plans:
-        plan_of |= {each: plan for each in plan.rollout.replicas if each.scheme.quantised}
+        plan_of |= {quantisation: plan for quantisation in plan.engines if quantisation.scheme.quantised}
     return tuple(plan_of.items())
 
 
@@ -98,7 +99,7 @@ def _profile(plan: RunPlan) -> Path | None:
 
 
 def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: HostFacts) -> None:
-    reasons = [why_not(e.scheme, device=plan.device, cpu_flags=host.cpu_flags) for e in asked if not e.emulated]
+    reasons = [why_not(e.scheme, device=plan.cluster.device, cpu_flags=host.cpu_flags) for e in asked if not e.emulated]
     if any(reasons):
         message = "verify: " + "; ".join(filter(None, reasons))
         raise PreflightError(message, hint="leave it out, or check the numbers of an FP8 scheme with --emulate")
@@ -107,7 +108,7 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
 def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> CheckResult:
     job_file, result_file = folder / "job.json", folder / "result.json"
     job = Job(
-        model=plan.model.path,
+        model=plan.weights.name_or_path,
         trust_remote_code=plan.model.trust_remote_code,
         quantisation=asked,
         dtype=plan.trainer.dtype,
@@ -121,8 +122,8 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
     job_file.write_text(job.model_dump_json())
     console.say(f"{label(asked)}: an engine, and three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
-    env |= IN_ONE_PROCESS  # a core of its own may begin before all prompts have come: another batch, other last bits
-    if plan.device == CPU and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
+    env |= IN_ONE_PROCESS  # a separate core may begin before all prompts have come: another batch, other last bits
+    if plan.is_cpu and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
         env[THREADS_VARIABLE] = str(max(1, host.cores // job.tensor_parallel))
     try:
         run_child([CHILD, str(job_file)], command="verify", folder=folder, env=env)

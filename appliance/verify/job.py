@@ -1,4 +1,4 @@
-"""What one check of an engine is told and what it saw, as values that go through files, and what that says: is the
+"""The input of one check of an engine and what it measured, as values that go through files, and what that says: is the
 patch live? Imports no torch."""
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Job(Frozen):
     tensor_parallel: int
     enforce_eager: bool
     prompt_tokens: int
-    """Of each of the few sequences."""
+    """Prompt tokens of each of the few sequences."""
     new_tokens: int
-    """Of each of the few sequences."""
+    """New tokens of each of the few sequences."""
     seed: int
     result: str
     """The file for the CheckResult."""
@@ -91,7 +91,7 @@ class CheckResult(Frozen):
     failed: str
     """The error that ended the check, or empty."""
     first: EngineOutput | None = None
-    """After the first update."""
+    """Answer after the first update."""
     same_as_loaded: bool = False
     """Whether that was what it said before any update."""
     moved: float = 0.0
@@ -114,7 +114,7 @@ class Row:
     from_bf16: float | None
     """Mean absolute difference of log-probs, nats; None where there is nothing to compare."""
     problems: tuple[str, ...]
-    """What speaks against it, none: live."""
+    """Reasons against it; none: live."""
 
 
 def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:

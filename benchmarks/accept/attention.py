@@ -22,7 +22,8 @@ GRADIENT_ROUNDINGS = 8  # of BF16, on the way to one gradient: P, dP, dS, the su
 
 
 def log_probs(ground: Ground) -> None:
-    """By chunks, with their gradient, against float64: a sum of V exponentials in float32 is within V u of itself."""
+    """Check log-probs by chunks, with their gradient, against float64: a sum of V exponentials in float32 is within V u
+    of itself."""
     from appliance.trainer.worker import CHUNK_ROWS, LogProbs
 
     tokens, words = ground.size((2 * CHUNK_ROWS + 5, 151936), tiny=(CHUNK_ROWS + 5, 1003))
@@ -81,7 +82,7 @@ def packed(ground: Ground) -> None:
         )
         for heads, groups, size, window in sizes
     }
-    ground.each(cases, lambda name: _packed(ground, name, *cases[name], lengths=lengths))
+    ground.run_parts(cases, lambda name: _packed(ground, name, *cases[name], lengths=lengths))
 
 
 def _packed(
@@ -95,10 +96,10 @@ def _packed(
         for seed, shape in enumerate(shapes)
     ]
     grad_THD = torch.randn(shapes[0], generator=seeded(4)).to(ground.device, torch.bfloat16)
-    found = _with_gradients(attend, given, grad_THD)
+    results = _with_gradients(attend, given, grad_THD)
     wide = [each.detach().double().requires_grad_() for each in given]
     wanted = _with_gradients(alone, wide, grad_THD.double())
-    for what, one, exact in zip(("answers", "queries", "keys", "values"), found, wanted, strict=True):
+    for what, one, exact in zip(("answers", "queries", "keys", "values"), results, wanted, strict=True):
         error = float((one.double() - exact).norm() / exact.norm())
         bound = (4 if what == "answers" else GRADIENT_ROUNDINGS) * BF16_U
         ground.hold(error <= bound, f"{what}: {error:.3g} from float64's, {bound:.3g} is allowed")
@@ -127,7 +128,7 @@ def _alone(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *, lengths: tuple[int, .
 def _in_a_row(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *, positions_1T: Tensor, window: int | None = None
 ) -> Tensor:
-    """As the trainer's layers call it; with several ranks each has a part of the tokens and of positions_1T."""
+    """Attend as the trainer's layers do; with several ranks each has a part of the tokens and of positions_1T."""
     from appliance.trainer.attention import attend_row
 
     heads_first = [each.transpose(0, 1)[None] for each in (q_THD, k_TGD, v_TGD)]
@@ -191,10 +192,10 @@ def _difference(rank: int, ranks: int, *, device: torch.device, is_cpu: bool) ->
     wanted = _with_gradients(functools.partial(_in_a_row, positions_1T=positions_1T), whole, grad_THD)
     ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
     attend = functools.partial(_in_a_row, positions_1T=positions_1T.chunk(ranks, dim=1)[rank])
-    own = [each.detach().chunk(ranks)[rank].clone().requires_grad_() for each in whole]
-    found = _with_gradients(attend, own, grad_THD.chunk(ranks)[rank])
+    rank_inputs = [each.detach().chunk(ranks)[rank].clone().requires_grad_() for each in whole]
+    results = _with_gradients(attend, rank_inputs, grad_THD.chunk(ranks)[rank])
     names = ("answers", "gradients of queries", "gradients of keys", "gradients of values")
     parts = [exact.chunk(ranks)[rank].double() for exact in wanted]
-    errors = [float((one.double() - part).norm() / part.norm()) for one, part in zip(found, parts, strict=True)]
+    errors = [float((one.double() - part).norm() / part.norm()) for one, part in zip(results, parts, strict=True)]
     differ = [f"{name} {error:.3g}" for name, error in zip(names, errors, strict=True) if not error <= BF16_U]
     return f"{', '.join(differ)} from those of one rank, {BF16_U:.3g} is allowed" if differ else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.record.liveness import keep_stacks
-from benchmarks.accept.ground import DeviceLost, Ground, lack_of, said
+from benchmarks.accept.ground import DeviceLost, Ground, failure_text, lack_of
 from benchmarks.accept.outcome import State
 
 LOST = 97
@@ -26,7 +26,7 @@ def main() -> int:
     name, code, arguments, folder, device = sys.argv[1:]
     keep_stacks("row")
     ground = Ground(row=name, folder=Path(folder), rehearsal=device == "cpu")
-    ground.go_on()
+    ground.take_over_outcome()
     try:
         run(ground, code=code, arguments=json.loads(arguments))
     except DeviceLost:
@@ -48,7 +48,7 @@ def run(ground: Ground, *, code: str, arguments: dict[str, Any]) -> None:
             ground.write(State.SKIPPED, why=lack)
         else:
             traceback.print_exc()
-            ground.write(State.FAILED, why=said(error))
+            ground.write(State.FAILED, why=failure_text(error))
     else:
         nothing = "" if ground.checks else "nothing was held against anything"
         ground.write(State.FAILED if nothing else State.PASSED, why=nothing)

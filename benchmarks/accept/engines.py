@@ -97,7 +97,7 @@ def answers(llm: Any, *, tokens: int = 16) -> Answers:
 
 def reload(ground: Ground, *, by: str, families: list[str]) -> None:
     """Other weights and back: the answers move and return bit for bit, every layer is proven, no parameter moves. A
-    fresh engine of the other weights answers as the updated one (last family). Each family has a verdict of its own.
+    fresh engine of the other weights answers as the updated one (last family). Each family has its own verdict.
 
     families: of models.FAMILIES, one with `+head` has its head in FP32. Experts are as a plan has them: quantised by a
     scheme that has kernels for them, without graphs, and else in BF16.
@@ -107,7 +107,7 @@ def reload(ground: Ground, *, by: str, families: list[str]) -> None:
         family, _, head = each.partition("+")
         _reload(ground, scheme=Scheme(by), family=family, fresh=each == families[-1], lm_head_fp32=bool(head))
 
-    ground.each(families, one)
+    ground.run_parts(families, one)
 
 
 def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head_fp32: bool) -> None:
@@ -130,13 +130,15 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
     live = live_scheme(runner.get_model())
     ground.hold(live.scheme is scheme, f"{scheme} was asked for, {live.scheme} runs")
     before = answers(llm)
-    kept = family == "qwen3-moe" and not quantises_experts
+    experts_in_bf16 = family == "qwen3-moe" and not quantises_experts
     update = WeightUpdate(runner.get_model(), model_config=runner.vllm_config.model_config, needs_manifest=True)
-    seconds = taken(ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1", kept_experts=kept)
+    seconds = taken(
+        ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1", kept_experts=experts_in_bf16
+    )
     ground.figure(f"{family}: a weight update with proof", seconds, "s")
     moved = answers(llm)
     ground.hold(moved != before, "the answers did not move with the weights")
-    taken(ground, llm, update, sync=2, tensors=read_checkpoint(first), what="update 2", kept_experts=kept)
+    taken(ground, llm, update, sync=2, tensors=read_checkpoint(first), what="update 2", kept_experts=experts_in_bf16)
     ground.hold(answers(llm) == before, "the first weights again do not give the first answers again")
     if fresh:
         second = engine(ground, other, scheme=scheme, **of_model)
@@ -192,8 +194,8 @@ def _hold_proof(ground: Ground, proven: Any, *, what: str, everyone: bool = True
 
 
 def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
-    """verl's sender in a process of its own, as a trainer is, to our receiver: CUDA IPC, digests, proof. Each update
-    has other weights; the last one comes in small buckets, and what is larger than one by a handle of its own. Timed by
+    """verl's sender in its own process, as a trainer is, to our receiver: CUDA IPC, digests, proof. Each update
+    has other weights; the last one comes in small buckets, and what is larger than one by its own handle. Timed by
     this side, from the first bucket to the last proof."""
     from appliance.bench.child import qwen2_config
     from appliance.engine.update import WeightUpdate
@@ -237,7 +239,7 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
     handle = worker._get_zmq_handle()
     (ground.folder / "shapes.json").write_text(wanted.model_dump_json())
     large, small = ground.size((512, 64), tiny=(4, 1))  # MiB; the first is verl's own
-    told: list[Answers] = []
+    answers_so_far: list[Answers] = []
     for number, bucket_mib in enumerate((large, large, small), start=1):
         what = f"update {number}, buckets of {bucket_mib} MiB"
         came.clear()
@@ -249,8 +251,8 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
         report = taken_ones[-1]
         ground.hold(report.sync == number, f"update {number} was counted as {report.sync}")
         _hold_proof(ground, report, what=what, everyone=number == 1)
-        told.append(answers(llm, tokens=4))
-        ground.hold(told[-1] not in told[:-1], f"{what}: the answers did not move with the weights")
+        answers_so_far.append(answers(llm, tokens=4))
+        ground.hold(answers_so_far[-1] not in answers_so_far[:-1], f"{what}: the answers did not move with the weights")
         if number > 1 and report.telemetry is not None:
             changed = report.telemetry.codes_changed_fraction or 0.0
             ground.hold(changed > 0.5, f"{what}: {changed:.3g} of the codes are others than before")
@@ -310,7 +312,7 @@ def sleep(ground: Ground, *, by: str = "int8") -> None:
 
 
 def restart(ground: Ground, *, schemes: list[str]) -> None:
-    """An engine whose core is a process of its own ends, its memory is free, and one of the next scheme starts."""
+    """An engine whose core is a separate process ends, its memory is free, and one of the next scheme starts."""
     import psutil
 
     from benchmarks.accept.models import make_checkpoint
@@ -321,13 +323,13 @@ def restart(ground: Ground, *, schemes: list[str]) -> None:
         started = time.monotonic()
         llm = engine(ground, folder, scheme=Scheme(scheme), own_process=True, enforce_eager=True)
         ground.figure(f"start of {scheme}, eager", time.monotonic() - started, "s")
-        own = psutil.Process().children(recursive=True)
-        ground.hold(len(own) > 0, f"the core of {scheme} is no process of its own")
+        children = psutil.Process().children(recursive=True)
+        ground.hold(len(children) > 0, f"the core of {scheme} is not a separate process")
         ground.hold(len(answers(llm, tokens=4)) == len(PROMPTS), f"{scheme} does not answer")
-        watched = [each for each in own if "resource_tracker" not in " ".join(_command(each))]
+        engine_processes = [each for each in children if "resource_tracker" not in " ".join(_command(each))]
         started = time.monotonic()
         llm.llm_engine.engine_core.shutdown()
-        _, alive = psutil.wait_procs(watched, timeout=30)
+        _, alive = psutil.wait_procs(engine_processes, timeout=30)
         ground.hold(not alive, f"of {scheme} {len(alive)} processes live on after 30 s")
         ground.figure(f"end of {scheme}", time.monotonic() - started, "s")
         kept = (free - ground.free_bytes()) / 2**20

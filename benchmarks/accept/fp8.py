@@ -24,7 +24,7 @@ def quantisers(ground: Ground) -> None:
     """vLLM's: of a weight by one scale that the codec gives, and of tokens by scales of their own, bit for bit."""
     shapes = ground.size(((1, 16), (129, 896), (64, 4864), (33, 5120), (16, 27648)), tiny=((1, 16), (33, 352)))
     cases = {f"{rows} x {columns}": (rows, columns) for rows, columns in shapes}
-    ground.each(cases, lambda name: _quantise(ground, *cases[name]))
+    ground.run_parts(cases, lambda name: _quantise(ground, *cases[name]))
 
 
 def _quantise(ground: Ground, rows: int, columns: int) -> None:
@@ -45,16 +45,16 @@ def _quantised(ground: Ground, value_MK: Tensor, *, scale: Tensor | None, scheme
     """Codes and scales on the CPU. scale: None: of each token."""
     if ground.rehearsal:
         ground.stand_in("vLLM's FP8 quantisers: torch")
-        own = value_MK.float().abs().amax(dim=1, keepdim=True) / 448 if scale is None else scale
+        own_scale = value_MK.float().abs().amax(dim=1, keepdim=True) / 448 if scale is None else scale
         floor = 1.0 / torch.tensor(448.0 * 512)
-        own = own.maximum(floor) if scale is None else own
-        x_MK = value_MK.float() / own if scale is None else value_MK.float() * own.reciprocal()
-        return x_MK.clamp(-448, 448).to(torch.float8_e4m3fn), own
+        own_scale = own_scale.maximum(floor) if scale is None else own_scale
+        x_MK = value_MK.float() / own_scale if scale is None else value_MK.float() * own_scale.reciprocal()
+        return x_MK.clamp(-448, 448).to(torch.float8_e4m3fn), own_scale
     from vllm import _custom_ops
 
     given = None if scale is None else scale.to(ground.device)
-    codes_MK, own = _custom_ops.scaled_fp8_quant(value_MK.to(ground.device), given, use_per_token_if_dynamic=True)
-    return codes_MK.cpu(), own.cpu()
+    codes_MK, own_scale = _custom_ops.scaled_fp8_quant(value_MK.to(ground.device), given, use_per_token_if_dynamic=True)
+    return codes_MK.cpu(), own_scale.cpu()
 
 
 def gemm(ground: Ground) -> None:
@@ -72,7 +72,7 @@ def gemm(ground: Ground) -> None:
         for tokens, rows, columns in sizes
         for scheme in (Scheme.FP8, Scheme.FP8_CHANNEL)
     }
-    ground.each(cases, lambda name: _gemm(ground, *cases[name]))
+    ground.run_parts(cases, lambda name: _gemm(ground, *cases[name]))
 
 
 def _gemm(ground: Ground, scheme: Scheme, tokens: int, rows: int, columns: int) -> None:
@@ -112,7 +112,8 @@ def _hold_product(
 
 
 def _products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight) -> dict[str, Tensor]:
-    """By kernel, [M, N] float64 on the CPU. torch takes scales of rows on both sides, or one on both."""
+    """Compute products by kernel, [M, N] float64 on the CPU. torch takes scales of rows on both sides, or one on
+    both."""
     codes_MK, scale_M1 = x.codes_NK.to(ground.device), x.scale.to(ground.device)
     codes_NK, scale = weight.codes_NK.to(ground.device), weight.scale.to(ground.device)
     scale_1N = scale.reshape(1, -1).expand(1, len(codes_NK)).contiguous()
@@ -137,7 +138,7 @@ def backward(ground: Ground) -> None:
         ground.stand_in("torch's FP8 product in blocks: emulation, float64's sums")
     sizes = ground.size(((300, 1152, 896), (1000, 896, 4864)), tiny=((150, 200, 300),))
     cases = {f"{tokens} tokens, {rows} x {columns}": (tokens, rows, columns) for tokens, rows, columns in sizes}
-    ground.each(cases, lambda name: _backward(ground, *cases[name]))
+    ground.run_parts(cases, lambda name: _backward(ground, *cases[name]))
 
 
 def _backward(ground: Ground, tokens: int, rows: int, columns: int) -> None:
@@ -155,7 +156,7 @@ def _backward(ground: Ground, tokens: int, rows: int, columns: int) -> None:
 
     layer = EngineWeight(_there(ground, weight), _no_forward, factor_K=None, fp8_backward=True)
     there_TN = grad_TN.to(ground.device)
-    for what, found, left, right, summed in (
+    for what, computed, left, right, summed in (
         ("of the input", layer.grad_of_input(there_TN), in_blocks(grad_TN), dequantise(weight).double().t(), rows),
         (
             "of the weight",
@@ -165,7 +166,7 @@ def _backward(ground: Ground, tokens: int, rows: int, columns: int) -> None:
             tokens,
         ),
     ):
-        _hold_product(ground, found.double().cpu(), left, right, cut=_cut(summed), what=f"gradient {what}")
+        _hold_product(ground, computed.double().cpu(), left, right, cut=_cut(summed), what=f"gradient {what}")
 
 
 def _uneven(values: Tensor) -> Tensor:

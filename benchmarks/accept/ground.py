@@ -1,4 +1,4 @@
-"""What a row stands on: a device, a folder of its own, and where its figures and checks are written down at once.
+"""What a row has to work with: a device, its own folder, and where its figures and checks are written down at once.
 
 A row is a function of a Ground. It returns where all holds; it raises RowFailed, or whatever goes wrong in it.
 """
@@ -44,7 +44,7 @@ def lack_of(error: Exception) -> str:
     return f"needs {name}, which is not installed" if name in ENGINE_AND_TRAINER else ""
 
 
-def said(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     if isinstance(error, ApplianceError):
         return f"{type(error).__name__}: {error.message}"
     text = str(error).strip() or "no message"
@@ -55,17 +55,17 @@ def said(error: Exception) -> str:
 class Ground:
     row: str
     folder: Path
-    """Of this row alone."""
+    """Folder of this row alone."""
     rehearsal: bool
-    """On a CPU, with stand-ins."""
+    """Whether it runs on a CPU, with stand-ins."""
     figures: list[Figure] = field(default_factory=list)
     stand_ins: list[str] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
     checks: int = 0
     started: float = field(default_factory=time.monotonic)
 
-    def go_on(self) -> None:
-        """From what another process of the row has found, where one was lost."""
+    def take_over_outcome(self) -> None:
+        """Take over the outcome of another process of the row, where one was lost."""
         if before := read_outcome(self.folder):
             self.figures, self.stand_ins = list(before.figures), list(before.stand_ins)
             self.parts, self.checks = {part.name: part for part in before.parts}, before.checks
@@ -77,11 +77,11 @@ class Ground:
         return torch.device("cpu" if self.rehearsal else "cuda")
 
     def size(self, real: Size, *, tiny: Size) -> Size:
-        """Of the work: as it is on a GPU, or as a rehearsal has it."""
+        """Return the size of the work: as it is on a GPU, or as a rehearsal has it."""
         return tiny if self.rehearsal else real
 
     def free_bytes(self) -> int:
-        """Of the GPU's memory; in a rehearsal, of this host's."""
+        """Return the free bytes of the GPU's memory; in a rehearsal, of this host's."""
         if self.rehearsal:
             import psutil
 
@@ -100,13 +100,13 @@ class Ground:
         if what not in self.stand_ins:
             self.stand_ins.append(what)
 
-    def hold(self, holds: object, said: str) -> None:
-        """Count one check. Raises RowFailed with `said` where it does not hold."""
+    def hold(self, holds: object, reason: str) -> None:
+        """Count one check. Raises RowFailed with `reason` where it does not hold."""
         self.checks += 1
         if not holds:
-            raise RowFailed(said)
+            raise RowFailed(reason)
 
-    def each(self, names: Iterable[str], run: Callable[[str], None]) -> None:
+    def run_parts(self, names: Iterable[str], run: Callable[[str], None]) -> None:
         """Run the parts of a row that have not run yet: none stops the others, and each verdict is written at once.
 
         Raises RowFailed with those that failed, RowSkipped where this host runs none, DeviceLost where the rest needs
@@ -121,11 +121,11 @@ class Ground:
             except Exception as error:  # the others have something to say as well
                 traceback.print_exc()
                 lack = lack_of(error)
-                state, why = (State.SKIPPED, lack) if lack else (State.FAILED, said(error))
+                state, why = (State.SKIPPED, lack) if lack else (State.FAILED, failure_text(error))
             self._part(Part(name=name, state=state, why=why, seconds=round(time.monotonic() - started, 1)))
             if state is State.FAILED and not self.has_device():
                 raise DeviceLost(name)
-        if why := self._outcome(State.RUNNING).told_by_parts:
+        if why := self._outcome(State.RUNNING).why_by_parts:
             raise RowFailed(why)
         if all(part.state is State.SKIPPED for part in self.parts.values()):
             raise RowSkipped(next(iter(self.parts.values())).why)

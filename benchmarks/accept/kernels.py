@@ -33,20 +33,20 @@ def seconds_of(ground: Ground, call: Callable[[], object], *, times: int = 5) ->
         if not ground.rehearsal:
             torch.cuda.synchronize()
 
-    found = []
+    times_s = []
     for _ in range(times + 1):
         wait()
         started = time.perf_counter()
         call()
         wait()
-        found.append(time.perf_counter() - started)
-    return min(found[1:])
+        times_s.append(time.perf_counter() - started)
+    return min(times_s[1:])
 
 
 def digests(ground: Ground) -> None:
     """The same integers on both sides, also of tensors that fill no row of the product, and of every type."""
     dtypes = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn)}
-    ground.each(dtypes, lambda name: _digests(ground, dtypes[name]))
+    ground.run_parts(dtypes, lambda name: _digests(ground, dtypes[name]))
     large = torch.zeros(ground.size(1 << 30, tiny=1 << 22), dtype=torch.uint8, device=ground.device)
     ground.figure("digests", large.nbytes / seconds_of(ground, lambda: digest(large)) / 1e9, "GB/s")
 
@@ -80,7 +80,7 @@ def int8_quantiser(ground: Ground) -> None:
     cases["every finite BF16 value"] = functools.partial(_every_value, ground, quantise_for_kernel)
     cases["a part of a row"] = functools.partial(_part_of_a_row, ground, quantise_for_kernel)
     cases["not finite"] = functools.partial(_not_finite, ground, quantise_for_kernel)
-    ground.each(cases, lambda name: cases[name]())
+    ground.run_parts(cases, lambda name: cases[name]())
 
 
 def _codes(ground: Ground, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -136,7 +136,7 @@ def int8_gemm(ground: Ground) -> None:
         tiny=((1, 128, 64), (16, 96, 128), (33, 160, 352)),
     )
     cases = {f"{tokens} tokens, {rows} x {columns}": (tokens, rows, columns) for tokens, rows, columns in sizes}
-    ground.each(cases, lambda name: _int8_gemm(ground, *cases[name]))
+    ground.run_parts(cases, lambda name: _int8_gemm(ground, *cases[name]))
 
 
 def _int8_gemm(ground: Ground, tokens: int, rows: int, columns: int) -> None:

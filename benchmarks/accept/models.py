@@ -42,7 +42,8 @@ SMALLEST_OF_QWEN = {  # Qwen2.5-0.5B's, whose product with 151936 words cuBLAS m
 
 
 def make_checkpoint(folder: Path, *, family: str, seed: int, **sizes: Any) -> Path:
-    """Of the real class, in BF16, with no bias and no norm trivial. sizes: fields of the configuration."""
+    """Write a checkpoint of the real class, in BF16, with no bias and no norm trivial. sizes: fields of the
+    configuration."""
     import transformers
 
     name, own = FAMILIES[family]
@@ -65,7 +66,7 @@ def read_checkpoint(folder: Path) -> Tensors:
 
 
 def shapes_of(name: str, *, layers: int) -> Shapes:
-    """Of `appliance bench`: real widths, few layers, a small vocabulary."""
+    """Return shapes as `appliance bench` has them: real widths, few layers, a small vocabulary."""
     return NAMED_SHAPES[name].replace(layers=layers)
 
 

@@ -30,7 +30,7 @@ class Figure(Frozen):
 
 
 class Part(Frozen):
-    """One of several things that a row asks one after the other, such as a family; each has a verdict of its own."""
+    """One of several things that a row asks one after the other, such as a family; each has its own verdict."""
 
     name: str
     state: State = State.WAITING
@@ -47,14 +47,14 @@ class Outcome(Frozen):
     row: str
     state: State
     why: str = ""
-    """Of a row that failed or was skipped."""
+    """Reason why a row failed or was skipped."""
     seconds: float = 0.0
     checks: int = 0
-    """How many things were held against a reference."""
+    """Number of comparisons with a reference."""
     parts: tuple[Part, ...] = ()
     figures: tuple[Figure, ...] = ()
     stand_ins: tuple[str, ...] = ()
-    """What a CPU had in the place of kernels."""
+    """Functions that replaced kernels on a CPU."""
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class Outcome(Frozen):
         return tuple(part.name for part in self.parts if part.state is State.WAITING)
 
     @property
-    def told_by_parts(self) -> str:
+    def why_by_parts(self) -> str:
         bad = (part for part in self.parts if part.state in (State.FAILED, State.INTERRUPTED))
         return "; ".join(f"{part.name}: {part.why}" for part in bad)
 
@@ -78,10 +78,10 @@ class Outcome(Frozen):
         in_a_part = any(part.state is State.RUNNING for part in self.parts)
         changed = (p.replace(state=state, why=end) if p.state is State.RUNNING else p for p in self.parts)
         has_failed = any(part.state is State.FAILED for part in self.parts)
-        found = self.replace(parts=tuple(changed), state=State.FAILED if has_failed else state)
-        told = found.told_by_parts or self.why
+        outcome = self.replace(parts=tuple(changed), state=State.FAILED if has_failed else state)
+        told = outcome.why_by_parts or self.why
         is_told = in_a_part or (told and not how)
-        return found.replace(why=told if is_told else "; ".join(filter(None, (told, end))))
+        return outcome.replace(why=told if is_told else "; ".join(filter(None, (told, end))))
 
 
 OUTCOME = "outcome.json"  # in the folder of a row, and beside it the log
@@ -89,7 +89,7 @@ LOG = "log.txt"
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """None where the process wrote none that is whole."""
+    """Read the outcome; None where the process wrote none that is whole."""
     try:
         return Outcome.model_validate_json((folder / OUTCOME).read_bytes())
     except (OSError, ValueError):

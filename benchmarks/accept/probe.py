@@ -1,4 +1,4 @@
-"""What the GPUs of this host are to PyTorch, asked in a process of its own before any row: `-m benchmarks.accept.probe
+"""What the GPUs of this host are to PyTorch, asked in its own process before any row: `-m benchmarks.accept.probe
 FILE`. What CUDA cannot do at all is said once, before every row would fail by it.
 """
 
@@ -24,7 +24,7 @@ from appliance.processes import module_argv
 PROBE_LIMIT_S = 180  # torch of the GPU flavour is read from a cold disk
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}  # all GPUs
 MOST_OF_NVIDIA_SMI = 1 << 20  # bytes
-# Of the environment, what changes how rows run. Nothing else of it is told: it may have secrets.
+# Of the environment, what changes how rows run. Nothing else of it is reported: it may have secrets.
 TOLD = (
     *("APPLIANCE_IMAGE", "CC", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES"),
     *("HF_HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME"),
@@ -40,31 +40,31 @@ class Device(Frozen):
     """(major, minor) of CUDA."""
     memory_bytes: int
     free_bytes: int
-    """Of its memory, before any row."""
+    """Free bytes of its memory, before any row."""
 
 
 class Facts(Frozen):
     python: str
     torch: str
     cuda: str
-    """That PyTorch was built for, empty for one without."""
+    """CUDA version that PyTorch was built for, empty for one without."""
     problem: str
-    """Why CUDA does not work, or empty."""
+    """Reason why CUDA does not work, or empty."""
     devices: tuple[Device, ...]
     """Those that PyTorch sees and that answer."""
     compiler: str
     """Its first line, or empty."""
     no_compiler: str
-    """Why what Triton makes cannot be compiled, or empty."""
+    """Reason why what Triton makes cannot be compiled, or empty."""
     nvcc: str
-    """Where it is, or empty."""
+    """Path of nvcc, or empty."""
     driver: str
-    """By nvidia-smi, or empty."""
+    """Version of the driver by nvidia-smi, or empty."""
 
     @property
     def lines(self) -> list[str]:
-        """For the page."""
-        found = [
+        """Return the lines for the page."""
+        lines = [
             f"Python {self.python}, PyTorch {self.torch}, built for {f'CUDA {self.cuda}' if self.cuda else 'CPUs'}",
             f"driver {self.driver or 'none'}; nvcc: {self.nvcc or 'none'}; C compiler: {self.compiler or 'none'}"
             f"{f' ({self.no_compiler})' if self.no_compiler else ''}",
@@ -76,10 +76,10 @@ class Facts(Frozen):
                 one.free_bytes / 2**30,
                 one.memory_bytes / 2**30,
             )
-            found.append(
+            lines.append(
                 f"GPU {number}: {one.product}, compute capability {capability}, {free:.1f} of {whole:.1f} GiB free"
             )
-        return found
+        return lines
 
 
 def ask(*, hidden: bool) -> Facts:
@@ -92,12 +92,12 @@ def ask(*, hidden: bool) -> Facts:
             done = subprocess.run(
                 argv, env=environment, capture_output=True, timeout=PROBE_LIMIT_S, stdin=subprocess.DEVNULL
             )
-            how, said = f"ended with {done.returncode}", done.stderr.decode(errors="replace").strip()
+            how, stderr = f"ended with {done.returncode}", done.stderr.decode(errors="replace").strip()
         except subprocess.TimeoutExpired:
-            how, said = f"did not answer within {PROBE_LIMIT_S} s", ""
+            how, stderr = f"did not answer within {PROBE_LIMIT_S} s", ""
         if file.is_file():  # written whole, whatever PyTorch does at its end
             return Facts.model_validate_json(file.read_bytes())
-    last = said.splitlines()[-1] if said else "it said nothing"
+    last = stderr.splitlines()[-1] if stderr else "it said nothing"
     hint = f"this must work first: {sys.executable} -c 'import torch; print(torch.cuda.is_available())'"
     raise PreflightError(f"a process that asks PyTorch for GPUs {how}: {last}", hint=hint)
 
@@ -109,7 +109,7 @@ def import_path() -> dict[str, str]:
 
 
 def refuse(facts: Facts, *, gpus: tuple[HostGpu, ...], environment: Mapping[str, str]) -> None:
-    """Where the rows cannot run on what there is. gpus: by nvidia-smi. Raises PreflightError."""
+    """Refuse a host where the rows cannot run. gpus: by nvidia-smi. Raises PreflightError."""
     if facts.devices and not facts.problem:
         return
     if not facts.cuda:
@@ -132,7 +132,7 @@ def refuse(facts: Facts, *, gpus: tuple[HostGpu, ...], environment: Mapping[str,
 
 
 def host_files(facts: Facts, *, command: list[str]) -> dict[str, bytes]:
-    """For the archive, by name."""
+    """Return files about the host for the archive, by name."""
     known = {name: os.environ[name] for name in TOLD if name in os.environ}
     host = {
         "command": command,
@@ -179,7 +179,8 @@ def main() -> int:
 
 
 def _compiler() -> tuple[str, str]:
-    """Its first line, and why it cannot compile what Triton has it compile: C with Python's headers."""
+    """Return the compiler's first line, and the reason why it cannot compile what Triton has it compile: C with
+    Python's headers."""
     program = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), None)
     if program is None:
         return "", "Triton needs one"
@@ -202,7 +203,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def _nvcc() -> str:
-    """Its path and release."""
+    """Return nvcc's path and release."""
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
     program = shutil.which("nvcc") or (str(home) if home.is_file() else "")
     told = _output([program, "--version"]) if program else ""

@@ -1,6 +1,6 @@
 """The process of one row, watched: a time limit, the stacks of all threads before it is ended, and nothing left of it.
 
-A row whose process was lost in one of its parts goes on in a new one with the parts that did not run.
+A row whose process was lost in one of its parts continues in a new one with the parts that did not run.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ def run_row(
         how = _one_process(
             row, folder=folder, capability=capability, deadline=deadline, too_late=too_late, stop=stop, watch=watch
         )
-        found = read_outcome(folder) or Outcome(row=row.id, state=State.RUNNING)
-        if how == OVER and found.state is not State.RUNNING:  # only its process had not ended
+        outcome = read_outcome(folder) or Outcome(row=row.id, state=State.RUNNING)
+        if how == OVER and outcome.state is not State.RUNNING:  # only its process had not ended
             how = ""
-        found = found.ended(how, state=State.INTERRUPTED if stop.names or how == OVER else State.FAILED)
-        found = found.replace(seconds=round(time.monotonic() - started, 1))
-        write_whole(folder / OUTCOME, found.model_dump_json(indent=1) + "\n")
-        before, waiting = waiting, found.waiting
+        outcome = outcome.ended(how, state=State.INTERRUPTED if stop.names or how == OVER else State.FAILED)
+        outcome = outcome.replace(seconds=round(time.monotonic() - started, 1))
+        write_whole(folder / OUTCOME, outcome.model_dump_json(indent=1) + "\n")
+        before, waiting = waiting, outcome.waiting
         if not waiting or waiting == before or stop.names or time.monotonic() >= deadline:
             break
-        watch(found)
+        watch(outcome)
     _keep_little(folder)
-    return found
+    return outcome
 
 
 def _one_process(
@@ -94,7 +94,7 @@ def _one_process(
     stop: Interrupts,
     watch: Watch,
 ) -> str:
-    """How it ended, where that was not well. too_late: the words for the deadline."""
+    """Run one process. Returns how it ended, where that was not well. too_late: the words for the deadline."""
     arguments, device = json.dumps(dict(row.arguments)), "gpu" if capability else "cpu"
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -127,7 +127,7 @@ def _one_process(
 
 
 class _Family:
-    """All processes of a row: by their mark, and by descent while it lasts, for one with a title of its own has lost
+    """All processes of a row: by their mark, and by descent while it lasts, for one with its own title has lost
     the mark, and outlives its parent as nobody's child."""
 
     def __init__(self, mark: str, *, root: int) -> None:
@@ -166,32 +166,32 @@ def _pause(seconds: float, stop: Interrupts) -> bool:
 
 
 def _write_stacks(folder: Path, family: _Family) -> None:
-    """Of all threads of the processes that registered for it: the row's own, engines, and those of a training. By
-    SIGUSR2: SIGUSR1 tells a training's subreaper to end it."""
+    """Write the stacks of all threads of the processes that registered for it: the row's own, engines, and those of a
+    training. By SIGUSR2: SIGUSR1 tells a training's subreaper to end it."""
     living = {each.pid for each in family.living()} | {family.root}
     for stacks in sorted(folder.rglob(STACKS_FOLDER)):
         dump_stacks(stacks.parent, living=living)
 
 
 def row_env(row: Row, *, folder: Path, capability: tuple[int, int] | None) -> dict[str, str]:
-    """As a run's processes have it, without a plan, and without the hub. Parameters as of run_row.
+    """Make the environment that a run's processes have, without a plan, and without the hub. Parameters as of run_row.
 
     A rehearsal hides GPUs from what runs in the GPU flavour too; Ray would not start, whose "GPUs" are CPU ranks then.
     """
     is_cpu = capability is None
-    own = dict(
+    row_variables = dict(
         child_env(
             folder.absolute(), is_cpu=is_cpu, threads=1, kv_cache_gb=1, offline=True, backends=(), capability=capability
         )
     )
-    of_a_run = {name for name in own if name in (PLAN_VARIABLE, RAY_DIR_VARIABLE) or name.startswith("VERL_")}
+    of_a_run = {name for name in row_variables if name in (PLAN_VARIABLE, RAY_DIR_VARIABLE) or name.startswith("VERL_")}
     for name in of_a_run:
-        own.pop(name)
+        row_variables.pop(name)
     if is_cpu:  # verl's platform for a CPU, which our trainer registers
-        own |= {PLATFORM_VARIABLE: "cpu", "VERL_USE_EXTERNAL_MODULES": "appliance.trainer.worker"}
-        own |= HIDDEN if row.is_plain else {}
-    own |= {MARK: str(folder.absolute()), LOG_DIR_VARIABLE: str(folder.absolute()), "PYTHONFAULTHANDLER": "1"}
-    return os.environ | own | import_path()
+        row_variables |= {PLATFORM_VARIABLE: "cpu", "VERL_USE_EXTERNAL_MODULES": "appliance.trainer.worker"}
+        row_variables |= HIDDEN if row.is_plain else {}
+    row_variables |= {MARK: str(folder.absolute()), LOG_DIR_VARIABLE: str(folder.absolute()), "PYTHONFAULTHANDLER": "1"}
+    return os.environ | row_variables | import_path()
 
 
 def _keep_little(folder: Path) -> None:

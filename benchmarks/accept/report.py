@@ -26,11 +26,11 @@ COUNTED = (State.PASSED, State.FAILED, State.SKIPPED)
 class Report:
     title: str
     folder: Path
-    """Of the rows; its name is that of page and archive."""
+    """Folder of the rows; page and archive have its name."""
     output: Path
-    """Where these are written."""
+    """Folder where these are written."""
     facts: Facts
-    """Of PyTorch and the GPUs."""
+    """Facts of PyTorch and the GPUs."""
     host: dict[str, bytes]
     """Files for the archive, by name."""
 

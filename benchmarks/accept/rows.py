@@ -11,6 +11,7 @@ from appliance.terms.schemes import Scheme
 LIMIT_S = 300  # then a row is ended: a first start reads gigabytes of libraries
 ENGINE_LIMIT_S = 600  # with a first compilation of its graphs
 TRAINING_LIMIT_S = 420  # so that the first one that hangs ends by it, and not with all rows
+LANGUAGE_MODEL_LIMIT_S = 360  # what a small real model may take on one GPU, in both schemes
 LONGEST_LIMIT_S = 900  # where nvcc compiles kernels
 _INT8, _FP8 = "`int8`, linear layers", "`fp8`, `fp8-channel`, `fp8-block`, linear layers"
 _QUANTISER = "INT8 quantiser of a sync"
@@ -39,20 +40,20 @@ class Row:
     code: str
     """`module:function`, called with a Ground and the arguments."""
     estimate_s: int
-    """On one H100, read off no clock."""
+    """Seconds on one H100, estimated and not measured."""
     covers: tuple[str, ...] = ()
     """Parts of docs/gpu.md, as the first column of its table names them."""
     arguments: tuple[tuple[str, object], ...] = ()
     gpus: int = 1
-    """How many it needs."""
+    """Number of GPUs that it needs."""
     scheme: Scheme | None = None
-    """That the GPU must have kernels for."""
+    """Scheme that the GPU must have kernels for."""
     needs_nvcc: bool = False
     """Kernels are compiled at first use."""
     needs_hopper: bool = False
-    """For what torch multiplies in blocks of 128."""
+    """Whether it needs a Hopper GPU, for what torch multiplies in blocks of 128."""
     shares: bool = False
-    """It holds no speed and no memory: others may run on its GPU."""
+    """Whether others may share its GPU, because it measures neither speed nor memory: others may run on its GPU."""
     is_plain: bool = False
     """PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM."""
 
@@ -62,11 +63,13 @@ class Row:
 
     @property
     def needs_compiler(self) -> bool:
-        """For what Triton makes."""
+        """Say whether it needs a compiler for what Triton makes."""
         return not self.is_plain and not self.code.endswith(":int8_gemm")
 
     @property
     def limit_s(self) -> int:
+        if self.code.endswith(".language_model:train"):
+            return LANGUAGE_MODEL_LIMIT_S
         if self.trains:
             return TRAINING_LIMIT_S
         if self.needs_nvcc:
@@ -75,7 +78,7 @@ class Row:
 
     @property
     def exit_code(self) -> int:
-        """Of the command, where this row fails."""
+        """Return the exit code of the command where this row fails."""
         return (TrainingError if self.trains else EngineError).exit_code
 
 
@@ -84,7 +87,7 @@ def _kernel(name: str, code: str, estimate_s: int, what: str, *covers: str, **ne
 
 
 def _reload(scheme: Scheme, *covers: str) -> Row:
-    """In every family, and once more in a fresh engine of the last one."""
+    """Make the row that reloads in every family, and once more in a fresh engine of the last one."""
     needs_nvcc = scheme is Scheme.FP8_BLOCK
     return Row(
         f"reload-{scheme}",
@@ -415,7 +418,8 @@ BEYOND: dict[str, str] = {
 
 
 def minutes(rows: tuple[Row, ...], *, gpus: int, at_once: int) -> float:
-    """Of those that run on a host with so many. at_once: of those that share, each when a place is free."""
+    """Estimate the minutes of the rows that run on a host with so many. at_once: of those that share, each when a place
+    is free."""
     here = [row for row in rows if row.gpus <= gpus]
     places = [0] * at_once
     for row in longest_first(row for row in here if row.shares):
@@ -424,17 +428,18 @@ def minutes(rows: tuple[Row, ...], *, gpus: int, at_once: int) -> float:
 
 
 def longest_first(rows: Iterable[Row]) -> list[Row]:
-    """In which order those that share begin, so that none is left alone with a long one."""
+    """Order the rows that share so that none is left alone with a long one."""
     return sorted(rows, key=lambda row: -row.estimate_s)
 
 
 def row_of(name: str) -> Row:
-    """Of an outcome that there is."""
+    """Return the row of an outcome that there is."""
     return next(row for row in ROWS if row.id == name)
 
 
 def chosen(names: tuple[str, ...]) -> tuple[Row, ...]:
-    """In the order of ROWS; all where none is named. Raises RecipeError with every name that there is not."""
+    """Choose rows, in the order of ROWS; all where none is named. Raises RecipeError with every name that there is
+    not."""
     known = {row.id: row for row in ROWS}
     unknown = [
         (f"--only {name}: there is no such row", "`appliance accept --list` shows them")

@@ -1,4 +1,4 @@
-"""The trainer's side of one weight update in a process of its own: `-m benchmarks.accept.sender SHAPES SOCKET SYNC
+"""The trainer's side of one weight update in its own process: `-m benchmarks.accept.sender SHAPES SOCKET SYNC
 BUCKET cpu|cuda`, the bucket in MiB. Random weights on the device, others for each sync, digested as they go, with the
 list at the end.
 """

@@ -40,13 +40,13 @@ def bandwidth(ground: Ground) -> None:
     if ground.rehearsal:
         ground.stand_in("Triton's INT8 quantiser: vLLM's own for CPUs")
     tiny = {name: (256, 352) for name in kernel.SHAPES_NK}
-    found = kernel.measure(
+    measured = kernel.measure(
         ground.size(kernel.SHAPES_NK, tiny=tiny),
         device=ground.device.type,
         repetitions=ground.size(kernel.REPETITIONS, tiny=3),
     )
-    for row in found["rows"]:
+    for row in measured["rows"]:
         ground.hold(row["equals_codec"], f"{row['layer']}: the codes are not the codec's")
         ground.figure(f"{row['layer']}: quantiser", row["kernel_gb_per_s"], "GB/s")
         ground.figure(f"{row['layer']}: of the copy's bandwidth", row["of_copy_bandwidth"], "")
-    ground.figure("quantising 32B once", found["projected_quantisation_32b_s"], "s")
+    ground.figure("quantising 32B once", measured["projected_quantisation_32b_s"], "s")

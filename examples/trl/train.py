@@ -52,6 +52,15 @@ def rows(problems: list[Problem]) -> Dataset:
 class MeasuredGRPOTrainer(GRPOTrainer):
     """TRL's, which also logs our mismatch of the log-probs that TRL's own ratio is of."""
 
+    def __init__(self, *, args: GRPOConfig, **more: object) -> None:
+        """Raises ValueError for sampling among some of the words."""
+        if args.top_p < 1 or args.top_k or args.min_p:
+            raise ValueError(
+                "top_p, top_k, min_p: vLLM's log-probs would be among the words that these leave, TRL's among all "
+                "words, so every ratio would be too small: leave them out"
+            )
+        super().__init__(args=args, **more)
+
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Tensor], *args: object, **more: object) -> Tensor:
         real = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         trainer, rollout = (inputs[name][real] for name in ("old_per_token_logps", "sampling_per_token_logps"))
@@ -105,7 +114,7 @@ class Told(TrainerCallback):
 
 
 def proven_updates(llm: LLM) -> int:
-    """How many weight updates every rank has taken and proven."""
+    """Return how many weight updates every rank has taken and proven."""
     return min(version for version, *_ in llm.collective_rpc("appliance_weights", args=(False,)))
 
 

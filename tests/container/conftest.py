@@ -58,7 +58,7 @@ def started(image: str) -> Iterator[Callable]:
     """Starts containers of the image with the options of a careful user, and removes them at the end."""
     from testcontainers.core.container import DockerContainer
 
-    kept = []
+    containers = []
 
     def start(*arguments: str, runs: Path | None = None, env: dict[str, str] | None = None, **options: object):
         container = DockerContainer(image).with_command(list(arguments))
@@ -68,12 +68,12 @@ def started(image: str) -> Iterator[Callable]:
             container = container.with_env(name, value)
         container.tmpfs.update(options.pop("tmpfs", {"/tmp": "exec,mode=1777"}))
         safe = {"read_only": True, "shm_size": "1g", "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
-        kept.append(container.with_kwargs(**{**safe, **options}))
+        containers.append(container.with_kwargs(**{**safe, **options}))
         container.start()
         return container.get_wrapped_container()
 
     yield start
-    for container in kept:
+    for container in containers:
         container.stop(force=True)
 
 

@@ -125,11 +125,17 @@ def given(network: str, cache: Path, tmp_path: Path) -> dict[str, str]:
     runs, recipes = runs_with(cache, tmp_path / "runs"), tmp_path / "recipes"
     recipes.mkdir()
     (recipes / "two.yaml").write_text(RECIPE)
-    found = {"NODE_IMAGE": IMAGE, "NODE_RUNTIME": "runc", "CLUSTER_NETWORK": network, "SHM_SIZE": "1gb", "NODES": "2"}
+    variables = {
+        "NODE_IMAGE": IMAGE,
+        "NODE_RUNTIME": "runc",
+        "CLUSTER_NETWORK": network,
+        "SHM_SIZE": "1gb",
+        "NODES": "2",
+    }
     for name in ("MEMLOCK", "NOFILE"):  # an engine that may not raise them gives what it has
-        found[name] = str(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1])
-    found |= {"RUNS": str(runs), "RECIPES": str(recipes)}
-    return {**found, "RECIPE": "/recipes/two.yaml"}
+        variables[name] = str(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1])
+    variables |= {"RUNS": str(runs), "RECIPES": str(recipes)}
+    return {**variables, "RECIPE": "/recipes/two.yaml"}
 
 
 def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
@@ -189,14 +195,14 @@ def test_a_worker_with_other_sources_or_another_folder_is_refused_by_its_name(
         head = engine.containers.get("flashrl-head")
         token = Path(given["RUNS"]) / ".cluster-token"
         wait_until(token.exists, head)
-        said = join_with(engine, given, token=token.read_text(), hostname="another", **differs)
+        code_and_log = join_with(engine, given, token=token.read_text(), hostname="another", **differs)
         code = head.wait(timeout=PATIENCE_S)["StatusCode"]
         log = head.logs().decode()
     finally:
         compose("down", "--volumes", "--timeout", "30", check=False, **given)
     assert code == 3, log[-3000:]
     assert re.search(rf"another( \(\S+\))?: {re.escape(words)}", log), log[-3000:]
-    assert "joined; this node works" in said[1]
+    assert "joined; this node works" in code_and_log[1]
 
 
 def join_with(

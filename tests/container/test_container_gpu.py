@@ -48,16 +48,16 @@ def program(engine: DockerClient, image: str, *line: str, **options: object) -> 
 
 
 def test_it_is_as_large_as_its_page_says_and_keeps_the_cpu_images_habits(engine: DockerClient, gpu_image: str) -> None:
-    found = engine.images.get(gpu_image)
-    config = found.attrs["Config"]
-    assert found.attrs["Size"] < LARGEST_BYTES
+    image = engine.images.get(gpu_image)
+    config = image.attrs["Config"]
+    assert image.attrs["Size"] < LARGEST_BYTES
     assert (config["User"], config["Entrypoint"]) == ("10001:0", ["tini", "-s", "--", "appliance"])
     environment = dict(each.split("=", 1) for each in config["Env"])
     assert (environment["NVIDIA_VISIBLE_DEVICES"], environment["NVIDIA_DRIVER_CAPABILITIES"]) == (
         "all",
         "compute,utility",
     )
-    versions = {name.rpartition(".")[2] for name in found.labels if name.startswith("flashrl-")}
+    versions = {name.rpartition(".")[2] for name in image.labels if name.startswith("flashrl-")}
     assert versions == {"torch", "vllm", "verl", "ray", "transformers"}
 
 
@@ -71,7 +71,7 @@ def test_the_smoke_test_passes(engine: DockerClient, gpu_image: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_planned(engine: DockerClient, gpu_image: str, recipe: str) -> None:
     said = json.loads(said_by(engine, gpu_image, ["plan", recipe, "--json"], **STRANGER))
-    assert said["plan"]["device"] == load_recipe(recipe).cluster.device
+    assert said["plan"]["cluster"]["device"] == load_recipe(recipe).cluster.device
 
 
 def test_check_names_the_flag_that_gives_it_gpus(engine: DockerClient, gpu_image: str) -> None:
@@ -92,12 +92,12 @@ def test_accept_lists_its_rows_and_refuses_a_host_without_a_gpu(engine: DockerCl
     with_runs = STRANGER | {"user": "12345:0", "tmpfs": STRANGER["tmpfs"] | {"/appliance/runs": ""}}
     with removed_at_the_end(engine.containers.run(gpu_image, ["accept"], detach=True, **with_runs)) as container:
         code = container.wait()["StatusCode"]
-        said = container.logs().decode()
-    assert code == 3, said
+        log_text = container.logs().decode()
+    assert code == 3, log_text
     assert re.search(
         r"^error: nvidia-smi shows no GPU, and torch \S+ is installed, which needs one\n"
         r"hint: in a container: docker run --gpus all; --cpu rehearses what needs no vLLM for CPUs$",
-        said,
+        log_text,
         re.M,
     )
 

@@ -123,11 +123,11 @@ def test_the_launcher_starts_a_container_follows_it_and_stops_it(cache: Path, tm
             code = process.wait(300)
         finally:
             process.kill()
-    said = (tmp_path / "log").read_text()
-    assert metrics.exists(), said[-3000:]
-    assert code == 75, said[-3000:]
+    log_text = (tmp_path / "log").read_text()
+    assert metrics.exists(), log_text[-3000:]
+    assert code == 75, log_text[-3000:]
     assert json.loads((tmp_path / "runs/inside/run.json").read_text())["exit_code"] == 75
-    assert said.startswith("container ") and "of flashrl-appliance:cpu\n" in said
+    assert log_text.startswith("container ") and "of flashrl-appliance:cpu\n" in log_text
 
 
 @pytest.mark.parametrize(

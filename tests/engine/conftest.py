@@ -7,11 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engines import Engine, make_checkpoint, start_engine
 
 from appliance.terms.environment import EXACT_ON_CPU
 
 os.environ |= EXACT_ON_CPU  # as a plan has it with one flow, whose log-probs are compared bit for bit
+
+
+@pytest.fixture(autouse=True)
+def float32_is_torchs_default() -> Iterator[None]:
+    """While vLLM loads a model its type is torch's default; after a load that fails it stays so."""
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,36 @@ from pathlib import Path
 
 import pytest
 
+from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in turn slow tiny layers 40 times on a busy host
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
+CROWDED = {
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 18,
+}
+"""Arguments of an engine that reads prompts in parts of at most 32 tokens, with a KV cache for two of six sequences."""
 PROMPTS = ([1, 2, 3, 4], [9, 2, 3, 4, 7], [5, 5, 6], [100, 200, 300, 400, 17, 23])
+
+
+def note_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The output tokens of each request that is pushed out from now on, in an engine of this process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted, original = [], Scheduler._preempt_request
+
+    def preempt(scheduler: Scheduler, request: object, *args: object, **others: object) -> None:
+        preempted.append(request.num_output_tokens)
+        original(scheduler, request, *args, **others)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+    return preempted
 
 
 def make_checkpoint(folder: Path, *, seed: int, tied: bool = True, **shape: int) -> Path:
@@ -148,6 +172,7 @@ def start_engine(
     usual = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
     torch.set_num_threads(1)  # where torch was imported before the line above
     forget_engines()
+    let_vllm_pass_llvmlite()
     with own_worker_class():
         llm = LLM(
             str(folder),
@@ -156,6 +181,9 @@ def start_engine(
             logprobs_mode="processed_logprobs",
             **(usual | quantisation.engine_arguments() | settings),
         )
+    client = llm.llm_engine.engine_core
+    if hasattr(client, "_finalizer"):  # in vLLM 0.31 an engine that is gone ends the process groups of those that live
+        client._finalizer.detach()
     return Engine(llm=llm, scheme=scheme)
 
 

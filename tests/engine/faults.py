@@ -25,6 +25,7 @@ from engines import Engine, free_engine, read_checkpoint, start_engine
 from torch import Tensor
 
 from appliance.errors import SyncError
+from appliance.terms.schemes import AS_PLANNED, Precision
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 PLACES = (0.0, 0.5, 1.0)  # first, middle and last element
@@ -79,15 +80,21 @@ def new_update(engine: Engine, **settings: object):
     )
 
 
-def sent(tensors: Tensors, *, after: Change = lambda stream: stream, number: int = 1) -> Tensors:
+def sent(
+    tensors: Tensors,
+    *,
+    after: Change = lambda stream: stream,
+    number: int = 1,
+    precision: Precision = AS_PLANNED,
+) -> Tensors:
     """What the trainer's side makes of a state: every tensor digested, the list at the end.
 
-    after: what happens to the stream when all digests are known.
+    after: what happens to the stream when all digests are known.  precision: of the engine from this update on.
     """
     from appliance.trainer.sender import DigestedWeights
 
     async def collect() -> Tensors:
-        return [pair async for pair in DigestedWeights(tensors, sync=number)]
+        return [pair async for pair in DigestedWeights(tensors, sync=number, precision=precision)]
 
     return after(asyncio.run(collect()))
 
@@ -186,10 +193,10 @@ def _same(stream: Tensors, other: Tensors) -> bool:
     )
 
 
-def overwrite(held: Tensor, values: Tensor) -> bool:
+def overwrite(parameter: Tensor, values: Tensor) -> bool:
     """In place. Returns whether a byte changed."""
-    changed = not same_bytes(held, values)
-    held.copy_(values)
+    changed = not same_bytes(parameter, values)
+    parameter.copy_(values)
     return changed
 
 

@@ -66,12 +66,12 @@ def count_faults(count: Count, *, whole: dict[str, Path], folder: Path, **argume
     """Puts every fault into the checkpoint of each. folder: for broken ones.  arguments: as of engine_config."""
     for family, checkpoint in whole.items():
         for broken in broken_checkpoints(checkpoint, folder=folder / family, with_other_bits=False):
-            told = ""
+            message = ""
             try:
                 load(broken.folder, **arguments)
             except WeightsError as error:
-                told = error.message
-            count.add(broken, told=told)
+                message = error.message
+            count.add(broken, message=message)
     return count
 
 

@@ -79,24 +79,24 @@ def flag(module: torch.nn.Module, name: str, change: Any):
     """An attribute of every layer of the adapter, for a while."""
     layers = [each for each in module.modules() if isinstance(each, LoraLayer)]
     before = [getattr(each, name) for each in layers]
-    for each, value in zip(layers, before, strict=True):
-        setattr(each, name, change(value))
+    for layer, value in zip(layers, before, strict=True):
+        setattr(layer, name, change(value))
     yield
-    for each, value in zip(layers, before, strict=True):
-        setattr(each, name, value)
+    for layer, value in zip(layers, before, strict=True):
+        setattr(layer, name, value)
 
 
 @contextmanager
 def weights(module: torch.nn.Module, values: dict[str, Tensor]):
     """The model's own linear layers with these weights, for a while."""
-    held = {name: each for name, each in module.named_parameters() if name.endswith("base_layer.weight")}
-    before = {name: each.full_tensor().detach().clone() for name, each in held.items()}
-    for name, each in held.items():
+    base_weights = {name: each for name, each in module.named_parameters() if name.endswith("base_layer.weight")}
+    before = {name: each.full_tensor().detach().clone() for name, each in base_weights.items()}
+    for name, parameter in base_weights.items():
         short = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        each.data.to_local().copy_(values[short])
+        parameter.data.to_local().copy_(values[short])
     yield
-    for name, each in held.items():
-        each.data.to_local().copy_(before[name])
+    for name, parameter in base_weights.items():
+        parameter.data.to_local().copy_(before[name])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ class Mlp(Module):
         from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
         super().__init__()
-        ours = SimpleNamespace(get_quant_method=lambda layer, prefix: native_fp8_method(scheme))
+        ours = SimpleNamespace(
+            get_quant_method=lambda layer, prefix: native_fp8_method(scheme),
+            online_quantization_config=None,  # vLLM 0.31 asks for it
+        )
         common = {"bias": False, "quant_config": ours, "disable_tp": True}
         self.mlp = Module()
         self.mlp.gate_up_proj = MergedColumnParallelLinear(100, [160, 160], prefix=GATE_UP, **common)

@@ -86,10 +86,10 @@ def held_int8(model: Module) -> dict[str, tuple[Tensor, Tensor]]:
     gemms = {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
     for layer in model.modules():
         gemms |= {gemm.prefix: gemm for gemm in getattr(getattr(layer, "quant_method", None), "gemms", ())}
-    return {name: _held(gemm) for name, gemm in gemms.items() if isinstance(gemm.quant_method, Quantising)}
+    return {name: _stored_weight(gemm) for name, gemm in gemms.items() if isinstance(gemm.quant_method, Quantising)}
 
 
-def _held(gemm: Module) -> tuple[Tensor, Tensor]:
+def _stored_weight(gemm: Module) -> tuple[Tensor, Tensor]:
     length = getattr(gemm, "input_size_per_partition", None) or gemm.length
     with torch.no_grad():
         answers_KN = gemm.quant_method.apply(gemm, torch.eye(length, dtype=torch.bfloat16), None)
@@ -125,29 +125,29 @@ def look(ranks: int, *, scheme: str, old: Path, new: Path, leaves_stale: bool) -
         worker_extension_cls="ranks_worker.ReadingWorker",
     )
     llm = engine.llm
-    found = {"held_old": llm.collective_rpc("held_int8"), "old": prompt_log_probs(engine)}
+    results = {"held_old": llm.collective_rpc("held_int8"), "old": prompt_log_probs(engine)}
     reports = llm.collective_rpc("update_from", args=(str(new),))
     tensors = len(read_checkpoint(new))
     assert [report[0] for report in reports] == [tensors] * ranks
-    found |= {"held_new": llm.collective_rpc("held_int8"), "new": prompt_log_probs(engine)}
+    results |= {"held_new": llm.collective_rpc("held_int8"), "new": prompt_log_probs(engine)}
     llm.collective_rpc("update_from", args=(str(old),))
-    found |= {"old_again": prompt_log_probs(engine), "stale": []}
+    results |= {"old_again": prompt_log_probs(engine), "stale": []}
     profile = str(old.parent / "profile")
     reports = llm.collective_rpc("update_from", args=(str(old), profile))
     assert all(report[0] == tensors and 0 < report[1] == report[2] for report in reports), reports
-    found |= {"held_smoothed": llm.collective_rpc("held_int8"), "smoothed": prompt_log_probs(engine)}
+    results |= {"held_smoothed": llm.collective_rpc("held_int8"), "smoothed": prompt_log_probs(engine)}
     if leaves_stale:
         for name, arguments in {"raised": (str(old), ""), "raised_smoothed": (str(old), profile)}.items():
-            llm.collective_rpc("update_from", args=(*arguments, tuple(found["held_old"][0])))
-            found[name] = prompt_log_probs(engine)
+            llm.collective_rpc("update_from", args=(*arguments, tuple(results["held_old"][0])))
+            results[name] = prompt_log_probs(engine)
         llm.collective_rpc("update_from", args=(str(old), "", ()))
     for rank in range(ranks) if leaves_stale else ():
         for layer in STALE:
             messages = llm.collective_rpc("update_but", args=(str(new), layer, rank))
-            found["stale"].append((rank, layer, messages))
+            results["stale"].append((rank, layer, messages))
             assert llm.collective_rpc("update_but", args=(str(old), "", -1)) == [""] * ranks
     llm.llm_engine.engine_core.shutdown()
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.engine
 @pytest.mark.long
 def test_every_row_but_the_trainings(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     names = [row.id for row in ROWS if not row.trains]
-    found, files = rehearse(names, folder=tmp_path)
-    record_property("said", f"accept: {len(found)} of {len(ROWS)} rows rehearsed: kernels and engines")
-    assert (len(found), len(ROWS)) == (24, 35)
+    outcomes, files = rehearse(names, folder=tmp_path)
+    record_property("said", f"accept: {len(outcomes)} of {len(ROWS)} rows rehearsed: kernels and engines")
+    assert (len(outcomes), len(ROWS)) == (24, 35)
     page = (tmp_path / "cpu-rehearsal.md").read_text()
     assert page.startswith("# CPU rehearsal") and ": 24 passed, 0 failed, 0 skipped." in page
     assert {f"{name}.log" for name in names} < files
-    parts = {part.name for name, one in found.items() if name.startswith("reload-") for part in one.parts}
+    parts = {part.name for name, one in outcomes.items() if name.startswith("reload-") for part in one.parts}
     assert parts == {"qwen2", "qwen3", "llama", "mistral+head", "qwen3-moe"}
-    assert sum(len(one.parts) for name, one in found.items() if name.startswith("reload-")) == 25
+    assert sum(len(one.parts) for name, one in outcomes.items() if name.startswith("reload-")) == 25
 
 
 def test_a_reload_that_leaves_something_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

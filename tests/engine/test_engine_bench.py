@@ -33,6 +33,7 @@ CHANNELS = 2 * (256 + 128 + 704 + 128)
 OTHERS = 2 * 512 * 128 + 5 * 128 + 2 * 256
 BF16_BYTES = 2 * (MATRICES + OTHERS)
 INT8_BYTES = MATRICES + 4 * CHANNELS + 2 * OTHERS
+INT4_BYTES = MATRICES // 2 + 2 * (CHANNELS + 2 * 10 * 128) + 2 * OTHERS  # one group of 128, of down 11 of 32
 SEQUENCE_BYTES = 32 * 2 * 2 * 2 * 32 * 2  # one block of 32 tokens: 2 layers, K and V, 2 heads of 32, BF16
 
 
@@ -50,10 +51,10 @@ def test_it_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
         (BF16_BYTES, True),
         (INT8_BYTES, True),
     ]
-    kept = Path(report["kept"])
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept], "nothing else is left behind"
-    assert kept.parent == tmp_path / ".cache" / "bench"
-    stored = json.loads(kept.read_text())
+    result_file = Path(report["kept"])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [result_file], "nothing else is left behind"
+    assert result_file.parent == tmp_path / ".cache" / "bench"
+    stored = json.loads(result_file.read_text())
     assert (stored["device"], stored["shapes"], stored["pairs"]) == ("cpu", "h128-i352-a4-kv2", 5)
     assert [each["ratio"] for each in stored["schemes"]] == [report["schemes"][1]["ratio"]]
 
@@ -107,23 +108,24 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     forget_engines()
     monkeypatch.setattr(side_job, "_run", run_here)
     recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={tmp_path}",))
-    settings = {"schemes": (Scheme.BF16, Scheme.INT8), "pairs": 5, "json_mode": True}
+    settings = {"schemes": (Scheme.BF16, Scheme.INT8, Scheme.INT4), "pairs": 5, "json_mode": True}
     return lambda **sizes: run_bench(recipe, **settings, **sizes)
 
 
-def test_little_memory_leaves_room_for_more_sequences_beside_int8_weights(
+def test_little_memory_leaves_room_for_more_sequences_beside_quantised_weights(
     bench: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     budget = BF16_BYTES + 3 * SEQUENCE_BYTES + SEQUENCE_BYTES // 2
     assert bench(shapes=SHAPES, kv_memory_gb=budget / (1 << 30)) == 0
     report = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert report["memory_bytes"] == budget
-    found = [(e["scheme"], e["weight_bytes"], e["kv_bytes"], e["sequences"]) for e in report["engines"]]
-    fits = (budget - INT8_BYTES) // SEQUENCE_BYTES
-    assert fits > 3
-    assert found == [
+    engine_facts = [(e["scheme"], e["weight_bytes"], e["kv_bytes"], e["sequences"]) for e in report["engines"]]
+    int8_fits, int4_fits = ((budget - weights) // SEQUENCE_BYTES for weights in (INT8_BYTES, INT4_BYTES))
+    assert int4_fits > int8_fits > 3
+    assert engine_facts == [
         ("bf16", BF16_BYTES, 3 * SEQUENCE_BYTES, 3),
-        ("int8", INT8_BYTES, fits * SEQUENCE_BYTES, fits),
+        ("int8", INT8_BYTES, int8_fits * SEQUENCE_BYTES, int8_fits),
+        ("int4", INT4_BYTES, int4_fits * SEQUENCE_BYTES, int4_fits),
     ]
     assert {m["tokens"] for m in report["measurements"]} == {64}, "all sequences, whatever is made at once"
     assert "-kvmem-" in report["kept"]

@@ -171,22 +171,22 @@ def test_router_weights_on_the_input_are_refused(engine: Engine, monkeypatch: py
     assert raised.value.message.endswith("do not support router weights on the experts' input")
 
 
-@pytest.mark.parametrize("kept", [(), ("re:.*mlp.experts.*",)], ids=["bf16", "ignored"])
-def test_bf16_experts_are_packed_anew(tmp_path: Path, kept: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("ignored", [(), ("re:.*mlp.experts.*",)], ids=["bf16", "ignored"])
+def test_bf16_experts_are_packed_anew(tmp_path: Path, ignored: tuple[str, ...]) -> None:
     """Of a size that vLLM does not pad: there a reload without packing is another model, and no error."""
     old, new = (
         make_family(tmp_path / str(seed), name="qwen3-moe", seed=seed, moe_intermediate_size=64) for seed in (1, 2)
     )
-    scheme = "int8" if kept else "bf16"
-    fresh = start_engine(new, scheme=scheme, ignore=kept)
+    scheme = "int8" if ignored else "bf16"
+    fresh = start_engine(new, scheme=scheme, ignore=ignored)
     wanted_new = fresh.generate()
     free_engine(fresh)
-    engine = start_engine(old, scheme=scheme, ignore=kept)
+    engine = start_engine(old, scheme=scheme, ignore=ignored)
     wanted_old = engine.generate()
     engine.load(read_checkpoint(old))
     assert engine.generate() == wanted_old
     engine.load(read_checkpoint(new))
     assert engine.generate() == wanted_new != wanted_old
     kinds = {type(layer.quant_method).__name__ for layer in expert_layers(engine).values()}
-    assert kinds == {"KeptExpertsMethod" if kept else "UnquantizedFusedMoEMethod"}
+    assert kinds == {"KeptExpertsMethod" if ignored else "UnquantizedFusedMoEMethod"}
     free_engine(engine)

@@ -5,8 +5,10 @@ The numbers that are asserted here are those of the table in docs/reliability.md
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from faults import (
     EMBEDDING,
     NORM,
     PLACES,
+    WEIGHT,
     Bench,
     Tally,
     Tensors,
     flip_bit,
+    given_to_vllm,
     new_update,
     recover,
     sent,
@@ -28,10 +32,13 @@ from faults import (
     take,
     transfer,
 )
+from smoothings import random_smoothing
 from torch import Tensor
 
 from appliance.errors import SyncError
+from appliance.quant.profile import Smoothing, fold
 from appliance.sync.manifest import MANIFEST_NAME
+from appliance.sync.records import Telemetry
 
 pytestmark = pytest.mark.engine
 
@@ -92,6 +99,52 @@ def test_a_rotating_sample_proves_every_layer_in_turn(int8: Bench) -> None:
         assert proven[first] | proven[first + 1] | proven[first + 2] == every
     assert max(len(one) for one in proven[1:]) < 7
     recover(int8.engine, int8.old)
+
+
+# with a profile folded in
+
+
+@pytest.fixture(scope="module")
+def smoothing(checkpoints: tuple[Path, Path]) -> Smoothing:
+    """Random factors for all that can be smoothed: WEIGHT has columns that are multiplied and rows that are divided."""
+    from transformers import AutoModelForCausalLM
+
+    return random_smoothing(AutoModelForCausalLM.from_pretrained(checkpoints[1]), seed=3, largest=2)
+
+
+def telemetry_of_second_update(bench: Bench, streams: list[Tensors], **settings: object) -> Telemetry:
+    """streams: the weights of two updates.  settings: of the WeightUpdate."""
+    update = new_update(bench.engine, **settings)
+    _, second = (take(bench.engine, sent(one, number=n), update=update) for n, one in enumerate(streams, start=1))
+    assert (second.layers_proven, second.unproven) == (13, 0)
+    return second.telemetry
+
+
+def test_the_telemetry_of_a_smoothed_update_is_of_the_folded_weights(int8: Bench, smoothing: Smoothing) -> None:
+    """What the engine multiplies by, not what was sent. The four numbers of plain updates: test_engine_telemetry.py.
+    Rows of random weights have one largest code, smoothed or not."""
+    sent_states = [int8.old, int8.new]
+    folded_states = [[(name, fold(name, value, smoothing=smoothing)) for name, value in one] for one in sent_states]
+    smoothed = telemetry_of_second_update(int8, sent_states, smoothing=smoothing)
+    assert smoothed == telemetry_of_second_update(int8, folded_states)
+    plain = telemetry_of_second_update(int8, sent_states)
+    same = {name for name, value in dataclasses.asdict(plain).items() if getattr(smoothed, name) == value}
+    assert same <= {"saturated_fraction"}
+    recover(int8.engine, int8.old)
+
+
+def test_faults_of_a_smoothed_update_are_caught(int8: Bench, smoothing: Smoothing) -> None:
+    """One in what was sent, and one behind the folding: in what vLLM is given."""
+    stream = sent(int8.new)
+    flipped = flip_bit(dict(stream)[WEIGHT], at=0.5, bit=0)
+    behind = given_to_vllm(WEIGHT, lambda tensor: flip_bit(tensor, at=0.5, bit=15))
+    for around, broken, says in (
+        (nullcontext(), replaced(stream, WEIGHT, flipped), f"{WEIGHT} arrived with digest"),
+        (behind, stream, "model.layers.1.mlp.gate_up_proj on rank 0 is not as received: "),
+    ):
+        with around, pytest.raises(SyncError, match=says):
+            take(int8.engine, broken, update=new_update(int8.engine, smoothing=smoothing))
+        recover(int8.engine, int8.old)
 
 
 # before transport: what the sender reads is not what was digested
@@ -270,10 +323,10 @@ def buckets_of(bench: Bench, stream: Tensors, *, socket: str, monkeypatch: pytes
     """Tensors per bucket of an update without a fault."""
     from appliance.engine.update import WeightUpdate
 
-    found, original = [], WeightUpdate.load
+    bucket_sizes, original = [], WeightUpdate.load
 
     def load(self: WeightUpdate, bucket: Tensors) -> None:
-        found.append(len(bucket))
+        bucket_sizes.append(len(bucket))
         original(self, bucket)
 
     monkeypatch.setattr(WeightUpdate, "load", load)
@@ -281,4 +334,4 @@ def buckets_of(bench: Bench, stream: Tensors, *, socket: str, monkeypatch: pytes
     monkeypatch.setattr(WeightUpdate, "load", original)
     del bench.engine.worker._appliance_update
     recover(bench.engine, bench.old)
-    return found
+    return bucket_sizes

@@ -167,13 +167,13 @@ def test_a_parameter_that_changed_after_the_update(scheme: str, request: pytest.
     """What is used as it came: norms, biases, the embedding."""
     bench: Bench = request.getfixturevalue(scheme)
     tally = Tally(f"bit of a norm, bias or embedding in the model ({scheme})")
-    held = dict(bench.engine.model.named_parameters())
+    parameters = dict(bench.engine.model.named_parameters())
     for name in (NORM, "model.layers.0.input_layernorm.weight", "model.layers.2.self_attn.qkv_proj.bias", EMBEDDING):
         for place in PLACES:
             for bit in (0, 7, 15):
 
                 def inject(name: str = name, place: float = place, bit: int = bit) -> bool:
-                    parameter = held[name].data
+                    parameter = parameters[name].data
                     return overwrite(parameter, flip_bit(parameter, at=place, bit=bit))
 
                 layer = name.rpartition(".")[0]
@@ -235,12 +235,52 @@ def swapping(first: object, second: object) -> Callable[[], bool]:
     return inject
 
 
-def flipping(held: Callable[[], torch.Tensor], *, place: float, bit: int) -> Callable[[], bool]:
+def flipping(find_tensor: Callable[[], torch.Tensor], *, place: float, bit: int) -> Callable[[], bool]:
     """A function that flips a bit in the tensor that `held` gives by then."""
 
     def inject() -> bool:
-        tensor = held()
+        tensor = find_tensor()
         return overwrite(tensor, flip_bit(tensor, at=place, bit=bit))
+
+    return inject
+
+
+def test_faults_in_int4_layers(checkpoints: tuple[Path, Path]) -> None:
+    """In the memory that the kernel reads, and kernels that multiply by something else than lies there."""
+    tally = Tally("bit of a code or a scale, stale, swapped or wrong kernel (int4)")
+    for bench in start_bench(checkpoints, scheme="int4"):
+        assert take(bench.engine, sent(bench.new)).layers_proven == 13
+        recover(bench.engine, bench.old)
+        layers = linear_layers(bench.engine)
+        for name in LAYERS:
+            method = layers[name].quant_method
+            for place in PLACES:
+                for what, bits in (("packed", (0, 3, 18, 31)), ("scale_GN", (0, 7, 14, 15))):
+                    for bit in bits:
+                        inject = flipping(
+                            lambda method=method, what=what: getattr(method.gemm, what), place=place, bit=bit
+                        )
+                        around = before_proof(inject)
+                        bench.attempt(tally, f"{name} {what} {place} {bit}", around=around, layer=name)
+            bench.attempt(tally, f"{name} computes with another", around=before_proof(deceiving(method)), layer=name)
+        for name, layer in layers.items():
+            bench.attempt(tally, f"{name} stale", around=before_proof(swap_in(layer.quant_method)), layer=name)
+        for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            first, second = (layers[f"model.layers.{n}.{part}"].quant_method for n in (0, 2))
+            name = f"model.layers.0.{part}"
+            bench.attempt(tally, f"{name} swapped", around=before_proof(swapping(first, second)), layer=name)
+    settle(tally, cases=3 * 3 * 8 + 3 + 12 + 4)
+
+
+def deceiving(method: object) -> Callable[[], bool]:
+    """A function that has an INT4 layer show its memory and multiply by what it has now, one code of which changes."""
+    before = method.gemm
+
+    def inject() -> bool:
+        right = method.gemm
+        before.packed, before.scale_GN = flip_bit(right.packed, at=0.5, bit=6), right.scale_GN
+        before.unpacked, method.gemm = right.unpacked, before
+        return True
 
     return inject
 

@@ -63,8 +63,8 @@ def test_every_update_is_proven_and_every_layer_answers_as_in_float64(bench: Ben
     for name, layer in linear_layers(bench.engine).items():
         weight_NK = weights(name, tensors)
         x_MK = torch.randn(5, weight_NK.shape[1], generator=torch.Generator().manual_seed(1)).half()
-        found = layer.quant_method.apply(layer, x_MK, None)
-        assert found.dtype is torch.float16
+        output = layer.quant_method.apply(layer, x_MK, None)
+        assert output.dtype is torch.float16
         left, right = x_MK.double(), weight_NK.double()
         relative = weight_NK.shape[1] * 2.0**-24
         if bench.engine.scheme == "int8":
@@ -72,7 +72,7 @@ def test_every_update_is_proven_and_every_layer_answers_as_in_float64(bench: Ben
             left, right = (each.codes_NK.double() * each.scale.double() for each in both)
             relative = 2.0**-22
         exact, terms = left @ right.t(), left.abs() @ right.abs().t()
-        assert bool(((found.double() - exact).abs() <= relative * terms + 2.0**-11 * exact.abs() + 2.0**-24).all()), (
+        assert bool(((output.double() - exact).abs() <= relative * terms + 2.0**-11 * exact.abs() + 2.0**-24).all()), (
             name
         )
     recover(bench.engine, bench.old)
@@ -81,7 +81,7 @@ def test_every_update_is_proven_and_every_layer_answers_as_in_float64(bench: Ben
 def test_what_is_wrong_in_an_update_is_caught(bench: Bench) -> None:
     """Between digest and engine, and in what the kernels hold."""
     tally, new = Tally("in FP16"), dict(bench.new)
-    held, layers = dict(bench.engine.model.named_parameters()), linear_layers(bench.engine)
+    parameters, layers = dict(bench.engine.model.named_parameters()), linear_layers(bench.engine)
     streams = {
         "a bit": new | {WEIGHT: (new[WEIGHT].view(torch.int16) ^ 1).view(torch.float16)},
         "rounded to BF16": new | {WEIGHT: new[WEIGHT].bfloat16().half()},
@@ -91,10 +91,10 @@ def test_what_is_wrong_in_an_update_is_caught(bench: Bench) -> None:
         listed = sent(bench.new)[-1]
         bench.attempt(tally, case, [*sorted(tensors.items()), listed], says=f"{WEIGHT} (arrived|was sent as)")
     for name in (NORM, EMBEDDING):
-        wrong = held[name].data + held[name].data.abs().amax() * 2.0**-10
+        wrong = parameters[name].data + parameters[name].data.abs().amax() * 2.0**-10
 
         def write(name: str = name, wrong: Tensor = wrong) -> bool:
-            return overwrite(held[name].data, wrong)
+            return overwrite(parameters[name].data, wrong)
 
         bench.attempt(tally, name, around=before_proof(write), layer=name.removesuffix(".weight"))
     one, other = (f"model.layers.{number}.mlp.down_proj" for number in (1, 2))

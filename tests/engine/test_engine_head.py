@@ -32,14 +32,14 @@ def generate_and_watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple
     hidden, logits = [], []
     original = engine.model.compute_logits
 
-    def watched(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        found = original(hidden_states, *args, **kwargs)
+    def record_logits(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        output = original(hidden_states, *args, **kwargs)
         hidden.append(hidden_states.clone())
-        logits.append(found.clone())
-        return found
+        logits.append(output.clone())
+        return output
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.model, "compute_logits", watched)
+        patched.setattr(engine.model, "compute_logits", record_logits)
         outputs = engine.generate(max_tokens=8)
     return Seen(torch.cat(hidden), torch.cat(logits)), [one for _, each in outputs for one in each]
 

@@ -110,11 +110,8 @@ def test_no_engine_starts_with_codes_that_nobody_wrote(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, seed=1)
     lacking = {name: tensor for name, tensor in read_checkpoint(folder) if name != "model.layers.1.mlp.up_proj.weight"}
     save_file(lacking, folder / "model.safetensors", metadata={"format": "pt"})
-    try:
-        with pytest.raises(EngineError, match=r"model\.layers\.1\.mlp\.gate_up_proj of 704 rows was given 352"):
-            start_engine(folder, scheme="int8")
-    finally:
-        torch.set_default_dtype(torch.float32)  # vLLM sets another for a load, and after an error leaves it
+    with pytest.raises(EngineError, match=r"model\.layers\.1\.mlp\.gate_up_proj of 704 rows was given 352"):
+        start_engine(folder, scheme="int8")
 
 
 def checkpoint_layer(folder: Path, name: str) -> tuple[Tensor, Tensor | None]:
@@ -350,15 +347,20 @@ def test_a_worker_attests_what_is_live(engine: Engine, tmp_path: Path, monkeypat
     attest(engine, plan=plan_path, replica=None, monkeypatch=monkeypatch)
     attest(engine, plan=plan_path, replica="1", monkeypatch=monkeypatch)
     assert sorted(path.name for path in (tmp_path / "attest").iterdir()) == ["rollout-0-0.json", "rollout-1-0.json"]
-    said = json.loads((tmp_path / "attest" / "rollout-1-0.json").read_text())
-    assert said["scheme"] == engine.scheme
-    assert (said["process"], said["role"], said["rank"], said["emulated"]) == ("rollout-1-0", "rollout", 1, False)
-    assert said["patches"] == list(applied())
-    assert "cpu-no-amx-tiles" in said["patches"]
-    assert said["detail"]["kernels"] == live_scheme(engine.model).kernels
-    assert said["detail"]["dtype"] == "torch.bfloat16"
+    attested = json.loads((tmp_path / "attest" / "rollout-1-0.json").read_text())
+    assert attested["scheme"] == engine.scheme
+    assert (attested["process"], attested["role"], attested["rank"], attested["emulated"]) == (
+        "rollout-1-0",
+        "rollout",
+        1,
+        False,
+    )
+    assert attested["patches"] == list(applied())
+    assert "cpu-no-amx-tiles" in attested["patches"]
+    assert attested["detail"]["kernels"] == live_scheme(engine.model).kernels
+    assert attested["detail"]["dtype"] == "torch.bfloat16"
     plan = read_plan(plan_path)
-    assert said["versions"] == dict(plan.pins)
+    assert attested["versions"] == dict(plan.pins)
     assert check_attestations(tmp_path, plan.attestations, pins=plan.pins, fingerprint=fingerprint()).problems == []
 
 

@@ -70,10 +70,10 @@ def put(model: Module, path: str, kind: type[Module], *, config: ApplianceConfig
 
 def empty(kind: type) -> object:
     """Without what its __init__ asks for: sizes, ranks, a kernel."""
-    made = object.__new__(kind)
-    if isinstance(made, Module):
-        Module.__init__(made)
-    return made
+    instance = object.__new__(kind)
+    if isinstance(instance, Module):
+        Module.__init__(instance)
+    return instance
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ def by_engine(engine: Engine) -> Callable[..., Any]:
         detokenize=False,
     )
 
-    def traced(ids: list[int], *, names: list[str], kept: object = None) -> Any:
-        engine.llm.collective_rpc("begin_trace", args=(names, kept))
+    def traced(ids: list[int], *, names: list[str], values_at: object = None) -> Any:
+        engine.llm.collective_rpc("begin_trace", args=(names, values_at))
         (output,) = engine.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         ((digests, values),) = engine.llm.collective_rpc("end_trace")
-        return LayerTrace(kept, digests, values, output.outputs[0].logprobs[0][TOKEN].logprob)
+        return LayerTrace(values_at, digests, values, output.outputs[0].logprobs[0][TOKEN].logprob)
 
     return traced
 
@@ -60,8 +60,8 @@ def by_trainer(model: Any) -> Callable[..., Any]:
 
     from appliance.quant.mismatch import LayerTrace
 
-    def traced(ids: list[int], *, kept: object = None) -> Any:
-        trace = LayerTrace(kept)
+    def traced(ids: list[int], *, values_at: object = None) -> Any:
+        trace = LayerTrace(values_at)
         with torch.no_grad():
             out = model(
                 input_ids=torch.tensor([ids]),
@@ -76,7 +76,7 @@ def by_trainer(model: Any) -> Callable[..., Any]:
     return traced
 
 
-def found(engine: Engine, model: Any, **changed: float) -> tuple[str, str]:
+def search_of(engine: Engine, model: Any, **changed: float) -> tuple[str, str]:
     """changed: log-probs `trainer` and `rollout` of the batch that are not what is read again."""
     from appliance.trainer.attest import search
 
@@ -106,7 +106,7 @@ NOTHING = "no layer differs where both read the sequence of 23 tokens again"
 def test_no_layer_of_an_equal_forward_differs(family: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path, name=family, seed=1)
     engine = start_engine(folder, scheme="int8", worker_extension_cls=EXTENSION)
-    what, why = found(engine, trainers_model(folder))
+    what, why = search_of(engine, trainers_model(folder))
     model = engine.model
     assert not any(module._forward_hooks for module in model.modules())
     free_engine(engine)
@@ -156,7 +156,7 @@ CHANGED = {
 def test_the_layer_that_was_changed_is_named(change: Callable[[Any], None], engine: Engine, folder: Path) -> None:
     model = trainers_model(folder)
     change(model)
-    what, why = found(engine, model)
+    what, why = search_of(engine, model)
     layer, place = CHANGED[change]
     assert what.startswith(f"{layer} is the first layer that differs from the engine's: {place}")
     assert float(what.rpartition(" ")[2]) > 0
@@ -167,15 +167,15 @@ def test_a_difference_that_does_not_come_again_names_no_layer(engine: Engine, fo
     """Neither what a batch did to the engine, nor to the trainer."""
     model = trainers_model(folder)
     now = by_trainer(model)(IDS).log_prob
-    what, why = found(engine, model, rollout=-1.5)
+    what, why = search_of(engine, model, rollout=-1.5)
     assert what == NOTHING
     assert why == f"the engine does not repeat its log-prob: -1.5 in the batch, {now:.9g} alone"
-    assert found(engine, model, trainer=-1.25, rollout=-1.5)[1] == (
+    assert search_of(engine, model, trainer=-1.25, rollout=-1.5)[1] == (
         f"the trainer does not repeat its log-prob: -1.25 in the batch, {now:.9g} alone; "
         f"the engine does not repeat its log-prob: -1.5 in the batch, {now:.9g} alone"
     )
     change_norm(model)
-    what, why = found(engine, model, rollout=-1.5)
+    what, why = search_of(engine, model, rollout=-1.5)
     assert what.startswith("model.layers.1.input_layernorm is the first layer that differs")
     assert why == f"{MEANING}; the engine does not repeat its log-prob: -1.5 in the batch, {now:.9g} alone"
 

@@ -38,7 +38,7 @@ from faults import (
 from test_engine_int8 import linear_layers
 from torch import Tensor
 
-from appliance.engine.update import WeightUpdate
+from appliance.engine.update import WeightState, WeightUpdate
 from appliance.errors import SyncError
 from appliance.quant.codec_int8 import quantise_int8
 
@@ -98,24 +98,24 @@ def test_the_third_merge_into_freed_memory_is_a_fresh_engine(
     from safetensors.torch import save_file
 
     updated(bench, merges, updates=3)
-    found = bench.engine.generate()
+    answer = bench.engine.generate()
     free_memory(bench)
-    assert bench.engine.generate() != found  # what was freed is what it computes with
+    assert bench.engine.generate() != answer  # what was freed is what it computes with
     (tmp_path / "config.json").write_bytes((checkpoints[0] / "config.json").read_bytes())
     save_file(merges[2]["sent"], tmp_path / "model.safetensors", metadata={"format": "pt"})
     fresh = start_engine(tmp_path, scheme=bench.engine.scheme)
-    assert fresh.generate() == found
+    assert fresh.generate() == answer
     free_engine(fresh)
     recover(bench.engine, bench.old)
 
 
 def stream_faults(merges: Merges, *, number: int) -> dict[str, tuple[Tensors, str]]:
     """By fault, the update's tensors with it, and what the error must say. number: of the update, from 1."""
-    made, before = merges[number - 1], merges[number - 2]
-    right = made["sent"]
+    merge, before = merges[number - 1], merges[number - 2]
+    right = merge["sent"]
     swapped = right | {WEIGHT: right[WEIGHT.replace("1", "0")], WEIGHT.replace("1", "0"): right[WEIGHT]}
-    one_left = right | {ONE: made["not merged"][ONE]}
-    faults = {name: (ordered(made[name]), FIRST + DIGEST) for name in MERGES}
+    one_left = right | {ONE: merge["not merged"][ONE]}
+    faults = {name: (ordered(merge[name]), FIRST + DIGEST) for name in MERGES}
     return faults | {
         "the merge of the update before": (ordered(before["sent"]), FIRST + DIGEST),
         "one layer not merged": (ordered(one_left), ONE + DIGEST),
@@ -128,12 +128,12 @@ def stream_faults(merges: Merges, *, number: int) -> dict[str, tuple[Tensors, st
 
 def engine_faults(bench: Bench, tensors: dict[str, Tensor]) -> dict[str, tuple[Callable[[], bool], str]]:
     """By fault, what does it just before the proof, and what the error must say. Made when the update before is in."""
-    layers, held = linear_layers(bench.engine), dict(bench.engine.model.named_parameters())
+    layers, parameters = linear_layers(bench.engine), dict(bench.engine.model.named_parameters())
 
     def garbage(name: str) -> Callable[[], bool]:
-        return lambda: overwrite(held[name].data, torch.randn_like(held[name].data))
+        return lambda: overwrite(parameters[name].data, torch.randn_like(parameters[name].data))
 
-    found = {
+    faults = {
         "a norm": (garbage(NORM), f"model.norm{KERNEL}"),
         "the embedding": (garbage(EMBEDDING), KERNEL),
     }
@@ -141,7 +141,7 @@ def engine_faults(bench: Bench, tensors: dict[str, Tensor]) -> dict[str, tuple[C
     if bench.engine.scheme == "int8":
         codes = quantise_int8(tensors[f"{name}.weight"]).codes_NK
         freed = (lambda: free_scale(layers[name], codes), name + KERNEL)
-        return found | {
+        return faults | {
             "an old kernel": (swap_in(layers[name].quant_method), name + KERNEL),
             "freed scales": freed,
         }
@@ -149,14 +149,14 @@ def engine_faults(bench: Bench, tensors: dict[str, Tensor]) -> dict[str, tuple[C
     weight = layers[name].weight.data
     if weight.numel():  # with AVX2 alone vLLM packs none
         old = weight.clone()
-        return found | {"an old kernel": (lambda: overwrite(layers[name].weight.data, old), name + KERNEL)}
+        return faults | {"an old kernel": (lambda: overwrite(layers[name].weight.data, old), name + KERNEL)}
 
     def keep() -> bool:
         changed = layers[name].cpu_linear is not before
         layers[name].cpu_linear = before
         return changed
 
-    return found | {"an old kernel": (keep, name + KERNEL)}
+    return faults | {"an old kernel": (keep, name + KERNEL)}
 
 
 def attempt(
@@ -176,7 +176,7 @@ def attempt(
             take(bench.engine, stream, update=update)
     except SyncError as error:
         caught = error.message
-        assert update.broken
+        assert update.state is WeightState.BROKEN
         with pytest.raises(SyncError, match="the engine's weights are half-updated"):
             update.begin()
     finally:

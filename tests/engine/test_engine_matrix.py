@@ -1,4 +1,4 @@
-"""Every scheme x every family x every way in which weights come: 5 x 6 x 5 cells, each with a real vLLM.
+"""Every scheme x every family x every way in which weights come: 6 x 6 x 5 cells, each with a real vLLM.
 
 "Identical" is greedy tokens and their log-probs, without a tolerance. One engine serves the cells of a scheme and a
 family; a second one, started from the new weights and gone before the cells run, says what they should give.
@@ -6,6 +6,7 @@ family; a second one, started from the new weights and gone before the cells run
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from engines import Engine, free_engine, read_checkpoint, start_engine
-from families import FAMILIES, make_family
+from families import FAMILIES, SIZES, make_family
 
 from appliance.engine.attest import live_scheme
 from appliance.terms.schemes import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-NUM_CELLS = 150
+NUM_CELLS = 180
 NUM_CYCLES = 20
 MAX_TOKENS = 2  # one that reads the prompt, one that reads the cache
 
@@ -49,18 +50,30 @@ class Pair:
         return self.engine.generate(max_tokens=MAX_TOKENS)
 
 
+def whole_tiles(name: str) -> dict[str, int]:
+    """A family's widths, each the next multiple of 32: what INT4's kernel takes."""
+    sizes = SIZES | dict(FAMILIES[name].sizes)
+    widths = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    return {key: -(-sizes[key] // 32) * 32 for key in widths if key in sizes}
+
+
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheme, str], tuple[Path, Path]]:
+    """A function (scheme, family) -> two checkpoints."""
     root = tmp_path_factory.mktemp("families")
-    return {
-        name: tuple(make_family(root / f"{name}-{seed}", name=name, seed=seed) for seed in (1, 2)) for name in FAMILIES
-    }
+
+    @functools.cache
+    def pair_of(name: str, **sizes: int) -> tuple[Path, Path]:
+        kind = f"{name}-{len(sizes)}"
+        return tuple(make_family(root / f"{kind}-{seed}", name=name, seed=seed, **sizes) for seed in (1, 2))
+
+    return lambda scheme, name: pair_of(name, **(whole_tiles(name) if scheme is Scheme.INT4 else {}))
 
 
 @pytest.fixture(scope="module", params=product(Scheme, FAMILIES), ids="-".join)
-def pair(request: pytest.FixtureRequest, families: dict[str, tuple[Path, Path]]) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, families: Callable[[Scheme, str], tuple[Path, Path]]) -> Iterator[Pair]:
     scheme, family = request.param
-    old, new = families[family]
+    old, new = families(scheme, family)
     fresh = start_engine(new, scheme=scheme, emulated=scheme.spec.can_emulate)
     wanted_new = fresh.generate(max_tokens=MAX_TOKENS)
     free_engine(fresh)

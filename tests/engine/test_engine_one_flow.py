@@ -29,14 +29,14 @@ def sampled(engine: Engine, *, temperature: float) -> list[tuple[list[int], list
     outputs = engine.llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params, use_tqdm=False)
     return [
         (
-            list(each.prompt_token_ids),
-            list(each.outputs[0].token_ids),
+            list(output.prompt_token_ids),
+            list(output.outputs[0].token_ids),
             [
                 step[token].logprob
-                for step, token in zip(each.outputs[0].logprobs, each.outputs[0].token_ids, strict=True)
+                for step, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
             ],
         )
-        for each in outputs
+        for output in outputs
     ]
 
 
@@ -47,7 +47,7 @@ def recomputed(folder: Path, rows: list, *, temperature: float, scheme: str = "i
 
 
 def trainers(
-    folder: Path, *, scheme: str = "int8", num_tokens: int | None = None, **told: Any
+    folder: Path, *, scheme: str = "int8", num_tokens: int | None = None, **settings: Any
 ) -> tuple[Any, RolloutForward]:
     """The model, and what was put into it. num_tokens: None, all.  told: more of what engines are told."""
     import torch
@@ -58,7 +58,7 @@ def trainers(
     from appliance.trainer.rollout_forward import RolloutForward
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    quantisation = Quantisation(scheme=Scheme(scheme), emulated=scheme in FP8, **told)
+    quantisation = Quantisation(scheme=Scheme(scheme), emulated=scheme in FP8, **settings)
     return model, RolloutForward(model, quantisation=quantisation, num_tokens=num_tokens or model.config.vocab_size)
 
 
@@ -70,12 +70,12 @@ def recomputed_by(model: Any, rows: list, *, temperature: float) -> list[list[fl
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
     with torch.no_grad():
         out = model(input_ids=ids, position_ids=positions, temperature=temperature, shift_labels=ids.roll(-1, 1))
-    found, start = [], 0
+    log_probs, start = [], 0
     for prompt, response, _ in rows:
         first = start + len(prompt) - 1
-        found.append(out.log_probs[0, first : first + len(response)].tolist())
+        log_probs.append(out.log_probs[0, first : first + len(response)].tolist())
         start += len(prompt) + len(response)
-    return found
+    return log_probs
 
 
 @pytest.mark.engine
@@ -100,11 +100,11 @@ def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("scheme", FP8)
-def test_log_probs_are_those_of_engines_that_emulate_fp8(scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", [*FP8, "int4"])
+def test_log_probs_are_those_of_engines_of_other_schemes(scheme: str, tmp_path: Path) -> None:
     """Weights of q, k and v share blocks and, per tensor, a scale: the layers are fused here as they are there."""
     folder = make_family(tmp_path, name="qwen2", seed=1)
-    engine = start_engine(folder, scheme=scheme, emulated=True)
+    engine = start_engine(folder, scheme=scheme, emulated=scheme in FP8)
     rows = sampled(engine, temperature=0.7)
     free_engine(engine)
     found = recomputed(folder, rows, temperature=0.7, scheme=scheme)
@@ -146,13 +146,13 @@ def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
 
     folder = make_family(tmp_path, name="qwen2", seed=1)
     plain, _ = trainers(folder)
-    told = {"profile": str(profile_of(tmp_path / "profile", model=plain)), "ignore": (r"re:.*\.1\.mlp\.down_proj",)}
-    arguments = Quantisation(scheme=Scheme.INT8, **told).engine_arguments()
+    settings = {"profile": str(profile_of(tmp_path / "profile", model=plain)), "ignore": (r"re:.*\.1\.mlp\.down_proj",)}
+    arguments = Quantisation(scheme=Scheme.INT8, **settings).engine_arguments()
     engine = start_engine(folder, scheme="int8", **(arguments | {"load_format": "appliance"}))
     monkey_patch_compute_logits(engine.model, SAMPLED)
-    model, flow = trainers(folder, num_tokens=SAMPLED, **told)
-    switched = Switched(engine, smoothing=load_smoothing(Path(told["profile"])))
-    found = {}
+    model, flow = trainers(folder, num_tokens=SAMPLED, **settings)
+    switched = Switched(engine, smoothing=load_smoothing(Path(settings["profile"])))
+    num_quantised = {}
     for precision in (AS_PLANNED, Precision(bf16_layers=(RAISED,)), Precision(Scheme.BF16), AS_PLANNED):
         switched.to(precision, read_checkpoint(folder))
         flow.follow(precision)
@@ -160,9 +160,9 @@ def test_both_sides_smooth_and_keep_the_same_layers(tmp_path: Path) -> None:
         assert recomputed_by(model, rows, temperature=0.7) == [log_probs for _, _, log_probs in rows]
         listed = sorted(_quantised(engine.model))
         assert listed == sorted(layer.name for layer in flow.linears() if layer.scheme.quantised)
-        found[precision] = len(listed)
+        num_quantised[precision] = len(listed)
         assert max(max(response) for _, response, _ in rows) < SAMPLED
         assert not {KEPT_BY_PROFILE, KEPT_BY_RECIPE} & {*listed}
     free_engine(engine)
-    assert [*found.values()] == [6, 5, 0]
+    assert [*num_quantised.values()] == [6, 5, 0]
     assert recomputed_by(plain, rows, temperature=0.7) != [log_probs for _, _, log_probs in rows]

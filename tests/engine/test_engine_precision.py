@@ -155,15 +155,15 @@ def test_an_engine_that_is_started_in_a_precision_answers_as_one_that_changed(
     from appliance.sync.precision import quantisation_at
 
     planned = Quantisation(scheme=Scheme.INT8)
-    told = quantisation_at(planned, precision)
-    engine = start_engine(checkpoints[0], scheme=str(told.scheme), ignore=told.ignore)
+    started_with = quantisation_at(planned, precision)
+    engine = start_engine(checkpoints[0], scheme=str(started_with.scheme), ignore=started_with.ignore)
     restarted = Switched(engine, taken_before=4, prove_every=8)
     restarted.begin_anew(number=4)
     report = restarted.to(AS_PLANNED, new)
     assert (report.sync, report.switched, report.layers, report.layers_proven) == (5, 0, 13, 13)
     assert engine.generate() == built[like]
     assert raised_layers(engine.model, planned=planned) == raised
-    assert raised_layers(engine.model, planned=told) == 0
+    assert raised_layers(engine.model, planned=started_with) == 0
     later = restarted.to(AS_PLANNED, new)
     assert 0 < later.layers_proven < 13
     with pytest.raises(SyncError, match="the trainer sent number 9, this worker has taken 6 before"):
@@ -183,10 +183,10 @@ def test_experts_are_kept_raised_and_ranked_by_one_name(tmp_path: Path) -> None:
     folder = make_family(tmp_path / "model", name="qwen3-moe", seed=1)
     planned = Quantisation(scheme=Scheme.INT8, ignore=(kept,))
     for precision, raised in ((AS_PLANNED, 0), (Precision(bf16_layers=(experts,)), 1), (BF16, 9)):  # 6 + 2 + 1
-        told = quantisation_at(planned, precision)
-        started = Switched(start_engine(folder, scheme=str(told.scheme), ignore=told.ignore))
+        started_with = quantisation_at(planned, precision)
+        started = Switched(start_engine(folder, scheme=str(started_with.scheme), ignore=started_with.ignore))
         model = started.engine.model
-        require_ignored_layers(model, ApplianceConfig(told))
+        require_ignored_layers(model, ApplianceConfig(started_with))
         started.to(AS_PLANNED, read_checkpoint(folder))
         assert raised_layers(model, planned=planned) == raised
         errors = started._update.telemetry.layer_errors
@@ -204,13 +204,13 @@ def test_an_engine_that_keeps_its_experts_changes_as_one_without(tmp_path: Path)
     ignore = (r"re:.*\.experts$",)
     folders = [make_family(tmp_path / str(seed), name="qwen3-moe", seed=seed) for seed in (1, 2)]
     new = read_checkpoint(folders[1])
-    kept, bf16 = fresh(folders[1], scheme="int8", ignore=ignore), fresh(folders[1], scheme="bf16")
-    assert kept != bf16
+    answer, bf16 = fresh(folders[1], scheme="int8", ignore=ignore), fresh(folders[1], scheme="bf16")
+    assert answer != bf16
     moe = Switched(start_engine(folders[0], scheme="int8", ignore=ignore))
     report = moe.to(BF16, new)
     assert (report.switched, moe.scheme(), moe.engine.generate()) == (8, ("bf16", False), bf16)  # 6 + 2 dense
     report = moe.to(AS_PLANNED, new)
-    assert (report.switched, moe.scheme(), moe.engine.generate()) == (8, ("int8", False), kept)
+    assert (report.switched, moe.scheme(), moe.engine.generate()) == (8, ("int8", False), answer)
     free_engine(moe.engine)
 
 
@@ -289,14 +289,14 @@ def test_an_emulated_scheme_becomes_a_finer_one_and_back(checkpoints: tuple[Path
     blocks = fresh(checkpoints[1], scheme="fp8-block", emulated=True)
     plain = fresh(checkpoints[1], scheme="bf16")
     switched = Switched(start_engine(checkpoints[0], scheme="fp8", emulated=True))
-    own = switched.to(AS_PLANNED, new) and switched.engine.generate()
+    planned_answer = switched.to(AS_PLANNED, new) and switched.engine.generate()
     finer = switched.to(Precision(Scheme.FP8_BLOCK), new)
     assert (finer.switched, finer.layers_proven) == (12, 13)
     assert (switched.scheme(), switched.engine.generate()) == (("fp8-block", True), blocks)
     assert switched.to(BF16, new).switched == 12
     assert (switched.scheme(), switched.engine.generate()) == (("bf16", False), plain)
     switched.to(AS_PLANNED, new)
-    assert (switched.scheme(), switched.engine.generate()) == (("fp8", True), own)
+    assert (switched.scheme(), switched.engine.generate()) == (("fp8", True), planned_answer)
     free_engine(switched.engine)
 
 

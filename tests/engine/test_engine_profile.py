@@ -8,15 +8,16 @@ import pytest
 import torch
 from engines import Engine, free_engine, start_engine
 from families import make_family
-from plans import make_plan, make_rollout
+from plans import make_plan
 from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
 
-from appliance.engine.replica import told
+from appliance.engine.replica import quantisation_of_replica
 from appliance.quant.calibrate import calibrate
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.mismatch import measure_mismatch
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
+from appliance.record.plan import ProfilePlan
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -60,9 +61,9 @@ def test_engines_of_two_runs_share_their_compiled_code_by_the_profile(tmp_path: 
     for run, settings in (("a", {}), ("b", {}), ("c", {"strength": 0.0})):
         profile = tmp_path / run / "profile"
         profile_of(folder, profile, **settings)
-        asked = Quantisation(scheme=Scheme.INT8, profile=str(profile))
-        rollout = make_rollout(Scheme.INT8).replace(replicas=(asked,))
-        given = told(make_plan(tmp_path / run, rollout=rollout, cache_dir=str(tmp_path / "cache")), replica=0)
+        planned = ProfilePlan(folder=str(profile), source="", scheme=Scheme.INT8)
+        plan = make_plan(tmp_path / run, profile=planned, cache_dir=str(tmp_path / "cache"))
+        given = quantisation_of_replica(plan, replica=0)
         assert (Path(given.profile) / PROFILE_FILE).read_bytes() == (profile / PROFILE_FILE).read_bytes()
         arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, **given.engine_arguments())
         hashes.append(arguments.create_model_config().compute_hash())
@@ -98,16 +99,19 @@ def test_the_predicted_mismatch_comes_true_and_smoothing_lowers_it(family: str, 
     folder = with_large_channels(make_family(tmp_path / "model", name=family, seed=3))
     profile = profile_of(folder, tmp_path / "smooth")
     plain = profile_of(folder, tmp_path / "plain", strength=0.0)
-    found = {}
+    log_probs_by_name = {}
     for name, arguments in {
         "bf16": {"scheme": "bf16", "profile": None},
         "plain": {"profile": tmp_path / "plain"},
         "smooth": {"profile": tmp_path / "smooth"},
     }.items():
         engine = engine_with(folder, **arguments)
-        found[name] = log_probs(engine)
+        log_probs_by_name[name] = log_probs(engine)
         free_engine(engine)
-    k3 = {name: measure_mismatch(found["bf16"], rollout_T=found[name], cap=None).k3_kl for name in ("plain", "smooth")}
+    k3 = {
+        name: measure_mismatch(log_probs_by_name["bf16"], rollout_T=log_probs_by_name[name], cap=None).k3_kl
+        for name in ("plain", "smooth")
+    }
     assert profile.predicted and plain.predicted
     assert any(group.source.endswith("_proj.weight") for group in profile.smoothing.groups)
     # The engine rounds in other places (BF16 logits, its own attention), and 936 tokens sample a mean of squares.
@@ -123,11 +127,11 @@ def test_the_layers_that_a_budget_keeps_are_kept_by_the_engine(tmp_path: Path) -
     profile = profile_of(folder, tmp_path / "kept", mismatch_budget=free.predicted.kl / 10)
     assert "model.layers.1.mlp.experts" in profile.suggested_ignore
     engine = engine_with(folder, profile=tmp_path / "kept")
-    kept = {name for name, method in kernels(engine).items() if method.startswith("Kept")}
+    kept_layers = {name for name, method in kernels(engine).items() if method.startswith("Kept")}
     quantised = {name for name, method in kernels(engine).items() if method.startswith("Int8")}
     free_engine(engine)
-    assert any("layers.1.mlp.experts" in name for name in kept)
-    assert {name for name in kept if name.endswith(("o_proj", "down_proj"))} == {
+    assert any("layers.1.mlp.experts" in name for name in kept_layers)
+    assert {name for name in kept_layers if name.endswith(("o_proj", "down_proj"))} == {
         name for name in profile.suggested_ignore if name.endswith(("o_proj", "down_proj"))
     }
     assert quantised

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from appliance.engine import kernel_proof
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
+from appliance.engine.int4 import Int4Proof
 from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, ask, exact_product
 from appliance.engine.tensor_slots import LocalShape, Slot, slots
 from appliance.errors import SyncError
@@ -90,6 +91,7 @@ def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> N
     ("kind", "scheme"),
     [
         (Int8Proof, Scheme.INT8),
+        (Int4Proof, Scheme.INT4),
         (Bf16Proof, Scheme.BF16),
         *[(EmulatedProof, one) for one in Scheme if one.spec.can_emulate],
         (NativeFp8Proof, Scheme.FP8),
@@ -101,12 +103,12 @@ def test_a_proof_keeps_its_numbers_on_the_cpu(kind: type[KernelProof], scheme: S
     """An update on a GPU runs with the GPU as torch's default device."""
     with torch.device("meta"):
         one = proof(kind, scheme, channels=256, length=128, turn=0, sync=1, every=1)
-    kept = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
-    assert kept and set(kept.values()) == {"cpu"}
+    devices = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
+    assert devices and set(devices.values()) == {"cpu"}
     with torch.device("meta"):
         one.take(Slot("layer", "weight", rows=slice(0, 256)), torch.ones(256, 128, dtype=torch.bfloat16, device="cpu"))
-    kept = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
-    assert set(kept.values()) == {"cpu"}
+    devices = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
+    assert set(devices.values()) == {"cpu"}
 
 
 def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +208,12 @@ def test_where_a_bias_comes_after_rounding_columns_are_asked_one_by_one(
             one = Bf16Proof("layer", shape=shape, scheme=Scheme.BF16, ask=asked, dtype=dtype)
             one.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
             assert one.check(kernel(weight_NK)) is None
-            if (found := one.check(kernel(wrong_NK))) is not None:
-                assert found.what == "probe, output channel 5" and found.expected == float(weight_NK[5, column])
+            if (mismatch := one.check(kernel(wrong_NK))) is not None:
+                assert mismatch.what == "probe, output channel 5" and mismatch.expected == float(weight_NK[5, column])
                 seen.add(column)
         wrong_NK[5, 0] = float("nan")  # wherever it is: a row of NaN is its answer to every column
-        found = one.check(kernel(wrong_NK))
-        assert found is not None and found.channel == 5
+        mismatch = one.check(kernel(wrong_NK))
+        assert mismatch is not None and mismatch.channel == 5
     assert seen == set(range(length))
 
 
@@ -248,16 +250,16 @@ class Int8Kernel(Module):
 
     quant_method = property(lambda self: self)
 
-    def __init__(self, held: QuantisedWeight) -> None:
+    def __init__(self, codes: QuantisedWeight) -> None:
         super().__init__()
-        self.held = held
+        self.codes = codes
 
     def held_scale(self, layer: Module) -> Tensor:
-        return self.held.scale
+        return self.codes.scale
 
     def apply(self, layer: Module, probe_MK: Tensor, bias_N: Tensor) -> Tensor:
-        sums_MN = probe_MK.double() @ self.held.codes_NK.double().t()
-        return (sums_MN.float() * self.held.scale[:, 0] + bias_N.float()).to(torch.bfloat16)
+        sums_MN = probe_MK.double() @ self.codes.codes_NK.double().t()
+        return (sums_MN.float() * self.codes.scale[:, 0] + bias_N.float()).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("wrong", [3, 40, 96])
@@ -265,20 +267,20 @@ class Int8Kernel(Module):
 def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_proof(wrong: int, what: str) -> None:
     """A fused layer whose second part begins in the midst of an eighth."""
     weight_NK = torch.randn(97, 64, generator=torch.Generator().manual_seed(wrong)).to(torch.bfloat16)
-    held = quantise_int8(weight_NK)
+    codes = quantise_int8(weight_NK)
     if what == "code":
-        held.codes_NK[wrong, 5] += 1 if held.codes_NK[wrong, 5] < 0 else -1
+        codes.codes_NK[wrong, 5] += 1 if codes.codes_NK[wrong, 5] < 0 else -1
     else:
-        held.scale[wrong] *= 1.001
+        codes.scale[wrong] *= 1.001
     seen = set()
     for sync in range(1, 2 * ROTATION + 1):
         asked = ask(0, sync=sync, every=1, parts=ROTATION)
         one = Int8Proof("layer", shape=LocalShape(97, 64, is_cut=False), scheme=Scheme.INT8, ask=asked)
         one.take(Slot("layer", "weight", 0, start=0, rows=slice(0, 37)), weight_NK[:37])
         one.take(Slot("layer", "weight", 1, start=37, rows=slice(0, 60)), weight_NK[37:])
-        found = one.check(Int8Kernel(held))
-        if found is not None:
-            assert found.what in (f"probe, output channel {wrong}", f"scale {wrong}")
+        mismatch = one.check(Int8Kernel(codes))
+        if mismatch is not None:
+            assert mismatch.what in (f"probe, output channel {wrong}", f"scale {wrong}")
             seen.add(sync)
     assert seen == {sync for sync in range(1, 17) if sync in (1, 8, 16) or sync % 8 == wrong % 8}
 
@@ -293,11 +295,11 @@ def test_one_tensor_for_a_fused_layer_is_cut_as_its_parts_are(rank: int) -> None
     model = Module()
     model.attn = Module()
     model.attn.qkv_proj = layer
-    found = slots(model, tied_head=False)
+    slots_by_source = slots(model, tied_head=False)
     for kind, shape in (("weight", (16,)), ("bias", ())):
         parts = {name: torch.randn(rows, *shape) for name, rows in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16))}
         fused = torch.cat([*parts.values()])
-        for slot, (name, part) in zip(found[f"attn.qkv_proj.{kind}"], parts.items(), strict=True):
-            [own] = found[f"attn.{name}.{kind}"]
+        for slot, (name, part) in zip(slots_by_source[f"attn.qkv_proj.{kind}"], parts.items(), strict=True):
+            [own] = slots_by_source[f"attn.{name}.{kind}"]
             assert torch.equal(slot.cut(fused), own.cut(part)) and slot.fits(fused) and own.fits(part)
             assert (slot.part, slot.start) == (own.part, own.start)

@@ -95,7 +95,7 @@ def shard(kind: str, parts: dict[object, Tensor], *, rank: int, ranks: int) -> T
     return torch.cat([weight_NK.chunk(ranks)[rank] for weight_NK in parts.values()])
 
 
-def held(layer: Module, *, length: int) -> Tensor:
+def stored_weight(layer: Module, *, length: int) -> Tensor:
     if layer.quant_method.scheme is Scheme.INT8:
         scale_N1 = layer.quant_method.held_scale(layer)
         return held_codes(layer, scale_N1=scale_N1, length=length)
@@ -107,14 +107,14 @@ def test_a_rank_holds_its_part_of_what_one_rank_holds(build: Build, scheme: Sche
     parts = parts_of(kind)
     whole = load(build(kind, scheme=scheme, rank=0, ranks=1), parts)
     whole_NK = shard(kind, parts, rank=0, ranks=1)
-    codes_NK = held(whole, length=whole_NK.shape[1])
+    codes_NK = stored_weight(whole, length=whole_NK.shape[1])
     assert torch.equal(codes_NK.float(), quantise(whole_NK, scheme=scheme).codes_NK.float())
     sizes = [len(weight_NK) for weight_NK in parts.values()]
     for rank in range(ranks):
         layer = load(build(kind, scheme=scheme, rank=rank, ranks=ranks), parts)
         length = whole_NK.shape[1] // (ranks if kind == "row" else 1)
         wanted_NK = shard(kind, dict(zip(parts, codes_NK.split(sizes), strict=True)), rank=rank, ranks=ranks)
-        assert torch.equal(held(layer, length=length), wanted_NK)
+        assert torch.equal(stored_weight(layer, length=length), wanted_NK)
         if scheme is Scheme.FP8 or (kind == "row" and scheme is not Scheme.FP8_BLOCK):
             assert torch.equal(layer.quant_method.held_scale(layer), whole.quant_method.held_scale(whole))
 
@@ -137,7 +137,7 @@ def test_the_absmax_of_an_earlier_load_is_forgotten(build: Build, scheme: Scheme
         fresh = load(build(kind, scheme=scheme, rank=1, ranks=2), smaller)
         length = 256 if kind == "row" else 128
         assert torch.equal(layer.quant_method.held_scale(layer), fresh.quant_method.held_scale(fresh))
-        assert torch.equal(held(layer, length=length), held(fresh, length=length))
+        assert torch.equal(stored_weight(layer, length=length), stored_weight(fresh, length=length))
 
 
 def test_blocks_that_ranks_would_cut_are_refused(build: Build) -> None:

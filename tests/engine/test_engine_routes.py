@@ -25,14 +25,14 @@ class Model(Module):
 
     def __init__(self, places: Callable[[Model, Tensor], set[str] | None]) -> None:
         super().__init__()
-        self.one, self.other, self.asked, self.got = Linear(2, 2, bias=False), Linear(2, 2, bias=False), 0, []
+        self.one, self.other, self.asked, self.loads = Linear(2, 2, bias=False), Linear(2, 2, bias=False), 0, []
         self._places = places
         for name, layer in self.named_children():
             layer.weight.weight_loader = self.loader(name)
 
     def loader(self, name: str) -> Callable[..., None]:
         def load(param: Tensor, loaded: Tensor, part: str | None = None) -> None:
-            self.got.append((name, param.is_meta, loaded, part))
+            self.loads.append((name, param.is_meta, loaded, part))
             param.data[: len(loaded)].copy_(loaded)
 
         return load
@@ -70,16 +70,16 @@ def given(model: Model, *, times: int) -> list[bool]:
 @torch.no_grad()
 def test_the_model_is_asked_once_and_the_loader_gets_the_part_each_time() -> None:
     model = Model(lambda model, tensor: place(model.one, tensor, "k"))
-    routes, held = Routes(model, records=True), model.one.weight
+    routes, weight = Routes(model, records=True), model.one.weight
     record_metadata_for_reloading(model)
     for number in range(1, 4):
         tensor = torch.full((2, 2), float(number))
         assert update(model, routes, tensor, is_whole=True)
-        name, is_counting, loaded, part = model.got[-1]
+        name, is_counting, loaded, part = model.loads[-1]
         assert (name, is_counting, part) == ("one", False, "k") and loaded is tensor
-        assert model.one.weight is held and torch.equal(held, tensor)
+        assert model.one.weight is weight and torch.equal(weight, tensor)
     assert model.asked == 1
-    assert [is_counting for _, is_counting, *_ in model.got] == [True, False, False, False]  # by vLLM, once
+    assert [is_counting for _, is_counting, *_ in model.loads] == [True, False, False, False]  # by vLLM, once
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_what_the_model_does_more_with_it_does_at_each_update(places: Callable[.
     model = Model(places)
     with torch.no_grad():
         given(model, times=3)
-    assert model.asked == 3 and len(model.got) % 3 == 0
+    assert model.asked == 3 and len(model.loads) % 3 == 0
 
 
 @torch.no_grad()
@@ -187,4 +187,4 @@ def test_a_model_that_may_do_more_is_asked_always() -> None:
     routes = Routes(model, records=False)
     for asked in (1, 2):
         assert routes.give(NAME, torch.ones(2, 2), layers=[model.one])
-        assert model.asked == asked == len(model.got)
+        assert model.asked == asked == len(model.loads)

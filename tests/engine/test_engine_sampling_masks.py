@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine, start_engine
+from engines import CROWDED, Engine, note_preemptions, start_engine
 from families import make_family
 from test_engine_one_flow import trainers
 from vllm import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from appliance.engine.replica import support_of
@@ -42,11 +41,7 @@ def reporting(folder: Path) -> Iterator[Engine]:
         folder,
         scheme="int8",
         return_sampling_mask=True,
-        enable_chunked_prefill=True,
-        max_num_batched_tokens=32,
-        max_num_seqs=8,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 18,
+        **CROWDED,
         max_logprobs=VOCABULARY,
     )
 
@@ -67,13 +62,7 @@ def samples_of(engine: Engine, **settings: Any) -> list[tuple[list[int], Any]]:
 def test_a_mask_has_the_words_that_have_a_log_prob(
     reporting: Engine, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preempted, original = [], Scheduler._preempt_request
-
-    def preempt(self: Scheduler, request: object, *args: object, **others: object) -> None:
-        preempted.append(request.num_output_tokens)
-        original(self, request, *args, **others)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+    preempted = note_preemptions(monkeypatch)
     sizes = []
     for _, sample in samples_of(reporting, logprobs=VOCABULARY, **settings):
         assert len(sample.sampling_mask.token_ids) == len(sample.token_ids) == 40
@@ -98,11 +87,9 @@ def test_equal_logits_at_the_edge_are_in_or_out_as_vllm_has_it() -> None:
         p_B = None if top_p is None else torch.full((3,), top_p)
         cut_BV = apply_top_k_top_p(logits_BV.clone(), torch.full((3,), top_k), p_B)
         masks = masks_of(cut_BV, tokens_B=[1, 0, 1])
-        words = [cut_BV[row].isfinite().nonzero().flatten().tolist() for row in (0, 2)]
-        assert masks.to_nested_list() == words
-        assert masks.slice_request(2, 1).to_nested_list() == words[1:] and masks.slice_request(
-            1, 0
-        ).offsets.tolist() == [0]
+        first, _, last = (row_V.isfinite().nonzero().flatten().tolist() for row_V in cut_BV)
+        assert masks.to_nested_list() == [first, [], last]
+        assert masks.slice_request(2, 1).to_nested_list() == [last]
     tied = apply_top_k_top_p(logits_BV.clone(), torch.full((3,), 3), None)
     assert masks_of(tied, tokens_B=[1, 1, 1]).to_nested_list() == [[0, 1, 2, 3, 4], [*range(6)], [0, 1, 2, 3, 4]]
 

@@ -27,12 +27,16 @@ from test_engine_int8 import (
 
 from appliance.errors import EngineError
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
+from appliance.quant.int4_gemm import Int4Gemm, WideInt4Gemm, has_int4_kernel
 from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 
-SCHEMES = (Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
-KERNELS = {scheme: KERNEL if scheme is Scheme.INT8 else f"QuantiseDequantise[{scheme}]" for scheme in SCHEMES}
+SCHEMES = (Scheme.INT8, Scheme.INT4, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
+KERNELS = {scheme: f"QuantiseDequantise[{scheme}]" for scheme in SCHEMES} | {
+    Scheme.INT8: KERNEL,
+    Scheme.INT4: (Int4Gemm if has_int4_kernel() else WideInt4Gemm).name,
+}
 
 
 def start(folder: Path, scheme: Scheme, **settings: object) -> Engine:
@@ -51,9 +55,11 @@ def assert_holds(engine: Engine, folder: Path) -> None:
         weight_NK, _ = checkpoint_layer(folder, name)
         wanted = quantise(weight_NK, scheme=Scheme(engine.scheme))
         held = layer.quant_method.held_scale(layer)
-        assert torch.equal(held, wanted.scale), name
+        assert torch.equal(held.float(), wanted.scale), name
         if engine.scheme == Scheme.INT8:
             codes_NK = held_codes(layer, scale_N1=wanted.scale, length=weight_NK.shape[1])
+        elif engine.scheme == Scheme.INT4:
+            codes_NK = layer.quant_method.held_weight().codes_NK
         else:
             codes_NK = layer.weight.view(torch.uint8)
         assert torch.equal(codes_NK, wanted.codes_NK.view(codes_NK.dtype)), name
@@ -73,9 +79,12 @@ def assert_computes(engine: Engine, folder: Path) -> None:
         x_MK = torch.randn(9, length, generator=torch.Generator().manual_seed(length)).to(torch.bfloat16)
         x_MK[2] *= 100
         x_MK[3] = 0
-        is_int8, kernel = scheme is Scheme.INT8, layer.quant_method.kernel_name
-        tokens = quantised_tokens(x_MK, by=kernel) if is_int8 else quantise_tokens(x_MK, scheme=scheme)
-        rounded_MK = dequantise(tokens).double()
+        if scheme is Scheme.INT4:  # activations as they are
+            rounded_MK = x_MK.double()
+        elif scheme is Scheme.INT8:
+            rounded_MK = dequantise(quantised_tokens(x_MK, by=layer.quant_method.kernel_name)).double()
+        else:
+            rounded_MK = dequantise(quantise_tokens(x_MK, scheme=scheme)).double()
         rounded_NK = dequantise(quantise(weight_NK, scheme=scheme)).double()
         bias = torch.zeros(1) if bias_N is None else bias_N.double()
         wanted_MN = rounded_MK @ rounded_NK.t() + bias
@@ -188,7 +197,7 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
 def test_an_engine_whose_layers_are_not_loaded_by_loaders(tmp_path: Path) -> None:
     """Dummy weights, for benchmarks: quantised as they are."""
     folder = make_checkpoint(tmp_path / "a", seed=1, num_hidden_layers=1)
-    for scheme in (Scheme.INT8, Scheme.FP8_BLOCK):
+    for scheme in (Scheme.INT8, Scheme.INT4, Scheme.FP8_BLOCK):
         tokens = start(folder, scheme, load_format="dummy").generate(max_tokens=2)
         assert all(len(ids) == 2 for ids, _ in tokens)
 

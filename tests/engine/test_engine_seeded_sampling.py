@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import Engine, start_engine
+from engines import CROWDED, Engine, note_preemptions, start_engine
 from vllm import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -37,15 +36,10 @@ SEEDS = [0, 1, 2, -5, 2**63 - 1, 41]
 
 @pytest.fixture(scope="module")
 def crowded(checkpoints: tuple[Path, Path]) -> Iterator[Engine]:
-    """Prompts in parts of at most 32 tokens, and a KV cache that holds two whole sequences of six."""
     yield start_engine(
         checkpoints[0],
         scheme="int8",
-        enable_chunked_prefill=True,
-        max_num_batched_tokens=32,
-        max_num_seqs=8,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 18,
+        **CROWDED,
         max_logprobs=VOCABULARY,
     )
 
@@ -80,13 +74,7 @@ def assert_drawn_by_seed(sample: object, *, seed: int, prompt: list[int]) -> Non
 def test_a_token_is_where_its_number_falls(
     crowded: Engine, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preempted, original = [], Scheduler._preempt_request
-
-    def preempt(self: Scheduler, request: object, *args: object, **settings: object) -> None:
-        preempted.append(request.num_output_tokens)
-        original(self, request, *args, **settings)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+    preempted = note_preemptions(monkeypatch)
     samples = generate(crowded, PROMPTS, seeds=SEEDS, **settings)
     assert any(preempted), "requests were pushed out with tokens that they had, and resumed"
     for sample, seed, prompt in zip(samples, SEEDS, PROMPTS, strict=True):

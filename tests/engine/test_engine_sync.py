@@ -6,6 +6,8 @@ import pytest
 from engines import PROMPTS, Engine, read_checkpoint, start_engine
 from faults import recover
 
+from appliance.engine.update import WeightState
+
 pytestmark = pytest.mark.engine
 
 
@@ -71,15 +73,11 @@ def test_a_missing_tensor_is_named_and_final(engine: Engine, checkpoints) -> Non
     update.load(without)
     with pytest.raises(SyncError) as raised:
         update.finish()
-    assert raised.value.message == (
-        "weight update: 1 layers did not receive all their weights: model.layers.1.mlp.gate_up_proj "
-        "(45056 of 90112 elements)"
-    )
+    fault = "1 layers did not receive all their weights: model.layers.1.mlp.gate_up_proj (45056 of 90112 elements)"
+    assert raised.value.message == f"weight update: {fault}"
     with pytest.raises(SyncError) as raised:
         update.begin()
-    assert raised.value.message == (
-        "weight update: the engine's weights are half-updated, an earlier update left 1 layers incomplete"
-    )
+    assert raised.value.message == f"weight update: the engine's weights are half-updated: {fault}"
     update.load([(name, t) for name, t in tensors if name == "model.layers.1.mlp.up_proj.weight"])
     update.finish()
 
@@ -129,6 +127,6 @@ def test_a_tensor_that_comes_twice_is_refused(engine: Engine, checkpoints) -> No
     with pytest.raises(SyncError) as raised:
         update.load([(name, tensors["model.layers.1.mlp.up_proj.weight"])])
     assert raised.value.message == f"weight update: {name} came twice"
-    assert update.broken == f"brought {name} twice"
+    assert (update.state, update.fault) == (WeightState.BROKEN, f"{name} came twice")
     update.load(list(tensors.items()))
     update.finish()

@@ -21,7 +21,7 @@ from appliance.quant.codec import dequantise, quantise
 from appliance.sync.records import Telemetry
 from appliance.terms.schemes import Scheme
 
-SHAPES = ((64, 128), (200, 300), (5, 128), (64, 128))
+SHAPES = ((64, 128), (200, 320), (5, 128), (64, 128))
 
 
 class Method(Quantising):
@@ -42,12 +42,12 @@ def model() -> Module:
 
 @pytest.mark.parametrize("sizes", [(96, 32, 32), (7, 3, 2), (1, 1), (5,)])
 def test_the_sampled_rows_of_parts_are_those_of_the_whole(sizes: tuple[int, ...]) -> None:
-    weight_NK, found, start = torch.arange(float(sum(sizes)))[:, None], [], 0
+    weight_NK, samples, start = torch.arange(float(sum(sizes)))[:, None], [], 0
     for part_NK in weight_NK.split(sizes):
-        found.append(sampled(part_NK, start=start, count=len(weight_NK)))
+        samples.append(sampled(part_NK, start=start, count=len(weight_NK)))
         start += len(part_NK)
-    assert torch.equal(torch.cat(found), weight_NK[:: -(-len(weight_NK) // 8)])
-    assert torch.equal(torch.cat(found), sampled(weight_NK))
+    assert torch.equal(torch.cat(samples), weight_NK[:: -(-len(weight_NK) // 8)])
+    assert torch.equal(torch.cat(samples), sampled(weight_NK))
 
 
 def weights(seed: int) -> list[Tensor]:
@@ -79,20 +79,20 @@ def wanted(before: list[Tensor] | None, now: list[Tensor], *, scheme: Scheme, fi
     codes, changed, saturated, drifts, errors = 0, 0, 0, [], []
     for place, weight_NK in enumerate(now):
         rows = range(0, len(weight_NK), -(-len(weight_NK) // 8))
-        held = quantise(weight_NK, scheme=scheme)
-        own = held.codes_NK[list(rows)].double()
+        quantised_weight = quantise(weight_NK, scheme=scheme)
+        own = quantised_weight.codes_NK[list(rows)].double()
         codes += own.numel()
-        saturated += int((own.abs() == (127 if scheme is Scheme.INT8 else 448)).sum())
+        saturated += int((own.abs() >= {Scheme.INT8: 127, Scheme.INT4: 7}.get(scheme, 448)).sum())
         if before is not None:
             old = quantise(before[place], scheme=scheme).codes_NK.view(torch.uint8)
-            changed += int((old != held.codes_NK.view(torch.uint8))[list(rows)].sum())
+            changed += int((old != quantised_weight.codes_NK.view(torch.uint8))[list(rows)].sum())
         block = {Scheme.FP8: len(weight_NK), Scheme.FP8_BLOCK: 128}.get(scheme, 1)
-        scale, old_scale = held.scale.double(), quantise(first[place], scheme=scheme).scale.double()
+        scale, old_scale = quantised_weight.scale.double(), quantise(first[place], scheme=scheme).scale.double()
         for row in rows:
             for new, old in zip(scale[row // block].tolist(), old_scale[row // block].tolist(), strict=True):
                 drifts.append(abs(torch.tensor(new / old).log().item()) if new > 0 and old > 0 else 0.0)
         part = weight_NK[list(rows)].double()
-        error = (dequantise(held)[list(rows)].double() - part).norm()
+        error = (dequantise(quantised_weight)[list(rows)].double() - part).norm()
         errors.append(float(error / part.norm()) if part.norm() > 0 else 0.0)
     return Telemetry(
         codes_changed_fraction=None if before is None else changed / codes,
@@ -105,7 +105,8 @@ def wanted(before: list[Tensor] | None, now: list[Tensor], *, scheme: Scheme, fi
 @pytest.mark.parametrize("together", [1, 1 << 21])
 @pytest.mark.parametrize("scheme", [scheme for scheme in Scheme if scheme.quantised])
 def test_the_numbers_of_three_updates(scheme: Scheme, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers in any order, measured one by one or together. Sums of squares of 2400 numbers in float32: 1e-4."""
+    """Layers in any order, measured one by one or together. Sums of squares of 2560 numbers in float32: 1e-4. What
+    INT4's kernel rounds to BF16 is not measured: of seven steps 2^-8, beside an error of a third of a step: 2e-3."""
     monkeypatch.setattr(telemetry, "_TOGETHER", together)
     layers = model()
     tap = TelemetryTap(layers)
@@ -114,12 +115,14 @@ def test_the_numbers_of_three_updates(scheme: Scheme, together: int, monkeypatch
     states[2][1] *= 1.5
     before = None
     for now, order in zip(states, ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]), strict=True):
-        found = update(tap, layers, now, scheme=scheme, order=order)
+        measured = update(tap, layers, now, scheme=scheme, order=order)
         right = wanted(before, now, scheme=scheme, first=states[0])
-        assert found.codes_changed_fraction == right.codes_changed_fraction
-        assert found.saturated_fraction == right.saturated_fraction
-        assert found.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
-        assert found.layer_error_max == pytest.approx(right.layer_error_max, rel=1e-4)
+        assert measured.codes_changed_fraction == right.codes_changed_fraction
+        assert measured.saturated_fraction == right.saturated_fraction
+        assert measured.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
+        assert measured.layer_error_max == pytest.approx(
+            right.layer_error_max, rel=2e-3 if scheme is Scheme.INT4 else 1e-4
+        )
         before = now
 
 
@@ -132,10 +135,10 @@ def test_scales_drift_since_the_first_update_whatever_was_computed_in_between() 
     update(tap, layers, weights(1), scheme=Scheme.INT8, order=order)
     tap.begin(everything)
     assert tap.read() is None
-    found = update(tap, layers, weights(2), scheme=Scheme.INT8, order=order, switched=everything)
+    measured = update(tap, layers, weights(2), scheme=Scheme.INT8, order=order, switched=everything)
     right = wanted(None, weights(2), scheme=Scheme.INT8, first=weights(1))
-    assert found.codes_changed_fraction is None
-    assert found.scale_drift == pytest.approx(right.scale_drift, rel=1e-4) and right.scale_drift > 0.01
+    assert measured.codes_changed_fraction is None
+    assert measured.scale_drift == pytest.approx(right.scale_drift, rel=1e-4) and right.scale_drift > 0.01
     other = update(tap, layers, weights(2), scheme=Scheme.FP8_CHANNEL, order=order, switched=everything)
     assert other.scale_drift == 0
     back = update(tap, layers, weights(2), scheme=Scheme.INT8, order=order, switched=everything)
@@ -149,10 +152,10 @@ def test_scales_drift_since_the_first_update_of_the_run_in_later_attempts_too(sc
     for attempt, seed in ((1, 1), (2, 2), (10, 3)):
         layers = model()
         tap = TelemetryTap(layers, first=read_first_scales(tmp_path, replica=0, rank=1))
-        found = update(tap, layers, weights(seed), scheme=scheme, order=[0, 1, 2, 3])
+        measured = update(tap, layers, weights(seed), scheme=scheme, order=[0, 1, 2, 3])
         right = wanted(None, weights(seed), scheme=scheme, first=weights(1))
-        assert found.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
-        assert (found.scale_drift > 0) == (attempt > 1)
+        assert measured.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
+        assert (measured.scale_drift > 0) == (attempt > 1)
         write_first_scales(tmp_path, tap.first, replica=0, rank=1)
         (tmp_path / "logs" / str(attempt)).mkdir(parents=True)
         (tmp_path / "sync").rename(tmp_path / "logs" / str(attempt) / "sync")

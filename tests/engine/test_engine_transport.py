@@ -53,13 +53,13 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("verl_weights_*")}
 
 
-def that_stay(found: set[str]) -> set[str]:
+def that_stay(names: set[str]) -> set[str]:
     """Without those of a training beside this test, each of which is gone when its weight update is."""
     deadline = time.monotonic() + GONE_S
-    while found and time.monotonic() < deadline:
+    while names and time.monotonic() < deadline:
         time.sleep(0.05)
-        found &= segments()
-    return found
+        names &= segments()
+    return names
 
 
 def socket_path() -> Path:
@@ -193,6 +193,17 @@ def test_float32_weights_are_rounded_to_bf16(scheme: str, checkpoints: tuple[Pat
     assert engine.generate() == wanted
 
 
+def test_bare_verl_takes_updates_by_vllms_own_reload(checkpoints: tuple[Path, Path]) -> None:
+    """The peer of `benchmarks.step`: weights in float32, as verl's FSDP sends them, and layers in several buckets."""
+    extension = "benchmarks.step.verl_weights.LayerwiseExtension"
+    engine = start_engine(checkpoints[0], scheme="bf16", worker_extension_cls=extension)
+    first = engine.generate()
+    transfer(engine, [(name, tensor.float()) for name, tensor in read_checkpoint(checkpoints[1])])
+    assert engine.generate() == start(checkpoints[1], scheme="bf16").generate()
+    transfer(engine, read_checkpoint(checkpoints[0]), bucket_bytes=131072)
+    assert engine.generate() == first
+
+
 def test_what_arrived_is_the_engines_own(checkpoints: tuple[Path, Path]) -> None:
     """The sender reuses its bucket and then frees it: a tensor that waits for its layer must not change with it."""
     engine = start(checkpoints[0])
@@ -323,12 +334,11 @@ def test_an_error_ends_the_update_and_never_the_senders_wait(
 
 def refuses_further_updates(engine: Engine, good: Tensors, *, spy: Spy) -> None:
     """The half-updated engine says why, and the sender of the next update does not wait either."""
-    why = engine.worker._appliance_update.broken
-    assert why
+    fault = engine.worker._appliance_update.fault or "an earlier update did not finish"
     spy.buckets.clear()
     with pytest.raises(SyncError) as raised:
         transfer(engine, good)
-    assert raised.value.message == f"weight update: the engine's weights are half-updated, an earlier update {why}"
+    assert raised.value.message == f"weight update: the engine's weights are half-updated: {fault}"
     assert spy.buckets == []
 
 

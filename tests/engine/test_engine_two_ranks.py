@@ -60,7 +60,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def found(request: pytest.FixtureRequest, two_ranks: Path) -> dict:
+def reports(request: pytest.FixtureRequest, two_ranks: Path) -> dict:
     """What one rank and two ranks hold and answer, for the same two checkpoints."""
     folder = two_ranks / request.param
     old, new = folder / "1", folder / "2"
@@ -105,50 +105,52 @@ def codes(answers_KN: Tensor, scale_N: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("when", ["old", "new", "smoothed"], ids=["as-loaded", "after-an-update", "smoothed"])
-def test_codes_and_scales_are_parts_of_one_ranks(found: dict, when: str) -> None:
+def test_codes_and_scales_are_parts_of_one_ranks(reports: dict, when: str) -> None:
     """Exactly, where rows are cut too: their scales are those of the whole rows."""
-    whole = found[f"held_{when}"]
+    whole = reports[f"held_{when}"]
     assert {name.rsplit(".", 1)[-1] for name in whole} >= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    for rank, held in enumerate(found["two"][f"held_{when}"]):
+    for rank, held in enumerate(reports["two"][f"held_{when}"]):
         assert held.keys() == whole.keys()
         for name, (answers_KN, scale_N) in held.items():
             wanted_KN, wanted_N = codes(*whole[name]), whole[name][1]
             if name.endswith(CUT_IN_ROWS):
                 wanted_KN = wanted_KN.chunk(RANKS)[rank]
             else:
-                wanted_KN = shards(name, wanted_KN, rank=rank, dim=1, family=found["family"])
-                wanted_N = shards(name, wanted_N, rank=rank, dim=0, family=found["family"])
+                wanted_KN = shards(name, wanted_KN, rank=rank, dim=1, family=reports["family"])
+                wanted_N = shards(name, wanted_N, rank=rank, dim=0, family=reports["family"])
             assert torch.equal(scale_N, wanted_N), (name, rank)
             assert torch.equal(codes(answers_KN, scale_N), wanted_KN), (name, rank)
 
 
 @pytest.mark.parametrize("when", ["old", "smoothed"])
-def test_log_probs_of_two_ranks_are_those_of_one_to_int8s_noise(found: dict, when: str) -> None:
+def test_log_probs_of_two_ranks_are_those_of_one_to_int8s_noise(reports: dict, when: str) -> None:
     """Each rank quantises its part of a token with a scale of its own where rows are cut, as vLLM's kernels do, so two
     ranks are another sample of INT8's activation noise and not the same numbers. Two independent samples of the whole
     noise would differ by sqrt(2) of it, and here most of it is common."""
-    one_rank, two_ranks, bf16 = (torch.tensor(answer) for answer in (found[when], found["two"][when], found["bf16"]))
+    one_rank, two_ranks, bf16 = (
+        torch.tensor(answer) for answer in (reports[when], reports["two"][when], reports["bf16"])
+    )
     noise = float((one_rank - bf16).abs().mean())
     assert 0 < noise < 0.1
     assert float((two_ranks - one_rank).abs().mean()) < 2**0.5 * noise
 
 
-def test_smoothing_moves_no_bit_of_what_is_not_quantised(found: dict) -> None:
+def test_smoothing_moves_no_bit_of_what_is_not_quantised(reports: dict) -> None:
     """Rows and biases are divided, and columns multiplied, by the same powers of two, whichever rank has them. Of all
     layers in BF16, experts among them on one rank; two ranks cannot have quantised experts in BF16."""
-    assert found["bf16_smoothed"] == found["bf16"] != found["old"] != found["smoothed"]
-    two = found["two"]
-    if found["family"] == "qwen2":
+    assert reports["bf16_smoothed"] == reports["bf16"] != reports["old"] != reports["smoothed"]
+    two = reports["two"]
+    if reports["family"] == "qwen2":
         assert two["raised_smoothed"] == two["raised"]
         assert two["raised"] != two["old"] != two["smoothed"] != two["raised"]
 
 
-def test_an_update_over_two_ranks_comes_and_goes(found: dict) -> None:
-    two = found["two"]
+def test_an_update_over_two_ranks_comes_and_goes(reports: dict) -> None:
+    two = reports["two"]
     assert two["old_again"] == two["old"]
     assert two["new"] != two["old"]
-    one, moved = torch.tensor(found["new"]), torch.tensor(two["new"])
-    noise = float((torch.tensor(found["old"]) - torch.tensor(found["bf16"])).abs().mean())
+    one, moved = torch.tensor(reports["new"]), torch.tensor(two["new"])
+    noise = float((torch.tensor(reports["old"]) - torch.tensor(reports["bf16"])).abs().mean())
     assert float((moved - one).abs().mean()) < 2**0.5 * 2 * noise  # other weights, so another noise of the same size
 
 

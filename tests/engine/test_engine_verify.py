@@ -57,13 +57,13 @@ def test_every_scheme_is_live(settings: tuple[str, ...], tmp_path: Path, capfd: 
     assert run_verify(recipe, schemes=schemes, emulate=True, json_mode=True) == 0
     report = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert report["live"] is True
-    found = {row["scheme"]: row for row in report["workers"]}
-    assert list(found) == ["bf16", *map(str, schemes)]
+    rows = {row["scheme"]: row for row in report["workers"]}
+    assert list(rows) == ["bf16", *map(str, schemes)]
     assert [row["emulated"] for row in report["workers"]] == [False, False, True, True, True]
-    kernels = found["int8"]["kernels"].items()
+    kernels = rows["int8"]["kernels"].items()
     assert sum(count for name, count in kernels if name.startswith("CPUInt8ScaledMMLinearKernel[")) == 8
-    assert found["bf16"]["from_bf16"] is None
-    for scheme, row in found.items():
+    assert rows["bf16"]["from_bf16"] is None
+    for scheme, row in rows.items():
         assert (row["rank"], row["layers"], row["unmoved"], row["unreturned"]) == (0, NUM_LAYERS, [], []), scheme
         assert row["moved"] > 0 and row["returned"] and row["problems"] == [], scheme
         assert scheme == "bf16" or 0 < row["from_bf16"] < row["moved"], scheme
@@ -76,18 +76,18 @@ def test_engines_are_in_the_type_of_the_training(
     from appliance.verify import child
 
     recipe = load_recipe("arithmetic-tiny-int8", sets=(*settings, "trainer.dtype=fp16", "quantization.profile=none"))
-    made = []
+    dtypes = []
 
     def noted(model: str, *, dtype: str, **more: object) -> object:
         engine = start(model, dtype=dtype, **more)
-        made.append((dtype, str(engine.llm_engine.model_config.dtype)))
+        dtypes.append((dtype, str(engine.llm_engine.model_config.dtype)))
         return engine
 
     start = child.LLM
     monkeypatch.setattr(child, "LLM", noted)
     assert run_verify(recipe, schemes=(Scheme.INT8,), emulate=False, json_mode=True) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["live"] is True
-    assert made == [("float16", "torch.float16")] * 2
+    assert dtypes == [("float16", "torch.float16")] * 2
 
 
 def swallow_updates(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fuzz_watch import watched
+from fuzz_watch import watching
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -59,14 +59,14 @@ def cases(surface: str) -> int:
 
 
 def fuzzed(
-    surface: str, *, each: int = 1, **drawn: SearchStrategy[Any]
+    surface: str, *, variants: int = 1, **drawn: SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a test: it is called with what is drawn until there were as many cases as SHARES says.
 
     each: cases of one call.  The test's fixtures are shared by all of them.
     """
     chosen = settings(
-        max_examples=-(-cases(surface) // each),
+        max_examples=-(-cases(surface) // variants),
         derandomize=not is_long(),
         database=None,
         deadline=None,  # ours is one of computing, tests/fuzz/fuzz_watch.py
@@ -79,12 +79,12 @@ def fuzzed(
 def attempt(surface: str, work: Callable[[], Any], *, folder: Path, may: frozenset[str] = frozenset()) -> Any:
     """What the work returns, or None when it refuses the input as the contract says. Counts one case.
 
-    folder: the only one that may change.  may: as of watched.  Raises AssertionError for an error that nobody should
+    folder: the only one that may change.  may: as of `watching`.  Raises AssertionError for an error that nobody should
     see, Forbidden, Hang, and whatever else the work raises: all of them are findings.
     """
     counted[surface] += 1
     try:
-        with watched(folder, may=may):
+        with watching(folder, may=may):
             return work()
     except ApplianceError as error:
         assert error.exit_code in CODES, f"{type(error).__name__} ends with {error.exit_code}: {error.message}"

@@ -242,7 +242,7 @@ VARIANTS = 5
 
 def variants(content: bytes, seed: int) -> list[bytes]:
     """What was drawn, and the same with a few bytes changed, cut, doubled or moved: VARIANTS cases for one drawing."""
-    dice, found = random.Random(seed), [content]
+    dice, contents = random.Random(seed), [content]
     for _ in range(VARIANTS - 1):
         changed = bytearray(content)
         for _ in range(dice.randint(1, 3)):
@@ -252,8 +252,8 @@ def variants(content: bytes, seed: int) -> list[bytes]:
             changed[start:end] = dice.choice(
                 (b"", piece * 2, piece[::-1], bytes([dice.randrange(256)]), dice.choice(_ODD))
             )
-        found.append(bytes(changed))
-    return found
+        contents.append(bytes(changed))
+    return contents
 
 
 _ODD = (

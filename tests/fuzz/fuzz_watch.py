@@ -45,6 +45,11 @@ CHANGES = frozenset(  # events whose first arguments are paths that change
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
+def _is_name(source: object) -> bool:
+    text = source.decode(errors="replace") if isinstance(source, bytes) else source
+    return isinstance(text, str) and text.isidentifier()
+
+
 class Forbidden(BaseException):
     """Input made the program do what no input may. No `except Exception` can hide it."""
 
@@ -57,12 +62,14 @@ class _Hook:
     def __init__(self) -> None:
         self.folder: str | None = None  # of the case that runs now
         self.others: frozenset[int] = frozenset()  # threads that were there before it; those that it starts are its own
-        self.found: list[str] = []
+        self.refusals: list[str] = []
         self.may: frozenset[str] = frozenset()
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple) -> None:
         if self.folder is None or threading.get_ident() in self.others:
+            return
+        if event == "compile" and _is_name(arguments[0]):  # typing's, of a forward reference such as rich has
             return
         if event in FORBIDDEN and event not in self.may:
             self._refuse(f"{event} {arguments[:2]!r:.200}")
@@ -74,13 +81,13 @@ class _Hook:
                     self._refuse(f"{event} {path!r:.200}")
 
     def _refuse(self, what: str) -> None:
-        self.found.append(what)
+        self.refusals.append(what)
         raise Forbidden(what)
 
     def note(self, unraisable: sys.UnraisableHookArgs) -> None:
         """What a finalizer or a hook of a fork raises, in the case or in a fork of it."""
-        self.found.append(f"{unraisable.exc_value!r} in {unraisable.object!r:.200}")
-        os.write(2, f"{self.found[-1]}\n".encode())
+        self.refusals.append(f"{unraisable.exc_value!r} in {unraisable.object!r:.200}")
+        os.write(2, f"{self.refusals[-1]}\n".encode())
 
     @staticmethod
     def _writes(arguments: tuple) -> bool:
@@ -99,7 +106,7 @@ _HOOK: list[_Hook] = []
 
 
 @contextmanager
-def watched(folder: Path, *, may: frozenset[str] = frozenset()) -> Iterator[None]:
+def watching(folder: Path, *, may: frozenset[str] = frozenset()) -> Iterator[None]:
     """Raises Forbidden when the block did something that input may not make it do, Hang when it does not end.
 
     may: events of FORBIDDEN that are of the program's own doing.
@@ -107,7 +114,7 @@ def watched(folder: Path, *, may: frozenset[str] = frozenset()) -> Iterator[None
     if not _HOOK:
         _HOOK.append(_Hook())
     hook = _HOOK[0]
-    hook.found.clear()
+    hook.refusals.clear()
     before = {number: signal.signal(number, _hang) for number in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
@@ -123,8 +130,8 @@ def watched(folder: Path, *, may: frozenset[str] = frozenset()) -> Iterator[None
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-    if hook.found:  # somebody caught even that
-        raise Forbidden("; ".join(hook.found))
+    if hook.refusals:  # somebody caught even that
+        raise Forbidden("; ".join(hook.refusals))
 
 
 def forget() -> None:

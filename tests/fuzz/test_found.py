@@ -117,7 +117,7 @@ def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.C
         f"extends: arithmetic-tiny-int8\nguard: {text}\nrollout: {{replicas: [{'x,' * 4000}]}}\n"
     )
 
-    def told() -> None:
+    def report_problems() -> None:
         try:
             load_recipe(str(room / "r.yaml"))
         except RecipeError as error:
@@ -125,7 +125,7 @@ def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.C
             raise
 
     cli._report(RecipeError([("", "")]))  # what rich imports at its first use
-    assert attempt("recipe text", told, folder=room) is None
+    assert attempt("recipe text", report_problems, folder=room) is None
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) < 2 * 20 + 4
     assert lines[-1] == f"error: and {2 * 4000 - 20} more"

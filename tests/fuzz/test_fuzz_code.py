@@ -16,7 +16,7 @@ from fuzz_fork import MAY, Forked
 from fuzz_surface import attempt, fuzzed
 from fuzz_text import broken, raw, wild_text
 from hypothesis import strategies as st
-from plans import make_plan, own_plan, reward_plan
+from plans import make_plan, make_reward, with_own_task
 
 from appliance.errors import RecipeError
 from appliance.files import digest_of
@@ -164,8 +164,8 @@ def plan(room: Path) -> RunPlan:
     rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 4)]
     (room / "d.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     made = make_plan(room / "runs" / "a-1")
-    own = own_plan(reward_plan("f", file=room / "rewards.py"), truth="answer")
-    return made.replace(task=made.task.replace(kind="own", train_file=str(room / "d.jsonl"), own=own))
+    reward = make_reward("f", file=room / "rewards.py")
+    return with_own_task(made, reward, truth="answer", train_file=str(room / "d.jsonl"))
 
 
 def said_of(program: bytes, plan: RunPlan, *, quiet_s: float) -> str:
@@ -173,11 +173,10 @@ def said_of(program: bytes, plan: RunPlan, *, quiet_s: float) -> str:
     file = Path(plan.task.train_file).with_name("rewards.py")
     file.write_bytes(program)
     code = (CodeFile(path=str(file), copy_name=file.name, sha256=digest_of(file)),)
-    assert plan.task.own is not None
-    task = plan.task.replace(own=plan.task.own.replace(code=code), reward_timeout_s=quiet_s)
+    task, files = plan.task.replace(reward_timeout_s=quiet_s), plan.task_files.replace(code=code)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "_STARTS_WITHIN_S", quiet_s)
-        found = inputs.reward_problem(plan.replace(task=task))
+        found = inputs.reward_problem(plan.replace(task=task, task_files=files))
     return found.message if found and not found.is_rare else ""
 
 
@@ -235,21 +234,24 @@ def tool(draw: st.DrawFn, name: str) -> Tool:
     parameters = draw(st.lists(names, max_size=3, unique=True))
     hinted = {each: is_good or draw(st.integers(0, 5)) > 0 for each in parameters}
     taken, defaults = [], False
-    for each in parameters:
-        hint = f": {draw(st.sampled_from(HINTS[:4] if is_good else HINTS))}" if hinted[each] else ""
+    for parameter in parameters:
+        hint = f": {draw(st.sampled_from(HINTS[:4] if is_good else HINTS))}" if hinted[parameter] else ""
         defaults = defaults or draw(st.integers(0, 3)) == 0
         taken.append(
-            f"{each}{hint}" + (f" = {draw(st.sampled_from(DEFAULTS[: 4 if is_good else None]))}" if defaults else "")
+            f"{parameter}{hint}"
+            + (f" = {draw(st.sampled_from(DEFAULTS[: 4 if is_good else None]))}" if defaults else "")
         )
     star = draw(st.sampled_from([""] if is_good else ["", "*_: int", "**_: int", "*, z: int"]))
-    told = [f"        {each}: {draw(words)}" for each in parameters if is_good or draw(st.integers(0, 9))]
-    told += ["        z: Another."] if "z" in star else []
+    argument_lines = [f"        {each}: {draw(words)}" for each in parameters if is_good or draw(st.integers(0, 9))]
+    argument_lines += ["        z: Another."] if "z" in star else []
     tail = draw(
         st.sampled_from(
             ["", "", "", "", " (choices: [1, 2])", " (choices: [)", "\n\n    Returns:\n        It.", "\n::"]
         )
     )
-    doc = "\n".join([draw(words), "", "    Args:", *told]) + tail if is_good or draw(st.integers(0, 5)) else ""
+    doc = (
+        "\n".join([draw(words), "", "    Args:", *argument_lines]) + tail if is_good or draw(st.integers(0, 5)) else ""
+    )
     begins = "async def" if not is_good and draw(st.integers(0, 9)) == 0 else "def"
     odd = [] if is_good else [" -> 'no such'", " -> Iterator[int]", " -> 1 / 0"]
     returns = draw(st.sampled_from(["", " -> int", " -> str", *odd]))
@@ -269,18 +271,18 @@ def tool(draw: st.DrawFn, name: str) -> Tool:
 @st.composite
 def tool_files(draw: st.DrawFn) -> tuple[bytes, list[Tool] | None]:
     """The text, and its tools; None where something else than a tool may be wrong with it."""
-    found = [
+    tools = [
         draw(tool(name)) for name in draw(st.sampled_from([["f"], ["f"], ["f", "g"], ["f", "_h"], ["f"], ["_h"], []]))
     ]
     before = draw(st.lists(st.one_of(st.sampled_from(HARMLESS)), max_size=1))
     fails = [draw(st.sampled_from(RAISES)).text] if draw(st.integers(0, 9)) == 5 else []
-    text = "\n".join([TYPES, *before, *fails, *(each.text for each in found)])
+    text = "\n".join([TYPES, *before, *fails, *(each.text for each in tools)])
     try:
         compile(text, "tools.py", "exec")
         is_whole = not fails and "1 / 0" not in text
     except (SyntaxError, ValueError):
         is_whole = False
-    return text.encode(errors="surrogatepass"), found if is_whole else None
+    return text.encode(errors="surrogatepass"), tools if is_whole else None
 
 
 @fuzzed("tools", made=tool_files())
@@ -291,7 +293,7 @@ def test_fuzz_tools(room: Path, forks: None, made: tuple[bytes, list[Tool] | Non
 
     def ask() -> None:
         try:
-            found = read_tools(ToolsRequest(str(file)))
+            schemas = read_tools(ToolsRequest(str(file)))
         except RecipeError as error:
             messages = [message for message, _ in error.problems]
             for message in messages:
@@ -301,7 +303,7 @@ def test_fuzz_tools(room: Path, forks: None, made: tuple[bytes, list[Tool] | Non
                 assert not each.says or not each.name or f"task.tools: {file}: {each.says}" in messages, messages
             raise
         if wanted is not None:
-            assert [each["function"]["name"] for each in found] == [each.name for each in wanted if each.name]
+            assert [each["function"]["name"] for each in schemas] == [each.name for each in wanted if each.name]
             assert not any(each.says for each in wanted if each.name)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -359,10 +361,10 @@ def model(room: Path) -> Iterator[Path]:
     content=st.one_of(
         raw, broken([TOOL_TEMPLATE, CHAT_TEMPLATE], tokens=JINJA), st.sampled_from(JINJA + BOMBS).map(str.encode)
     ),
-    said=st.one_of(st.just("2 * 3?"), wild_text),
+    message=st.one_of(st.just("2 * 3?"), wild_text),
     system=st.one_of(st.none(), wild_text),
 )
-def test_fuzz_chat_templates(room: Path, model: Path, content: bytes, said: str, system: str | None) -> None:
+def test_fuzz_chat_templates(room: Path, model: Path, content: bytes, message: str, system: str | None) -> None:
     from transformers import AutoTokenizer
 
     (model / "chat_template.jinja").write_bytes(content)
@@ -375,7 +377,7 @@ def test_fuzz_chat_templates(room: Path, model: Path, content: bytes, said: str,
             tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:  # as `preview` has it
             raise RecipeError([(str(error), "")]) from error
-        ids = prompt_ids(Problem(said, "6", before), tokenizer=tokenizer, tools=[SCHEMA])
+        ids = prompt_ids(Problem(message, "6", before), tokenizer=tokenizer, tools=[SCHEMA])
         assert all(isinstance(each, int) for each in ids)
 
     attempt("chat templates", ask, folder=room, may=COMPILES)

@@ -25,7 +25,7 @@ def load(file: Path) -> Comparison:
 
 
 @fuzzed(
-    "comparisons", each=VARIANTS, seed=seeds, content=st.one_of(raw, broken(SHIPPED), tokens_of(WORDS), trees, arms)
+    "comparisons", variants=VARIANTS, seed=seeds, content=st.one_of(raw, broken(SHIPPED), tokens_of(WORDS), trees, arms)
 )
 def test_fuzz_comparisons(room: Path, content: bytes, seed: int) -> None:
     for each in variants(content, seed):

@@ -95,7 +95,9 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Trajectory:
     return asyncio.run(play())
 
 
-@fuzzed("turns", each=VARIANTS, seed=seeds, content=st.one_of(raw, broken([GOOD, GOOD * 3]), tokens_of(WORDS), calls))
+@fuzzed(
+    "turns", variants=VARIANTS, seed=seeds, content=st.one_of(raw, broken([GOOD, GOOD * 3]), tokens_of(WORDS), calls)
+)
 def test_fuzz_turns(room: Path, file: Path, tokenizer: Any, content: bytes, seed: int) -> None:
     for each in variants(content, seed):
         text = each.decode(errors="replace")
@@ -105,5 +107,5 @@ def test_fuzz_turns(room: Path, file: Path, tokenizer: Any, content: bytes, seed
         assert all((value == -1.0) == bool(real) for value, real in zip(spoken.log_probs, spoken.mask, strict=True))
         assert (
             0 <= spoken.failed_calls <= spoken.calls
-            and [who for who, _ in spoken.said].count("assistant") == spoken.turns
+            and [who for who, _ in spoken.transcript].count("assistant") == spoken.turns
         )

@@ -12,13 +12,13 @@ import pytest
 from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, variants, wild_text
 from hypothesis import strategies as st
+from plans import make_files, make_own_task
 
 from appliance.errors import RecipeError
-from appliance.record.plan import OwnPlan
-from appliance.tasks import own
+from appliance.tasks import own_task
 from appliance.tasks import rows as row_files
 from appliance.tasks.built_in import dapo_math, gsm8k
-from appliance.tasks.own import template_parts
+from appliance.tasks.own_task import template_parts
 from appliance.tasks.rows import ProblemSet, read_file, without_faults, write_parquet
 
 GOOD = [
@@ -59,20 +59,20 @@ def rows(draw: st.DrawFn) -> bytes:
 
 def read(file: Path, *, task: Any) -> ProblemSet:
     try:
-        found = without_faults(read_file(file, source=task.TASK.source))[0]
+        problem_set = without_faults(read_file(file, source=task.TASK.source))[0]
     except RecipeError as error:
         assert all(message.startswith(str(file)) for message, _ in error.problems)
         raise
-    for problem in found.problems:
+    for problem in problem_set.problems:
         assert problem.prompt.encode() and problem.truth.encode()
         if task is gsm8k:
             assert gsm8k.score(response=f"#### {problem.truth}", truth=problem.truth) in (0.0, 1.0)
-    return found
+    return problem_set
 
 
 @fuzzed(
     "JSON lines",
-    each=VARIANTS,
+    variants=VARIANTS,
     seed=seeds,
     content=st.one_of(raw, rows(), broken([as_json(row) for row in GOOD])),
     is_gsm8k=st.booleans(),
@@ -151,19 +151,18 @@ def read_own(file: Path, *, template: str, truth: str) -> None:
     """What is too large is refused by its field, and an empty file as one."""
     try:
         template_parts(template)
-    except ValueError as error:  # a rule of recipes says so
+        settings = make_own_task(template=template or None, truth=truth or None)
+    except ValueError as error:  # a rule of recipes says so, or their section: no text has half a character
         raise RecipeError([(f"task.template: {error}", "")]) from error
-    values = {"data": "", "config": "", "split": "train", "prompt": "prompt", "system": "", "tools": "", "max_turns": 1}
-    plan = OwnPlan(**values, template=template, truth=truth, rewards=(), code=())
-    source = own.task(plan).source
+    source = own_task.task(settings, files=make_files()).source
     assert source is not None
-    found = read_file(file, source=source)
-    assert all(message.startswith(str(file)) for message, _ in found.faults)
-    if not found.rows:
-        assert found.problems == [] and len(found.faults) == 1
-    for problem in found.problems:
+    rows_read = read_file(file, source=source)
+    assert all(message.startswith(str(file)) for message, _ in rows_read.faults)
+    if not rows_read.rows:
+        assert rows_read.problems == [] and len(rows_read.faults) == 1
+    for problem in rows_read.problems:
         assert len(problem.row) <= MOST
-    for problem in without_faults(found)[0].problems:
+    for problem in without_faults(rows_read)[0].problems:
         assert problem.prompt.strip()
         assert isinstance(json.loads(problem.row), dict)
         write_parquet({"train": [problem]}, path=file.parent / "made.parquet", kind="own")

@@ -26,16 +26,16 @@ trees = st.lists(st.one_of(named, entries, values), max_size=3).map(lambda items
 
 
 def read(file: Path) -> tuple[Entry, ...]:
-    found = read_config(file)
+    entries = read_config(file)
     again = file.with_name("again.yaml")
-    write_config(again, [each.quantisation for each in found], model="m")
-    assert [each.quantisation for each in read_config(again)] == [each.quantisation for each in found]
-    return found
+    write_config(again, [each.quantisation for each in entries], model="m")
+    assert [each.quantisation for each in read_config(again)] == [each.quantisation for each in entries]
+    return entries
 
 
 @fuzzed(
     "FlashRL YAML",
-    each=VARIANTS,
+    variants=VARIANTS,
     seed=seeds,
     content=st.one_of(raw, broken(TEXTS), tokens_of([*KEYS, "configs", "int8"]), trees),
 )

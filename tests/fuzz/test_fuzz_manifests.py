@@ -28,10 +28,12 @@ def sealed(room: Path) -> Path:
     return folder
 
 
-def signed(said: dict[str, Any]) -> str:
+def signed(content: dict[str, Any]) -> str:
     """With the hash over itself that it would need: whoever writes a manifest can write that too."""
-    own = hashlib.sha256(json.dumps({"facts": said.get("facts"), "files": said.get("files")}, sort_keys=True).encode())
-    return as_json({**said, "sha256": own.hexdigest()})
+    digest = hashlib.sha256(
+        json.dumps({"facts": content.get("facts"), "files": content.get("files")}, sort_keys=True).encode()
+    )
+    return as_json({**content, "sha256": digest.hexdigest()})
 
 
 @st.composite
@@ -39,11 +41,13 @@ def changed(draw: st.DrawFn) -> str:
     """A manifest like the good one, signed, with wild values in it."""
     path = draw(st.one_of(st.just("actor/model.pt"), st.sampled_from(HOSTILE), wild_text))
     record = {"path": path, "size": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    said: dict[str, Any] = {"schema_version": 1, "facts": json.loads(json.dumps(vars(FACTS))), "files": [record]}
+    content: dict[str, Any] = {"schema_version": 1, "facts": json.loads(json.dumps(vars(FACTS))), "files": [record]}
     for _ in range(draw(st.integers(0, 3))):
-        level = draw(st.sampled_from([said, said["facts"] if isinstance(said["facts"], dict) else said, record]))
+        level = draw(
+            st.sampled_from([content, content["facts"] if isinstance(content["facts"], dict) else content, record])
+        )
         level[draw(st.sampled_from([*level, "new"]))] = draw(values)
-    return signed(said)
+    return signed(content)
 
 
 def judge(folder: Path, content: bytes) -> list[str]:
@@ -62,7 +66,7 @@ GOOD = signed({"schema_version": 1, "facts": vars(FACTS), "files": []})
 contents = st.one_of(raw, broken([GOOD]), changed().map(str.encode), st.sampled_from(deep(2000)).map(str.encode))
 
 
-@fuzzed("manifests", each=VARIANTS, seed=seeds, content=contents)
+@fuzzed("manifests", variants=VARIANTS, seed=seeds, content=contents)
 def test_fuzz_manifests(sealed: Path, content: bytes, seed: int) -> None:
     for each in variants(content, seed):
         attempt("manifests", lambda content=each: judge(sealed, content), folder=sealed.parent.parent)

@@ -48,6 +48,7 @@ ENVIRONMENT = {
         backends=("tensorboard", "trackio"),
         own_engine=True,
         one_flow=True,
+        reports_support=True,
         capability=capability,
     )
 }
@@ -62,10 +63,10 @@ def hydra_is_warm() -> None:
 
 def parsed(text: str) -> tuple[str, Any]:
     """(key, value) of one override as Hydra and OmegaConf read it. Raises what they raise."""
-    found = PARSER.parse_override(text)
-    assert not found.is_sweep_override() and not found.is_delete(), text
-    held = OmegaConf.create({"value": found.value()})
-    return found.key_or_group, OmegaConf.to_container(held, resolve=True)["value"]
+    override = PARSER.parse_override(text)
+    assert not override.is_sweep_override() and not override.is_delete(), text
+    held = OmegaConf.create({"value": override.value()})
+    return override.key_or_group, OmegaConf.to_container(held, resolve=True)["value"]
 
 
 @st.composite
@@ -100,26 +101,28 @@ def plan(file: Path, *, host: int) -> RunPlan:
         raise RecipeError(typed.problems)
     recipe, put_back = rest
     assert bool(put_back) <= bool(typed.problems)
-    made = resolve(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])  # raises nothing, whatever was wrong
-    refuse_faults(judge_plan(recipe, made, host=HOSTS[host]))
-    judge(made, host=HOSTS[host], inputs=INPUTS)
-    plan_text(made, recipe_yaml=to_yaml(recipe), needs=estimates(made, model_bytes=0, shape=None))
-    assert RunPlan.model_validate_json(made.to_json()) == made
-    return made
+    resolved = resolve(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])  # raises nothing, whatever was wrong
+    refuse_faults(judge_plan(recipe, resolved, host=HOSTS[host]))
+    judge(resolved, host=HOSTS[host], inputs=INPUTS)
+    plan_text(resolved, recipe_yaml=to_yaml(recipe), needs=estimates(resolved, model_bytes=0, shape=None))
+    assert RunPlan.model_validate_json(resolved.to_json()) == resolved
+    return resolved
 
 
 @fuzzed("plans", tree=changes(), host=st.integers(0, 1))
 def test_fuzz_plans(room: Path, tree: dict[str, Any], host: int) -> None:
     (room / "recipe.yaml").write_text(as_json(tree))
-    made = attempt("plans", lambda: plan(room / "recipe.yaml", host=host), folder=room)
-    if made is None:
+    resolved = attempt("plans", lambda: plan(room / "recipe.yaml", host=host), folder=room)
+    if resolved is None:
         return
-    assert all("\0" not in each for each in (*made.argv, *(value for _, value in made.env)))
-    assert {name for name, _ in made.env} <= ENVIRONMENT
-    assert dict(made.env)["APPLIANCE_PLAN"] == str(room / "runs/r-1/plan.json")
-    texts = [each for each in made.argv if each.startswith(("actor_rollout_ref.model.path=", "data.t", "trainer.e"))]
+    assert all("\0" not in each for each in (*resolved.argv, *(value for _, value in resolved.env)))
+    assert {name for name, _ in resolved.env} <= ENVIRONMENT
+    assert dict(resolved.env)["APPLIANCE_PLAN"] == str(room / "runs/r-1/plan.json")
+    texts = [
+        each for each in resolved.argv if each.startswith(("actor_rollout_ref.model.path=", "data.t", "trainer.e"))
+    ]
     assert [parsed(each)[0] for each in texts] == [each.partition("=")[0] for each in texts]
-    wanted = made.trained_model
+    wanted = resolved.trained_model
     assert parsed(next(each for each in texts if "model.path=" in each)) == ("actor_rollout_ref.model.path", wanted)
 
 

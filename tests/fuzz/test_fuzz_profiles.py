@@ -103,9 +103,7 @@ def numbers() -> st.SearchStrategy[bytes]:
 def read(folder: Path) -> Profile:
     plan = make_plan(
         folder / "r-1",
-        profile=ProfilePlan(
-            folder=str(folder), source=str(folder), scheme=Scheme.INT8, smoothing=0.5, mismatch_budget=None, ignore=()
-        ),
+        profile=ProfilePlan(folder=str(folder), source=str(folder), scheme=Scheme.INT8),
     )
     problem = profile_problem(plan)  # never raises: preflight says it
     header = read_file_header(folder)
@@ -120,7 +118,9 @@ def read(folder: Path) -> Profile:
 nested = st.sampled_from(deep(2000)).map(safetensors)
 
 
-@fuzzed("profile headers", each=VARIANTS, seed=seeds, content=st.one_of(headers(), tables(), numbers(), nested, raw))
+@fuzzed(
+    "profile headers", variants=VARIANTS, seed=seeds, content=st.one_of(headers(), tables(), numbers(), nested, raw)
+)
 def test_fuzz_profiles(room: Path, content: bytes, seed: int) -> None:
     for each in variants(content, seed):
         (room / "profile.safetensors").write_bytes(each)
@@ -221,7 +221,7 @@ def unpickled(file: Path) -> bytes:
             raise RecipeError([(f"{file}: {error}", "")]) from error
 
 
-@fuzzed("profile.pt", each=VARIANTS, seed=seeds, content=st.one_of(pickles(), pickles(), raw))
+@fuzzed("profile.pt", variants=VARIANTS, seed=seeds, content=st.one_of(pickles(), pickles(), raw))
 def test_fuzz_flashrl_profiles(room: Path, little_memory: None, content: bytes, seed: int) -> None:
     for each in variants(content, seed):
         (room / "profile.pt").write_bytes(each)

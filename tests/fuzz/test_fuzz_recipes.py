@@ -67,14 +67,14 @@ def some_values(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-@fuzzed("recipe bytes", each=VARIANTS, seed=seeds, content=raw)
+@fuzzed("recipe bytes", variants=VARIANTS, seed=seeds, content=raw)
 def test_fuzz_recipe_bytes(room: Path, content: bytes, seed: int) -> None:
     for each in variants(content, seed):
         (room / "recipe.yaml").write_bytes(each)
         attempt("recipe bytes", lambda: load(room / "recipe.yaml"), folder=room)
 
 
-@fuzzed("recipe text", each=VARIANTS, seed=seeds, content=st.one_of(broken(SHIPPED), tokens_of(WORDS)))
+@fuzzed("recipe text", variants=VARIANTS, seed=seeds, content=st.one_of(broken(SHIPPED), tokens_of(WORDS)))
 def test_fuzz_recipe_text(room: Path, content: bytes, seed: int) -> None:
     for each in variants(content, seed):
         (room / "recipe.yaml").write_bytes(each)

@@ -15,10 +15,10 @@ import pytest
 from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, seeds, values, variants, wild_text
 from hypothesis import strategies as st
-from plans import own_plan
+from plans import make_own_task
 
 from appliance.errors import RecipeError
-from appliance.tasks import own
+from appliance.tasks import own_task
 from appliance.tasks.answers import marked_answer
 from appliance.tasks.grading import weighed
 from appliance.tasks.rewards import BUILT_IN
@@ -48,7 +48,7 @@ def judged(value: Any, text: str, truth: str, row: str = "") -> None:
     assert graded.fault is None and math.isfinite(graded.accuracy)
 
 
-@fuzzed("rewards", each=VARIANTS, seed=seeds, text=responses, truth=truths, name=st.sampled_from(NAMES))
+@fuzzed("rewards", variants=VARIANTS, seed=seeds, text=responses, truth=truths, name=st.sampled_from(NAMES))
 def test_fuzz_built_in_rewards(room: Path, text: str, truth: str, name: str, seed: int) -> None:
     options = {"length": {"target": 9}, "regex": {"pattern": r"(\d+) cm"}}.get(name, {})
     value = functools.partial(BUILT_IN[name].grade, **options)
@@ -62,7 +62,7 @@ def test_fuzz_built_in_rewards(room: Path, text: str, truth: str, name: str, see
 def forms(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     file = tmp_path_factory.mktemp("code") / "rewards.py"
     file.write_text(FORMS)
-    given = functools.partial(own.as_given, plan=own_plan())
+    given = functools.partial(own_task.as_given, settings=make_own_task())
     return [load_function(str(file), name, given=given) for name in ("ours", "trls", "verls")]
 
 
@@ -76,9 +76,9 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 )
 def test_fuzz_rows_of_functions(room: Path, forms: list[Any], text: str, row: dict[str, Any], prompt: Any) -> None:
     def ask() -> None:
-        made = own.parse_row(json.loads(as_json({**row, "prompt": prompt})), plan=own_plan())
-        if isinstance(made, Problem):
+        problem = own_task.parse_row(json.loads(as_json({**row, "prompt": prompt})), settings=make_own_task())
+        if isinstance(problem, Problem):
             for value in forms:
-                judged(value, text, made.truth, made.row)
+                judged(value, text, problem.truth, problem.row)
 
     attempt("rows of rewards", ask, folder=room)

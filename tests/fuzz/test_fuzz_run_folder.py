@@ -19,9 +19,10 @@ from appliance.plan.bench_results import model_shapes
 from appliance.plan.engines import layers_with_experts
 from appliance.preflight.checks import estimates
 from appliance.record.events import StepMetrics, first_failure, run_started
-from appliance.record.plan import ModelPlan
+from appliance.record.plan import WeightsPlan
 from appliance.report.page import print_report
 from appliance.report.summary import print_status
+from appliance.settings.sections import Model
 from appliance.terms.shapes import read_shape
 
 for _template in page._environment().list_templates(["j2"]):  # loaded and compiled once, before anybody listens
@@ -89,17 +90,17 @@ def look(run_dir: Path) -> None:
 @fuzzed(
     "run folders",
     record=st.one_of(wild(RECORD, list(RECORD)), st.just(as_json(RECORD))),
-    said=lines,
+    lines=lines,
     other=beside,
     noise=raw,
 )
-def test_fuzz_run_folders(run_dir: Path, record: str, said: list[str], other: str, noise: bytes) -> None:
+def test_fuzz_run_folders(run_dir: Path, record: str, lines: list[str], other: str, noise: bytes) -> None:
     (run_dir / "attest").mkdir(exist_ok=True)
     for name in ("memory.jsonl", "samples.jsonl", "versions.json", "attest/a.json"):
         (run_dir / name).write_text(f"{other}\n")
     (run_dir / "run.json").write_text(record)
     for name in ("events.jsonl", "metrics.jsonl"):
-        (run_dir / name).write_bytes("\n".join([*said, ""]).encode() + noise)
+        (run_dir / name).write_bytes("\n".join([*lines, ""]).encode() + noise)
     attempt("run folders", lambda: look(run_dir), folder=run_dir.parent.parent)
 
 
@@ -116,12 +117,12 @@ CONFIG = {
 
 
 def plan_with(folder: Path) -> None:
-    model = ModelPlan(path=str(folder), source=str(folder), builtin="", revision="", trust_remote_code=False)
-    plan = make_plan(folder / "r-1", model=model, device="h100")
+    model, weights = Model(path=str(folder)), WeightsPlan(name_or_path=str(folder))
+    plan = make_plan(folder / "r-1", model=model, weights=weights, device="h100")
     shape = read_shape(folder / "config.json")
     estimates(plan, model_bytes=10**9, shape=shape)
-    (folder / f"{model_shapes(model)}.json").is_file()
-    layers_with_experts(model)
+    (folder / f"{model_shapes(model, weights=weights)}.json").is_file()
+    layers_with_experts(weights)
 
 
 configs = wild(CONFIG, [*CONFIG, "num_experts", "moe_intermediate_size", "tie_word_embeddings", "auto_map"])
@@ -129,7 +130,7 @@ configs = wild(CONFIG, [*CONFIG, "num_experts", "moe_intermediate_size", "tie_wo
 
 @fuzzed(
     "config.json",
-    each=VARIANTS,
+    variants=VARIANTS,
     seed=seeds,
     content=st.one_of(
         configs.map(str.encode), raw, broken([as_json(CONFIG)]), st.sampled_from(deep(2000)).map(str.encode)

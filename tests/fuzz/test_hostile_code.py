@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fuzz_surface import attempt
-from plans import HOST, make_plan
+from plans import HOST, make_plan, with_model
 
 from appliance import console
 from appliance.errors import RecipeError
@@ -22,7 +22,6 @@ from appliance.preflight.checks import judge
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.events import append_event, parse_event, parse_metrics
-from appliance.record.plan import ModelPlan
 from appliance.record.session import RunRecord, RunStatus, log_dir, write_record
 from appliance.record.state import RunState, fold
 from appliance.report.display import panel
@@ -56,14 +55,14 @@ def test_a_text_of_a_recipe_is_never_another_override(room: Path, text: str) -> 
     from omegaconf import OmegaConf
 
     plain = planned(room, model="./plain", train_file="plain", run_dir="plain")
-    made = planned(room, model=f"./{text}", train_file=f"./{text}", run_dir=f"./{text}")
-    keys, plain_keys = ([each.partition("=")[0] for each in plan.argv] for plan in (made, plain))
+    hostile = planned(room, model=f"./{text}", train_file=f"./{text}", run_dir=f"./{text}")
+    keys, plain_keys = ([each.partition("=")[0] for each in plan.argv] for plan in (hostile, plain))
     assert keys == plain_keys
     parser = OverridesParser.create()
     wanted = {"actor_rollout_ref.model.path": str(Path(f"./{text}").absolute())}
     wanted["trainer.default_local_dir"] = str(room / text / "r-1/checkpoints")
     for key, value in wanted.items():
-        found = parser.parse_override(next(each for each in made.argv if each.startswith(f"{key}=")))
+        found = parser.parse_override(next(each for each in hostile.argv if each.startswith(f"{key}=")))
         assert not found.is_sweep_override()
         held = OmegaConf.create({"value": found.value()})
         assert OmegaConf.to_container(held, resolve=True) == {"value": value}
@@ -187,8 +186,7 @@ def model_folder(room: Path, *, weights: str) -> Path:
 
 
 def findings(room: Path, folder: Path) -> dict[str, str]:
-    model = ModelPlan(path=str(folder), source=str(folder), builtin="", revision="", trust_remote_code=False)
-    plan = make_plan(room / "runs/r-1", model=model)
+    plan = with_model(make_plan(room / "runs/r-1"), folder)
     found = judge(plan, host=HOST, inputs=read_inputs(plan, ask_hub=False))
     return {each.code: f"{each.message}; {each.remedy}" for each in found}
 
@@ -205,8 +203,7 @@ def test_weights_that_are_pickles_are_refused(room: Path, weights: str) -> None:
 
 @pytest.mark.parametrize("name", ["$(touch x)", "a b", "+x=1", "${x}", "é/b", "http:x"])
 def test_a_name_that_the_hub_cannot_have_is_refused(room: Path, name: str) -> None:
-    model = ModelPlan(path=name, source=name, builtin="", revision="", trust_remote_code=False)
-    plan = make_plan(room / "runs/r-1", model=model)
+    plan = with_model(make_plan(room / "runs/r-1"), name)
     codes = [each.code for each in judge(plan, host=HOST, inputs=read_inputs(plan, ask_hub=False))]
     assert "model-missing" in codes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fuzz_surface import attempt
-from plans import make_plan
+from plans import make_files, make_plan, with_model
 
 from appliance.container.launch import container_spec
 from appliance.errors import ApplianceError, EngineError, PreflightError, RecipeError
@@ -64,11 +64,11 @@ def test_a_folder_of_runs_that_cannot_be_or_leads_out_is_refused(room: Path, run
 @pytest.mark.parametrize("path", ["../../outside", "/etc/passwd", "actor/../../outside", "..", "", "a/../../../b"])
 def test_a_manifest_names_files_inside_only(sealed: Path, path: str) -> None:
     (sealed.parents[1] / "outside").write_bytes(b"weights")
-    said = json.loads((sealed / "manifest.json").read_text())
-    said["files"][0]["path"] = path
-    own = {"facts": said["facts"], "files": said["files"]}
-    said["sha256"] = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()  # as its forger would
-    (sealed / "manifest.json").write_text(json.dumps(said))
+    content = json.loads((sealed / "manifest.json").read_text())
+    content["files"][0]["path"] = path
+    own = {"facts": content["facts"], "files": content["files"]}
+    content["sha256"] = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()  # as its forger would
+    (sealed / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="names a file outside of the checkpoint"):
         read_manifest(sealed)
     assert find_newest(sealed.parents[1]).newest is None
@@ -118,10 +118,10 @@ def test_a_manifest_is_a_file(sealed: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", ["../recipe.yaml", "/etc/passwd", "a/b", "."])
 def test_the_profile_of_a_manifest_is_a_file_of_the_run(room: Path, name: str) -> None:
     try:
-        found = plan_profile_file(room, name)
+        file = plan_profile_file(room, name)
     except PreflightError:
         return
-    assert found.parent == room / "profile" and not found.is_file()
+    assert file.parent == room / "profile" and not file.is_file()
 
 
 def test_a_run_with_links_is_not_resumed(room: Path) -> None:
@@ -201,12 +201,12 @@ def test_a_pipe_or_a_device_is_no_data(room: Path) -> None:
     for file in (str(room / "data.jsonl"), "/dev/zero"):
         found = attempt("JSON lines", lambda file=file: gsm8k.TASK.check_rows(file), folder=room)
         assert found[0][0] == f"{file}: cannot be read: not a regular file"
-        made = attempt(
+        problem_set = attempt(
             "JSON lines",
-            lambda file=file: data_key(task.replace(train_file=file), model="m"),
+            lambda file=file: data_key(task.replace(train_file=file), files=make_files(), model="m"),
             folder=room,
         )
-        assert len(made) == 12
+        assert len(problem_set) == 12
 
 
 def test_a_line_without_an_end_is_not_held_whole(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_line_without_an_end_is_not_held_whole(room: Path, monkeypatch: pytest
 def test_a_container_gets_no_folder_over_its_own(room: Path, change: str) -> None:
     plan = make_plan(Path("/r-1") if change == "run folder" else room / "runs/r-1")
     if change == "model":
-        plan = make_plan(room / "runs/r-1", model=plan.model.replace(path="/usr", source="/usr", builtin=""))
+        plan = with_model(make_plan(room / "runs/r-1"), "/usr")
     if change == "data":
         plan = make_plan(room / "runs/r-1", task=plan.task.replace(train_file="/"))
     with pytest.raises(ApplianceError, match="would hide the image's own files"):

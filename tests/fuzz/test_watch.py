@@ -20,7 +20,7 @@ import fuzz_surface
 import fuzz_watch
 import pytest
 from fuzz_surface import attempt
-from fuzz_watch import Forbidden, Hang, watched
+from fuzz_watch import Forbidden, Hang, watching
 
 from appliance.errors import RecipeError
 
@@ -66,7 +66,7 @@ def counts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("what", DEEDS)
 def test_what_input_must_not_do_fails_its_case(beside: Path, what: str) -> None:
     room = beside.parent / "room"
-    with pytest.raises(Forbidden, match=what), watched(room):
+    with pytest.raises(Forbidden, match=what), watching(room):
         DEEDS[what](beside)
     assert [each.name for each in beside.iterdir()] == ["old"]
 
@@ -85,14 +85,14 @@ def test_threads_of_a_case_are_watched_as_well(beside: Path) -> None:
         with ThreadPoolExecutor(1) as threads:
             threads.submit((beside / "new").write_text, "x")
 
-    with pytest.raises(Forbidden, match="open for writing"), watched(beside.parent / "room"):
+    with pytest.raises(Forbidden, match="open for writing"), watching(beside.parent / "room"):
         write()
     assert not (beside / "new").exists()
 
 
 def test_a_link_in_the_folder_leads_out_of_it(beside: Path) -> None:
     (beside.parent / "room/link").symlink_to(beside)
-    with pytest.raises(Forbidden, match="open for writing"), watched(beside.parent / "room"):
+    with pytest.raises(Forbidden, match="open for writing"), watching(beside.parent / "room"):
         (beside.parent / "room/link/new").write_text("x")
 
 
@@ -101,7 +101,7 @@ def test_a_case_that_does_not_end_is_a_hang(
     beside: Path, monkeypatch: pytest.MonkeyPatch, limit: str, work: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(fuzz_watch, limit, 0.2)
-    with pytest.raises(Hang), watched(beside.parent / "room"):
+    with pytest.raises(Hang), watching(beside.parent / "room"):
         while True:
             work()
 
@@ -121,7 +121,7 @@ def test_any_error_but_a_refusal_fails_its_case(beside: Path) -> None:
 
 def test_in_its_own_folder_a_case_may_do_what_it_likes(beside: Path) -> None:
     room = beside.parent / "room"
-    with watched(room):
+    with watching(room):
         (room / "new").mkdir()
         (room / "own").rename(room / "new/own")
         (room / "new/own").unlink()

@@ -69,25 +69,27 @@ def test_vllm_takes_what_a_recipes_plan_tells_verl(
 
     from appliance.engine.config import ApplianceConfig
 
-    source = planned(name).model.source
+    source = planned(name).model.path
     plan = planned(name, f"model.path={stubs[source]}", "quantization.profile=none")
     plan.write(tmp_path / "plan.json")
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
-    asked = launched(server_class, verl_config(plan.argv[4:]), gpus=plan.gpus_per_node)
-    made = AsyncEngineArgs.from_cli_args(asked).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    is_plain = plan.rollout.replicas[0].is_plain
-    assert isinstance(made.quant_config, ApplianceConfig) is not is_plain
-    assert is_plain is (plan.rollout.replicas[0].scheme is Scheme.BF16)
-    assert made.use_v2_model_runner
-    assert made.compilation_config.mode is CompilationMode.VLLM_COMPILE
-    assert made.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
-    assert made.model_config.enable_sleep_mode
-    assert made.parallel_config.worker_extension_cls == "appliance.engine.sync.SyncWorkerExtension"
-    assert made.parallel_config.distributed_executor_backend == "mp"
-    assert made.parallel_config.tensor_parallel_size == plan.rollout.tensor_parallel
-    assert made.scheduler_config.max_num_seqs == plan.engine.max_concurrent_sequences
-    assert made.scheduler_config.max_num_batched_tokens == plan.engine.max_batched_tokens
-    assert made.scheduler_config.enable_chunked_prefill is plan.engine.chunked_prefill
+    asked = launched(server_class, verl_config(plan.argv[4:]), gpus=plan.cluster.gpus_per_node)
+    vllm_config = AsyncEngineArgs.from_cli_args(asked).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    is_plain = plan.engines[0].is_plain
+    assert isinstance(vllm_config.quant_config, ApplianceConfig) is not is_plain
+    assert is_plain is (plan.rollout.scheme is Scheme.BF16)
+    assert vllm_config.use_v2_model_runner
+    assert vllm_config.compilation_config.mode is CompilationMode.VLLM_COMPILE
+    assert vllm_config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    assert vllm_config.model_config.enable_sleep_mode
+    assert vllm_config.parallel_config.worker_extension_cls == "appliance.engine.sync.SyncWorkerExtension"
+    assert vllm_config.parallel_config.distributed_executor_backend == "mp"
+    assert vllm_config.parallel_config.tensor_parallel_size == plan.rollout.tensor_parallel
+    assert vllm_config.scheduler_config.max_num_seqs == plan.engine.max_concurrent_sequences
+    assert vllm_config.scheduler_config.max_num_batched_tokens == plan.engine.max_batched_tokens
+    assert vllm_config.scheduler_config.enable_chunked_prefill is plan.rollout.chunked_prefill
 
 
 def test_a_flow_has_vllms_own_kernels_one_by_one(
@@ -100,18 +102,20 @@ def test_a_flow_has_vllms_own_kernels_one_by_one(
     from vllm.v1.attention.selector import get_attn_backend
 
     name, more = "gsm8k-0.5b-int8", ("trainer.forward=rollout", "quantization.profile=none")
-    plan = planned(name, f"model.path={stubs[planned(name).model.source]}", *more)
+    plan = planned(name, f"model.path={stubs[planned(name).model.path]}", *more)
     plan.write(tmp_path / "plan.json")
     for variable, value in dict(plan.env).items():
         if variable.startswith("VLLM_") or variable == PLAN_VARIABLE:
             monkeypatch.setenv(variable, value)
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
-    asked = launched(server_class, verl_config(plan.argv[4:]), gpus=plan.gpus_per_node)
-    made = AsyncEngineArgs.from_cli_args(asked).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    assert made.compilation_config.mode is CompilationMode.NONE and not made.use_v2_model_runner
-    assert made.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
-    assert made.compilation_config.custom_ops == ["all"] and made.cache_config.block_size == 16
-    with set_current_vllm_config(made):
+    asked = launched(server_class, verl_config(plan.argv[4:]), gpus=plan.cluster.gpus_per_node)
+    vllm_config = AsyncEngineArgs.from_cli_args(asked).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    assert vllm_config.compilation_config.mode is CompilationMode.NONE and not vllm_config.use_v2_model_runner
+    assert vllm_config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert vllm_config.compilation_config.custom_ops == ["all"] and vllm_config.cache_config.block_size == 16
+    with set_current_vllm_config(vllm_config):
         assert get_attn_backend(64, torch.bfloat16, "auto").get_name() == "FLASH_ATTN"
 
 

@@ -46,7 +46,7 @@ def settings(folder: Path, scheme: Scheme, *, tied: bool, **more: Any) -> Iterat
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    made = EngineArgs(
+    vllm_config = EngineArgs(
         model=str(layers.write_config(folder, tied=tied)),
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -55,8 +55,8 @@ def settings(folder: Path, scheme: Scheme, *, tied: bool, **more: Any) -> Iterat
         **Quantisation(scheme=scheme).engine_arguments(),
         **more,
     ).create_engine_config()
-    with set_current_vllm_config(made), set_default_torch_dtype(torch.bfloat16), torch.no_grad():
-        yield made
+    with set_current_vllm_config(vllm_config), set_default_torch_dtype(torch.bfloat16), torch.no_grad():
+        yield vllm_config
 
 
 @pytest.fixture
@@ -83,21 +83,23 @@ def test_two_syncs_are_proven_and_move_nothing(scheme: Scheme, tied: bool, tmp_p
     from appliance.engine.attest import live_scheme
     from appliance.engine.update import WeightUpdate
 
-    with settings(tmp_path / "model", scheme, tied=tied) as made:
-        model = layers.loaded(made, seed=1, tied=tied)
+    with settings(tmp_path / "model", scheme, tied=tied) as vllm_config:
+        model = layers.loaded(vllm_config, seed=1, tied=tied)
         live = live_scheme(model)
         assert (live.scheme, live.emulated) == (scheme, False)
         assert not KERNELS[scheme] or live.kernels[KERNELS[scheme]] == QUANTISED
         before, codes = stands(model), model.model.layers[0].mlp.down_proj.weight.clone()
-        update = WeightUpdate(model, model_config=made.model_config)
+        update = WeightUpdate(model, model_config=vllm_config.model_config)
         for number, seed in enumerate((2, 3), start=1):
             update.begin()
             update.load(list(layers.weights(seed, tied=tied)))
-            said = update.finish()
-            assert (said.sync, said.tensors) == (number, len(list(layers.weights(seed, tied=tied))))
+            acknowledged = update.finish()
+            assert (acknowledged.sync, acknowledged.tensors) == (number, len(list(layers.weights(seed, tied=tied))))
             linear = QUANTISED if scheme is not Scheme.BF16 else 0
-            assert said.layers_proven == said.layers >= linear and said.unproven == 0, said
-            assert (said.telemetry is None) == (scheme is Scheme.BF16)
+            assert acknowledged.layers_proven == acknowledged.layers >= linear and acknowledged.unproven == 0, (
+                acknowledged
+            )
+            assert (acknowledged.telemetry is None) == (scheme is Scheme.BF16)
         assert stands(model) == before
         assert not torch.equal(model.model.layers[0].mlp.down_proj.weight, codes)
 
@@ -105,10 +107,10 @@ def test_two_syncs_are_proven_and_move_nothing(scheme: Scheme, tied: bool, tmp_p
 @pytest.mark.usefixtures("one_rank")
 def test_fp8_in_blocks_takes_the_kernel_that_nvcc_compiles(tmp_path: Path) -> None:
     """At its first use. nvcc is on the PATH, as in the image."""
-    with settings(tmp_path / "model", Scheme.FP8_BLOCK, tied=True) as made:
+    with settings(tmp_path / "model", Scheme.FP8_BLOCK, tied=True) as vllm_config:
         from vllm.model_executor.model_loader.utils import initialize_model
 
-        model = initialize_model(vllm_config=made, model_config=made.model_config)
+        model = initialize_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
         method = model.model.layers[0].mlp.down_proj.quant_method
         assert type(method.fp8_linear).__name__ == "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
 

@@ -34,17 +34,18 @@ REGISTERED = ("add_norm", "silu_and_mul", "rotate", "scaled_mm", "quantise_token
 @pytest.fixture
 def called(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """vLLM's batch-invariant mode, as a plan sets it; how often each kernel was called."""
-    from vllm.model_executor.layers import batch_invariant, rotary_embedding
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.attention.backends import fa_utils
 
     from appliance.quant.codec_int8 import quantise_int8
     from appliance.trainer import rollout_kernels, rollout_ops
 
-    found: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    batch_invariant = rollout_kernels.batch_invariant_kernels()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
-            found[name] += 1
+            calls[name] += 1
             return function(*args, **more)
 
         return call
@@ -60,7 +61,7 @@ def called(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(rollout_ops, "quantise_weight", quantise_int8)  # of a weight on CUDA
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # what an engine without the kernel made is kept there
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    return found
+    return calls
 
 
 def texts() -> list[Tensor]:
@@ -109,9 +110,9 @@ class Rolled:
 
     def log_probs(self) -> Tensor:
         """[sequences, RESPONSE]: of each sequence's last tokens; the prompts in one pass, then a token of each."""
-        from vllm.model_executor.layers import batch_invariant
+        from appliance.trainer.rollout_kernels import batch_invariant_kernels
 
-        before, found = [0] * len(PROMPTS), []
+        before, by_turn = [0] * len(PROMPTS), []
         for step in range(RESPONSE):
             until = [each + step for each in PROMPTS]
             spans = [slice(*each) for each in zip(before, until, strict=True)]
@@ -120,10 +121,10 @@ class Rolled:
             positions = torch.cat([torch.arange(each.start, each.stop) for each in spans])
             hidden = self._model.model(ids, positions, None)[torch.tensor(self._new).cumsum(0) - 1]
             logits = self._model.compute_logits(hidden).float().div_(TEMPERATURE)
-            log_probs = batch_invariant._log_softmax_batch_invariant(logits, -1, False)
+            log_probs = batch_invariant_kernels()._log_softmax_batch_invariant(logits, -1, False)
             said = torch.stack([text[each.stop] for text, each in zip(texts(), spans, strict=True)])
-            found.append(log_probs.gather(1, said[:, None])[:, 0])
-        return torch.stack(found, dim=1)
+            by_turn.append(log_probs.gather(1, said[:, None])[:, 0])
+        return torch.stack(by_turn, dim=1)
 
 
 def recomputed(folder: Path, quantisation: Quantisation, *, tied: bool) -> Tensor:

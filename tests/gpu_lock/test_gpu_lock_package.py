@@ -22,10 +22,10 @@ from appliance.plan import build
 
 CUDA = Path(os.environ["CUDA_HOME"])
 MODULES = sorted(
-    each.name
+    module.name
     for package in (appliance, benchmarks, flashrl_compat)
-    for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if not each.name.endswith("__main__")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not module.name.endswith("__main__")
 )
 
 
@@ -54,22 +54,15 @@ def test_the_smoke_test_of_the_image_passes(root: Path) -> None:
 
 
 def test_every_patch_record_of_this_flavour_fits() -> None:
-    """Judged by the sources alone, as preflight does; the records for builds for CPUs are the other flavour's."""
+    """Judged by the sources alone, as preflight does; the one for torch's build for CPUs is the other flavour's."""
     from appliance.patch import recorded, why_unfit
 
     unfit = {name: why_unfit(each) for name, each in recorded().items()}
-    assert {name for name, why in unfit.items() if why} == {
-        "cpu-no-amx-tiles",
-        "cpu-sampling-mask-setting",
-        "cpu-sampling-masks",
-        "cpu-seeded-requests",
-        "cpu-seeded-sampling",
-        "cpu-token-ranks",
-    }, unfit
+    assert {name for name, why in unfit.items() if why} == {"cpu-no-amx-tiles"}, unfit
 
 
 def test_nvcc_headers_and_torch_are_of_one_cuda() -> None:
-    said = subprocess.run([CUDA / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([CUDA / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     headers = int(re.search(r"#define CUDA_VERSION (\d+)", (CUDA / "include/cuda.h").read_text())[1])
     assert f"{headers // 1000}.{headers % 1000 // 10}" == torch.version.cuda
-    assert f"release {torch.version.cuda}," in said
+    assert f"release {torch.version.cuda}," in output

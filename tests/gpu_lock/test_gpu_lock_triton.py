@@ -32,9 +32,9 @@ def test_the_quantiser_compiles_and_rounds_exactly(capability: int, dtype: str, 
         constants = {"HAS_ABSMAX": has_absmax, "BLOCK": triton.next_power_of_2(K)}
         source = ASTSource(fn=_row_kernel, signature=types, constexprs=constants)
         options = {"num_warps": warps, "enable_fp_fusion": False}
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert len(made.asm["cubin"]) > 0
-        assert f".target sm_{capability}" in made.asm["ptx"]
-        found = set(re.findall(r"\b((?:div|mul|add|sub|fma|mad|rcp)\.[\w.]*f32)\b", made.asm["ptx"]))
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert len(compiled.asm["cubin"]) > 0
+        assert f".target sm_{capability}" in compiled.asm["ptx"]
+        found = set(re.findall(r"\b((?:div|mul|add|sub|fma|mad|rcp)\.[\w.]*f32)\b", compiled.asm["ptx"]))
         assert found <= {"div.rn.f32", "mul.rn.f32", "add.rn.f32", "sub.rn.f32", "mul.f32", "add.f32", "sub.f32"}
         assert "div.rn.f32" in found

@@ -20,13 +20,13 @@ def run_root(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable
 
 @pytest.fixture
 def new_run(run_root: Path) -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
+    runs: list[Run] = []
 
     def make(name: str, **sets: str) -> Run:
         own = {key.replace("__", "."): value for key, value in sets.items()}
-        made.append(Run(run_root, name, {**SMALL, **own}))
-        return made[-1]
+        runs.append(Run(run_root, name, {**SMALL, **own}))
+        return runs[-1]
 
     yield make
-    for run in made:
+    for run in runs:
         run.clean_up()

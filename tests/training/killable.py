@@ -120,7 +120,7 @@ class Run:
             self.launcher.send_signal(name)
 
     @property
-    def said(self) -> str:
+    def log_text(self) -> str:
         return (self.root / f"{self.name}.out").read_text()
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ class Run:
         while not condition():
             if self.is_over:
                 return bool(condition())
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for nothing:\n{self.said[-3000:]}"
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for nothing:\n{self.log_text[-3000:]}"
             time.sleep(0.1)
         return True
 
@@ -170,10 +170,10 @@ class Run:
 
     def kill(self, name: str) -> Process:
         """SIGKILL to the one process whose name begins so, or to the oldest whose command has it as a word."""
-        found = [each for each in self.processes() if each.name.startswith(name)] or self.by_command(name)[:1]
-        assert len(found) == 1, f"{name}: {[str(each) for each in self.processes()]}"
-        os.kill(found[0].pid, signal.SIGKILL)
-        return found[0]
+        matching = [each for each in self.processes() if each.name.startswith(name)] or self.by_command(name)[:1]
+        assert len(matching) == 1, f"{name}: {[str(each) for each in self.processes()]}"
+        os.kill(matching[0].pid, signal.SIGKILL)
+        return matching[0]
 
     def damaged_files(self) -> list[str]:
         """What is wrong with checkpoints that have a checkpoint's name, or had it until a resume set them aside."""

@@ -18,9 +18,9 @@ from appliance.corrections.registry import METHODS
 from appliance.errors import RecipeError
 from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Forward, Recipe
+from appliance.recipe.schema import Recipe
 from appliance.record.checkpoints import checkpoint_folder
-from appliance.settings.sections import Lora, Optimizer
+from appliance.settings.sections import Algorithm, AlgorithmKind, Forward, Lora, Optimizer
 from appliance.terms.settings import Dtype, Schedule
 
 pytestmark = pytest.mark.e2e(minutes=8)
@@ -162,10 +162,10 @@ def test_every_value_of_every_key_is_in_one_of_the_trainings() -> None:
     covered = {key: {values_of(each)[key] for each in recipes} - {""} for key in CLOSED}
     numbers = NUMBERS.intersection(*[set().union(*map(numbers_of, recipes))])
     count = sum(map(len, covered.values()))
-    said = f"{count} values of {len(CLOSED)} keys and {len(numbers)} numbers in {len(TRAININGS)} trainings"
-    sys.stdout.write(f"algorithms: {said}\n")
+    counts = f"{count} values of {len(CLOSED)} keys and {len(numbers)} numbers in {len(TRAININGS)} trainings"
+    sys.stdout.write(f"algorithms: {counts}\n")
     assert (covered, numbers) == (CLOSED, NUMBERS)
-    assert said == "29 values of 7 keys and 20 numbers in 6 trainings"
+    assert counts == "29 values of 7 keys and 20 numbers in 6 trainings"
 
 
 @pytest.mark.parametrize("refused", ["trainer.dtype=fp32", "algorithm.kind=ppo", "algorithm.kl_estimator=k1"])
@@ -181,10 +181,10 @@ def problems(file: Path) -> None:
 
 def rates(schedule: Schedule, *, peak: float, least: float, warmup: int) -> list[float]:
     """Of each step's updates."""
-    found = []
+    rates_of_updates = []
     for before in range(STEPS):
         if before < warmup:
-            found.append(peak * before / warmup)
+            rates_of_updates.append(peak * before / warmup)
             continue
         done = (before - warmup) / (STEPS - warmup)
         sunk = {
@@ -192,8 +192,8 @@ def rates(schedule: Schedule, *, peak: float, least: float, warmup: int) -> list
             Schedule.LINEAR: 1 - (1 - least) * done,
             Schedule.COSINE: least + (1 - least) * (1 + math.cos(math.pi * done)) / 2,
         }[schedule]
-        found.append(peak * sunk)
-    return found
+        rates_of_updates.append(peak * sunk)
+    return rates_of_updates
 
 
 def trained(root: Path, name: str, *sets: str) -> Finished:

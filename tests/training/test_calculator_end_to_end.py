@@ -56,5 +56,5 @@ def test_who_said_what_is_kept_and_shown(learned: Finished) -> None:
 
 def test_the_schemas_lie_beside_the_data(learned: Finished) -> None:
     plan = json.loads((learned.run_dir / "plan.json").read_text())
-    (schema,) = json.loads((Path(plan["task"]["train_parquet"]).parent / "tools.json").read_text())
-    assert schema["function"]["name"] == "multiply" and plan["task"]["own"]["max_turns"] == 2
+    (schema,) = json.loads((Path(plan["task_files"]["train_parquet"]).parent / "tools.json").read_text())
+    assert schema["function"]["name"] == "multiply" and plan["task"]["max_turns"] == 2

@@ -120,8 +120,8 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
         with started([*command, "--resume", "auto"], log=tmp_path / "again.log") as head:
             assert node.wait(PATIENCE_S) == 5
             assert time.monotonic() - killed < NAMED_WITHIN_S
-            said = (tmp_path / "join.log").read_text()
-            assert re.search(r"^error: the head at \S+ (is gone, and so|was started anew)", said, re.M), said
+            log_text = (tmp_path / "join.log").read_text()
+            assert re.search(r"^error: the head at \S+ (is gone, and so|was restarted)", log_text, re.M), log_text
             reached = max(steps_of(run_dir))
             with started(join(token), log=tmp_path / "rejoin.log") as node:
                 wait_until(lambda: max(steps_of(run_dir)) > reached, what="a further step", process=head)
@@ -129,8 +129,9 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
                 killed = time.monotonic()
                 assert head.wait(PATIENCE_S) == 5
                 seconds = time.monotonic() - killed
-    said = (tmp_path / "again.log").read_text()
-    assert re.search(r"^error: training failed in phase [\w-]+: node \S+ \(\S+\) left the cluster$", said, re.M), said
+    log_text = (tmp_path / "again.log").read_text()
+    ended = r"^error: training failed in phase [\w-]+: node \S+ \(\S+\) left the cluster$"
+    assert re.search(ended, log_text, re.M), log_text
     assert seconds < NAMED_WITHIN_S, seconds
     for attempt in (run_dir / "logs" / "1" / "attest", run_dir / "attest"):
         assert sorted(file.stem for file in attempt.glob("*.json")) == [
@@ -187,22 +188,24 @@ def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Call
     run_dir, token, port = tmp_path / "headless", tmp_path / ".cluster-token", HEAD_PORT + 6000
     log, ray_says = tmp_path / "train.log", run_dir / "logs" / "1" / "train.log"
 
-    def told(words: str) -> bool:
+    def has_logged(words: str) -> bool:
         return any(words in event["what"] for event in events(run_dir))
 
     with started(train(tmp_path, name="headless", port=port, nodes=4), log=log) as head:
-        wait_until(lambda: told("joined: 1 of 4"), what="its node", process=head)
+        wait_until(lambda: has_logged("joined: 1 of 4"), what="its node", process=head)
         wait_until(lambda: "Ray runtime started" in ray_says.read_text(), what="Ray's own start", process=head)
         with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
-            wait_until(lambda: told("joined: 2 of 4"), what="another node", process=head)
+            wait_until(lambda: has_logged("joined: 2 of 4"), what="another node", process=head)
             folder = folder_of(node)
             node.kill()
             killed = time.monotonic()
-            wait_until(lambda: told(": 1 of 4 nodes with a GPU; it has 45 s to come back"), what="death", process=head)
+            wait_until(
+                lambda: has_logged(": 1 of 4 nodes with a GPU; it has 45 s to come back"), what="death", process=head
+            )
             assert time.monotonic() - killed < SEEN_WITHIN_S
             wait_until(lambda: not folder.exists(), what="the end of its folder", process=head)
         with started(join(token, head_port=port), log=tmp_path / "again.log") as node:
-            wait_until(lambda: told("is back: 2 of 4"), what="its return", process=head)
+            wait_until(lambda: has_logged("is back: 2 of 4"), what="its return", process=head)
             folder = folder_of(node)
             (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
             os.kill(store.pid, signal.SIGKILL)

@@ -73,7 +73,7 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(stopped: tuple[int, str]) -> None:
     code, stderr = stopped
     assert code == 130, stderr
     assert stderr.endswith(
-        "error: the comparison was stopped\nhint: `appliance compare both.yaml` goes on with what is missing\n"
+        "error: the comparison was stopped\nhint: `appliance compare both.yaml` runs what is missing\n"
     )
 
 

@@ -39,10 +39,10 @@ def kill_after_a_step(run: Run, victim: str, *, attempt: int) -> dict[str, Any]:
         saved = [event for event in run.events("checkpoint") if event.get("step") and event["time"] > begun[-1]]
         return bool(saved) and run.record()["attempt"] == attempt
 
-    assert run.wait_for(finished_a_step), run.said[-3000:]
+    assert run.wait_for(finished_a_step), run.log_text[-3000:]
     killed_at = time.time()
     run.kill(victim)
-    assert run.wait_for(lambda: len(run.events("failure")) == attempt), run.said[-3000:]
+    assert run.wait_for(lambda: len(run.events("failure")) == attempt), run.log_text[-3000:]
     failure = run.events("failure")[-1]
     return {**failure, "seconds": failure["time"] - killed_at}
 
@@ -52,7 +52,7 @@ def test_killed_engine_and_worker_are_named_and_the_run_goes_on(killed: Run) -> 
     run = killed
     first = kill_after_a_step(run, "VLLM::EngineCor", attempt=1)
     second = kill_after_a_step(run, "ray::WorkerDict", attempt=2)
-    assert run.end() == 0, run.said[-3000:]
+    assert run.end() == 0, run.log_text[-3000:]
     assert (first["error"], first["exit_code"]) == ("EngineError", 4)
     assert first["what"] == "rollout engine 0 died: its core process is gone"
     assert (second["error"], second["exit_code"]) == ("ProcessDied", 5)

@@ -63,10 +63,10 @@ def run(run_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_the_layer_that_differs_is_named(run: Finished) -> None:
     """Once, though it differs in each step: in the update's own forward, so with the weights after it."""
     assert [line["mismatch_equal_fraction"] < 1 for line in run.json_lines("metrics.jsonl")] == [True, True]
-    (found,) = [event for event in run.json_lines("events.jsonl") if "first layer that differs" in event["what"]]
+    (event,) = [event for event in run.json_lines("events.jsonl") if "first layer that differs" in event["what"]]
     named = "step 1: model.layers.0.post_attention_layernorm is the first layer that differs from the engine's: token 0"
-    assert found["what"].startswith(named)
-    assert found["why"] == (
+    assert event["what"].startswith(named)
+    assert event["why"] == (
         "all before it is equal: its weights or their codes differ, or what it computes; searched with the weights "
         "after the step's update"
     )

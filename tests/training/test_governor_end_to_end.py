@@ -40,15 +40,15 @@ def test_rollouts_become_what_was_decided_two_steps_before(run: Finished) -> Non
         ("bf16", LAYERS),
     ]
     assert [line["guard_level"] for line in lines] == ["observe", "warn", "tighten", QUARTER, HALF, "bf16", "bf16"]
-    told = [event for event in run.json_lines("events.jsonl") if event["kind"] == "guard"]
-    assert [(event["step"], event["action"]) for event in told] == [
+    guard_events = [event for event in run.json_lines("events.jsonl") if event["kind"] == "guard"]
+    assert [(event["step"], event["action"]) for event in guard_events] == [
         (1, "warn"),
         (2, "tighten"),
         (3, "raise-precision"),
         (4, "raise-precision"),
         (5, "bf16"),
     ]
-    assert [event["numbers"][0]["value"] for event in told] == [line["mismatch_k3_kl"] for line in lines[:5]]
+    assert [event["numbers"][0]["value"] for event in guard_events] == [line["mismatch_k3_kl"] for line in lines[:5]]
     assert [line["layer_error_max"] is None for line in lines] == [False] * 5 + [True] * 2  # of the sync after the step
 
 

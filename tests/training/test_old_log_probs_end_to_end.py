@@ -18,13 +18,13 @@ DIFFERS = ("_s", "_per_s")
 def runs(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> dict[str, Finished]:
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
     sets = ("trainer.steps=2", "trainer.validate_before=false", "rollout.temperature=0.8", "batch.prompts_per_step=16")
-    made = {
+    trainings = {
         source: train(root, *sets, FEW, f"trainer.old_log_probs={source}", name=source)
         for source in ("auto", "recompute")
     }
-    for finished in made.values():
+    for finished in trainings.values():
         assert finished.code == 0, finished.stderr[-4000:]
-    return made
+    return trainings
 
 
 def test_the_second_step_is_the_same_to_the_last_bit(runs: dict[str, Finished]) -> None:

@@ -33,8 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Pa
     nats away, and a temperature that is not 1."""
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
     profile = root / "profile"
-    made = [sys.executable, "-m", "benchmarks.degraded_profile", "-o", str(profile), "--exponent", "5"]
-    subprocess.run(made, check=True, cwd=root)
+    profile_argv = [sys.executable, "-m", "benchmarks.degraded_profile", "-o", str(profile), "--exponent", "5"]
+    subprocess.run(profile_argv, check=True, cwd=root)
     sets = (
         "trainer.forward=rollout",
         f"trainer.steps={STEPS}",
@@ -42,13 +42,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Pa
         f"quantization.profile={profile}",
     )
     reuses = ("trainer.old_log_probs=rollout",)
-    made = [
+    trainings = [
         train(root, *sets, FEW, *CLIMBING, *VALIDATED, *UPDATES, *more, name=name)
         for name, more in (("passes", ()), ("reuses", reuses))
     ]
-    for finished in made:
+    for finished in trainings:
         assert finished.code == 0, finished.stderr[-4000:]
-    return made
+    return trainings
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -80,18 +80,18 @@ def test_the_profile_is_of_the_scheme_that_has_one_and_its_engine_was_told(run: 
     header = read_file_header(folder)
     assert (header["kind"], header["scheme"]) == ("calibrated", "fp8-channel")
     assert len(header["layers"]) == 4 * 4
-    planned = read_plan(run.run_dir / "plan.json").rollout.replicas
+    planned = read_plan(run.run_dir / "plan.json").engines
     assert planned == (
         Quantisation(scheme=Scheme.FP8_CHANNEL, emulated=True, profile=str(folder)),
         Quantisation(scheme=Scheme.BF16),
     )
-    kept = tuple(header["suggested_ignore"])
+    kept_layers = tuple(header["suggested_ignore"])
     first, second = (entry.quantisation for entry in read_config(folder / "quantization.yaml"))
     assert (first.scheme, first.emulated, first.profile, first.ignore) == (
         Scheme.FP8_CHANNEL,
         True,
         str(folder),
-        kept,
+        kept_layers,
     )
     assert second == planned[1]
     assert run.left == ()

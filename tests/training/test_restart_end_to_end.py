@@ -70,25 +70,27 @@ def test_new_engines_prove_all_of_their_first_update(run: Finished) -> None:
 
 def test_every_generation_says_what_it_runs(run: Finished) -> None:
     folders = [*(f"generation-{number}" for number in (1, 2, 3)), "."]
-    said = [json.loads((run.run_dir / "attest" / each / "rollout-0-0.json").read_text()) for each in folders]
-    assert [each["scheme"] for each in said] == ["int8", "bf16", "int8", "bf16"]
-    assert [each["detail"]["generation"] for each in said] == [1, 2, 3, 4]
-    assert len({each["detail"]["pid"] for each in said}) == 4
+    attested = [json.loads((run.run_dir / "attest" / each / "rollout-0-0.json").read_text()) for each in folders]
+    assert [each["scheme"] for each in attested] == ["int8", "bf16", "int8", "bf16"]
+    assert [each["detail"]["generation"] for each in attested] == [1, 2, 3, 4]
+    assert len({each["detail"]["pid"] for each in attested}) == 4
     ended = [set(event["ended"]) for event in restarts(run)]
-    assert [each["detail"]["pid"] in ids for each, ids in zip(said, ended, strict=False)] == [True] * 3
+    assert [each["detail"]["pid"] in ids for each, ids in zip(attested, ended, strict=False)] == [True] * 3
 
 
 def test_the_old_engines_are_gone_and_the_seconds_are_told(run: Finished) -> None:
-    told = restarts(run)
-    assert [(event["generation"], event["after_sync"], event["precision"]) for event in told] == [
+    restart_events = restarts(run)
+    assert [(event["generation"], event["after_sync"], event["precision"]) for event in restart_events] == [
         (2, 2, "bf16"),
         (3, 3, "as planned"),
         (4, 4, "bf16"),
     ]
-    assert [event["why"] for event in told] == [f"rollouts are to be {event['precision']}" for event in told]
-    assert [pid for event in told for pid in event["ended"] if psutil.pid_exists(pid)] == []
+    assert [event["why"] for event in restart_events] == [
+        f"rollouts are to be {event['precision']}" for event in restart_events
+    ]
+    assert [pid for event in restart_events for pid in event["ended"] if psutil.pid_exists(pid)] == []
     assert run.left == ()
-    seconds = [event["end_s"] + event["start_s"] for event in told]
+    seconds = [event["end_s"] + event["start_s"] for event in restart_events]
     lines = run.json_lines("metrics.jsonl")
     assert lines[0]["engine_restart_s"] == pytest.approx(seconds[0] + seconds[1], abs=0.01)
     assert lines[1]["engine_restart_s"] == pytest.approx(seconds[2], abs=0.01)

@@ -33,7 +33,7 @@ DEATHS = {
 def after_a_step(new_run: Callable[..., Run], name: str, **sets: str) -> Run:
     run = new_run(name, trainer__steps="200", trainer__max_restarts="0", checkpoint__every_steps="0", **sets)
     run.start()
-    assert run.wait_for(lambda: run.steps), run.said[-3000:]
+    assert run.wait_for(lambda: run.steps), run.log_text[-3000:]
     return run
 
 
@@ -43,7 +43,7 @@ def test_death_is_named_within_a_minute(victim: str, new_run: Callable[..., Run]
     run = after_a_step(new_run, f"death-{victim.replace(':', '')}")
     killed_at = time.time()
     run.kill(victim)
-    assert run.end() == code, run.said[-3000:]
+    assert run.end() == code, run.log_text[-3000:]
     failure = run.events("failure")[0]
     assert what in failure["what"]
     assert failure["time"] - killed_at < NAMED_WITHIN_S
@@ -53,9 +53,9 @@ def test_death_is_named_within_a_minute(victim: str, new_run: Callable[..., Run]
 def test_nobody_misses_the_server_of_forks(new_run: Callable[..., Run]) -> None:
     run = new_run("forks", trainer__steps="4", checkpoint__every_steps="0")
     run.start()
-    assert run.wait_for(lambda: run.steps), run.said[-3000:]
+    assert run.wait_for(lambda: run.steps), run.log_text[-3000:]
     run.kill(forks.NAME)
-    assert run.end() == 0, run.said[-3000:]
+    assert run.end() == 0, run.log_text[-3000:]
     assert run.events("failure") == []
 
 
@@ -66,7 +66,7 @@ def test_process_that_stands_still_is_cut_with_stacks_of_the_others(victim: str,
     (process,) = [each for each in run.processes() if each.name.startswith(victim)]
     os.kill(process.pid, signal.SIGSTOP)
     code = run.end()
-    assert code in (4, 5), run.said[-3000:]
+    assert code in (4, 5), run.log_text[-3000:]
     failure = run.events("failure")[0]
     assert failure["what"].startswith(STALLED) or "did not answer" in failure["what"]
     if failure["what"].startswith("no progress"):

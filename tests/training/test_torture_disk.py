@@ -32,22 +32,22 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_save(tiny_cache: Path, disk_o
     run = Run(disk, "full", {**SMALL, "trainer.steps": str(STEPS), "trainer.max_restarts": "3"})
     run.start()
     try:
-        assert run.wait_for(lambda: run.events("checkpoint")), run.said[-3000:]
+        assert run.wait_for(lambda: run.events("checkpoint")), run.log_text[-3000:]
         disk_of(str(shutil.disk_usage(disk).used + ROOM_FOR_HALF))
-        assert run.end() == 5, run.said[-3000:]
+        assert run.end() == 5, run.log_text[-3000:]
         (failure,) = [event for event in whole_lines(run.run_dir / "events.jsonl") if event["kind"] == "failure"]
         assert failure["error"] == "CheckpointError" and "no space left at" in failure["what"]
-        assert failure["what"] in run.said
+        assert failure["what"] in run.log_text
         step = run.events("checkpoint")[-1]["step"]
         assert damage(checkpoint_folder(run.run_dir, step=step)) == [] and run.damaged_files() == []
         assert failure["hint"].endswith(f"global_step_{step} is whole")
         assert run.processes() == []
         run.start()  # there is still no room: said before anything is moved
-        assert run.end() == 3, run.said[-3000:]
+        assert run.end() == 3, run.log_text[-3000:]
         assert damage(checkpoint_folder(run.run_dir, step=step)) == []
         disk_of("4g")
         run.start()
-        assert run.end() == 0, run.said[-3000:]
+        assert run.end() == 0, run.log_text[-3000:]
         assert run.steps == list(range(1, STEPS + 1)) and run.damaged_files() == []
     finally:
         run.clean_up()

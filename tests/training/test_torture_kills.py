@@ -116,7 +116,7 @@ def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], 
     """Each run ends with the steps it was asked for, each once, as in a run that nobody killed."""
     calm = new_run("calm", trainer__steps=str(STEPS))
     calm.start()
-    assert calm.end() == 0, calm.said[-3000:]
+    assert calm.end() == 0, calm.log_text[-3000:]
     start_up_s = calm.lines("metrics.jsonl")[0]["time_s"]
     dice, toll, runs = random.Random(SEED), Toll(), 0
     while toll.stopped.total() < STOPS:

@@ -117,16 +117,16 @@ def test_a_run_in_two_halves_is_the_run_in_one_go(name: str, new_run: Callable[.
     sets = {**case.sets, "trainer.steps": str(case.steps), "checkpoint.every_steps": str(half)}
     whole, halves = new_run(f"whole-{name}", **sets), new_run(f"halves-{name}", **sets)
     whole.start()
-    assert whole.end() == 0, whole.said[-3000:]
+    assert whole.end() == 0, whole.log_text[-3000:]
     halves.start()
     saved = f"step {half} is saved"
-    assert halves.wait_for(lambda: saved in [event["what"] for event in halves.events("checkpoint")]), halves.said[
+    assert halves.wait_for(lambda: saved in [event["what"] for event in halves.events("checkpoint")]), halves.log_text[
         -3000:
     ]
     halves.launcher.kill()
     assert halves.end() == -signal.SIGKILL and halves.steps[-1] < case.steps
     halves.start()
-    assert halves.end() == 0, halves.said[-3000:]
+    assert halves.end() == 0, halves.log_text[-3000:]
     assert [event["what"] for event in halves.events("resume")] == [f"attempt 2 goes on after step {half}"]
     assert halves.steps == whole.steps and [step for step in whole.steps if step] == list(range(1, case.steps + 1))
     assert without_times(halves) == without_times(whole)

@@ -51,11 +51,11 @@ def test_rewards_that_fail_cost_their_sample_until_they_are_too_many(
         "PYTHONPATH": with_layer("rewards_that_fail"),
     }
     run.start()
-    assert run.wait_for(lambda: run.steps), run.said[-3000:]
+    assert run.wait_for(lambda: run.steps), run.log_text[-3000:]
     kill_reward_process(run)
     killed_at = time.time()
     steps = len(run.steps)
-    assert run.wait_for(lambda: len(run.steps) > steps + 1), run.said[-3000:]
+    assert run.wait_for(lambda: len(run.steps) > steps + 1), run.log_text[-3000:]
     lost = failed(run)
     told = [event["time"] - killed_at for event in run.events("note") if event["what"] == IDLE_DEATH]
     assert lost + len(told) == 1 and max(told, default=0.0) < NAMED_WITHIN_S  # lost where it was not waiting after all
@@ -63,14 +63,14 @@ def test_rewards_that_fail_cost_their_sample_until_they_are_too_many(
         before = len(run.events("reward"))
         (tmp_path / what).touch()
         if what == "die":
-            assert run.wait_for((tmp_path / "pid").exists), run.said[-3000:]
+            assert run.wait_for((tmp_path / "pid").exists), run.log_text[-3000:]
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         lost += 1
-        assert run.wait_for(lambda lost=lost: failed(run) == lost), run.said[-3000:]
+        assert run.wait_for(lambda lost=lost: failed(run) == lost), run.log_text[-3000:]
         (event,) = run.events("reward")[before:]
         assert re.fullmatch(rf"1 of 64 rewards of step \d+ failed \(1 {fault}\)", event["what"])
     (tmp_path / "all").touch()
-    assert run.end() == 6, run.said[-3000:]
+    assert run.end() == 6, run.log_text[-3000:]
     step = run.steps[-1]
     assert run.steps == list(range(1, step + 1))  # the step whose rewards failed is not among them
     assert damage(checkpoint_folder(run.run_dir, step=step)) == []

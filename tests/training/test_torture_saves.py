@@ -79,17 +79,17 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
     calm, run = new_run("calm-saves", **sets), new_run("killed-saves", **sets)
     calm.env, run.env = layer.env(calm), layer.env(run)
     calm.start()
-    assert calm.end() == 0, calm.said[-3000:]
+    assert calm.end() == 0, calm.log_text[-3000:]
     passed = layer.passed()
     assert {point for point, _, _ in POINTS} <= set(passed), sorted(set(passed))
     run.start()
-    assert run.wait_for(lambda: run.events("checkpoint")), run.said[-3000:]
+    assert run.wait_for(lambda: run.events("checkpoint")), run.log_text[-3000:]
     slowest_s, before = 0.0, 1
     for number, (point, newest, is_half_done) in enumerate(POINTS, start=1):
         layer.choose(point)
         if number > 1:
             run.start()
-        assert run.end() == 5 and layer.is_taken, (point, run.said[-3000:])
+        assert run.end() == 5 and layer.is_taken, (point, run.log_text[-3000:])
         named = run.events("failure")
         error, begins = NAMED[point.split()[0]]
         assert len(named) == number, (point, named)
@@ -105,17 +105,17 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
         assert run.processes() == [], point
     assert slowest_s < NAMED_WITHIN_S
     run.start()
-    assert run.end() == 0, run.said[-3000:]
+    assert run.end() == 0, run.log_text[-3000:]
     check_undisturbed(run, calm, steps=STEPS)
     by_rank = sum(point.startswith("rank") for point, _, _ in POINTS)
     saves = len(calm.steps)
     with capsys.disabled():
-        said = (
+        summary = (
             f"\nsaves: killed {len(POINTS)} times in them, {by_rank} of them in verl's rank; named after at most "
             f"{slowest_s:.0f} s; {saves} steps, each once and as without a kill\n"
             f"  a save of this run came to {len(passed) // saves} operations, {len(set(passed))} kinds\n"
         )
-        os.write(1, said.encode())
+        os.write(1, summary.encode())
 
 
 def test_a_rank_that_dies_in_a_save_while_the_other_waits_for_it(new_run: Callable[..., Run], tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_a_rank_that_dies_in_a_save_while_the_other_waits_for_it(new_run: Callab
     layer = Layer(tmp_path)
     run.env = layer.env(run)
     run.start()
-    assert run.wait_for(lambda: run.events("checkpoint")), run.said[-3000:]
+    assert run.wait_for(lambda: run.events("checkpoint")), run.log_text[-3000:]
     layer.choose(f"rank torch.save {ACTOR}/optim_world_size_2_rank_1.pt")
-    assert run.end() == 0 and layer.is_taken, run.said[-3000:]
+    assert run.end() == 0 and layer.is_taken, run.log_text[-3000:]
     (failure,) = run.events("failure")
     error, begins = NAMED["rank"]
     assert failure.get("error", "") == error and failure["what"].startswith(begins), failure

@@ -87,9 +87,9 @@ def test_every_sync_is_proven_and_acknowledged(short: Finished) -> None:
 
 
 def test_every_worker_attests_int8(short: Finished) -> None:
-    said = {path.stem: json.loads(path.read_text()) for path in (short.run_dir / "attest").iterdir()}
-    assert sorted(said) == ["driver-0", "rollout-0-0", "trainer-0"]
-    rollout, trainer = said["rollout-0-0"], said["trainer-0"]
+    attested = {path.stem: json.loads(path.read_text()) for path in (short.run_dir / "attest").iterdir()}
+    assert sorted(attested) == ["driver-0", "rollout-0-0", "trainer-0"]
+    rollout, trainer = attested["rollout-0-0"], attested["trainer-0"]
     assert (rollout["scheme"], rollout["emulated"], rollout["role"]) == ("int8", False, "rollout")
     assert rollout["patches"] == sorted({*build.VERL_PATCHES, *build.CPU_ROLLOUT_PATCHES})
     kernel = f"CPUInt8ScaledMMLinearKernel[{kernel_of(256, 256).name}]"  # with AMX another, were a patch late
@@ -101,8 +101,8 @@ def test_every_worker_attests_int8(short: Finished) -> None:
     assert rollout["detail"]["threads"] == trainer["detail"]["threads"] == 1
     of_trainers = {*build.VERL_PATCHES, *build.CPU_TRAINER_PATCHES}
     assert trainer["patches"] == sorted(of_trainers)
-    assert said["driver-0"]["patches"] == sorted({*of_trainers, *build.DRIVER_PATCHES})
-    assert len({one["fingerprint"] for one in said.values()}) == 1
+    assert attested["driver-0"]["patches"] == sorted({*of_trainers, *build.DRIVER_PATCHES})
+    assert len({one["fingerprint"] for one in attested.values()}) == 1
 
 
 def test_a_start_is_told_phase_by_phase(short: Finished) -> None:
@@ -187,10 +187,10 @@ def test_workers_and_engine_are_forks_of_one_process_that_has_imported(short: Fi
 def test_every_process_of_ours_could_say_what_it_is_doing(short: Finished) -> None:
     """Its file is there from its start: the actors of the TransferQueue, which load nothing else of ours, are `ray`."""
     logs = short.run_dir / "logs" / "1"
-    said = [path.stem.partition("-")[::2] for path in (logs / "stacks").iterdir()]
-    assert {role for role, _ in said} >= {"driver", "engine", "ray", "reward"}
+    roles_and_ids = [path.stem.partition("-")[::2] for path in (logs / "stacks").iterdir()]
+    assert {role for role, _ in roles_and_ids} >= {"driver", "engine", "ray", "reward"}
     in_the_log = set(re.findall(r"\((?:\w+ )?pid=(\d+)\)", (logs / "train.log").read_text()))
-    assert in_the_log and in_the_log - {pid for _, pid in said} == set()
+    assert in_the_log and in_the_log - {pid for _, pid in roles_and_ids} == set()
 
 
 def test_nothing_is_left_running_and_nothing_in_the_temporary_folder(short: Finished) -> None:
@@ -206,7 +206,7 @@ def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finis
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     plan = json.loads((short.run_dir / "plan.json").read_text())
-    before = AutoModelForCausalLM.from_pretrained(plan["model"]["path"]).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(plan["weights"]["name_or_path"]).state_dict()
     model = AutoModelForCausalLM.from_pretrained(short.run_dir / "model")
     after = model.state_dict()
     assert type(model).__name__ == "Qwen2ForCausalLM" and before.keys() == after.keys()
@@ -215,7 +215,7 @@ def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finis
 
 
 def test_all_files_of_the_model_but_its_weights_are_those_it_began_with(short: Finished) -> None:
-    base = Path(json.loads((short.run_dir / "plan.json").read_text())["model"]["path"])
+    base = Path(json.loads((short.run_dir / "plan.json").read_text())["weights"]["name_or_path"])
     before, after = (
         {file.name: file.read_bytes() for file in folder.iterdir()} for folder in (base, short.run_dir / "model")
     )
@@ -230,7 +230,7 @@ def test_plain_transformers_reaches_the_last_validation(short: Finished) -> None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     plan = json.loads((short.run_dir / "plan.json").read_text())
-    rows = parquet.read_table(plan["task"]["val_parquet"]).to_pylist()
+    rows = parquet.read_table(plan["task_files"]["val_parquet"]).to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(short.run_dir / "model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(short.run_dir / "model", dtype=torch.bfloat16)
     chat = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
@@ -251,7 +251,7 @@ def test_plain_vllm_reaches_the_last_validation(short: Finished, tmp_path: Path)
     env |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | IN_ONE_PROCESS
     plan = json.loads((short.run_dir / "plan.json").read_text())
     done = subprocess.run(
-        [sys.executable, str(script), str(short.run_dir / "model"), plan["task"]["val_parquet"]],
+        [sys.executable, str(script), str(short.run_dir / "model"), plan["task_files"]["val_parquet"]],
         capture_output=True,
         text=True,
         timeout=300,
@@ -304,11 +304,11 @@ def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished, short_ro
     """The state of the last step is on disk."""
     assert guarded.code == 6, guarded.stderr[-3000:]
     finished = guarded
-    told = [event for event in finished.json_lines("events.jsonl") if event["kind"] == "guard"]
-    assert [(event["step"], event["action"]) for event in told] == [(1, "warn"), (2, "stop")]
+    guard_events = [event for event in finished.json_lines("events.jsonl") if event["kind"] == "guard"]
+    assert [(event["step"], event["action"]) for event in guard_events] == [(1, "warn"), (2, "stop")]
     lines = finished.json_lines("metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
-    assert [event["numbers"][0]["value"] for event in told] == [line["mismatch_k3_kl"] for line in lines]
+    assert [event["numbers"][0]["value"] for event in guard_events] == [line["mismatch_k3_kl"] for line in lines]
     assert lines[1]["mismatch_by_length"][0]["num_tokens"] > 0
     saved = finished.run_dir / "checkpoints" / "global_step_2" / "actor" / "huggingface"
     assert (saved / "config.json").is_file()
@@ -338,7 +338,7 @@ def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, short_root: Path) 
     plan = read_plan(run.run_dir / "plan.json")
     checkpoint = run.run_dir / "checkpoints" / "global_step_2"
     export_checkpoint(checkpoint, target=short_root / "folded", uaq=plan.uaq)
-    folders = (Path(plan.model.path), checkpoint / "actor" / "huggingface", short_root / "folded")
+    folders = (Path(plan.weights.name_or_path), checkpoint / "actor" / "huggingface", short_root / "folded")
     name = "model.layers.0.input_layernorm.weight"
     before, saved, folded = (load_file(folder / "model.safetensors")[name].double().norm() for folder in folders)
     assert saved / before == pytest.approx(1.5, rel=0.01) and folded / before == pytest.approx(1, rel=0.01)

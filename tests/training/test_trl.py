@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, kept_models: Path) -> Path:
 
 
 @pytest.fixture
-def made(model: Path) -> Path:
+def tiny_model(model: Path) -> Path:
     """The same, also when this test runs alone."""
     if not (model / "config.json").is_file():
         make_tiny_model(TINY_MODELS["tiny-arithmetic"], difficulty=2, folder=model, on_step=lambda *_: None)
@@ -124,6 +124,19 @@ def assert_mismatch_is_of(mean: float, *, low: float, high: float, k3: float, es
     assert 0 <= spread <= (high - mean) * (mean - low) + 2e-6
 
 
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_sampling_among_some_of_the_words_is_refused(
+    setting: dict[str, float], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(root / "examples/trl")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the script sets vLLM's variables for its process
+    import train
+    from trl import GRPOConfig
+
+    with pytest.raises(ValueError, match=r"^top_p, top_k, min_p: vLLM's log-probs would be among the words"):
+        train.MeasuredGRPOTrainer(model="", reward_funcs=[], args=GRPOConfig(use_cpu=True, bf16=False, **setting))
+
+
 @pytest.mark.parametrize("scheme", ["int8", "bf16"])
 def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(
     scheme: str, root: Path, model: Path, tmp_path: Path
@@ -138,10 +151,10 @@ def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(
 
 
 def test_a_server_is_updated_for_the_asynchronous_trainer_whose_requests_it_answers(
-    root: Path, made: Path, tmp_path: Path, record_property: Callable[[str, str], None]
+    root: Path, tiny_model: Path, tmp_path: Path, record_property: Callable[[str, str], None]
 ) -> None:
-    with served(made, folder=tmp_path) as url:
-        arguments = ("--model", made, "--steps", ASYNC_STEPS, "--server", url)
+    with served(tiny_model, folder=tmp_path) as url:
+        arguments = ("--model", tiny_model, "--steps", ASYNC_STEPS, "--server", url)
         done = run(root / "examples/trl/async_grpo.py", *arguments, scheme="int8", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:] + (tmp_path / "server.txt").read_text()[-4000:]
 

@@ -77,14 +77,14 @@ def runs(run_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     """One task in each form, run to its end."""
     folder = tmp_path_factory.mktemp("forms")
     sets = {"ours": {}, **{form: in_form(form, folder) for form in ("trls", "verls")}}
-    made = {form: Run(run_root, form, {**SMALL, **RECIPE, **own}) for form, own in sets.items()}
+    trainings = {form: Run(run_root, form, {**SMALL, **RECIPE, **own}) for form, own in sets.items()}
     try:
-        for run in made.values():
+        for run in trainings.values():
             run.start()
-            assert run.end() == 0, run.said[-3000:]
-        yield made
+            assert run.end() == 0, run.log_text[-3000:]
+        yield trainings
     finally:
-        for run in made.values():
+        for run in trainings.values():
             run.clean_up()
 
 

@@ -30,15 +30,15 @@ vllm.sync_weights()
 
 with torch.no_grad():
     trainer.model.model.norm.weight *= 1.5  # so that an engine that went on with the old weights would be wrong
-said = []
+lines = []
 with given_to_vllm("model.layers.2.mlp.up_proj.weight", flip_sign):
     try:
         vllm.sync_weights()
     except SyncError as error:
-        said.append(error.message)
+        lines.append(error.message)
 try:
     train.greedy(trainer, problems.val)
 except SyncError as error:
-    said.append(error.message)
-said.append(f"{train.proven_updates(vllm.llm)} updates proven")
-sys.stdout.write("\n".join(said) + "\n")
+    lines.append(error.message)
+lines.append(f"{train.proven_updates(vllm.llm)} updates proven")
+sys.stdout.write("\n".join(lines) + "\n")

@@ -9,7 +9,7 @@ into training or validation. The seed draws from the pool and orders what it dre
     training    0.18    1431
     validation  0.12    998
 
-A validation that is larger than its pool goes on with training problems that `train_size` leaves: those that are
+A validation that is larger than its pool continues with training problems that `train_size` leaves: those that are
 neither trained on nor the mirror of one that is.
 """
 
@@ -74,7 +74,7 @@ def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Spl
 
 
 def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faults:
-    """Of every value that the task cannot serve."""
+    """Report every value that the task cannot serve."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
         return [(message, "it is the number of digits of an operand")]

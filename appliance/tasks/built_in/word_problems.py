@@ -6,7 +6,7 @@ until it has no problem left; in training, which is shuffled, about two of three
 
 Training and validation share no problem. The text of a problem decides on which side it is, not a seed: no seed trains
 on what another one validates. Numbers are not held out: `7 and 5` may be met in both, with other words around them.
-A validation of more problems than are held out goes on with things that no training names, such as hats.
+A validation of more problems than are held out continues with things that no training names, such as hats.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _share(text: str) -> float:
 def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Splits:
     """Training and validation problems of a seed. Raises RecipeError for what `check` finds.
 
-    A size of 0 takes all that are of either side. A larger validation goes on with things that no training names.
+    A size of 0 takes all that are of either side. A larger validation continues with things that no training names.
     """
     faults = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
     if faults:

@@ -59,7 +59,7 @@ _BLANKS = re.compile(r"(?<=[\d,.])( ) *(?=[\d.])|(?<=[A-Za-z])( ) *(?=[A-Za-z])|
 
 
 def plain_text(text: str) -> str:
-    """Without blanks that tell nothing apart; those between two numbers or two words stay."""
+    """Drop blanks that distinguish nothing; those between two numbers or two words stay."""
     text = re.sub(r"([\^_])\{\s*(\w)\s*\}", r"\1\2", trimmed(text).replace("⟦", " ").replace("⟧", " ").strip())
     return _BLANKS.sub(lambda found: " " if found[1] or found[2] else "", text)
 
@@ -165,7 +165,7 @@ def _is_same_relation(given: Node, wanted: Node) -> bool:
 
 
 def _parts_of_union(node: Node) -> tuple[Node, ...] | None:
-    """Those of x < 2 or x > 3 too."""
+    """Return the parts of a union, also of x < 2 or x > 3."""
     if isinstance(node, Union):
         return node.parts
     if isinstance(node, Items) and not node.opening and node.joined_by != "and":
@@ -222,7 +222,8 @@ def _is_same_items(given: Node, wanted: Node) -> bool:
 
 
 def _is_same_list(given: Items, wanted: Items) -> bool:
-    """In any order; but where both are words with commas alone between them, or one names what the other does not."""
+    """Compare lists in any order; but where both are words with commas alone between them, or one names what the other
+    does not."""
     items = (*given.items, *wanted.items)
     are_named = {isinstance(item, Named) for item in items}
     are_letters = all(isinstance(item, Words) or _is_letter(item) for item in items)
@@ -293,7 +294,7 @@ def _is_same_value(one: Expression, other: Expression) -> bool:
 
 
 def _is_at_most_1(expression: Expression) -> bool:
-    """Only what is a share is the same as a percentage: 0.5 is 50%, 75 is not 7500%."""
+    """Say whether it is at most 1: only what is a share is the same as a percentage: 0.5 is 50%, 75 is not 7500%."""
     try:
         value = values.exact(expression)
     except UnreadableError:

@@ -187,7 +187,7 @@ class _Parser:
         return expression
 
     def _exponent(self) -> Expression:
-        """Braced, or what stands there: of `2^-3` and `2^10` the number, of `x^2y` the 2."""
+        """The part in braces, or what is there without them: of `2^-3` and `2^10` the number, of `x^2y` the 2."""
         if self._takes("-"):
             return negative(self._power())
         if self._next().text == "(" or self._next().kind != "number":
@@ -195,7 +195,7 @@ class _Parser:
         return self._atom()
 
     def _argument(self) -> Expression:
-        """Of a command: braced, or one letter or digit: `\\frac12` is a half."""
+        """Read a command's argument: braced, or one letter or digit: `\\frac12` is a half."""
         token = self._next()
         if token.kind == "number" and "." not in token.text:
             digit, rest = token.text[0], token.text[1:]
@@ -291,8 +291,9 @@ class _Parser:
         return Operation("power", (value, exponent))
 
     def _function_argument(self, name: str) -> Expression:
-        """In brackets; else all factors up to the next sign, bracket or function: sin 2x is sin(2x). What is divided is
-        the function, as in ln 2/2, but for sin π/6: its argument has numbers and π alone."""
+        """Read a function's argument: in brackets, else all factors up to the next sign, bracket or function: sin 2x is
+        sin(2x). What is divided is the function, as in ln 2/2, but for sin π/6: its argument has numbers and π
+        alone."""
         if self._next().text in ("(", "{", "|"):
             return self._power() if self._next().text != "(" else self._atom()
         expression = self._power()
@@ -334,7 +335,7 @@ def _mixed_number(whole: Number, fraction: Expression) -> Expression:
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
-    """It and all that it is made of."""
+    """Yield the expression and all its parts."""
     yield expression
     if isinstance(expression, Operation):
         for operand in expression.operands:
@@ -342,7 +343,7 @@ def walk(expression: Expression) -> Iterator[Expression]:
 
 
 def symbols(expression: Expression) -> frozenset[str]:
-    """The letters that stand for something unknown."""
+    """The letters that mean something unknown."""
     return frozenset(part.name for part in walk(expression) if isinstance(part, Symbol) and part.name not in CONSTANTS)
 
 

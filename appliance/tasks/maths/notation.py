@@ -152,7 +152,7 @@ def _without_markup(text: str) -> str:
     text = re.sub(r"(?<=[\w)])\*\*(?=[\d(-])", "^", text)  # Python's power; Markdown's marks have a blank before them
     text = text.replace("**", "").replace("`", "")
     text = re.sub(r"\\\$|US\$(?=\s*[\d.])", f" {USD} ", text)
-    if text.count("$") % 2:  # the rest are pairs around mathematics, but for one that stands before a number
+    if text.count("$") % 2:  # the rest are pairs around mathematics, but for one before a number
         text = re.sub(r"\$(?=\s*-?[\d.])", f" {USD} ", text, count=1)
     return text.replace("$", " ")
 
@@ -248,6 +248,6 @@ def _with_one_notation_of_numbers(text: str) -> str:
 
 
 def _spaced_minus(text: str, match: re.Match[str]) -> str:
-    """`- 5` is -5 where nothing stands before it that 5 could be taken from."""
+    """`- 5` is -5 where nothing is before it that 5 could be subtracted from."""
     before = text[: match.start()].rstrip()
     return match[0] if before and (before[-1].isdigit() or before[-1] in ")]}!'%°") else "-"

@@ -26,7 +26,7 @@ _LABEL = re.compile(r"([A-Za-z][A-Za-z' ]*[A-Za-z]{2}):\s+(\S.*)")
 
 
 def trimmed(text: str) -> str:
-    """Without what stands around an answer: marks of a sentence, quotation marks, words that lead to it."""
+    """An answer without what surrounds it: marks of a sentence, quotation marks, words that lead to it."""
     before = ""
     while text != before:
         before = text
@@ -247,7 +247,7 @@ def _plain_name(text: str) -> str:
 
 
 def _interval(values: list[Expression], signs: list[str]) -> Node | None:
-    """Of a letter between constants."""
+    """Read the interval of a letter between constants."""
     names = [
         value.name if isinstance(value, Symbol) and value.name not in expressions.CONSTANTS else "" for value in values
     ]

@@ -129,7 +129,8 @@ def multiple_of(parts: tuple[str, ...]) -> int:
 
 
 def conversion(one: tuple[str, ...], other: tuple[str, ...]) -> Fraction | None:
-    """How many of the other unit one of the first is: 60 of hours and minutes. None where they measure two things."""
+    """Return how many of the other unit one of the first is: 60 of hours and minutes. None where they measure two
+    things."""
     if len(one) != 1 or len(other) != 1 or one[0] not in _IN_BASE_UNITS or other[0] not in _IN_BASE_UNITS:
         return None
     (kind, size), (other_kind, other_size) = _IN_BASE_UNITS[one[0]], _IN_BASE_UNITS[other[0]]

@@ -39,7 +39,8 @@ _LEAST_POINTS = 3
 
 
 def exact(expression: Expression) -> Fraction | None:
-    """Its value where that is rational and found without rounding. Raises UnreadableError for a division by zero."""
+    """Compute its value where that is rational and found without rounding. Raises UnreadableError for a division by
+    zero."""
     if isinstance(expression, Number):
         return expression.value
     if isinstance(expression, Symbol):
@@ -113,7 +114,7 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _exact_root(base: Fraction, degree: int) -> Fraction | None:
-    """That of a negative number by an odd degree is negative."""
+    """Compute the root; that of a negative number by an odd degree is negative."""
     if degree > 64:
         return None
     if base < 0:
@@ -291,7 +292,8 @@ def _points(names: Sequence[str], *, operations: set[str]) -> Iterator[tuple[dic
 
 
 def _wide_coordinate(name: str, point: int) -> Fraction:
-    """Of a letter at a point far from zero: 3 to 60, at the first point positive, at the second negative."""
+    """Return the value of a letter at a point far from zero: 3 to 60, at the first point positive, at the second
+    negative."""
     digest = hashlib.sha256(f"{name} far {point}".encode()).digest()
     size = Fraction(int.from_bytes(digest[:6], "big"), 1 << 48) * 57 + 3
     is_negative = bool(digest[6] % 2) if point > 1 else point == 1
@@ -299,7 +301,8 @@ def _wide_coordinate(name: str, point: int) -> Fraction:
 
 
 def _coordinate(name: str, point: int) -> Fraction:
-    """Of a letter at a point, always the same: up to 3, of either sign but positive for all letters at the first."""
+    """Return the value of a letter at a point, always the same: up to 3, of either sign but positive for all letters at
+    the first."""
     digest = hashlib.sha256(f"{name} {point}".encode()).digest()
     size = Fraction(int.from_bytes(digest[:6], "big"), 1 << 48) * 3 + Fraction(1, 10)
     return -size if point and digest[6] % 2 else size

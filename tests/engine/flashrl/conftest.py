@@ -39,12 +39,14 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in [*VARIABLES, "VERL_REPLICA_RANK", "RANK", "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     assert not any(name.startswith("FLASHRL_") for name in os.environ)
-    monkeypatch.setattr(patch, "_APPLIED", {})
+    applied, ours = patch._APPLIED, patch.recorded()  # those of the engine stay, whoever applies them
+    monkeypatch.setattr(patch, "_APPLIED", {name: record for name, record in applied.items() if name in ours})
     for owner, name in ((EngineArgs, "create_engine_config"), (DefaultModelLoader, "load_weights")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     patch_engine_arguments()
     patch_first_load()
     yield monkeypatch
+    applied |= {name: record for name, record in patch._APPLIED.items() if name in ours}
 
 
 @pytest.fixture

@@ -39,10 +39,10 @@ def main() -> None:
     installed = [each.name for each in importlib.metadata.distributions() if each.name.startswith("flashrl")]
     assert installed == ["flashrl-compat"]
     llm = LLM(old, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=64 << 20)
-    said = [generate(llm, json.loads(prompts))]
+    answers = [generate(llm, json.loads(prompts))]
     assert llm.collective_rpc(load, args=(new,)) == [26]
-    said.append(generate(llm, json.loads(prompts)))
-    Path(result).write_text(json.dumps({"said": said, "version": llm.llm_engine.get_weight_version()}))
+    answers.append(generate(llm, json.loads(prompts)))
+    Path(result).write_text(json.dumps({"said": answers, "version": llm.llm_engine.get_weight_version()}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import torch
 from engines import Engine, read_checkpoint, start_engine
-from toolkit_workers import OpenRLHFWorker, SkyRLWorker
+from toolkit_workers import OpenRLHFWorker
 from torch import Tensor
 
 RANKS = 2
@@ -51,8 +51,18 @@ FAULTS: dict[str, tuple[int, Callable[[Weights], Weights], str, bool]] = {
 }
 
 
-class RankedWorker(OpenRLHFWorker, SkyRLWorker):
+class RankedWorker(OpenRLHFWorker):
     """Named in the engine's settings."""
+
+    def begin_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model_runner.model)
+
+    def end_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model_runner.model, self.model_config)
 
     def take(self, folder: str, way: str, part: int, fault: str = "", number: int = 0) -> None:
         """A part of what a sender would send this rank. number: of the update, where it comes with digests."""
@@ -65,7 +75,7 @@ class RankedWorker(OpenRLHFWorker, SkyRLWorker):
         size = -(-len(sent) // PARTS)
         chunk = sent[part * size : (part + 1) * size]
         if way == "reload":
-            self.update_weights_ipc(chunk)
+            self.model_runner.model.load_weights(weights=chunk)
         else:
             for each in chunk:
                 self.update_weight(*each)
@@ -78,14 +88,14 @@ class RankedWorker(OpenRLHFWorker, SkyRLWorker):
 
 
 def by_calls(engine: Engine, folder: Path, way: str, **fault: object) -> None:
-    """Tensor by tensor as OpenRLHF, or in a layerwise reload as SkyRL."""
+    """Tensor by tensor as OpenRLHF, or in chunks within a layerwise reload."""
     call = engine.llm.collective_rpc
     if way == "reload":
-        call("skyrl_start_weight_update")
+        call("begin_reload")
     for part in range(PARTS):
         call("take", args=(str(folder), way, part), kwargs=fault)
     if way == "reload":
-        call("skyrl_finish_weight_update")
+        call("end_reload")
 
 
 def by_transfer(engine: Engine, folder: Path, way: str) -> None:
@@ -124,7 +134,7 @@ def start(folder: Path) -> Engine:
     )
 
 
-def said(ask: Callable[[], object]) -> str:
+def refusal_of(ask: Callable[[], object]) -> str:
     """What an error says, or nothing."""
     try:
         ask()
@@ -133,23 +143,23 @@ def said(ask: Callable[[], object]) -> str:
     return ""
 
 
-def look(own: Path, other: Path, *, fault: str) -> dict[str, object]:
-    engine = start(own)
+def look(start_folder: Path, other: Path, *, fault: str) -> dict[str, object]:
+    engine = start(start_folder)
     llm = engine.llm
     llm.collective_rpc("forget_segments")
-    found: dict[str, object] = {"fresh": engine.generate(), "there": {}, "back": {}}
+    report: dict[str, object] = {"fresh": engine.generate(), "there": {}, "back": {}}
     for way, update in WAYS.items():
-        for folder, says in ((other, found["there"]), (own, found["back"])):
+        for folder, says in ((other, report["there"]), (start_folder, report["back"])):
             update(engine, folder, way)
             says[way] = engine.generate()
-    found["version"] = version = llm.llm_engine.get_weight_version()
+    report["version"] = version = llm.llm_engine.get_weight_version()
     way = FAULTS[fault][2]
-    found["update"] = said(lambda: by_calls(engine, other, way, fault=fault, number=int(version) + 1))
-    found["requests"] = [said(engine.generate) for _ in range(2)]
-    found["next"] = {way: said(lambda way=way: WAYS[way](engine, other, way)) for way in WAYS}
-    found["last"] = said(engine.generate)
-    found["version after"] = llm.llm_engine.get_weight_version()
-    return found
+    report["update"] = refusal_of(lambda: by_calls(engine, other, way, fault=fault, number=int(version) + 1))
+    report["requests"] = [refusal_of(engine.generate) for _ in range(2)]
+    report["next"] = {way: refusal_of(lambda way=way: WAYS[way](engine, other, way)) for way in WAYS}
+    report["last"] = refusal_of(engine.generate)
+    report["version after"] = llm.llm_engine.get_weight_version()
+    return report
 
 
 def run(root: Path, case: str, *, result: Path) -> None:
@@ -175,10 +185,10 @@ def main() -> None:
     utils.get_mp_context = multiproc_executor.get_mp_context = lambda: fork
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     root, *cases = sys.argv[1:]
-    found = {}
+    reports = {}
     for case in cases:
-        own = Path(root, f"{case}.pt")
-        child = fork.Process(target=run, args=(Path(root), case), kwargs={"result": own})
+        report_file = Path(root, f"{case}.pt")
+        child = fork.Process(target=run, args=(Path(root), case), kwargs={"result": report_file})
         child.start()
         end = time.monotonic() + 120
         while child.exitcode is None and time.monotonic() < end:  # `join` waits for its workers, too
@@ -187,8 +197,8 @@ def main() -> None:
             sys.stderr.write(f"{case}: {child.exitcode}\n")
             sys.stderr.flush()
             os._exit(1)  # Python would wait for the child
-        found[case] = torch.load(own)
-    torch.save(found, Path(root, "found.pt"))
+        reports[case] = torch.load(report_file)
+    torch.save(reports, Path(root, "found.pt"))
 
 
 if __name__ == "__main__":

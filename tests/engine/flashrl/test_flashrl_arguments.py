@@ -90,11 +90,11 @@ def test_the_same_arguments_twice(model: Path, flashrl: pytest.MonkeyPatch) -> N
 def test_each_replica_gets_its_entry_of_the_list(model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
     (tmp_path / "mixed.yaml").write_text("configs: [{fn: bf16, lm_head_fp32: true}, {fn: int8}]")
     flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "mixed.yaml"))
-    found = []
+    schemes = []
     for replica in range(3):
         flashrl.setenv("VERL_REPLICA_RANK", str(replica))
-        found.append(engine_config(model).quant_config.quantisation.scheme)
-    assert found == [Scheme.BF16, Scheme.INT8, Scheme.BF16]
+        schemes.append(engine_config(model).quant_config.quantisation.scheme)
+    assert schemes == [Scheme.BF16, Scheme.INT8, Scheme.BF16]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_engines_of_one_command_cannot_differ(model: Path, tmp_path: Path, flash
 def test_what_contradicts_the_variables_is_refused_at_once(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     flashrl.setenv("FLASHRL_CONFIG", "int8")
     flashrl.setenv("FLASHRL_TEST_RELOAD", str(model))
-    found = problems_of(
+    problems = problems_of(
         model,
         quantization="fp8",
         hf_overrides={"quantization_config": {"quant_method": "fp8"}},
         logprobs_mode="processed_logits",
         worker_cls="my.Worker",
     )
-    assert found == [
+    assert problems == [
         (
             "--quantization: `fp8` is given, and FLASHRL_CONFIG wants `appliance`",
             "leave --quantization out, or unset FLASHRL_CONFIG",
@@ -300,16 +300,20 @@ def test_engines_beside_each_other_are_no_parts(model: Path, flashrl: pytest.Mon
 
 def test_a_transfer_into_the_kernels_tensors_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    sparse = {"weight_transfer_config": WeightTransferConfig(backend="sparse_nccl")}
-    assert engine_config(model, **sparse)
-    flashrl.setenv("FLASHRL_CONFIG", "bf16")
-    assert problems_of(model, **sparse) == [
-        (
-            "--weight-transfer-config: `sparse_nccl` writes into the kernels' tensors, where nothing is proven",
-            "use `nccl` or `ipc`; without a GPU `shm`",
-        )
-    ]
+    from flashrl_compat.shared_memory import BACKEND
+
+    known = WeightTransferEngineFactory._registry
+    others = {backend for backend in known if backend not in ("nccl", "ipc", BACKEND)}
+    assert others == {"sparse_nccl", "sharded_rdt", "nccl_m2n"}.intersection(known)  # a new one: what does it write?
+    for backend in sorted(others):
+        transfer = {"weight_transfer_config": WeightTransferConfig(backend=backend)}
+        flashrl.delenv("FLASHRL_CONFIG", raising=False)
+        assert engine_config(model, **transfer)
+        flashrl.setenv("FLASHRL_CONFIG", "bf16")
+        fact = f"--weight-transfer-config: `{backend}` writes into the kernels' tensors, where nothing is proven"
+        assert problems_of(model, **transfer) == [(fact, "use `nccl` or `ipc`; without a GPU `shm`")]
 
 
 def test_adapters_are_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:

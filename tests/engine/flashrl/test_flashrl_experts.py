@@ -39,16 +39,16 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(experts: Path) -> dict[str, list]:
+def fresh_answers(experts: Path) -> dict[str, list]:
     """What an engine of the second checkpoint says, by scheme."""
     return {scheme: start_engine(experts / "2", scheme=scheme).generate() for scheme in SCHEMES}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_way_ends_in_the_engine_of_the_new_experts(
-    experts: Path, told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+    experts: Path, fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    new = told[scheme]
+    new = fresh_answers[scheme]
     ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine = start(experts / "1")
     old = engine.generate()
@@ -67,14 +67,14 @@ def packed(weights: Weights) -> Weights:
     """As transformers 5 names its parameters: a layer's experts in two tensors."""
     import torch
 
-    found, given = dict(weights), []
+    tensors, given = dict(weights), []
     for name, tensor in weights:
         layer, _, part = name.partition(".experts.")
         if not part:
             given.append((name, tensor))
         elif part == "0.gate_proj.weight":
             gate, up, down = (
-                torch.stack([found[f"{layer}.experts.{expert}.{each}_proj.weight"] for expert in range(5)])
+                torch.stack([tensors[f"{layer}.experts.{expert}.{each}_proj.weight"] for expert in range(5)])
                 for each in ("gate", "up", "down")
             )
             given.append((f"{layer}.experts.gate_up_proj", torch.cat([gate, up], dim=1)))
@@ -84,7 +84,7 @@ def packed(weights: Weights) -> Weights:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_a_layer_in_one_tensor_are_proven_one_by_one(
-    experts: Path, told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+    experts: Path, fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
 ) -> None:
     """With and without digests, and never twice."""
     from flashrl_compat.sender import with_manifest
@@ -94,7 +94,7 @@ def test_experts_of_a_layer_in_one_tensor_are_proven_one_by_one(
     old = engine.generate()
     first, second = (packed(read_checkpoint(experts / name)) for name in "12")
     by_tensor(engine, lent(second))
-    assert engine.generate() == told[scheme]
+    assert engine.generate() == fresh_answers[scheme]
     by_tensor(engine, list(with_manifest(first, number=2)))
     assert engine.generate() == old
     twice = [each for each in second if each[0].endswith("gate_up_proj")][:1] * 2
@@ -125,12 +125,12 @@ def test_every_fault_in_an_expert_is_caught_and_never_sampled_from(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_expert_that_waits_for_others_is_copied_out_of_the_senders_memory(
-    experts: Path, told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+    experts: Path, fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine = start(experts / "1")
     by_tensor(engine, lent(read_checkpoint(experts / "2")))
-    assert engine.generate() == told[scheme]
+    assert engine.generate() == fresh_answers[scheme]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_every_tensor_of_experts_in_bf16_is_looked_at(
 ) -> None:
     """By a kernel, or where the kernel reads it; and one that nobody looked at is told."""
     ways_in.setenv("FLASHRL_CONFIG", "bf16")
-    engine, said, weights = start(experts / "1"), [], read_checkpoint(experts / "2")
-    monkeypatch.setattr(engine.worker.appliance_ways_in, "_tell", said.append)
+    engine, logged, weights = start(experts / "1"), [], read_checkpoint(experts / "2")
+    monkeypatch.setattr(engine.worker.appliance_ways_in, "_tell", logged.append)
     by_tensor(engine, weights)
     known = engine.worker.appliance_ways_in.update._proof._slots
     found = [known.pop(name) for name, _ in weights if ".experts." in name]
     assert len(found) == 2 * 5 * 3
     by_tensor(engine, weights)
-    assert [line.partition(" layers proven")[2] for line in said] == ["", ", of 30 tensors nothing else is known"]
+    assert [line.partition(" layers proven")[2] for line in logged] == ["", ", of 30 tensors nothing else is known"]

@@ -38,7 +38,8 @@ def test_the_installed_wheel_alone_ends_in_the_engine_of_the_new_weights(
     target = ("--no-deps", "--no-index", "--target", str(installed), str(wheel))
     subprocess.run([*PIP, "install", *target], check=True, timeout=120)
 
-    settings = {"FLASHRL_CONFIG": "int8", "PYTHONPATH": os.pathsep.join(map(str, (installed, others(packages))))}
+    path = (str(installed), os.environ.get("PYTHONPATH", ""), str(others(packages)))  # in between: another vLLM
+    settings = {"FLASHRL_CONFIG": "int8", "PYTHONPATH": os.pathsep.join(filter(None, path))}
     script, result = Path(__file__).with_name("installed_plugin.py"), tmp_path / "said.json"
     arguments = (str(installed), *map(str, two_checkpoints), json.dumps(PROMPTS), str(result))
     child = subprocess.run(

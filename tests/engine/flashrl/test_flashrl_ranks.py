@@ -68,18 +68,18 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 def test_every_way_over_two_ranks_ends_in_the_engine_of_the_new_weights(looks: dict[str, dict], engine: str) -> None:
     one, two = (found for case, found in looks.items() if case.startswith(engine))
     assert one["fresh"] != two["fresh"]
-    for own, other in ((one, two), (two, one)):
-        assert own["there"] == dict.fromkeys(WAYS, other["fresh"])
-        assert own["back"] == dict.fromkeys(WAYS, own["fresh"])
-        assert own["version"] == str(2 * len(WAYS))
+    for start, other in ((one, two), (two, one)):
+        assert start["there"] == dict.fromkeys(WAYS, other["fresh"])
+        assert start["back"] == dict.fromkeys(WAYS, start["fresh"])
+        assert start["version"] == str(2 * len(WAYS))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_fails_in_an_update_closes_the_engine_for_good(looks: dict[str, dict], case: str) -> None:
     """The other rank has taken the update whole. No way of a whole update opens it again."""
-    found, why = looks[case], CASES[case]
-    assert bool(found["update"]) == (case != "int8 dense 2 dropped-on-1")  # of which no call is the last one
-    assert all(re.search(why, said) for said in (*found["requests"], found["last"])), found
-    assert re.fullmatch(rf"request \S+: .*; {re.escape(FINAL)}", found["last"])
-    assert all(found["next"].values())
-    assert found["version after"] == found["version"]
+    report, why = looks[case], CASES[case]
+    assert bool(report["update"]) == (case != "int8 dense 2 dropped-on-1")  # of which no call is the last one
+    assert all(re.search(why, said) for said in (*report["requests"], report["last"])), report
+    assert re.fullmatch(rf"request \S+: .*; {re.escape(FINAL)}", report["last"])
+    assert all(report["next"].values())
+    assert report["version after"] == report["version"]

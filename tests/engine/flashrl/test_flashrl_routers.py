@@ -9,8 +9,8 @@ import pytest
 import torch
 from engines import free_engine, read_checkpoint, start_engine
 from safetensors.torch import save_file
-from test_flashrl_models import checkpoint
 from torch import Tensor
+from unlisted_models import make_unlisted
 
 from appliance.errors import SyncError
 
@@ -32,7 +32,7 @@ ROUTERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 
 def with_routers(folder: Path, model_type: str, *, seed: int) -> Path:
     fields, wide = ROUTERS[model_type]
-    checkpoint(folder, model_type, seed=seed, **EXPERTS, **fields)
+    make_unlisted(folder, model_type, seed=seed, **EXPERTS, **fields)
     weights = dict(read_checkpoint(folder))
     names = [name for name in weights if name.endswith(wide)]
     assert len(names) == len(wide)
@@ -61,7 +61,7 @@ def test_a_router_in_fp32_is_updated_in_fp32(
     found = of_routers(engine.model.named_parameters())
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
     assert engine.generate() == says
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "", "")]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "whole", "")]
     free_engine(engine)
 
 
@@ -69,7 +69,7 @@ def test_layers_that_predict_more_are_left_out(tmp_path: Path, ways_in: pytest.M
     """GLM-4.5's checkpoints have one behind the last. The engine starts with such a folder, and reloads it."""
     ways_in.setenv("FLASHRL_CONFIG", "bf16")
     fields = {"num_nextn_predict_layers": 1, **EXPERTS, **ROUTERS["glm4_moe"][0]}
-    first, second = (checkpoint(tmp_path / str(seed), "glm4_moe", seed=seed, **fields) for seed in (1, 2))
+    first, second = (make_unlisted(tmp_path / str(seed), "glm4_moe", seed=seed, **fields) for seed in (1, 2))
     for folder in (first, second):
         weights = dict(read_checkpoint(folder))
         weights |= {name.replace("layers.1.", "layers.2."): weights[name].clone() for name in sorted(weights)}
@@ -84,7 +84,7 @@ def test_layers_that_predict_more_are_left_out(tmp_path: Path, ways_in: pytest.M
     for each in sorted(read_checkpoint(second), key=lambda each: "layers.2." in each[0]):  # after the end
         engine.model.load_weights([each])
     assert engine.generate() == says
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "", "")]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "whole", "")]
     free_engine(engine)
 
 
@@ -95,13 +95,13 @@ def test_a_routers_correction_may_come_last(tmp_path: Path, ways_in: pytest.Monk
     weights = read_checkpoint(with_routers(tmp_path / "2", "glm4_moe", seed=2))
     rest = [each for each in weights if not each[0].endswith("correction_bias")]
     [(name, correction)] = [each for each in weights if each[0].endswith("correction_bias")]
-    for each in weights:
-        engine.model.load_weights([each])
+    for named_tensor in weights:
+        engine.model.load_weights([named_tensor])
     says = engine.generate()
-    for each in [*rest, (name, correction)]:
-        engine.model.load_weights([each])
+    for named_tensor in [*rest, (name, correction)]:
+        engine.model.load_weights([named_tensor])
     assert engine.generate() == says
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "", "")]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "whole", "")]
     engine.model.load_weights([(name, correction + 1)])
     with pytest.raises(SyncError, match=r"^weight update: \d+ layers did not receive all their weights: "):
         engine.generate()
@@ -119,17 +119,17 @@ def test_a_routers_correction_is_kept_over_a_deep_sleep(tmp_path: Path, ways_in:
         for parameter in engine.model.parameters():
             parameter.data.fill_(7.0)
         engine.llm.wake_up()
-    for each in read_checkpoint(folder):
-        if not each[0].endswith("correction_bias"):
-            engine.model.load_weights([each])
+    for named_tensor in read_checkpoint(folder):
+        if not named_tensor[0].endswith("correction_bias"):
+            engine.model.load_weights([named_tensor])
     assert engine.generate() == says
     engine.llm.sleep(level=2)
     weights = {name: tensor.fill_(7.0) if "correction" in name else tensor for name, tensor in read_checkpoint(folder)}
     for parameter in engine.model.parameters():
         parameter.data.fill_(7.0)  # by chance what comes first
     engine.llm.wake_up()
-    for each in sorted(weights.items(), key=lambda each: "correction" not in each[0]):
-        engine.model.load_weights([each])
+    for named_tensor in sorted(weights.items(), key=lambda each: "correction" not in each[0]):
+        engine.model.load_weights([named_tensor])
     found = of_routers(engine.model.named_parameters())
     assert [bool((each == 7.0).all()) for name, each in found.items() if "correction" in name] == [True]
     free_engine(engine)

@@ -102,7 +102,7 @@ def wait_until_it_answers(child: subprocess.Popen, *, port: int, output: Path) -
     raise AssertionError(f"the server did not start: {output.read_text()[-4000:]}")
 
 
-def told(model: Path, **settings: object) -> Answer:
+def answer_of_fresh_engine(model: Path, **settings: object) -> Answer:
     """What an engine says in this process that our own settings tell what to do."""
     return said_by(start_engine(model, **settings))
 
@@ -152,7 +152,9 @@ def test_serve_is_int8_by_variables_alone_and_reloads_on_both_ranks(
         assert [found[1] for found in taken] == [str(first), str(second)]
     # Two ranks round each half of a row-parallel sum to BF16 (2^-9 of it) before adding: log-probs near 5 nats move by
     # some hundredths, those of another checkpoint by whole nats.
-    alone, other = (told(model, scheme="int8", lm_head_fp32=True).log_probs[0] for model in (second, first))
+    alone, other = (
+        answer_of_fresh_engine(model, scheme="int8", lm_head_fp32=True).log_probs[0] for model in (second, first)
+    )
     assert abs(answer.log_probs[0] - alone) < 0.1 < abs(answer.log_probs[0] - other)
 
 
@@ -165,9 +167,9 @@ def test_the_files_that_a_run_wrote_serve_its_engine(
     weights come by an update. By the run's file, and by what a model trained in one flow has beside it, elsewhere."""
     run_dir, model = short.run_dir, tmp_path / "elsewhere" / "model"
     plan = read_plan(run_dir / "plan.json")
-    (quantisation,) = plan.rollout.replicas
+    (quantisation,) = plan.engines
     checkpoint = checkpoint_folder(run_dir, step=newest_step(run_dir))
-    export_checkpoint(checkpoint, target=model, uaq=None, model=plan.model, flow=quantisation)
+    export_checkpoint(checkpoint, target=model, uaq=None, model=plan.model, weights=plan.weights, flow=quantisation)
     with served(model, folder=tmp_path, FLASHRL_CONFIG=str(model / "profile" / "quantization.yaml")) as server:
         answer = server.answer()
     engine = start_engine(model, scheme="int8", **quantisation.engine_arguments())
@@ -175,9 +177,9 @@ def test_the_files_that_a_run_wrote_serve_its_engine(
     assert any(group.source.endswith("up_proj.weight") for group in smoothing.groups)  # whose rows are divided
     engine.load([(name, tensor.bfloat16()) for name, tensor in read_checkpoint(model)], smoothing=smoothing)
     assert answer == said_by(engine)
-    assert answer != told(model, scheme="bf16")
+    assert answer != answer_of_fresh_engine(model, scheme="bf16")
     monkeypatch.setenv("FLASHRL_CONFIG", str(run_dir / "profile" / "quantization.yaml"))
-    assert answer == told(run_dir / "model", scheme="bf16")  # as far as its arguments say
+    assert answer == answer_of_fresh_engine(run_dir / "model", scheme="bf16")  # as far as its arguments say
 
 
 @pytest.mark.long
@@ -204,7 +206,7 @@ def test_each_scheme_is_served_and_updated_over_http(
         ).send_weights()
         answers.append(server.answer())
     scheme = name.replace("_", "-")
-    assert answers == [told(folder, scheme=scheme, emulated=emulated) for folder in two_checkpoints]
+    assert answers == [answer_of_fresh_engine(folder, scheme=scheme, emulated=emulated) for folder in two_checkpoints]
     proven = "9 of 9 layers proven, every digest as sent"
     assert re.fullmatch(rf"rank 0 took weight update 1 by a layerwise reload: .*, {proven}", lines_of(server.log)[-1])
 
@@ -219,10 +221,10 @@ def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Pat
         timeout=START_S,
     )
     assert child.returncode != 0
-    said = child.stderr.splitlines()
-    assert "appliance.errors.RecipeError: FLASHRL_CONFIG: unknown value `fp8-block`" in said
+    stderr_lines = child.stderr.splitlines()
+    assert "appliance.errors.RecipeError: FLASHRL_CONFIG: unknown value `fp8-block`" in stderr_lines
     hint = "hint: `fp8_block` is for `fn:` of a file; use one of `bf16`, `fp8`, `fp8_vllm`"
-    assert any(line.startswith(hint) for line in said)
+    assert any(line.startswith(hint) for line in stderr_lines)
 
 
 def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
                 break
         assert "abort" in reasons
         answer = server.answer()
-        assert answer == told(folder, scheme="int8") and (answer == old) == (folder == first)
+        assert answer == answer_of_fresh_engine(folder, scheme="int8") and (answer == old) == (folder == first)
         requests.post(f"{url}/update_weight_version", json={"new_version": "mine"}, timeout=60).raise_for_status()
         assert math.isnan(metric(url))
         segments = killed_between_two_chunks(url, second)
@@ -272,6 +274,58 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         [told_first, *_] = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if "{" in line]
         assert BROKEN_SAID.fullmatch(told_first["error"]["message"]), streamed
     assert [name for name in segments if (SEGMENTS / name).exists()] == []
+
+
+def test_the_weight_checker_compares_what_the_kernels_compute_with(
+    two_checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The sequence of vLLM 0.32's documentation: digests, reset, update, comparison."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from flashrl_compat.shared_memory import ManifestSource, ShmTrainer
+
+    first, second = two_checkpoints
+    with served(first, folder=tmp_path, FLASHRL_CONFIG="int8", **UPDATABLE) as server:
+
+        def check(action: str, **more: object) -> requests.Response:
+            return requests.post(f"{server.url}/weight_checker", json={"action": action, **more}, timeout=60)
+
+        def update(folder: Path, *, taken_before: int) -> None:
+            source = ManifestSource(read_checkpoint(folder), taken_before=taken_before)
+            ShmTrainer(client=client, source=source, chunk_bytes=40_000).send_weights()
+
+        client = HTTPVLLMWeightSyncClient(server.url)
+        client.init_weight_transfer_engine({})
+        begun = check("checksum").json()
+        assert begun["proof"] == [None]
+        baseline = begun["checksums"]
+        layers = [name for name in baseline if re.search(r"\.(qkv|o|gate_up|down)_proj\.weight$", name)]
+        assert len(layers) == 8 and "dp0:pp0:pcp0:tp0:model.layers.1.mlp.down_proj.weight" in layers
+        assert check("compare", baseline=baseline).json() == {"match": True, "mismatches": [], "proof": [None]}
+        assert check("compare").status_code == 400
+
+        assert check("reset").json() == {"status": "reset"}
+        gone = "rank 0 has had no weights since a reset by /weight_checker"
+        code, why = refusal(server.url)
+        assert code == 503 and gone in why, why
+        unchecked = check("checksum")
+        assert unchecked.status_code == 409 and gone in unchecked.text
+
+        update(second, taken_before=0)
+        compared = check("compare", baseline=baseline).json()
+        assert compared["match"] is False and set(layers) <= set(compared["mismatches"]) <= set(baseline)
+        update(first, taken_before=1)
+        proof = {"rank": 0, "update": 2, "layers": 9, "digests_as_sent": True}
+        compared = check("compare", baseline=baseline).json()
+        assert (compared["match"], compared["mismatches"]) == (True, [])
+        assert [proof.items() <= rank.items() for rank in compared["proof"]] == [True]
+        assert compared["proof"][0]["layers_proven"] == 9
+        assert server.answer() == answer_of_fresh_engine(first, scheme="int8")
+
+        client.start_weight_update()
+        for action in ("checksum", "reset"):  # neither may leave the update half done
+            refused = check(action)
+            assert refused.status_code == 409 and "a weight update is open on rank 0" in refused.text
 
 
 def killed_between_two_chunks(url: str, checkpoint: Path) -> list[str]:
@@ -316,7 +370,7 @@ LEFT_OPEN_SAID = re.compile(
 )
 BROKEN_SAID = re.compile(
     r"request \S+: the weights of rank 0 are half-updated: \d+ layers did not receive all their weights: "
-    r"model\.layers\.0\..*; start the engine anew: its weights are neither the old ones nor the new ones"
+    r"model\.layers\.0\..*; restart the engine: its weights are neither the old ones nor the new ones"
 )
 
 
@@ -336,8 +390,8 @@ def metric(url: str) -> float:
 def long_answer(url: str, *, after_s: float = 0) -> tuple[tuple[int, ...], str]:
     """Greedy tokens of one prompt, and why they end."""
     time.sleep(after_s)
-    said = requests.post(f"{url}/v1/completions", json=REQUEST | {"return_token_ids": True}, timeout=120)
-    if said.status_code == 503:  # while an update was open
+    response = requests.post(f"{url}/v1/completions", json=REQUEST | {"return_token_ids": True}, timeout=120)
+    if response.status_code == 503:  # while an update was open
         return (), "refused"
-    choice = said.json()["choices"][0]
+    choice = response.json()["choices"][0]
     return tuple(choice["token_ids"]), choice["finish_reason"]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from engines import Engine, free_engine, read_checkpoint, start_engine
-from toolkit_workers import NeMoRLWorker, OpenRLHFWorker, PrimeRLWorker, SkyRLWorker, Tensors
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.model_loader.reload import layerwise
+from toolkit_workers import NeMoRLWorker, OpenRLHFWorker, PrimeRLWorker, SkyRLTransfer, SkyRLWorker, Tensors
+from vllm.config import WeightTransferConfig
 
 from appliance.errors import SyncError
 
@@ -26,7 +25,7 @@ LAYER_OF = {
 
 
 @pytest.fixture(scope="module")
-def told(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
+def fresh_answers(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
     """What engines say that were started with the second checkpoint, by scheme."""
     return {scheme: start_engine(two_checkpoints[1], scheme=scheme).generate() for scheme in SCHEMES}
 
@@ -46,12 +45,11 @@ def openrlhf(engine: Engine, tensors: Tensors, folder: Path) -> None:
 
 
 def skyrl(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layerwise, "get_numel_loaded", layerwise.get_numel_loaded)  # put back at the end
-        engine.llm.collective_rpc("skyrl_start_weight_update")
-        for start in range(0, len(tensors), 5):
-            engine.llm.collective_rpc("update_weights_ipc", args=(tensors[start : start + 5],))
-        engine.llm.collective_rpc("skyrl_finish_weight_update")
+    engine.llm.start_weight_update()
+    for start in range(0, len(tensors), 5):
+        engine.llm.update_weights({"update_info": {"weights": tensors[start : start + 5]}})
+    engine.llm.finish_weight_update()
+    engine.llm.reset_prefix_cache()
 
 
 def prime_rl(engine: Engine, tensors: Tensors, folder: Path) -> None:
@@ -67,20 +65,35 @@ def nemo_rl(engine: Engine, tensors: Tensors, folder: Path) -> None:
     engine.llm.collective_rpc("update_weights_via_ipc_zmq", args=(buckets,))  # what failed is logged there, no more
 
 
+def nemo_rl_by_reload(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    buckets = [tensors[start : start + 4] for start in range(0, len(tensors), 4)]
+    engine.llm.collective_rpc("update_weights_from_collective", args=(buckets,))
+
+
 WAYS = {trl: None, openrlhf: OpenRLHFWorker, skyrl: SkyRLWorker, prime_rl: PrimeRLWorker, nemo_rl: NeMoRLWorker}
 
 
+@pytest.fixture(autouse=True)
+def skyrls_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    monkeypatch.setitem(WeightTransferEngineFactory._registry, "skyrl_ipc", lambda: SkyRLTransfer)
+
+
 def start(folder: Path, way: Update, **settings: object) -> Engine:
-    worker = WAYS[way]
-    extension = {"worker_extension_cls": f"{worker.__module__}.{worker.__name__}"} if worker else {}
-    return start_engine(folder, scheme="bf16", **extension, **settings)
+    worker = NeMoRLWorker if way is nemo_rl_by_reload else WAYS[way]
+    if worker:
+        settings["worker_extension_cls"] = f"{worker.__module__}.{worker.__name__}"
+    if way is skyrl:
+        settings["weight_transfer_config"] = WeightTransferConfig(backend="skyrl_ipc")
+    return start_engine(folder, scheme="bf16", **settings)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_two_updates_are_proven_and_the_engine_is_as_a_fresh_one(
     two_checkpoints: tuple[Path, Path],
-    told: dict,
+    fresh_answers: dict,
     tmp_path: Path,
     ways_in: pytest.MonkeyPatch,
     way: Update,
@@ -91,23 +104,23 @@ def test_two_updates_are_proven_and_the_engine_is_as_a_fresh_one(
     engine = start(two_checkpoints[0], way)
     before = engine.generate()
     way(engine, new, tmp_path / "new")
-    assert engine.generate() == told[scheme] != before
+    assert engine.generate() == fresh_answers[scheme] != before
     way(engine, old, tmp_path / "old")
     assert engine.generate() == before
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "", "")]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(2, "whole", "")]
     free_engine(engine)
 
 
-@pytest.mark.parametrize("way", [openrlhf, skyrl], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [openrlhf, prime_rl], ids=lambda way: way.__name__)
 def test_updates_of_a_model_behind_cuda_graphs_are_proven_too(
-    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
+    two_checkpoints, fresh_answers: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0], way)
     engine.behind_graphs(ways_in)
     way(engine, read_checkpoint(two_checkpoints[1]), tmp_path)
-    assert engine.generate() == told["int8"]
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "", "")]
+    assert engine.generate() == fresh_answers["int8"]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "whole", "")]
 
 
 @pytest.mark.parametrize("lost", LAYER_OF, ids=lambda name: name.split(".")[-2])
@@ -129,7 +142,7 @@ SLEEPS = {trl: 2, openrlhf: 1, skyrl: 2, nemo_rl: 1}  # trl: `vllm_enable_sleep_
 
 @pytest.mark.parametrize("way", SLEEPS, ids=lambda way: way.__name__)
 def test_an_engine_that_sleeps_while_the_trainer_trains_wakes_with_the_new_weights(
-    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
+    two_checkpoints, fresh_answers: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
 ) -> None:
     """Their weights wake first, are updated, and then the cache wakes. A CPU's worker sleeps by doing nothing."""
     ways_in.setenv("FLASHRL_CONFIG", "int8")
@@ -142,15 +155,15 @@ def test_an_engine_that_sleeps_while_the_trainer_trains_wakes_with_the_new_weigh
         way(engine, read_checkpoint(folder), tmp_path)
         assert core.is_scheduler_paused()
         engine.llm.wake_up(tags=["kv_cache"])
-        assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(number, "", "")]
+        assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(number, "whole", "")]
         says = engine.generate()
-        assert (says == told["int8"]) == (number == 1)
+        assert (says == fresh_answers["int8"]) == (number == 1)
     free_engine(engine)
 
 
 @pytest.mark.parametrize(("way", "clears"), [(openrlhf, True), (prime_rl, False)], ids=["openrlhf", "prime_rl"])
 def test_a_request_that_a_toolkit_keeps_over_an_update_goes_on_and_is_told_of(
-    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update, clears: bool
+    two_checkpoints, fresh_answers: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update, clears: bool
 ) -> None:
     """openrlhf's `partial_rollout_enable`; prime-rl's every update."""
     from vllm import SamplingParams
@@ -176,26 +189,7 @@ def test_a_request_that_a_toolkit_keeps_over_an_update_goes_on_and_is_told_of(
         ]
     assert ends == [("length", 8)]
     assert warnings == [f"1 requests mix weight versions 0 and 1: {name}"]
-    assert engine.generate() == told["int8"]
-    free_engine(engine)
-
-
-def test_skyrls_nccl_calls_what_this_vllm_does_not_have_and_nothing_is_generated(
-    two_checkpoints, ways_in: pytest.MonkeyPatch
-) -> None:
-    """Its trainer's side would stop before: of the same class it calls these two."""
-    assert not {"trainer_init", "trainer_send_weights"} & {*dir(NCCLWeightTransferEngine)}
-    ways_in.setenv("FLASHRL_CONFIG", "int8")
-    engine = start(two_checkpoints[0], skyrl)
-    core = engine.llm.llm_engine.engine_core.engine_core
-    core.pause_scheduler("keep", False)
-    with ways_in.context() as patch:
-        patch.setattr(layerwise, "get_numel_loaded", layerwise.get_numel_loaded)  # put back at the end
-        engine.llm.collective_rpc("skyrl_start_weight_update")
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'load_weights'$"):
-        engine.llm.collective_rpc("update_weights_nccl", args=({},))
-    with pytest.raises(SyncError, match=r"^the engine stays paused: a weight update is open on rank 0"):
-        core.resume_scheduler()
+    assert engine.generate() == fresh_answers["int8"]
     free_engine(engine)
 
 
@@ -217,17 +211,19 @@ def test_a_copy_into_a_parameter_is_not_seen(two_checkpoints, ways_in: pytest.Mo
     norm = next(tensor for name, tensor in read_checkpoint(two_checkpoints[0]) if name == "model.norm.weight")
     engine.llm.collective_rpc("load_weights_kernel", args=([("model.norm.weight", -norm)],))
     assert engine.generate() != before
-    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(0, "", "")]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(0, "whole", "")]
     free_engine(engine)
 
 
+@pytest.mark.parametrize("way", [nemo_rl, nemo_rl_by_reload], ids=lambda way: way.__name__)
 def test_nemo_rls_engine_starts_with_no_checkpoint_and_has_the_weights_that_came(
-    two_checkpoints, told: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch
+    two_checkpoints, fresh_answers: dict, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update
 ) -> None:
     """Its `load_format` is `dummy` where it trains."""
     ways_in.setenv("FLASHRL_CONFIG", "int8")
-    engine = start(two_checkpoints[0], nemo_rl, load_format="dummy")
-    assert engine.generate() != told["int8"]
-    nemo_rl(engine, read_checkpoint(two_checkpoints[1]), tmp_path)
-    assert engine.generate() == told["int8"]
+    engine = start(two_checkpoints[0], way, load_format="dummy")
+    assert engine.generate() != fresh_answers["int8"]
+    way(engine, read_checkpoint(two_checkpoints[1]), tmp_path)
+    assert engine.generate() == fresh_answers["int8"]
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "whole", "")]
     free_engine(engine)

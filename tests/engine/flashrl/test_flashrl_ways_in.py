@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def told(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
+def fresh_answers(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
     """What an engine of the second checkpoint says, by scheme."""
     return {
         scheme: start_engine(two_checkpoints[1], scheme=scheme, emulated=scheme in EMULATED).generate()
@@ -56,12 +57,12 @@ def told(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_way_ends_in_the_engine_of_the_new_weights(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+    two_checkpoints: tuple[Path, Path], fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
 ) -> None:
     """One engine, update after update, to and fro; with and without a list of digests, and of FP32 masters."""
     ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine = start(two_checkpoints[0])
-    old, new = engine.generate(), told[scheme]
+    old, new = engine.generate(), fresh_answers[scheme]
     assert old != new
     first, second = map(read_checkpoint, two_checkpoints)
     version = 0
@@ -82,16 +83,20 @@ def test_every_way_ends_in_the_engine_of_the_new_weights(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_any_order_and_any_buckets_end_in_the_same_engine(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str, record_property
+    two_checkpoints: tuple[Path, Path],
+    fresh_answers: dict[str, list],
+    ways_in: pytest.MonkeyPatch,
+    scheme: str,
+    record_property,
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine = start(two_checkpoints[0])
     old = engine.generate()
-    assert old != told[scheme]
+    assert old != fresh_answers[scheme]
     first, second = map(read_checkpoint, two_checkpoints)
     shuffled, tried = random.Random(0), 0
     for _ in range(20):
-        for weights, says in ((second, told[scheme]), (first, old)):
+        for weights, says in ((second, fresh_answers[scheme]), (first, old)):
             shuffled.shuffle(weights)
             rest = iter(weights)
             while bucket := list(itertools.islice(rest, shuffled.randint(1, 9))):
@@ -134,7 +139,11 @@ def test_one_tensor_for_a_fused_layer_is_taken_by_every_way(
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *EMULATED])
 def test_what_waits_for_the_rest_of_its_layer_is_copied_out_of_the_senders_memory(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, tmp_path: Path, scheme: str
+    two_checkpoints: tuple[Path, Path],
+    fresh_answers: dict[str, list],
+    ways_in: pytest.MonkeyPatch,
+    tmp_path: Path,
+    scheme: str,
 ) -> None:
     """By vLLM, and by what proves it: a sound update is none that is broken."""
     file = tmp_path / "fp8.yaml"
@@ -142,7 +151,7 @@ def test_what_waits_for_the_rest_of_its_layer_is_copied_out_of_the_senders_memor
     ways_in.setenv("FLASHRL_CONFIG", str(file) if scheme in EMULATED else scheme)
     engine = start(two_checkpoints[0])
     by_tensor(engine, lent(read_checkpoint(two_checkpoints[1])))
-    assert engine.generate() == told[scheme]
+    assert engine.generate() == fresh_answers[scheme]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -275,10 +284,10 @@ def test_two_updates_at_once_are_refused(
     engine, folder = start(two_checkpoints[0]), two_checkpoints[1]
     (one, begin), (other, begin_again) = BEGINS[first], BEGINS[second]
     begin(engine, folder)
-    said = f"weight update: it was begun by {one}, and then by {other.format(folder)} as well$"
+    refusal = f"weight update: it was begun by {one}, and then by {other.format(folder)} as well$"
     if first == second == "transfer":
-        said = "start_weight_update called while a weight update is already active"
-    with pytest.raises((SyncError, RuntimeError), match=f"^{said}"):
+        refusal = "start_weight_update called while a weight update is already active"
+    with pytest.raises((SyncError, RuntimeError), match=f"^{refusal}"):
         begin_again(engine, folder)
     why = f"an update was begun by {one}, and then by {other.format(folder)} as well"
     if first == second == "transfer":
@@ -288,7 +297,7 @@ def test_two_updates_at_once_are_refused(
 
 
 def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+    two_checkpoints: tuple[Path, Path], fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch
 ) -> None:
     from flashrl_compat.shared_memory import ShmTrainer
 
@@ -306,11 +315,68 @@ def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
         finish_weight_update=engine.llm.finish_weight_update,
     )
     ShmTrainer(client=client, source=read_checkpoint(two_checkpoints[1]), chunk_bytes=1 << 20).send_weights()
-    assert engine.generate() == told["int8"]
+    assert engine.generate() == fresh_answers["int8"]
     engine.llm.start_weight_update()
     engine.model.load_weights(read_checkpoint(two_checkpoints[0])[:9])
     with pytest.raises(SyncError, match=r": model\.\S+ \(\d+ of \d+ elements\) and \d+ more layers wait for weights$"):
         engine.generate()
+
+
+def test_what_a_transfer_has_received_and_not_applied_is_not_proven(
+    two_checkpoints: tuple[Path, Path], fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch
+) -> None:
+    """vLLM's `defers_processing`, from 0.29 on: whoever ends the update himself need not know that the transfer has a
+    thread of its own, and before that end no token is sampled."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from flashrl_compat import shared_memory
+    from flashrl_compat.shared_memory import ShmEngine, ShmTrainer, ShmUpdateInfo
+
+    received: list[Weights] = []
+
+    class DeferringEngine(ShmEngine):
+        defers_processing = True
+
+        def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+            received.append(list(shared_memory._read(update_info)))
+
+        def drain_pending(self) -> None:
+            with ThreadPoolExecutor() as pool:
+                for weights in received:
+                    pool.submit(self.model.load_weights, weights).result()
+            received.clear()
+
+        def finish_weight_update(self) -> None:
+            self.drain_pending()
+            super().finish_weight_update()
+
+    ways_in.setitem(WeightTransferEngineFactory._registry, "deferring", lambda: DeferringEngine)
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    transfer = WeightTransferConfig(backend="deferring")
+    engine = start_engine(two_checkpoints[0], scheme="bf16", weight_transfer_config=transfer)
+    old = engine.generate()
+    client = SimpleNamespace(
+        start_weight_update=engine.llm.start_weight_update,
+        update_weights=lambda info: engine.llm.update_weights({"update_info": info}),
+        finish_weight_update=lambda: None,
+    )
+    ShmTrainer(client=client, source=read_checkpoint(two_checkpoints[1]), chunk_bytes=40_000).send_weights()
+    with pytest.raises(SyncError, match=r"begun by a layerwise reload: no weights have come yet$"):
+        engine.generate()
+    layerwise.finalize_layerwise_reload(engine.model, engine.runner.model_config)  # not vLLM's finish_weight_update
+    assert engine.generate() == fresh_answers["int8"]
+    engine.worker._weight_update_active = False
+    client.finish_weight_update = engine.llm.finish_weight_update
+    ShmTrainer(client=client, source=read_checkpoint(two_checkpoints[0]), chunk_bytes=40_000).send_weights()
+    assert engine.generate() == old
+    with pytest.raises(
+        SyncError, match=r"1 layers did not receive all their weights: model\.layers\.0\.self_attn\.qkv"
+    ):
+        ShmTrainer(
+            client=client, source=dropped(read_checkpoint(two_checkpoints[1])), chunk_bytes=40_000
+        ).send_weights()
+    free_engine(engine)
 
 
 def test_a_transport_that_packs_tensors_leaves_each_where_it_can_be_read() -> None:
@@ -324,15 +390,15 @@ def test_a_transport_that_packs_tensors_leaves_each_where_it_can_be_read() -> No
     names, tensors = zip(*sent, strict=True)
     flat = [each.contiguous().view(torch.uint8).view(-1) for each in tensors]
     shapes, types = [list(each.shape) for each in tensors], [each.dtype for each in tensors]
-    found = unpack_tensor(torch.cat(flat), list(names), shapes, types, [len(each) for each in flat])
-    assert [name for name, _ in found] == ["appliance.precision", "a", "b", "appliance.manifest"]
-    assert all(torch.equal(one, other) for (_, one), other in zip(found, tensors, strict=True))
-    assert all(each.storage_offset() * each.element_size() % 2 == 0 for _, each in found[1:3])
+    unpacked = unpack_tensor(torch.cat(flat), list(names), shapes, types, [len(each) for each in flat])
+    assert [name for name, _ in unpacked] == ["appliance.precision", "a", "b", "appliance.manifest"]
+    assert all(torch.equal(one, other) for (_, one), other in zip(unpacked, tensors, strict=True))
+    assert all(each.storage_offset() * each.element_size() % 2 == 0 for _, each in unpacked[1:3])
 
 
 @pytest.mark.parametrize("wakes", ["first", "last"])
 def test_nothing_is_generated_between_a_deep_sleep_and_an_update(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, wakes: str
+    two_checkpoints: tuple[Path, Path], fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch, wakes: str
 ) -> None:
     """A CPU's worker sleeps by doing nothing; the core's calls are those of a GPU."""
     ways_in.setenv("FLASHRL_CONFIG", "int8")
@@ -352,22 +418,22 @@ def test_nothing_is_generated_between_a_deep_sleep_and_an_update(
     engine.llm.collective_rpc("appliance_weights", args=(False,))
     assert core.is_scheduler_paused()  # as long as there is no cache
     core.wake_up()
-    assert engine.generate() == told["int8"]
+    assert engine.generate() == fresh_answers["int8"]
     core.sleep(level=1)
     core.wake_up()
-    assert engine.generate() == told["int8"]
+    assert engine.generate() == fresh_answers["int8"]
     free_engine(engine)
 
 
 def test_a_tied_head_may_come_anywhere_if_it_is_the_embedding(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+    two_checkpoints: tuple[Path, Path], fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch
 ) -> None:
     """Before the first layer, among them, and after the last one, when the update has ended itself."""
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0])
     old = engine.generate()
     first, second = map(read_checkpoint, two_checkpoints)
-    for weights, says in ((second, told["int8"]), (first, old)):
+    for weights, says in ((second, fresh_answers["int8"]), (first, old)):
         head = ("lm_head.weight", dict(weights)["model.embed_tokens.weight"])
         for place in (len(weights), 0, 9):
             by_tensor(engine, [*weights[:place], head, *weights[place:]])
@@ -417,7 +483,7 @@ def test_nothing_is_read_from_the_old_weights_cache(
 
 
 def test_weights_in_a_kernels_format_are_refused(
-    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+    two_checkpoints: tuple[Path, Path], fresh_answers: dict[str, list], ways_in: pytest.MonkeyPatch
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0])
@@ -426,5 +492,5 @@ def test_weights_in_a_kernels_format_are_refused(
     for ask in (engine.worker.reload_weights, engine.runner.reload_weights):  # extensions ask the runner itself
         with pytest.raises(SyncError, match="in a kernel's own format cannot be proven"):
             ask(weights_iterator=weights, is_checkpoint_format=False)
-    assert engine.generate() == told["int8"]
-    assert engine.worker.appliance_ways_in.state.version == 1
+    assert engine.generate() == fresh_answers["int8"]
+    assert engine.worker.appliance_ways_in.report.version == 1

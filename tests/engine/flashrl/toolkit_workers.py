@@ -5,15 +5,21 @@ Where theirs receives from a GPU (NCCL, CUDA IPC), these are handed the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 Tensors = list[tuple[str, Tensor]]
@@ -26,47 +32,71 @@ class OpenRLHFWorker:
         self.model_runner.model.load_weights(weights=[(name, weight)])
 
 
-class SkyRLWorker:
-    """skyrl 0.3.0, inference_servers/new_inference_worker_wrap.py: a layerwise reload around chunks, whose functions it
-    looks up at each call."""
+@dataclass
+class SkyRLInitInfo(WeightTransferInitInfo):
+    packed: bool = True
 
-    def skyrl_start_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        layerwise.get_numel_loaded = _capped(layerwise.get_numel_loaded)
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-            initialize_layerwise_reload(self.model_runner.model)
+@dataclass
+class SkyRLUpdateInfo(WeightTransferUpdateInfo):
+    weights: Tensors
 
-    def update_weights_ipc(self, chunk: Tensors) -> None:
-        """Views of one packed buffer, which is the sender's again afterwards."""
+
+class SkyRLTransfer(WeightTransferEngine[SkyRLInitInfo, SkyRLUpdateInfo]):
+    """skyrl 0.4.0, skyrl_train/weight_sync/weight_receivers.py: `skyrl_nccl` and `skyrl_ipc` are vLLM's engines
+    of weight transfer, with the worker's device as the default one. While they receive, a stand-in replaces the model:
+    it has its own `load_weights`, which passes on what is no batched FP8 expert; everything else is the model's.
+    """
+
+    init_info_cls = SkyRLInitInfo
+    update_info_cls = SkyRLUpdateInfo
+
+    def init_transfer_engine(self, init_info: SkyRLInitInfo) -> None:
+        assert init_info.packed
+
+    def start_weight_update(self) -> None:
+        with torch.device(self.device):
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SkyRLUpdateInfo) -> None:
+        """Load views of one packed buffer, which is the sender's again afterwards."""
+        chunk = update_info.weights
         packed = torch.cat([tensor.flatten() for _, tensor in chunk])
         parts = packed.split([tensor.numel() for _, tensor in chunk])
         views = [(name, part.view(tensor.shape)) for (name, tensor), part in zip(chunk, parts, strict=True)]
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-            self.model_runner.model.load_weights(weights=views)
+        model = self.model
+        self.model = ModelWithAnotherLoader(model)
+        try:
+            with torch.device(self.device):
+                self.model.load_weights(views)
+        finally:
+            self.model = model
         packed.fill_(float("nan"))
 
-    def update_weights_nccl(self, info: object) -> None:
-        """As vLLM 0.23 has it, which SkyRL pins."""
-        receiver = NCCLWeightTransferEngine.__new__(NCCLWeightTransferEngine)  # its own __init__ asks for a GPU
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-            receiver.receive_weights(info, load_weights=self.model_runner.model.load_weights)
+    def finish_weight_update(self) -> None:
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model, self.model_config)
 
-    def skyrl_finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
-            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+    def shutdown(self) -> None:
+        pass
 
 
-def _capped(original: Callable[..., tuple[int, object]]) -> Callable[..., tuple[int, object]]:
-    """SkyRL puts such a function in vLLM's place: a loader that copies twice counts once."""
+class ModelWithAnotherLoader:
+    """SkyRL's stand-in for a model while weights come."""
 
-    def count(loader: Callable[..., object], arguments: Any) -> tuple[int, object]:
-        elements, result = original(loader, arguments)
-        return min(elements, arguments.arguments["param"].numel()), result
+    def __init__(self, model: Module) -> None:
+        self._model = model
 
-    return count
+    def load_weights(self, weights: Tensors) -> set[str]:
+        return self._model.load_weights(weights=list(weights))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class SkyRLWorker:
+    """skyrl 0.4.0, inference_servers/new_inference_worker_wrap.py: the extension registers SkyRL's engines of weight
+    transfer before vLLM loads a model, and has no method that updates weights. The tests register it here."""
 
 
 class PrimeRLWorker:
@@ -74,7 +104,7 @@ class PrimeRLWorker:
     functions it has imported before there was an engine."""
 
     def update_weights_from_path(self, weight_path: str) -> None:
-        model = self.model_runner.model
+        model = getattr(self.model_runner.model, "runnable", self.model_runner.model)  # behind CUDA graphs
         loader = get_model_loader(self.load_config)
         assert isinstance(loader, DefaultModelLoader)
         source = DefaultModelLoader.Source(weight_path, revision=None, prefix="", fall_back_to_pt=True)
@@ -102,8 +132,8 @@ class PrimeRLWorker:
 
 
 class NeMoRLWorker:
-    """NeMo-RL 0.7.0, models/generation/vllm/vllm_backend.py: buckets in a buffer that is used again,
-    then vLLM's processing of the whole model. What fails is `False`, and logged there."""
+    """NeMo-RL 0.8, models/generation/vllm/vllm_backend.py: buckets in a buffer that is used again, then vLLM's
+    processing of the whole model; or all tensors in one `reload_weights`. What fails is `False`, and logged there."""
 
     def update_weights_via_ipc_zmq(self, buckets: list[Tensors]) -> bool:
         buffer = torch.empty(max(sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets), dtype=torch.uint8)
@@ -114,6 +144,16 @@ class NeMoRLWorker:
             with set_current_vllm_config(self.model_runner.vllm_config):
                 process_weights_after_loading(self.model_runner.model, self.model_config, self.device)
         except Exception:
+            return False
+        return True
+
+    def update_weights_from_collective(self, buckets: list[Tensors]) -> bool:
+        """With `refit_with_reload_api`."""
+        buffer = torch.empty(max(sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets), dtype=torch.uint8)
+        weights = (pair for bucket in buckets for pair in _in_buffer(bucket, buffer))
+        try:
+            self.model_runner.reload_weights(weights_iterator=weights)
+        except Exception:  # as NeMo-RL does: it logs what failed, and answers that something did
             return False
         return True
 

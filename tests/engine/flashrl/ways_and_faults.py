@@ -204,12 +204,12 @@ def refusals(engine: Engine) -> list[str]:
     """What two requests are told, and a call past the core. Fails where one is answered."""
     past = SimpleNamespace(total_num_scheduled_tokens=1)
     asks = (lambda: engine.generate(resets=False), engine.generate, lambda: engine.worker.execute_model(past))
-    said = []
+    messages = []
     for ask in asks:
         with pytest.raises(SyncError) as refused:
             ask()
-        said.append(str(refused.value))
-    return said
+        messages.append(str(refused.value))
+    return messages
 
 
 def restart(engine: Engine, weights: Weights) -> None:
@@ -243,21 +243,21 @@ def tally_of(
     for way, fault, is_listed in cases:
         for _ in range(1, number):
             by_tensor(engine, weights())
-        sent, told, is_told = listed(weights(), number=number) if is_listed else weights(), [], True
+        sent, messages, is_told = listed(weights(), number=number) if is_listed else weights(), [], True
         names = at_fault(fault, sent)
         try:
             EVERY_WAY[way](engine, fault(sent))
             is_told = EVERY_WAY[way] in PLAIN
         except SyncError as error:
-            told.append(str(error))
+            messages.append(str(error))
         except (ConnectionError, SafetensorError):  # the sender's own
             pass
-        told += refusals(engine)
+        messages += refusals(engine)
         tally.injected += 1
-        if is_told and all(any(name in said for name in names) for said in told):
+        if is_told and all(any(name in said for name in names) for said in messages):
             tally.caught += 1
         else:
-            tally.missed.append(f"{way} {fault.__name__}{' of a list' * is_listed}: {told}")
+            tally.missed.append(f"{way} {fault.__name__}{' of a list' * is_listed}: {messages}")
         restart(engine, first)
         assert engine.generate() == before
     free_engine(engine)

@@ -82,7 +82,7 @@ def one_scale(found: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (one_code, "1 x 1 torch.bfloat16: 1 codes are not the codec's"),
         (one_scale, "1 x 1 torch.bfloat16: scales are not the codec's"),
@@ -90,11 +90,11 @@ def one_scale(found: Any) -> None:
     ],
 )
 def test_an_int8_quantiser_that_is_off(
-    change: Callable[[Any], None], said: str, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], None], reason: str, ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantise = spoilt_quantiser(change)
     monkeypatch.setattr("appliance.engine.int8.quantise_for_kernel", quantise)
-    assert refusal(kernels.int8_quantiser, ground).split("; ")[0] == said
+    assert refusal(kernels.int8_quantiser, ground).split("; ")[0] == reason
 
 
 def test_an_int8_product_that_is_rounded_before_its_bias(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +214,6 @@ def test_attention_of_another_scale(ground: Ground, monkeypatch: pytest.MonkeyPa
 def test_packed_attention_that_sees_the_sequence_before(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.trainer.attention import Sequences
 
-    right = Sequences.of
-    monkeypatch.setattr(Sequences, "of", lambda positions_T: right(torch.arange(len(positions_T))))
+    right = Sequences.from_positions
+    monkeypatch.setattr(Sequences, "from_positions", lambda positions_T: right(torch.arange(len(positions_T))))
     assert refusal(attention.packed, ground).startswith("4 heads of 16, 2 of keys: answers: ")

@@ -56,10 +56,10 @@ def test_a_ratio_is_the_median_of_those_of_single_turns(monkeypatch: pytest.Monk
 
 
 def test_the_table_has_packing_and_each_number_of_tokens_for_each_layer() -> None:
-    found = measure(TINY, tokens=(1, 4), turns=1)
-    assert [row.tokens for row in found] == [PACK, 1, 4] * 4
-    assert all(row.faster[BF16] == 1 and row.faster[PLAIN] > 0 for row in found)
-    lines = table(found).splitlines()
+    rows = measure(TINY, tokens=(1, 4), turns=1)
+    assert [row.tokens for row in rows] == [PACK, 1, 4] * 4
+    assert all(row.faster[BF16] == 1 and row.faster[PLAIN] > 0 for row in rows)
+    lines = table(rows).splitlines()
     assert len(lines) == 2 + 12 and "| qkv_proj | 128 x 64 | packing |" in lines[2]
     assert lines[2].endswith("| sgl |" if has_packed_kernel() else f"| {PLAIN} |")
     assert {line.count("|") for line in lines} == {lines[0].count("|")}

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from benchmarks import rotation
+from appliance.terms.shapes import ModelShape
+from benchmarks import rotation, rotation_sync
 
 PREFIX = [1, 7]
 PAIRS = [([1, 7, 5, 3], [9, 4, 2]), ([1, 7, 8], [6, 30])]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Width 128 is two blocks; four heads of 32 on two."""
+@pytest.fixture(scope="module", params=[LlamaConfig, Qwen2Config])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Width 128 is two blocks; four heads of 32 on two. Qwen2 has biases."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = request.param(
         vocab_size=64,
         hidden_size=128,
         intermediate_size=192,
@@ -28,29 +29,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or "bias" in name:
             parameter.data.uniform_(0.2, 2.0)
-    folder = tmp_path_factory.mktemp("llama")
+    folder = tmp_path_factory.mktemp(config.model_type)
     model.save_pretrained(folder)
     return folder
 
 
-def logits(model: rotation.Llama, how: str = "float32") -> Tensor:
-    batches = rotation.batches_of(PAIRS, skip=len(PREFIX))
-    states_MH = rotation.Forward(model, how).states(batches, prefix=PREFIX)
+def logits(model: rotation.Llama, how: str = "float32", *, prefix: list[int] = PREFIX) -> Tensor:
+    batches = rotation.batches_of(PAIRS, skip=len(prefix))
+    states_MH = rotation.Forward(model, how).states(batches, prefix=prefix)
     return (states_MH @ model.head_VH.to(states_MH.dtype).t()).float()
 
 
 def test_the_forward_is_that_of_transformers(folder: Path) -> None:
-    theirs = LlamaForCausalLM.from_pretrained(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = []
     with torch.no_grad():
         for prompt, answer in sorted(PAIRS, key=lambda pair: len(pair[0]) + len(pair[1])):
             rows_TV = theirs(torch.tensor([prompt + answer])).logits[0]
             expected.append(rows_TV[len(prompt) - 1 : -1])
-    torch.testing.assert_close(logits(rotation.Llama.load(folder)), torch.cat(expected), rtol=0, atol=1e-4)
+    for prefix in (PREFIX, []):
+        logits_MV = logits(rotation.Llama.load(folder), prefix=prefix)
+        torch.testing.assert_close(logits_MV, torch.cat(expected), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "full"])
@@ -59,6 +62,19 @@ def test_a_rotation_leaves_the_function_as_it_is(folder: Path, kind: str) -> Non
     rotated = rotation.rotate_values(rotation.rotate_stream(model, kind, seed=3), seed=3)
     assert not torch.allclose(rotated.layers[0]["v"], model.layers[0]["v"], atol=0.01)
     torch.testing.assert_close(logits(rotated), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "full"])
+def test_the_rotation_whose_cost_is_measured_is_the_one_whose_gain_is(kind: str) -> None:
+    shape = ModelShape(heads=2, kv_heads=1, head_size=64, hidden=128, intermediate=192, layers=1, vocab=64)
+    turns, turn_HH = rotation_sync.Turns.for_model(shape, kind=kind), rotation.rotation(kind, width=128, seed=0).float()
+    (layer,) = rotation_sync.layers_of(shape)
+    norm_H = torch.rand(128)
+    for matrix, expected in (
+        (turns.of_reader(layer["q"], norm_H), (layer["q"].float() * norm_H) @ turn_HH),
+        (turns.of_writer(layer["down"]), turn_HH.t() @ layer["down"].float()),
+    ):
+        torch.testing.assert_close(matrix, expected, rtol=0, atol=1e-5)
 
 
 def test_smoothing_leaves_the_function_as_it_is(folder: Path) -> None:

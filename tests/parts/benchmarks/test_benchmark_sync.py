@@ -13,11 +13,11 @@ MIB = 1 << 20
 
 def test_the_peak_counts_what_lives_at_once_and_no_memory_of_before() -> None:
     """A call replaces a tensor of 4 MiB by a new one while 2 MiB of scratch live: 6 MiB above, at each call."""
-    held = {"weights": torch.zeros(4 * MIB, dtype=torch.uint8)}
+    tensors = {"weights": torch.zeros(4 * MIB, dtype=torch.uint8)}
 
     def work() -> None:
         scratch = [torch.zeros(2 * MIB, dtype=torch.uint8)]
-        held["weights"] = held["weights"].clone()
+        tensors["weights"] = tensors["weights"].clone()
         scratch.clear()
         torch.zeros(MIB, dtype=torch.uint8)
 

@@ -72,7 +72,7 @@ IMAGES = {
 }
 
 
-def kept(*has: tuple[int, int], architecture: int) -> set[tuple[int, int]]:
+def kept_capabilities(*has: tuple[int, int], architecture: int) -> set[tuple[int, int]]:
     """Of one container with these images, beside another one that has all."""
     entries = [image(*each, IMAGES[each] + b"!") for each in has]
     given = library(container(*entries) + container(*(image(*each, text) for each, text in IMAGES.items())))
@@ -96,7 +96,7 @@ def kept(*has: tuple[int, int], architecture: int) -> set[tuple[int, int]]:
 def test_of_cuda_code_what_a_gpu_takes_stays(
     has: tuple[tuple[int, int], ...], architecture: int, stays: set[tuple[int, int]]
 ) -> None:
-    assert kept(*has, architecture=architecture) == stays
+    assert kept_capabilities(*has, architecture=architecture) == stays
 
 
 def test_other_files_stay_as_they_are_and_broken_ones_are_refused() -> None:
@@ -225,10 +225,10 @@ def test_a_wheels_files_lie_where_python_looks(tmp_path: Path) -> None:
         ):
             packed.writestr(name, name)
         packed.writestr("vllm/_C.abi3.so", cuda)
-    found = dict(files_of(wheel, architecture=90))
-    assert sorted(found) == ["more.py", "vllm/_C.abi3.so", "vllm/__init__.py", "vllm/kernels/deep_gemm.py"]
+    files = dict(files_of(wheel, architecture=90))
+    assert sorted(files) == ["more.py", "vllm/_C.abi3.so", "vllm/__init__.py", "vllm/kernels/deep_gemm.py"]
     assert "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so" in dict(files_of(wheel, architecture=89))
-    assert found["vllm/_C.abi3.so"] == keep_one(cuda, architecture=90) != cuda
+    assert files["vllm/_C.abi3.so"] == keep_one(cuda, architecture=90) != cuda
     assert dict(files_of(wheel, architecture=None))["vllm/_C.abi3.so"] == cuda
 
 

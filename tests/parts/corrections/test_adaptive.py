@@ -67,11 +67,11 @@ def test_padding_changes_nothing() -> None:
     ones, mask = torch.ones(1, 2), torch.tensor([[1, 1, 0, 0]])
     advantages, wide_advantages = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.0, math.nan, 5.0]])
 
-    def of(x: Tensor, mask_BT: Tensor, advantages_BT: Tensor) -> dict[str, float]:
+    def sums_of(x: Tensor, mask_BT: Tensor, advantages_BT: Tensor) -> dict[str, float]:
         x_BT = log_ratio(x, rollout_BT=torch.zeros_like(x), real_BT=mask_BT)
         return moments(Part(x_BT, mask_BT, advantages_BT), cap=2.0)
 
-    assert of(row, ones, advantages) == of(wide, mask, wide_advantages)
+    assert sums_of(row, ones, advantages) == sums_of(wide, mask, wide_advantages)
 
 
 def test_identical_policies_get_no_correction() -> None:

@@ -113,11 +113,11 @@ def test_a_value_that_is_not_finite_raises(bad: float, side: str) -> None:
 @given(low=st.floats(0, 1, exclude_max=True), high=st.floats(0, 1e6), cap=st.floats(0.1, 100))
 @EXAMPLES
 def test_no_bound_leaves_the_cap_nor_comes_inside_the_recipes(low: float, high: float, cap: float) -> None:
-    found = CalibratedClipping(cap=cap, clip=NOMINAL, fitted=ClipRange(low, high)).clip_range
-    assert NOMINAL.low <= found.low <= max(NOMINAL.low, 1 - 1 / cap)
-    assert NOMINAL.high <= found.high <= max(NOMINAL.high, cap - 1)
+    clip_range = CalibratedClipping(cap=cap, clip=NOMINAL, fitted=ClipRange(low, high)).clip_range
+    assert NOMINAL.low <= clip_range.low <= max(NOMINAL.low, 1 - 1 / cap)
+    assert NOMINAL.high <= clip_range.high <= max(NOMINAL.high, cap - 1)
     if low >= NOMINAL.low and high >= NOMINAL.high and cap > 1e6 + 1:
-        assert found == ClipRange(low, high)
+        assert clip_range == ClipRange(low, high)
 
 
 def test_outside_is_what_the_ratio_before_an_update_would_be_clipped_at() -> None:

@@ -39,13 +39,13 @@ def padded(rows: list[list[float]], *, extra: int = 0, junk: float = 7.0) -> tup
 @pytest.mark.parametrize("seed", range(3))
 def test_every_correction_equals_its_definition(name: str, seed: int) -> None:
     case, correction = make_case(seed), OF_A_STEP[name]
-    found = correction.apply(case.part.x_BT, real_BT=case.mask_BT)
+    corrected = correction.apply(case.part.x_BT, real_BT=case.mask_BT)
     weights, stay = reference(case, correction=correction)
-    assert [row.tolist() for row in case.rows(found.kept_BT)] == stay
-    for row, wanted in zip(case.rows(found.weights_BT), weights, strict=True):
+    assert [row.tolist() for row in case.rows(corrected.kept_BT)] == stay
+    for row, wanted in zip(case.rows(corrected.weights_BT), weights, strict=True):
         assert row.tolist() == pytest.approx(wanted, rel=RTOL)
-    assert found.weights_BT[~case.mask_BT].abs().sum() == 0
-    assert 0.05 < found.acted_BT[case.mask_BT].double().mean() < 0.95 or name in PASSIVE  # every limit is at work
+    assert corrected.weights_BT[~case.mask_BT].abs().sum() == 0
+    assert 0.05 < corrected.acted_BT[case.mask_BT].double().mean() < 0.95 or name in PASSIVE  # every limit is at work
 
 
 @pytest.mark.parametrize("name", OF_A_STEP)
@@ -126,14 +126,14 @@ def assert_same(one: Corrected, other: Corrected, *, real_BT: Tensor, other_real
 def test_every_real_token_is_kept_or_acted_on(rows: list[list[float]]) -> None:
     x_BT, real_BT = padded(rows)
     for name, correction in OF_A_STEP.items():
-        found = correction.apply(x_BT, real_BT=real_BT)
-        assert torch.equal(found.kept_BT | found.acted_BT, real_BT)
+        corrected = correction.apply(x_BT, real_BT=real_BT)
+        assert torch.equal(corrected.kept_BT | corrected.acted_BT, real_BT)
         if name in MASKS:
-            assert not bool((found.kept_BT & found.acted_BT).any())
-            whole_B = (found.kept_BT == real_BT).all(dim=-1) | ~found.kept_BT.any(dim=-1)
+            assert not bool((corrected.kept_BT & corrected.acted_BT).any())
+            whole_B = (corrected.kept_BT == real_BT).all(dim=-1) | ~corrected.kept_BT.any(dim=-1)
             assert bool(whole_B.all())  # a sequence stays or goes as one
         else:
-            assert torch.equal(found.kept_BT, real_BT)  # weighed or clipped, nothing is dropped
+            assert torch.equal(corrected.kept_BT, real_BT)  # weighed or clipped, nothing is dropped
 
 
 @pytest.mark.parametrize("name", OF_A_STEP)
@@ -165,13 +165,13 @@ def test_a_log_prob_that_is_not_finite_raises(bad: float, side: str) -> None:
 def test_acrs_upper_bound_rises_only_where_a_weight_was_cut(weights: list[float], cap: float, high: float) -> None:
     x_BT, real_BT = padded([np.log(weights).tolist()])
     acr = Acr(cap=cap, clip=ClipRange(0.3, high))
-    found = acr.apply(x_BT, real_BT=real_BT)
-    cut_T, upper_T = found.acted_BT[0], found.upper_BT[0]
+    corrected = acr.apply(x_BT, real_BT=real_BT)
+    cut_T, upper_T = corrected.acted_BT[0], corrected.upper_BT[0]
     assert bool((upper_T[~cut_T] == 1 + high).all()) and bool((upper_T >= 1 + high).all())
     # the definition by probabilities: (1 + e) / r, r = min(1, C * p_rollout / p_trainer)
     assert upper_T.tolist() == pytest.approx([(1 + high) / min(1.0, cap / weight) for weight in weights], rel=1e-9)
-    assert bool((found.lower_BT == 1 - 0.3).all())
-    sums = acr.count(found, real_BT=real_BT)
+    assert bool((corrected.lower_BT == 1 - 0.3).all())
+    sums = acr.count(corrected, real_BT=real_BT)
     metrics, wide_T = acr.metrics(sums), upper_T[upper_T > 1 + high]
     assert metrics["acr_widened_fraction"] == len(wide_T) / len(weights)
     assert metrics["acr_bound_mean"] == (pytest.approx(float(wide_T.mean())) if len(wide_T) else None)

@@ -55,25 +55,25 @@ TIGHT = {
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 0.3, 3.0])
 def test_verl_makes_the_same_of_a_batch(name: str, seed: int, spread: float) -> None:
     case, correction = make_case(seed, sequences=200, spread=spread), (VERLS | TIGHT)[name]
-    found = correction.apply(case.part.x_BT, real_BT=case.mask_BT)
+    corrected = correction.apply(case.part.x_BT, real_BT=case.mask_BT)
     weights, mask_BT, _ = compute_rollout_correction_and_rejection_mask(
         case.trainer_BT, case.rollout_BT, case.mask_BT.float(), **as_verl_says_it(correction)
     )
-    assert torch.equal(mask_BT.bool(), found.kept_BT)  # no decision of these batches lies within float32's rounding
-    assert found.kept_BT.any() or spread == 3.0
+    assert torch.equal(mask_BT.bool(), corrected.kept_BT)  # no decision of these batches lies within float32's rounding
+    assert corrected.kept_BT.any() or spread == 3.0
     if weights is None:
-        assert torch.equal(found.weights_BT, case.mask_BT.double())
+        assert torch.equal(corrected.weights_BT, case.mask_BT.double())
     else:
         wanted_BT = weights.batch["rollout_is_weights"].double() * case.mask_BT
-        torch.testing.assert_close(found.weights_BT, wanted_BT, rtol=RTOL, atol=0)
+        torch.testing.assert_close(corrected.weights_BT, wanted_BT, rtol=RTOL, atol=0)
 
 
 @pytest.mark.parametrize("name", VERLS)
 def test_a_method_told_apart_from_every_other(name: str) -> None:
     """By the same batches: what verl makes of one method passes for no other's."""
     case = make_case(3)
-    found = VERLS[name].apply(case.part.x_BT, real_BT=case.mask_BT)
+    corrected = VERLS[name].apply(case.part.x_BT, real_BT=case.mask_BT)
     for other, correction in VERLS.items():
         made = correction.apply(case.part.x_BT, real_BT=case.mask_BT)
-        same = torch.equal(made.kept_BT, found.kept_BT) and torch.equal(made.weights_BT, found.weights_BT)
+        same = torch.equal(made.kept_BT, corrected.kept_BT) and torch.equal(made.weights_BT, corrected.weights_BT)
         assert same == ({name, other} <= {"tis", "acr"} or name == other)

@@ -55,11 +55,11 @@ def test_a_tightened_correction_is_stricter_by_the_definitions(name: str, seed: 
     """A limit of 0.03 in place of 0.01, so that sequences stay."""
     case, tight = make_case(seed), OF_A_STEP[name].tightened()
     tight = tight if name == "k3-reject" else replace(tight, reject_k3_above=0.03)
-    found = tight.apply(case.part.x_BT, real_BT=case.mask_BT)
+    corrected = tight.apply(case.part.x_BT, real_BT=case.mask_BT)
     weights, stay = reference(case, correction=tight)
-    assert [row.tolist() for row in case.rows(found.kept_BT)] == stay
-    for row, wanted in zip(case.rows(found.weights_BT), weights, strict=True):
+    assert [row.tolist() for row in case.rows(corrected.kept_BT)] == stay
+    for row, wanted in zip(case.rows(corrected.weights_BT), weights, strict=True):
         assert row.tolist() == pytest.approx(wanted, rel=1e-12)
-    sums = tight.count(found, real_BT=case.mask_BT)
+    sums = tight.count(corrected, real_BT=case.mask_BT)
     dropped = 1 - sum(map(sum, stay)) / sum(map(len, stay))
     assert tight.metrics(sums)["is_truncated_fraction"] >= dropped > 0.1

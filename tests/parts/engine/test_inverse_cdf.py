@@ -6,6 +6,11 @@ block's sum by 20 * 2^-24 more, and the total by as much again.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numba
 import numpy as np
 import pytest
@@ -71,17 +76,37 @@ def test_the_word_is_where_the_number_falls(vocabulary: int) -> None:
     assert_drawn_by(uniform_B, draw(logits_BV, uniform_B), logits_BV=logits_BV)
 
 
+def cut_by_top_p(logits_V: Tensor, top_p: float) -> Tensor:
+    """As vLLM defines it, in float64: the most likely words whose predecessors have less than top_p together."""
+    probability_V, order_V = torch.softmax(logits_V.double(), dim=0).sort(descending=True, stable=True)
+    predecessors_V = probability_V.cumsum(dim=0) - probability_V
+    return logits_V.index_fill(0, order_V[predecessors_V >= top_p], -torch.inf)
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_draws_have_the_distribution_of_the_logits(vocabulary: int) -> None:
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (1.4, 1.0), (0.9, 0.95)])
+def test_draws_have_the_distribution_of_the_logits(vocabulary: int, temperature: float, top_p: float) -> None:
     """Words in bins by their residue, so that an error within a block, or among lanes, is not averaged away."""
-    logits_V = sharp(vocabulary, seed=3)
+    logits_V = cut_by_top_p(sharp(vocabulary, seed=3) / temperature, top_p)
     probability_V = torch.softmax(logits_V.double(), dim=0).numpy()
+    assert (probability_V > 0).mean() > 0.99 if top_p == 1 else 300 < (probability_V > 0).sum() < vocabulary / 2
     logits_BV = logits_V.expand(512, -1).contiguous()
     uniform_N = numbers(8 * 512, seed=11)
     words_N = np.concatenate([draw(logits_BV, some_B).numpy() for some_B in uniform_N.reshape(8, 512)])
+    assert (probability_V[words_N] > 0).all()
     for bins in (61, 64):
         observed = np.bincount(words_N % bins, minlength=bins)
         assert_chi_square(observed, len(words_N) * np.bincount(np.arange(vocabulary) % bins, weights=probability_V))
+
+
+def test_it_needs_no_compiler(tmp_path: Path) -> None:
+    """Not on the path, not by its variables, and nothing kept from an earlier start."""
+    code = "import numpy, torch; from appliance.engine.inverse_cdf import draw; "
+    code += "print(draw(torch.tensor([[0.0, 1.0]]), numpy.array([0.9])).tolist())"
+    known = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
+    environ = known | {"PATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert child.stdout == "[1]\n"
 
 
 def test_the_common_word_is_as_common_as_it_should_be() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ from appliance.errors import SyncError
 from flashrl_compat import core as module
 from flashrl_compat.worker import WORKER_CLASS
 
-SOUND, NEWER = (1, "", ""), (2, "", "")
-OPEN, BROKEN = (1, "load_weights", ""), (1, "", "model.norm did not come")
+SOUND, NEWER = (1, "whole", ""), (2, "whole", "")
+OPEN, BROKEN = (1, "open", "load_weights"), (1, "broken", "model.norm did not come")
+DROPPED = (1, "dropped", "a sleep of level 2, which dropped them")
 
 
 class Core(SimpleNamespace):
@@ -70,6 +72,25 @@ def test_what_the_call_before_raised_is_the_reason() -> None:
     with pytest.raises(SyncError):
         module._follow(core, settles=False, after=RuntimeError("model.norm came twice"))
     assert follow(core) == "a worker's weights cannot be known: model.norm came twice"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why", "hint"),
+    [
+        ([SOUND, OPEN], "a weight update is open on rank 1, begun by load_weights", module.OPEN),
+        ([NEWER, OPEN], "a weight update is open on rank 1, begun by load_weights", module.OPEN),
+        ([OPEN, BROKEN], "a weight update is open on rank 0, begun by load_weights", module.FINAL),
+        ([DROPPED, SOUND], "rank 0 has had no weights since a sleep of level 2, which dropped them", module.WANTED),
+        ([SOUND, (1, "mended", "")], "a worker's weights cannot be known: 'mended' is not a valid WeightState", ""),
+    ],
+)
+def test_a_rank_whose_weights_are_not_whole_closes_the_core(ranks: list[tuple], why: str, hint: str) -> None:
+    """For good only where they are broken, or where nobody knows."""
+    core = Core(ranks)
+    with nullcontext() if hint else pytest.raises(SyncError):
+        follow(core)
+    assert module._known(core).closed == why
+    assert module._known(core).hint == (hint or module.FINAL)
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,11 @@ def test_the_engine_s_own_plugin_comes_first_whatever_vllm_s_order(process: pyte
     """vLLM may also be told to load this one alone."""
     from appliance.engine import plugin
 
-    told: list[str] = []
-    process.setattr(plugin, "register", lambda: told.append(os.environ["FLASHRL_CONFIG"]))
+    configs: list[str] = []
+    process.setattr(plugin, "register", lambda: configs.append(os.environ["FLASHRL_CONFIG"]))
     process.setenv("FLASHRL_CONFIG", "int8")
     register()
-    assert (told, applied()) == (["int8"], PATCHES)
+    assert (configs, applied()) == (["int8"], PATCHES)
 
 
 def test_the_core_does_without(root: Path) -> None:

@@ -64,7 +64,7 @@ def published(pre: str) -> PreTrainedTokenizerFast:
     )
 
 
-def made(model: PreTrainedModel, folder: Path, *, family: str, **changes: object) -> Path:
+def written_model(model: PreTrainedModel, folder: Path, *, family: str, **changes: object) -> Path:
     """The folder that the model's GGUF file is converted to."""
     settings = {"tokenizer": published("smollm"), "pre": "smollm", **changes}
     source = write_model(folder / "model.gguf", model, family=family, **settings)
@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_model_that_the_file_is_of(tmp_path: Path, famil
     changes |= {"norm_topk_prob": True} if family == "qwen3-moe" else {}  # llama.cpp knows no other
     model = tiny(family, tie_word_embeddings=is_tied, **changes)
     model.save_pretrained(tmp_path / "reference")
-    folder = made(model, tmp_path, family=family)
+    folder = written_model(model, tmp_path, family=family)
     config = json.loads((folder / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["dtype"]) == (is_tied, "bfloat16")
     torch.testing.assert_close(logits(folder), logits(tmp_path / "reference"), rtol=0, atol=1e-5)
@@ -99,7 +99,7 @@ def test_heads_wider_than_their_share_of_the_model_are_read(tmp_path: Path, fami
     model = tiny(family, head_dim=32, **changes)
     model.save_pretrained(tmp_path / "reference")
     torch.testing.assert_close(
-        logits(made(model, tmp_path, family=family)), logits(tmp_path / "reference"), rtol=0, atol=1e-5
+        logits(written_model(model, tmp_path, family=family)), logits(tmp_path / "reference"), rtol=0, atol=1e-5
     )
 
 
@@ -110,7 +110,7 @@ def test_what_lies_beside_the_file_plays_no_part(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
     (tmp_path / "generation_config.json").write_text("{")
     torch.testing.assert_close(
-        logits(made(model, tmp_path, family="llama")), logits(tmp_path / "reference"), rtol=0, atol=1e-5
+        logits(written_model(model, tmp_path, family="llama")), logits(tmp_path / "reference"), rtol=0, atol=1e-5
     )
 
 
@@ -119,7 +119,7 @@ def test_dequantised_weights_are_the_package_ggufs(tmp_path: Path) -> None:
     written = tensors_of(model, family="llama")
     for kind in ("Q8_0", "Q4_0", "Q5_1"):
         (tmp_path / kind).mkdir()
-        folder = made(model, tmp_path / kind, family="llama", kind=kind)
+        folder = written_model(model, tmp_path / kind, family="llama", kind=kind)
         number = gguf.GGMLQuantizationType[kind]
         exact = gguf.dequantize(gguf.quantize(written["blk.0.ffn_down.weight"], number), number)
         read = AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.down_proj.weight
@@ -140,7 +140,9 @@ def test_the_types_that_are_read_are_those_that_the_package_undoes() -> None:
 def test_text_becomes_the_publishers_tokens(tmp_path: Path, pre: str) -> None:
     tokenizer = published(pre)
     family = "qwen2" if pre == "qwen2" else "llama"
-    read = AutoTokenizer.from_pretrained(made(tiny(family), tmp_path, family=family, tokenizer=tokenizer, pre=pre))
+    read = AutoTokenizer.from_pretrained(
+        written_model(tiny(family), tmp_path, family=family, tokenizer=tokenizer, pre=pre)
+    )
     assert {text: read(text)["input_ids"] for text in TEXTS} == {text: tokenizer(text)["input_ids"] for text in TEXTS}
     assert [read.decode(tokenizer(text)["input_ids"]) for text in TEXTS] == [
         tokenizer.decode(tokenizer(text)["input_ids"]) for text in TEXTS
@@ -157,10 +159,10 @@ def test_text_becomes_the_publishers_tokens(tmp_path: Path, pre: str) -> None:
 def pieces(*, is_prefixed: bool) -> SentencePieceProcessor:
     """SentencePiece's own BPE, trained as Llama 2's: bytes for what is unknown, digits apart. is_prefixed: whether it
     puts a space in front."""
-    made = io.BytesIO()
+    written = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat that sat on the mat is not the hat of the bat, 1234 and 56"] * 20),
-        model_writer=made,
+        model_writer=written,
         vocab_size=300,
         model_type="bpe",
         byte_fallback=True,
@@ -172,7 +174,7 @@ def pieces(*, is_prefixed: bool) -> SentencePieceProcessor:
         add_dummy_prefix=is_prefixed,
         minloglevel=1,
     )
-    return SentencePieceProcessor(model_proto=made.getvalue())
+    return SentencePieceProcessor(model_proto=written.getvalue())
 
 
 @pytest.mark.parametrize("is_prefixed", [True, False])
@@ -180,7 +182,7 @@ def test_text_becomes_sentencepieces_tokens(tmp_path: Path, is_prefixed: bool) -
     published = pieces(is_prefixed=is_prefixed)
     model = tiny("llama", vocab_size=published.get_piece_size())
     changes = {"tokenizer": published, "is_prefixed": is_prefixed}
-    read = AutoTokenizer.from_pretrained(made(model, tmp_path, family="llama", **changes))
+    read = AutoTokenizer.from_pretrained(written_model(model, tmp_path, family="llama", **changes))
     for text in (*TEXTS, "the cat sat on the hat"):
         if text and "<|" not in text:
             assert read(text, add_special_tokens=False)["input_ids"] == published.encode(text), text
@@ -191,7 +193,7 @@ def test_text_becomes_sentencepieces_tokens(tmp_path: Path, is_prefixed: bool) -
 
 def test_a_tokenizer_that_transformers_would_replace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GgufError, match="for a model of `qwen2` transformers cuts text into words otherwise"):
-        made(tiny("qwen2"), tmp_path, family="qwen2", tokenizer=published("llama-bpe"), pre="llama-bpe")
+        written_model(tiny("qwen2"), tmp_path, family="qwen2", tokenizer=published("llama-bpe"), pre="llama-bpe")
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -199,10 +201,10 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
     with pytest.raises(DamagedGguf, match=r"weights of model.layers.1.mlp.up_proj.weight are not finite"):
-        made(model, tmp_path, family="llama")
+        written_model(model, tmp_path, family="llama")
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.1.attn_output.bias"])
 def test_biases_that_transformers_would_leave_out_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(GgufError, match=f"tensor {name} is none that a model of `llama` is read with"):
-        made(tiny("llama"), tmp_path, family="llama", more={name: np.ones(64, np.float32)})
+        written_model(tiny("llama"), tmp_path, family="llama", more={name: np.ones(64, np.float32)})

@@ -104,11 +104,11 @@ def test_verls_own_correction_leaves_such_a_batch_alone():
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_no_method_is_ever_without_the_rollouts_log_probs(method):
     """None can be asked for without them: every recipe's engine returns them, after temperature, as the trainer's."""
-    said = dict(planned(str(method)))
+    overrides = dict(planned(str(method)))
     rollout = "actor_rollout_ref.rollout"
-    assert said[f"{rollout}.calculate_log_probs"] is True
-    assert said[f"{rollout}.logprobs_mode"] == "processed_logprobs"
-    assert said["algorithm.rollout_correction.bypass_mode"] is (method not in NEEDS_A_PASS)
+    assert overrides[f"{rollout}.calculate_log_probs"] is True
+    assert overrides[f"{rollout}.logprobs_mode"] == "processed_logprobs"
+    assert overrides["algorithm.rollout_correction.bypass_mode"] is (method not in NEEDS_A_PASS)
 
 
 def test_with_the_engines_log_probs_as_the_old_ones_verl_computes_none():
@@ -119,11 +119,13 @@ def test_with_the_engines_log_probs_as_the_old_ones_verl_computes_none():
 
 
 def test_fp16_is_said_to_trainer_reference_and_engine_and_bf16_to_none():
-    said, usual = dict(planned("fp16")), dict(planned("cpu-bf16"))
+    overrides, usual = dict(planned("fp16")), dict(planned("cpu-bf16"))
     base, mixed = "actor_rollout_ref", {"param_dtype": "fp16"}
     wanted = {f"+{base}.{role}.fsdp_config.mixed_precision": mixed for role in ("actor", "ref")}
     wanted[f"{base}.rollout.dtype"] = "float16"
-    assert {key: said.get(key) for key in said if "precision" in key or key.endswith("rollout.dtype")} == wanted
+    assert {
+        key: overrides.get(key) for key in overrides if "precision" in key or key.endswith("rollout.dtype")
+    } == wanted
     assert not wanted.keys() & usual.keys()
 
 

@@ -67,11 +67,11 @@ def test_a_lost_tensor_ends_a_command_with_3(broken: Path, tmp_path: Path) -> No
     done = subprocess.run(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, env=os.environ | UNBUFFERED
     )
-    output, said = done.stdout, []
+    output, is_named_once = done.stdout, []
     for command in ("check", "train", "profile"):
         told, ended, output = output.partition(f"{command} ended with 3\n")
-        said.append(bool(ended) and told.count(LOST_TENSOR.format(broken)) == 1)
-    assert (said, output) == ([True] * 3, ""), done.stdout
+        is_named_once.append(bool(ended) and told.count(LOST_TENSOR.format(broken)) == 1)
+    assert (is_named_once, output) == ([True] * 3, ""), done.stdout
     assert [*tmp_path.iterdir()] == []
 
 

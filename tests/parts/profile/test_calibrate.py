@@ -182,13 +182,16 @@ def with_large_rows(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize("family", ONE_FLOW)
 def test_values_and_up_proj_are_smoothed_for_what_reads_them(family: str, tmp_path: Path) -> None:
     profile = profile_of(with_large_rows(family, tmp_path))
-    found = {group.source: group for group in profile.smoothing.groups if "norm" not in group.source}
-    assert {name: group.linears for name, group in found.items()} == {
+    group_by_source = {group.source: group for group in profile.smoothing.groups if "norm" not in group.source}
+    assert {name: group.linears for name, group in group_by_source.items()} == {
         f"model.layers.{layer}.{source}.weight": (f"model.layers.{layer}.{reader}.weight",)
         for layer in range(2)
         for source, reader in (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
     }
-    values, up = found["model.layers.0.self_attn.v_proj.weight"], found["model.layers.0.mlp.up_proj.weight"]
+    values, up = (
+        group_by_source["model.layers.0.self_attn.v_proj.weight"],
+        group_by_source["model.layers.0.mlp.up_proj.weight"],
+    )
     assert (len(values.scale_K), values.head_dim, values.readers_of_head) == (32, 16, 2)
     assert torch.equal(values.reader_scale_K.view(2, 2, 16), values.scale_K.view(2, 1, 16).expand(2, 2, 16))
     assert (len(up.scale_K), up.head_dim, up.readers_of_head) == (96, 0, 1)
@@ -272,15 +275,15 @@ def test_a_mismatch_budget_keeps_what_it_takes_and_the_prediction_is_of_that(qwe
     free = profile_of(qwen2[1], measure_above=0.0)
     assert free.predicted and free.predicted_all is None and free.suggested_ignore == ()
     budget = free.predicted.kl / 2
-    kept = profile_of(qwen2[1], mismatch_budget=budget)
-    assert kept.predicted and 0.5 * budget < kept.predicted.kl <= budget
-    assert kept.predicted_all == free.predicted
-    names = kept.suggested_ignore
+    within_budget = profile_of(qwen2[1], mismatch_budget=budget)
+    assert within_budget.predicted and 0.5 * budget < within_budget.predicted.kl <= budget
+    assert within_budget.predicted_all == free.predicted
+    names = within_budget.suggested_ignore
     assert 0 < len(names) < 2 * 7
-    assert names == tuple(name for layer in kept.layers if layer.kept for name in layer.layer)
-    assert profile_of(qwen2[1], mismatch_budget=budget).header() == kept.header()
+    assert names == tuple(name for layer in within_budget.layers if layer.kept for name in layer.layer)
+    assert profile_of(qwen2[1], mismatch_budget=budget).header() == within_budget.header()
     by_hand = profile_of(qwen2[1], ignore=names)  # with other smoothing: what is ignored is not smoothed
-    assert by_hand.predicted and by_hand.predicted.kl == pytest.approx(kept.predicted.kl, rel=0.5)
+    assert by_hand.predicted and by_hand.predicted.kl == pytest.approx(within_budget.predicted.kl, rel=0.5)
 
 
 def test_within_its_budget_a_model_keeps_nothing_and_measures_nothing_more(
@@ -385,25 +388,40 @@ def test_ignored_layers_are_neither_quantised_nor_smoothed(qwen2: tuple[nn.Modul
     assert profile.suggested_ignore == (ignore,)
 
 
-def test_one_layer_at_a_time_is_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [None, 0.5], ids=["no budget", "half of the mismatch"])
+def test_one_layer_at_a_time_is_in_memory(share: float | None, tmp_path: Path) -> None:
+    """With a budget as well, whose passes are few: one back for the contributions, and one for each of three trials."""
     tiny("qwen2", num_hidden_layers=24).save_pretrained(tmp_path)
-    ledger, alive = Ledger(), []
+    budget = None
+    if share is not None:
+        mismatch = profile_of(tmp_path).predicted
+        assert mismatch is not None
+        budget = share * mismatch.kl
+    ledger, passes, alive = Ledger(), [], []
 
     def look(name: str, done: int, total: int) -> None:
+        if done == 1:
+            passes.append(name)
         alive.append(ledger.alive_bytes)
 
     profile = calibrate(
         tmp_path,
         sequences=tokens().tolist(),
         scheme=Scheme.INT8,
-        settings=Settings(),
+        settings=Settings(mismatch_budget=budget),
         origin=ORIGIN,
         on_layer=look,
         ledger=ledger,
     )
+    trials = [f"choice {number}, layer" for number in (1, 2, 3)]
+    assert passes in (
+        [["layer"]] if share is None else [["layer", "contributions, layer", *trials[:n]] for n in (1, 2, 3)]
+    )
+    assert bool(profile.suggested_ignore) == (share is not None)
     memory = profile.memory
     assert memory is not None
-    assert alive == [0] * 24  # between layers nothing is held
+    last_norm = 64 * 2
+    assert alive == [0] * 24 + [last_norm] * 24 * (len(passes) - 1)  # between layers no more is in memory
     # One layer in BF16, its codes in INT8 (half of that), and one tensor twice while smoothing is folded into it.
     largest_tensor = 96 * 64 * 2
     assert memory.largest_layer_bytes < memory.peak_bytes <= 1.5 * memory.largest_layer_bytes + largest_tensor
@@ -459,23 +477,23 @@ def test_prompts_of_like_lengths_are_answered_together_within_a_bound(
 
 
 def test_a_profile_is_read_as_it_was_written(qwen2: tuple[nn.Module, Path], tmp_path: Path) -> None:
-    made = profile_of(qwen2[1], mismatch_budget=0.01, ignore=("model.layers.0.mlp.down_proj",))
-    write_profile(made, folder=tmp_path)
+    profile = profile_of(qwen2[1], mismatch_budget=0.01, ignore=("model.layers.0.mlp.down_proj",))
+    write_profile(profile, folder=tmp_path)
     read = read_profile(tmp_path)
-    assert read.header() == made.header()
+    assert read.header() == profile.header()
     assert [each.scale_K.tolist() for each in read.smoothing.groups] == [
-        each.scale_K.tolist() for each in made.smoothing.groups
+        each.scale_K.tolist() for each in profile.smoothing.groups
     ]
     assert {name: each.tolist() for name, each in read.activations.items()} == {
-        name: each.tolist() for name, each in made.activations.items()
+        name: each.tolist() for name, each in profile.activations.items()
     }
 
 
 def test_sequences_of_like_lengths_go_together() -> None:
-    made = batches_of([[1, 2], [3], [4, 5, 6], [], [6] * 2000])
-    assert [tuple(each.tokens_BT.shape) for each in made] == [(1, 2000), (3, 3)]
-    assert made[1].tokens_BT.tolist() == [[3, 0, 0], [1, 2, 0], [4, 5, 6]]
-    assert made[1].valid_BT.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    batches = batches_of([[1, 2], [3], [4, 5, 6], [], [6] * 2000])
+    assert [tuple(each.tokens_BT.shape) for each in batches] == [(1, 2000), (3, 3)]
+    assert batches[1].tokens_BT.tolist() == [[3, 0, 0], [1, 2, 0], [4, 5, 6]]
+    assert batches[1].valid_BT.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
 
 
 def test_padding_changes_nothing(saved: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from hub_variables import set_hub
+from plans import with_model
 from typer.testing import CliRunner
 
 from appliance.cli import app
@@ -116,7 +117,7 @@ def test_a_run_says_before_its_first_step_what_its_profile_predicts_and_check_kn
     assert read_inputs(second, ask_hub=False, run_code=False, read_weights=False).expected is None
 
 
-def test_a_run_says_which_layers_its_budget_keeps_and_why(file: str) -> None:
+def test_a_run_and_a_plan_of_the_next_say_which_layers_the_budget_keeps_and_why(file: str) -> None:
     free = planned(load_recipe(file, sets=()), run="free")
     make_profile(job_of_plan(free))
     kl = read_file_header(Path(free.profile.folder))["predicted"]["kl"]
@@ -124,18 +125,21 @@ def test_a_run_says_which_layers_its_budget_keeps_and_why(file: str) -> None:
     make_profile(job_of_plan(plan))
     command.finish_profile(plan)
     header = read_file_header(Path(plan.profile.folder))
-    kept = [layer for layer in header["layers"] if layer["kept"]]
+    bf16_layers = [layer for layer in header["layers"] if layer["kept"]]
     total = sum(layer["multiplications"] for layer in header["layers"])
-    part = sum(layer["multiplications"] for layer in kept) / total
+    part = sum(layer["multiplications"] for layer in bf16_layers) / total
     ((choice, why),) = notes(plan)
     assert why == "quantization.mismatch_budget"
     assert choice.startswith(
-        f"{len(kept)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what they "
-        f"cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token, by "
-        f"{header['predicted']['tokens']} tokens, instead of {kl:.2g}, at "
-        f"most {kl / 2:g}"
+        f"{len(bf16_layers)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what "
+        f"they cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token, by "
+        f"{header['predicted']['tokens']} tokens, instead of {kl:.2g}, for "
+        f"a budget of {kl / 2:g}: "
     )
-    assert choice.endswith("; the run's profile/quantization.yaml names them") and "model.layers" not in choice
+    assert choice.endswith("; `appliance profile` and the run's profile/quantization.yaml name them")
+    assert "model.layers" not in choice
+    shown = CliRunner().invoke(app, ["plan", file, "--set", f"quantization.mismatch_budget={kl / 2}"])
+    assert choice in " ".join(shown.output.split())
 
 
 def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(recipe: Recipe, tmp_path: Path) -> None:
@@ -144,7 +148,7 @@ def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(rec
     assert plan.profile is not None
     named = plan.replace(
         profile=plan.profile.replace(source=str(tmp_path / "given")),
-        model=plan.model.replace(path="other/model"),
+        weights=plan.weights.replace(name_or_path="other/model"),
     )
     assert command.profile_child(named) is None
     assert command.is_profiled(named)
@@ -185,8 +189,8 @@ def test_a_run_without_a_profile_has_its_engines_in_a_file_too(file: str, sets: 
     command.finish_profile(plan)
     command.finish_profile(plan)  # of a run that is resumed
     entries = read_config(Path(plan.run_dir) / "profile" / "quantization.yaml")
-    assert tuple(entry.quantisation for entry in entries) == plan.rollout.replicas
-    assert {entry.model for entry in entries} == {plan.model.path}
+    assert tuple(entry.quantisation for entry in entries) == plan.engines
+    assert {entry.model for entry in entries} == {plan.weights.name_or_path}
     assert profile_identity(Path(plan.run_dir)) == ()  # nothing that a resumed run needs again
 
 
@@ -202,7 +206,7 @@ def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
         content[-1] ^= 1
         file.write_bytes(content)
     elif change == "data":
-        Path(job.parquet).write_bytes(Path(plan.task.val_parquet).read_bytes())
+        Path(job.parquet).write_bytes(Path(plan.task_files.val_parquet).read_bytes())
     else:
         changes = {"settings": {"strength": 0.25}, "scheme": {"scheme": Scheme.FP8_CHANNEL}}[change]
         job = job.replace(**changes)
@@ -230,7 +234,7 @@ def test_a_profile_of_a_model_in_the_hubs_cache_is_known(
         shutil.copytree(recipe.model.path, snapshot)
     (snapshots[1] / "generation_config.json").write_text("{}")
     (repository / "refs").mkdir()
-    of_the_hub = plan.replace(model=plan.model.replace(path="owner/model", source="owner/model"))
+    of_the_hub = with_model(plan, "owner/model")
     for commit, is_made in (("a", False), ("a", True), ("b", False)):
         (repository / "refs" / "main").write_text(commit * 40)
         if is_made:
@@ -362,7 +366,7 @@ def test_a_scheme_without_a_profile_is_refused(recipe: Recipe, tmp_path: Path) -
         ([], "profile: give a recipe, or --model, --quantized and -o"),
         (["--model", "m", "-o", "o"], "profile: give a recipe, or --model, --quantized and -o"),
         (["r.yaml", "--model", "m", "--quantized", "q", "-o", "o"], "profile: give a recipe, or --model"),
-        (["--model", "m", "--quantized", "q", "--scheme", "int4", "-o", "o"], "--scheme: unknown value `int4`"),
+        (["--model", "m", "--quantized", "q", "--scheme", "int2", "-o", "o"], "--scheme: unknown value `int2`"),
         (["--model", "m", "--quantized", "q", "-o", "o"], "--model m: not a folder with config.json"),
     ],
 )
@@ -384,8 +388,8 @@ def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(r
     job = job_of_plan(plan).replace(mismatch_budget=free["predicted"]["kl"] / 2)
     header = read_file_header(make_profile(job))
     text = "\n".join(lines := table(header, folder="runs/x/profile"))
-    kept = [each for each in header["layers"] if each["kept"]]
-    assert kept and len(kept) < len(header["layers"])
+    bf16_layers = [each for each in header["layers"] if each["kept"]]
+    assert bf16_layers and len(bf16_layers) < len(header["layers"])
     worst = next(line for line in lines if line.startswith("model.layers"))
     assert "mlp.down_proj" in worst
     assert "model.layers.0.self_attn.{q,k,v}_proj" in text
@@ -393,6 +397,6 @@ def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(r
         r"smoothing     strength 0\.5: 4 norms(, \d up_proj)?(, \d v_proj)?, each with all that reads it", text
     )
     assert f"(for a mismatch of {job.mismatch_budget:g} nats, or by `ignore`)" in text
-    assert f"{kept[0]['contribution']:.1e}" in text
+    assert f"{bf16_layers[0]['contribution']:.1e}" in text
     assert f"{free['predicted']['kl']:.1e} with all layers quantised" in text
     assert lines[-1] == "files         runs/x/profile"

@@ -98,11 +98,11 @@ def test_setup_overwrites_nothing(file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(("typed", "said"), [(".", "."), ("", "."), ("/", "/")])
-def test_setup_refuses_a_folder_without_a_name(file: str, typed: str, said: str) -> None:
+@pytest.mark.parametrize(("typed", "shown"), [(".", "."), ("", "."), ("/", "/")])
+def test_setup_refuses_a_folder_without_a_name(file: str, typed: str, shown: str) -> None:
     error = error_of("setup", file, "-o", typed)
     assert isinstance(error, RecipeError), error
-    assert error.message == f"-o: {said} is there already and is not overwritten"
+    assert error.message == f"-o: {shown} is there already and is not overwritten"
 
 
 def test_a_donor_whose_name_no_file_can_have_is_refused(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_the_same_model_elsewhere_is_no_other_model(file: str, tmp_path: Path) -
     assert plan.profile is not None
     named = plan.replace(
         profile=plan.profile.replace(source=str(tmp_path / "given")),
-        model=plan.model.replace(path=str(tmp_path / "moved")),
+        weights=plan.weights.replace(name_or_path=str(tmp_path / "moved")),
     )
     command.profile_child(named)
     events = [parse_event(line) for line in (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()]

@@ -175,13 +175,13 @@ def open_folder() -> Iterator[Path]:
 
 def what_is_left(folder: Path, *, user: int) -> list[str]:
     """What the reader may still do once it has given up its rights, tried one after the other. user: who starts it."""
-    room, own = folder / "room", folder / "secret"
+    room, secret = folder / "room", folder / "secret"
     room.mkdir()
-    own.write_text("mine")
-    own.chmod(0o600)
+    secret.write_text("mine")
+    secret.chmod(0o600)
     if os.geteuid() == 0:
         os.chown(room, user, user)
-    command = [sys.executable, "-c", TRIED, str(room), str(own), str(user)]
+    command = [sys.executable, "-c", TRIED, str(room), str(secret), str(user)]
     environment = {**reader_environment(room), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout.splitlines()

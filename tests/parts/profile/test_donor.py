@@ -34,27 +34,27 @@ def make_pair(folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
     tiny("qwen2").save_pretrained(model)
     tensors = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
-    made, truth = dict(tensors), {}
+    donor_tensors, truth = dict(tensors), {}
     for layer in ("model.layers.0.", "model.layers.1."):
         for norm, readers in NORM_FEEDS.items():
             name = f"{layer}{norm}.weight"
             scale_K = torch.exp(torch.randn(64, generator=generator))
             truth[name] = scale_K
-            made[name] = (tensors[name].float() / scale_K).bfloat16()
+            donor_tensors[name] = (tensors[name].float() / scale_K).bfloat16()
             for reader in readers:
-                made[f"{layer}{reader}.weight"] = tensors[f"{layer}{reader}.weight"].float() * scale_K
+                donor_tensors[f"{layer}{reader}.weight"] = tensors[f"{layer}{reader}.weight"].float() * scale_K
         inner_N = torch.exp(0.5 * torch.randn(96, generator=generator))
         truth[f"{layer}mlp.up_proj.weight"] = inner_N
-        made[f"{layer}mlp.up_proj.weight"] = made[f"{layer}mlp.up_proj.weight"] / inner_N[:, None]
-        made[f"{layer}mlp.down_proj.weight"] = tensors[f"{layer}mlp.down_proj.weight"].float() * inner_N
+        donor_tensors[f"{layer}mlp.up_proj.weight"] = donor_tensors[f"{layer}mlp.up_proj.weight"] / inner_N[:, None]
+        donor_tensors[f"{layer}mlp.down_proj.weight"] = tensors[f"{layer}mlp.down_proj.weight"].float() * inner_N
         for linear in (*ATTENTION, "self_attn.o_proj", *MLP, "mlp.down_proj"):
             name = f"{layer}{linear}.weight"
-            weight_NK = made[name].float()
+            weight_NK = donor_tensors[name].float()
             scale_N1 = (weight_NK.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
-            made[name] = (weight_NK / scale_N1.float()).round().clamp(-128, 127).to(torch.int8)
-            made[f"{name}_scale"] = scale_N1
+            donor_tensors[name] = (weight_NK / scale_N1.float()).round().clamp(-128, 127).to(torch.int8)
+            donor_tensors[f"{name}_scale"] = scale_N1
     donor.mkdir()
-    save_file(made, donor / "model.safetensors")
+    save_file(donor_tensors, donor / "model.safetensors")
     (donor / "config.json").write_text((model / "config.json").read_text())
     return model, donor, truth
 
@@ -63,9 +63,9 @@ def flashrl_scales(
     model: dict[str, Tensor], donor: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
     """name -> (input_scale, output_scale), by FlashRL 1.0.3's formulas, in the order and the shapes of its own."""
-    found: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+    scales: dict[str, tuple[Tensor | float, Tensor | float]] = {}
     ratio = {name: donor[name] / model[name].float() for name in model if "layernorm" in name}
-    found |= {name: (value, 1.0) for name, value in ratio.items()}
+    scales |= {name: (value, 1.0) for name, value in ratio.items()}
     fitted = {}
     for layer in ("model.layers.0.", "model.layers.1."):
         for norm, readers in NORM_FEEDS.items():
@@ -78,12 +78,12 @@ def flashrl_scales(
                     beta = (donor[name].float() * base).sum(-1, keepdim=True) / (base**2).sum(-1, keepdim=True)
                     fitted[layer] = beta.view(-1, 1)
                     scale = scale.float() / fitted[layer]
-                found[name] = (1.0 / r, 1.0 / scale.float())
+                scales[name] = (1.0 / r, 1.0 / scale.float())
         name = f"{layer}self_attn.o_proj.weight"
-        found[name] = (1.0, 1.0 / donor[f"{name}_scale"].view(-1, 1).float())
+        scales[name] = (1.0, 1.0 / donor[f"{name}_scale"].view(-1, 1).float())
         name = f"{layer}mlp.down_proj.weight"
-        found[name] = (1.0 / fitted[layer].view(1, -1), 1.0 / donor[f"{name}_scale"].view(-1, 1).float())
-    return found
+        scales[name] = (1.0 / fitted[layer].view(1, -1), 1.0 / donor[f"{name}_scale"].view(-1, 1).float())
+    return scales
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +103,15 @@ def same_scales(profile: Profile, *, name: str, input_scale: Tensor | None, outp
     fitted = name.endswith("mlp.up_proj.weight") and "output"
     fitted = fitted or (name.endswith("mlp.down_proj.weight") and "input")
     columns = len(profile.input_scales[name.replace("down_proj", "up_proj")]) if fitted else 0
-    for kind, expected, found in (
+    for kind, expected, actual in (
         ("input", input_scale, profile.input_scales.get(name)),
         ("output", output_scale, profile.output_scales.get(name)),
     ):
         if expected is None:
-            assert found is None
+            assert actual is None
             continue
         rtol = (2 * columns + 8) * U if kind == fitted else 0
-        torch.testing.assert_close(found, expected.view(-1), rtol=rtol, atol=0)
+        torch.testing.assert_close(actual, expected.view(-1), rtol=rtol, atol=0)
 
 
 def test_the_numbers_are_those_that_flashrls_own_code_made() -> None:
@@ -143,12 +143,12 @@ def test_the_numbers_are_flashrls(pair: tuple[Path, Path, dict[str, Tensor]], re
 def test_the_scales_make_the_donors_codes(pair: tuple[Path, Path, dict[str, Tensor]], recovered: Profile) -> None:
     model, donor = (load_file(folder / "model.safetensors") for folder in pair[:2])
     for name, output_scale_N in recovered.output_scales.items():
-        made = predicted_codes(
+        codes = predicted_codes(
             model[name], output_scale_N=output_scale_N, input_scale_K=recovered.input_scales.get(name)
         )
         # The norm's ratio carries BF16's rounding (2^-8 of itself, and of codes up to 127: half a code).
-        assert float((made - donor[name].float()).abs().max()) <= 2.0
-        assert float((made - donor[name].float()).abs().mean()) < 0.2
+        assert float((codes - donor[name].float()).abs().max()) <= 2.0
+        assert float((codes - donor[name].float()).abs().mean()) < 0.2
 
 
 def test_the_smoothing_is_the_truth_to_the_nearest_power_of_two(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import make_plan
+from plans import make_plan, with_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny
 from trainers import make_trainer
@@ -20,7 +20,7 @@ from appliance.profile.job import job_of_run
 from appliance.profile.uaq import is_scaled, make_scaled, scaling_child
 from appliance.quant.uaq import MARK_FILE
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
-from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan, UaqPlan
+from appliance.record.plan import ProfilePlan, RunPlan, UaqPlan
 from appliance.record.session import RunRecord, write_record
 from appliance.terms.schemes import Scheme
 from appliance.trainer.export import export_checkpoint
@@ -31,16 +31,14 @@ def plan(tmp_path: Path) -> RunPlan:
     tiny("qwen2").save_pretrained(tmp_path / "model")
     run_dir = tmp_path / "runs" / "one"
     run_dir.mkdir(parents=True)
-    model = ModelPlan(
-        path=str(tmp_path / "model"), source=str(tmp_path / "model"), builtin="", revision="", trust_remote_code=False
-    )
-    return make_plan(run_dir, model=model, uaq=UaqPlan(scale=1.5, folder=str(run_dir / "scaled")))
+    plan = make_plan(run_dir, uaq=UaqPlan(scale=1.5, folder=str(run_dir / "scaled")))
+    return with_model(plan, tmp_path / "model", provenance="Tiny, licence mit")
 
 
 def test_a_run_without_uaq_needs_none(plan: RunPlan) -> None:
     bare = plan.replace(uaq=None)
     assert is_scaled(bare) and scaling_child(bare) is None
-    assert bare.trained_model == bare.model.path
+    assert bare.trained_model == bare.weights.name_or_path
 
 
 def test_a_resumed_run_finds_it_and_scales_nothing_again(plan: RunPlan) -> None:
@@ -49,9 +47,9 @@ def test_a_resumed_run_finds_it_and_scales_nothing_again(plan: RunPlan) -> None:
     make_scaled(plan)
     folder = Path(plan.trained_model)
     mark = json.loads((folder / MARK_FILE).read_text())
-    assert (mark["scale"], mark["model"], mark["norms"]) == (1.5, plan.model.path, 4)
+    assert (mark["scale"], mark["model"], mark["norms"]) == (1.5, plan.weights.name_or_path, 4)
     assert is_scaled(plan) and scaling_child(plan) is None
-    before, after = (load_file(Path(each) / "model.safetensors") for each in (plan.model.path, folder))
+    before, after = (load_file(Path(each) / "model.safetensors") for each in (plan.weights.name_or_path, folder))
     name = "model.layers.0.input_layernorm.weight"
     assert torch.equal(after[name].float(), before[name].float() * 1.5)
     assert [path.name for path in Path(plan.run_dir).iterdir() if path.name.startswith(".")] == []
@@ -75,10 +73,11 @@ def test_another_scale_is_refused(plan: RunPlan) -> None:
 
 def test_a_model_that_has_changed_is_refused(plan: RunPlan) -> None:
     make_scaled(plan)
-    tiny("qwen2", seed=1).save_pretrained(plan.model.path)
+    tiny("qwen2", seed=1).save_pretrained(plan.weights.name_or_path)
     with pytest.raises(EngineError) as raised:
         is_scaled(plan)
-    assert raised.value.message == f"{plan.uaq.folder}: made from {plan.model.path}, whose files have changed since"
+    model = plan.weights.name_or_path
+    assert raised.value.message == f"{plan.uaq.folder}: made from {model}, whose files have changed since"
 
 
 def test_a_folder_without_a_mark_is_not_taken(plan: RunPlan) -> None:
@@ -88,8 +87,7 @@ def test_a_folder_without_a_mark_is_not_taken(plan: RunPlan) -> None:
 
 
 def test_the_profile_is_of_the_scaled_model(plan: RunPlan) -> None:
-    folder, given = f"{plan.run_dir}/profile", {"smoothing": 0.5, "mismatch_budget": None, "ignore": ()}
-    profile = ProfilePlan(folder=folder, source="", scheme=Scheme.INT8, **given)
+    profile = ProfilePlan(folder=f"{plan.run_dir}/profile", source="", scheme=Scheme.INT8)
     assert job_of_run(plan.replace(profile=profile)).model == plan.uaq.folder
 
 
@@ -103,7 +101,8 @@ def test_a_checkpoint_is_exported_in_the_original_parametrisation(plan: RunPlan,
     (checkpoint / "actor").mkdir(parents=True)
     Path(plan.trained_model).rename(checkpoint / "actor" / "huggingface")
     export_checkpoint(checkpoint, target=tmp_path / "out", uaq=plan.uaq)
-    before, after = (load_file(Path(each) / "model.safetensors") for each in (plan.model.path, tmp_path / "out"))
+    folders = (Path(plan.weights.name_or_path), tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(before[name], after[name].to(before[name].dtype)) for name in before)
     assert not (tmp_path / "out" / MARK_FILE).exists()
 
@@ -119,16 +118,17 @@ def trained(plan: RunPlan, *, step: int) -> Path:
 
 
 def is_the_model(folder: Path, plan: RunPlan) -> bool:
-    before, after = (load_file(each / "model.safetensors") for each in (Path(plan.model.path), folder))
+    before, after = (load_file(each / "model.safetensors") for each in (Path(plan.weights.name_or_path), folder))
     equal = [torch.equal(before[name], after[name].to(before[name].dtype)) for name in before]
     return all(equal) and before.keys() == after.keys() and not (folder / MARK_FILE).exists()
 
 
-def test_the_model_of_a_run_is_folded_back(plan: RunPlan) -> None:
+def test_the_model_of_a_run_is_folded_back_and_names_what_it_was_trained_from(plan: RunPlan) -> None:
     """As the trainer makes `model/` at its end."""
-    trained(plan, step=plan.steps)
+    trained(plan, step=plan.trainer.steps)
     make_trainer(plan, stopping=SimpleNamespace(check=None)).export_model()
     assert is_the_model(Path(plan.run_dir) / "model", plan)
+    assert "It was trained from Tiny, licence mit.\n" in (Path(plan.run_dir) / "model" / "README.md").read_text()
 
 
 def test_what_the_command_exports_is_folded_back(plan: RunPlan, tmp_path: Path) -> None:
@@ -144,12 +144,12 @@ def test_preflight_knows_what_cannot_be_scaled(plan: RunPlan) -> None:
     assert uaq_problem(plan) == ""
     make_scaled(plan)
     folder = plan.uaq.folder
-    twice = plan.replace(model=plan.model.replace(path=folder))
+    twice = with_model(plan, folder)
     assert uaq_problem(twice) == f"{folder}: the model is scaled by UAQ already (uaq.json says so)"
     assert uaq_problem(twice.replace(uaq=None)) == ""
     with pytest.raises(EngineError, match=r"the model is scaled by UAQ already \(uaq.json says so\)"):
         make_scaled(twice.replace(uaq=UaqPlan(scale=1.5, folder=folder + "-again")))
-    source = Path(plan.model.path)
+    source = Path(plan.weights.name_or_path)
     (source / "model.safetensors").rename(source / "kept")
     assert uaq_problem(plan) == f"{source}: UAQ reads weights from *.safetensors, and the folder has none"
     (source / "model.safetensors").write_bytes(b"not one")

@@ -165,12 +165,15 @@ def test_heads_that_do_not_fit_are_refused() -> None:
 
 def test_a_profile_is_read_with_its_heads_and_one_of_the_first_version_without(tmp_path: Path) -> None:
     smoothing = random_smoothing(tiny("qwen3"), seed=3)
-    made = Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), smoothing)
-    write_profile(made, folder=tmp_path / "now")
+    profile = Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), smoothing)
+    write_profile(profile, folder=tmp_path / "now")
     for group, read in zip(smoothing.groups, load_smoothing(tmp_path / "now").groups, strict=True):
         assert torch.equal(group.scale_K, read.scale_K)
         assert vars(dataclasses.replace(group, scale_K=read.scale_K)) == vars(read)
-    header = made.header() | {"schema_version": 1, "smoothing": [{"norm": "norm.weight", "linears": ["q_proj.weight"]}]}
+    header = profile.header() | {
+        "schema_version": 1,
+        "smoothing": [{"norm": "norm.weight", "linears": ["q_proj.weight"]}],
+    }
     (tmp_path / "before").mkdir()
     save_file(
         {"smoothing.norm.weight": torch.tensor([2.0])},

@@ -53,7 +53,7 @@ def measured(x_MK: Tensor, weight_NK: Tensor, scale_K: Tensor) -> float:
 def test_the_error_is_that_of_the_formula_and_so_is_each_change() -> None:
     x_MK, weight_NK = layer()
     scale_K = rule(x_MK, weight_NK)
-    error, log_K = _Error.of(x_MK, weight_NK=weight_NK), scale_K.double().log2()
+    error, log_K = _Error.between(x_MK, weight_NK=weight_NK), scale_K.double().log2()
     assert error.total(log_K) == pytest.approx(expected(x_MK, weight_NK, scale_K), rel=1e-12)
     for by in (1, -1):
         totals_K = error.totals(log_K, by=by)
@@ -68,7 +68,7 @@ def test_some_tokens_and_rows_stand_for_all() -> None:
     x_MK, weight_NK = layer(tokens=256, rows=256)
     twice = (x_MK.repeat_interleave(2, dim=0), weight_NK.repeat_interleave(2, dim=0))
     scale_K = rule(x_MK, weight_NK)
-    once, both = (_Error.of(x, weight_NK=w) for x, w in ((x_MK, weight_NK), twice))
+    once, both = (_Error.between(x, weight_NK=w) for x, w in ((x_MK, weight_NK), twice))
     log_K = scale_K.double().log2()
     assert both.total(log_K) == pytest.approx(4 * once.total(log_K), rel=1e-12)
     refined = [refine(scale_K, x_MK=x, weight_NK=w) for x, w in ((x_MK, weight_NK), twice)]
@@ -82,7 +82,7 @@ def test_refined_factors_lower_the_error_that_is_measured_and_no_single_step_low
     assert made_K.dtype is torch.float32 and bool((torch.frexp(made_K).mantissa == 0.5).all())
     assert expected(x_MK, weight_NK, made_K) < 0.8 * expected(x_MK, weight_NK, scale_K)
     assert measured(x_MK, weight_NK, made_K) < 0.85 * measured(x_MK, weight_NK, scale_K)
-    error, log_K = _Error.of(x_MK, weight_NK=weight_NK), made_K.double().log2()
+    error, log_K = _Error.between(x_MK, weight_NK=weight_NK), made_K.double().log2()
     near_K = (log_K - scale_K.double().log2()).abs() < smoothing_factors._REACH
     least = min(float(error.totals(log_K, by=by)[near_K].min()) for by in (1, -1))
     assert least >= error.total(log_K) * (1 - 2 * smoothing_factors._LEAST_GAIN)
@@ -106,8 +106,8 @@ def test_scales_follow_the_formula_to_the_nearest_power_of_two() -> None:
     alive = [k for k in range(50) if k not in (7, 8)]
     exact = a_K.double() ** 0.3 / w_K.double() ** 0.7
     centred = exact / exact[alive].median()
-    made = by_rule(a_K, weight_K=w_K, strength=0.3)
-    assert (made[7], made[8]) == (1.0, 1.0)
-    ratio = made.double()[alive] / centred[alive]
+    scale_K = by_rule(a_K, weight_K=w_K, strength=0.3)
+    assert (scale_K[7], scale_K[8]) == (1.0, 1.0)
+    ratio = scale_K.double()[alive] / centred[alive]
     assert float(ratio.log2().abs().max()) <= 0.5 + 1e-9
-    assert len(set(made.tolist())) > 2
+    assert len(set(scale_K.tolist())) > 2

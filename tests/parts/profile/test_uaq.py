@@ -41,13 +41,13 @@ def test_by_a_power_of_two_the_same_function_and_back_the_same_file(family: str,
     fold_back(tmp_path / "scaled", target=tmp_path / "back", scale=2.0)
     folders = (tmp_path / "scaled", tmp_path / "model")
     assert torch.equal(*(logits_of(folder, dtype=torch.bfloat16) for folder in folders))
-    model, made, back = (weights_of(tmp_path / name) for name in ("model", "scaled", "back"))
-    assert model.keys() == made.keys() == back.keys()
+    model, scaled_weights, back = (weights_of(tmp_path / name) for name in ("model", "scaled", "back"))
+    assert model.keys() == scaled_weights.keys() == back.keys()
     assert all(torch.equal(model[name], back[name]) and back[name].dtype is torch.bfloat16 for name in model)
-    moved = {name for name in model if not torch.equal(model[name], made[name])}
+    moved = {name for name in model if not torch.equal(model[name], scaled_weights[name])}
     assert moved == {name for name in model if name.endswith((*ENDS, *EXPERTS, *NORMS))}
     for name in moved:
-        assert torch.equal(made[name], model[name] * (2.0 if name.endswith(NORMS) else 0.5))
+        assert torch.equal(scaled_weights[name], model[name] * (2.0 if name.endswith(NORMS) else 0.5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,11 +72,13 @@ def test_by_any_other_scale_the_same_function_to_rounding_and_back_the_same_weig
 def test_scaling_rounds_once_and_the_way_back_is_exact(scale: float, weights: list[float]) -> None:
     weight = torch.tensor(weights).bfloat16()
     weight = weight * (weight.abs() > 1e-30)  # far from the end of the exponents
-    found = scaled(weight, factor=1 / scale, may_widen=True)
+    scaled_weight = scaled(weight, factor=1 / scale, may_widen=True)
     wanted = weight.double() / scale
-    step = 2.0**-24 if found.dtype is torch.float32 else 2.0**-8  # half a unit of the last place, and double's own
-    assert bool(((found.double() - wanted).abs() <= step * wanted.abs()).all())
-    assert torch.equal(scaled(found, factor=scale, may_widen=False).bfloat16(), weight)
+    step = (
+        2.0**-24 if scaled_weight.dtype is torch.float32 else 2.0**-8
+    )  # half a unit of the last place, and double's own
+    assert bool(((scaled_weight.double() - wanted).abs() <= step * wanted.abs()).all())
+    assert torch.equal(scaled(scaled_weight, factor=scale, may_widen=False).bfloat16(), weight)
 
 
 def test_the_codes_before_training_are_the_same() -> None:
@@ -133,6 +135,6 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["GemmaForCausalLM"]}))
-    with pytest.raises(EngineError, match="UAQ: GemmaForCausalLM is not known to the quantised engine"):
+    with pytest.raises(EngineError, match="UAQ: GemmaForCausalLM is not in the list of model families"):
         scale_folder(tmp_path / "model", target=tmp_path / "scaled", scale=2.0)
     assert not (tmp_path / "scaled").exists()

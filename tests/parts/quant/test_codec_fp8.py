@@ -65,11 +65,11 @@ def reference(values_NK: torch.Tensor, *, scheme: Scheme, tokens: bool = False) 
     scale = absmax / np.float32(448)
     if scheme is Scheme.FP8_CHANNEL or (tokens and scheme is Scheme.FP8):
         scale = np.maximum(scale, np.float32(1) / np.float32(448 * 512))
-    each = spread(scale, block=block, shape=w_NK.shape)
+    scale_NK = spread(scale, block=block, shape=w_NK.shape)
     with np.errstate(all="ignore"):
         divide = tokens or scheme is Scheme.FP8_CHANNEL
-        x_NK = w_NK / each if divide else w_NK * (np.float32(1) / each)
-    x_NK[(each == 0) | (w_NK == 0)] = 0
+        x_NK = w_NK / scale_NK if divide else w_NK * (np.float32(1) / scale_NK)
+    x_NK[(scale_NK == 0) | (w_NK == 0)] = 0
     return round_to_e4m3(x_NK), scale
 
 

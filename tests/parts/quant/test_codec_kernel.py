@@ -19,10 +19,10 @@ ROWS = (1, 2, 3, 17, 128)
 def assert_identical(weight_NK: torch.Tensor) -> None:
     from appliance.engine.int8 import quantise_for_kernel
 
-    found, wanted = quantise_for_kernel(weight_NK), quantise_int8(weight_NK)
-    assert found.scale.shape == wanted.scale.shape
-    assert torch.equal(found.scale, wanted.scale)
-    assert torch.equal(found.codes_NK, wanted.codes_NK)
+    quantised, wanted = quantise_for_kernel(weight_NK), quantise_int8(weight_NK)
+    assert quantised.scale.shape == wanted.scale.shape
+    assert torch.equal(quantised.scale, wanted.scale)
+    assert torch.equal(quantised.codes_NK, wanted.codes_NK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +111,7 @@ def test_a_shard_of_columns_with_the_absmax_of_whole_rows(dtype: torch.dtype) ->
     whole = quantise_int8(weight_NK)
     absmax_N1 = weight_NK.abs().amax(dim=1, keepdim=True).float()
     for rank, shard_NK in enumerate(weight_NK.chunk(4, dim=1)):
-        found = quantise_for_kernel(shard_NK, absmax=absmax_N1)
-        assert torch.equal(found.scale, whole.scale)
-        assert torch.equal(found.codes_NK, whole.codes_NK.chunk(4, dim=1)[rank])
-        assert found.codes_NK.is_contiguous()
+        quantised = quantise_for_kernel(shard_NK, absmax=absmax_N1)
+        assert torch.equal(quantised.scale, whole.scale)
+        assert torch.equal(quantised.codes_NK, whole.codes_NK.chunk(4, dim=1)[rank])
+        assert quantised.codes_NK.is_contiguous()

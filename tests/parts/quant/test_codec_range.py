@@ -26,12 +26,12 @@ def test_row_absmax(dtype: torch.dtype, chunk_elements: int, monkeypatch: pytest
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 7), (4, 5)])
 def test_block_absmax(dtype: torch.dtype, block: tuple[int, int]) -> None:
     values_MK = random_weight((131, 260), dtype=dtype)
-    found = block_absmax(values_MK, block=block)
-    for row in range(found.shape[0]):
-        for column in range(found.shape[1]):
+    absmax = block_absmax(values_MK, block=block)
+    for row in range(absmax.shape[0]):
+        for column in range(absmax.shape[1]):
             part = values_MK[row * block[0] :, column * block[1] :][: block[0], : block[1]]
-            assert found[row, column] == part.abs().max().float()
-    assert found.shape == (-(-131 // block[0]), -(-260 // block[1]))
+            assert absmax[row, column] == part.abs().max().float()
+    assert absmax.shape == (-(-131 // block[0]), -(-260 // block[1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,10 +27,10 @@ def test_per_channel(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
     for weight_NK in weights(shape, dtype):
         scale_N1 = _fp8_channel_scale(weight_absmax(weight_NK, scheme=Scheme.FP8_CHANNEL))
-        found = quantise(weight_NK, scheme=Scheme.FP8_CHANNEL)
-        assert torch.equal(found.scale, scale_N1)
+        quantised = quantise(weight_NK, scheme=Scheme.FP8_CHANNEL)
+        assert torch.equal(quantised.scale, scale_N1)
         codes_NK = _fp8_quant_per_channel(weight_NK, scale_N1)
-        assert torch.equal(found.codes_NK.view(torch.uint8), codes_NK.view(torch.uint8))
+        assert torch.equal(quantised.codes_NK.view(torch.uint8), codes_NK.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

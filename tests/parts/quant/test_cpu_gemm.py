@@ -57,11 +57,11 @@ def test_a_kernel_that_saturates_is_not_taken() -> None:
 
 def test_a_kernel_is_asked_for_while_a_model_is_loaded() -> None:
     """vLLM makes the model's type the usual one meanwhile."""
-    found = saturates()
+    answer = saturates()
     saturates.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert saturates() == found
+        assert saturates() == answer
     finally:
         torch.set_default_dtype(torch.float32)
 

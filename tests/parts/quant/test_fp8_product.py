@@ -76,13 +76,13 @@ def test_product_of_the_operands_that_the_codec_has(scheme: Scheme) -> None:
 def test_blocks_are_as_near_to_the_exact_product_as_their_codes(tokens: int) -> None:
     """|Y - X W| <= e(X) |W| + |X| e(W) + e(X) e(W), and one rounding."""
     weight_NK, x_MK = odd(bf16(200, 300, scale=0.05)), odd(bf16(tokens, 300))
-    found = multiply_fp8(x_MK, quantise(weight_NK, scheme=Scheme.FP8_BLOCK), None).double()
+    product = multiply_fp8(x_MK, quantise(weight_NK, scheme=Scheme.FP8_BLOCK), None).double()
     x, w, of_x, of_w = x_MK.double(), weight_NK.double(), off(x_MK, rows=1), off(weight_NK, rows=128, floor=1e-4)
     wanted = x @ w.t()
     bound = of_x @ w.abs().t() + (x.abs() + of_x) @ of_w.t()
-    share = ((found - wanted).abs() / (bound * (1 + U) + U * wanted.abs() + 1e-30)).max()
+    share = ((product - wanted).abs() / (bound * (1 + U) + U * wanted.abs() + 1e-30)).max()
     assert 0.01 < share <= 1
-    assert not found[~x.any(dim=1)].any()
+    assert not product[~x.any(dim=1)].any()
 
 
 def test_a_token_that_is_not_finite_stays_so_and_alone() -> None:

@@ -37,7 +37,7 @@ def test_every_fault_of_every_family_is_found_by_the_headers(
     count = Count(f"tensor dropped, cropped, of another type, prefixed, layers: {len(FAMILIES)} families (headers)")
     for family, folder in whole.items():
         for broken in broken_checkpoints(folder, folder=tmp_path / family):
-            count.add(broken, told=ask_transformers(broken.folder).problem)
+            count.add(broken, message=ask_transformers(broken.folder).problem)
     record_property("said", count.settle(cases=CASES))
 
 

@@ -57,13 +57,13 @@ def test_every_field_equals_the_formula(num_tokens: int, spread: float, cap: flo
 
 def test_a_known_case_by_hand() -> None:
     """Probabilities 1/2 and 1/4 against 1/4 and 1/2: weights 2 and 1/2."""
-    found = measure_mismatch(
+    measured = measure_mismatch(
         torch.tensor([0.5, 0.25], dtype=torch.float64).log(),
         rollout_T=torch.tensor([0.25, 0.5], dtype=torch.float64).log(),
         cap=1.5,
     )
     assert_close(
-        found,
+        measured,
         Mismatch(
             k3_kl=0.25,  # mean of 2 - 1 - ln 2 and 1/2 - 1 + ln 2
             kl=0.0,
@@ -86,7 +86,7 @@ def test_the_sign_of_kl() -> None:
 
 def test_identical_policies_are_exactly_zero_apart() -> None:
     log_probs_T = -torch.rand(1000).mul(20)
-    found = measure_mismatch(log_probs_T, rollout_T=log_probs_T.clone(), cap=2.0)
+    measured = measure_mismatch(log_probs_T, rollout_T=log_probs_T.clone(), cap=2.0)
     wanted = Mismatch(
         k3_kl=0.0,
         kl=0.0,
@@ -98,7 +98,7 @@ def test_identical_policies_are_exactly_zero_apart() -> None:
         ess=1.0,
         truncated_fraction=0.0,
     )
-    assert dataclasses.asdict(found).items() >= dataclasses.asdict(wanted).items()
+    assert dataclasses.asdict(measured).items() >= dataclasses.asdict(wanted).items()
 
 
 def test_no_cap_truncates_nothing() -> None:
@@ -171,13 +171,13 @@ def measure(pairs: list[tuple[float, float]], *, cap: float | None = 2.0) -> Mis
 @settings(deadline=None, max_examples=300, derandomize=True)
 def test_the_bounds_of_every_field(pairs: list[tuple[float, float]]) -> None:
     """Cauchy-Schwarz: 0 < ESS <= 1. Means are rounded sums of 50 values. k3: exp(x) >= 1 + x, to an ulp of x."""
-    found = measure(pairs)
-    assert found.k3_kl >= -30 * 2.0**-52
-    assert 0 < found.ess <= 1
-    assert 0 <= found.probs_diff_mean <= found.probs_diff_max * (1 + 1e-13) <= 1 + 1e-13
-    assert 0 < found.weight_mean <= found.weight_max * (1 + 1e-13)
-    assert found.weight_std >= 0
-    assert 0 <= found.truncated_fraction <= 1
+    measured = measure(pairs)
+    assert measured.k3_kl >= -30 * 2.0**-52
+    assert 0 < measured.ess <= 1
+    assert 0 <= measured.probs_diff_mean <= measured.probs_diff_max * (1 + 1e-13) <= 1 + 1e-13
+    assert 0 < measured.weight_mean <= measured.weight_max * (1 + 1e-13)
+    assert measured.weight_std >= 0
+    assert 0 <= measured.truncated_fraction <= 1
 
 
 def assert_same_step(one: Mismatch, other: Mismatch) -> None:

@@ -73,11 +73,11 @@ def measure(step: Step, *, cap: float | None = 2.0, edges: tuple[int, ...] = (4,
     return measure_by_length(trainer, rollout_T=rollout, length_S=lengths, cap=cap, edges=edges)
 
 
-def assert_close(found: LengthBucket, wanted: LengthBucket | None, *, places: bool = True) -> None:
+def assert_close(measured: LengthBucket, wanted: LengthBucket | None, *, places: bool = True) -> None:
     """places: also where the largest difference sits and which lengths are meant."""
     assert wanted is not None
     for field in dataclasses.fields(LengthBucket):
-        one, other = getattr(found, field.name), getattr(wanted, field.name)
+        one, other = getattr(measured, field.name), getattr(wanted, field.name)
         if isinstance(one, float):
             atol = ATOL_STD if field.name == "weight_std" else ATOL
             assert math.isclose(one, other, rel_tol=RTOL, abs_tol=atol), (field.name, one, other)
@@ -98,10 +98,10 @@ def make_step(lengths: list[int], *, spread: float, seed: int = 0) -> Step:
 @pytest.mark.parametrize("cap", [None, 1.5])
 def test_every_bucket_equals_the_formula(spread: float, cap: float | None) -> None:
     step = make_step([3, 17, 4, 200, 0, 16, 1, 5, 90], spread=spread)
-    found = measure(step, cap=cap)
-    assert_close(found.whole, reference(step, low=1, high=None, cap=cap))
-    assert [(each.min_tokens, each.max_tokens) for each in found.buckets] == [(1, 4), (5, 16), (17, None)]
-    for bucket in found.buckets:
+    measured = measure(step, cap=cap)
+    assert_close(measured.whole, reference(step, low=1, high=None, cap=cap))
+    assert [(each.min_tokens, each.max_tokens) for each in measured.buckets] == [(1, 4), (5, 16), (17, None)]
+    for bucket in measured.buckets:
         assert_close(bucket, reference(step, low=bucket.min_tokens, high=bucket.max_tokens, cap=cap))
 
 
@@ -109,14 +109,14 @@ def test_a_known_case_by_hand() -> None:
     """Two sequences: (1/2, 1/4) against (1/4, 1/2), weights 2 and 1/2; and 1/8 against 1/4, weight 1/2."""
     half, quarter, eighth = np.log([0.5]), np.log([0.25]), np.log([0.125])
     step = [(np.append(half, quarter), np.append(quarter, half)), (eighth, quarter)]
-    found = measure(step, cap=1.5, edges=(1,)).whole
-    assert found.weight_mean == pytest.approx(1.0, rel=RTOL)
-    assert found.weight_std == pytest.approx(math.sqrt(0.5), rel=RTOL)  # of 2, 1/2, 1/2
-    assert found.chi2 == pytest.approx(0.5, rel=RTOL)  # mean of 4, 1/4, 1/4 less 1
-    assert found.ess == pytest.approx(9 / (3 * 4.5), rel=RTOL)
-    assert found.truncated_fraction == pytest.approx(1 / 3, rel=RTOL)
-    assert found.ppl_gap == pytest.approx(2.0, rel=RTOL)  # of sqrt 8 - sqrt 8 and 8 - 4
-    assert found.kl == pytest.approx(math.log(2) / 3, rel=RTOL)
+    whole = measure(step, cap=1.5, edges=(1,)).whole
+    assert whole.weight_mean == pytest.approx(1.0, rel=RTOL)
+    assert whole.weight_std == pytest.approx(math.sqrt(0.5), rel=RTOL)  # of 2, 1/2, 1/2
+    assert whole.chi2 == pytest.approx(0.5, rel=RTOL)  # mean of 4, 1/4, 1/4 less 1
+    assert whole.ess == pytest.approx(9 / (3 * 4.5), rel=RTOL)
+    assert whole.truncated_fraction == pytest.approx(1 / 3, rel=RTOL)
+    assert whole.ppl_gap == pytest.approx(2.0, rel=RTOL)  # of sqrt 8 - sqrt 8 and 8 - 4
+    assert whole.kl == pytest.approx(math.log(2) / 3, rel=RTOL)
 
 
 def test_pairs_as_far_apart_as_is_allowed_are_measured() -> None:
@@ -130,10 +130,10 @@ def test_the_largest_difference_is_found_where_it_was_put() -> None:
     step = make_step([5, 0, 30, 8], spread=0.01)
     step[2][0][21] -= 3.0
     step[3][0][7] += 1.0  # the same in size is not enough: the sign is kept
-    found = measure(step)
-    assert (found.whole.largest.sequence, found.whole.largest.position) == (2, 21)
-    assert found.whole.largest.nats == pytest.approx(-3.0, abs=0.1)
-    by_bucket = {each.min_tokens: (each.largest.sequence, each.largest.position) for each in found.buckets}
+    measured = measure(step)
+    assert (measured.whole.largest.sequence, measured.whole.largest.position) == (2, 21)
+    assert measured.whole.largest.nats == pytest.approx(-3.0, abs=0.1)
+    by_bucket = {each.min_tokens: (each.largest.sequence, each.largest.position) for each in measured.buckets}
     assert by_bucket[5] == (3, 7)
     assert by_bucket[17] == (2, 21)
 
@@ -149,10 +149,10 @@ def test_a_tiny_spread_keeps_its_digits() -> None:
     """Weights 1 +- 1e-7: the variance of 1e-14 is 45 ulps of w^2 near 1, and exact to 1e-7 in (w - 1)^2."""
     rollout = np.full(1000, -1.0)
     trainer = rollout + np.tile([1e-7, -1e-7], 500)
-    found = measure([(trainer, rollout)]).whole
-    assert found.weight_std == pytest.approx(1e-7, rel=1e-6)
-    assert found.chi2 == pytest.approx(2e-14, rel=1e-3)  # 2 mean(d) = x^2, mean(d^2) = x^2
-    assert found.k3_kl == pytest.approx(5e-15, rel=1e-6)  # x^2 / 2; exp(x) - 1 has lost 1 % of it
+    whole = measure([(trainer, rollout)]).whole
+    assert whole.weight_std == pytest.approx(1e-7, rel=1e-6)
+    assert whole.chi2 == pytest.approx(2e-14, rel=1e-3)  # 2 mean(d) = x^2, mean(d^2) = x^2
+    assert whole.k3_kl == pytest.approx(5e-15, rel=1e-6)  # x^2 / 2; exp(x) - 1 has lost 1 % of it
 
 
 def test_a_perplexity_that_overflows_raises() -> None:
@@ -194,14 +194,14 @@ STEPS = st.builds(
 @given(step=STEPS)
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_buckets_are_parts_of_the_whole(step: Step) -> None:
-    found = measure(step)
-    assert sum(each.num_tokens for each in found.buckets) == found.whole.num_tokens
-    assert sum(each.num_sequences for each in found.buckets) == found.whole.num_sequences
-    joined = sum(each.k3_kl * each.num_tokens for each in found.buckets) / found.whole.num_tokens
-    assert joined == pytest.approx(found.whole.k3_kl, rel=RTOL, abs=ATOL)
-    assert max(each.weight_max for each in found.buckets) == found.whole.weight_max
-    assert found.whole.largest in [each.largest for each in found.buckets]
-    assert 0 < found.whole.ess <= 1
+    measured = measure(step)
+    assert sum(each.num_tokens for each in measured.buckets) == measured.whole.num_tokens
+    assert sum(each.num_sequences for each in measured.buckets) == measured.whole.num_sequences
+    joined = sum(each.k3_kl * each.num_tokens for each in measured.buckets) / measured.whole.num_tokens
+    assert joined == pytest.approx(measured.whole.k3_kl, rel=RTOL, abs=ATOL)
+    assert max(each.weight_max for each in measured.buckets) == measured.whole.weight_max
+    assert measured.whole.largest in [each.largest for each in measured.buckets]
+    assert 0 < measured.whole.ess <= 1
 
 
 @given(step=STEPS, seed=st.integers(0, 2**16))
@@ -209,11 +209,11 @@ def test_buckets_are_parts_of_the_whole(step: Step) -> None:
 def test_the_order_of_sequences_does_not_matter(step: Step, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(step))
     one, other = measure(step), measure([step[i] for i in order])
-    for found, wanted in zip((other.whole, *other.buckets), (one.whole, *one.buckets), strict=True):
-        assert_close(found, wanted, places=False)
-        if found.num_tokens:  # the same token, found at its new row
-            assert int(order[found.largest.sequence]) == wanted.largest.sequence
-            assert found.largest.position == wanted.largest.position
+    for bucket, wanted in zip((other.whole, *other.buckets), (one.whole, *one.buckets), strict=True):
+        assert_close(bucket, wanted, places=False)
+        if bucket.num_tokens:  # the same token, found at its new row
+            assert int(order[bucket.largest.sequence]) == wanted.largest.sequence
+            assert bucket.largest.position == wanted.largest.position
 
 
 @given(step=STEPS)
@@ -227,14 +227,14 @@ def test_padding_does_not_matter(step: Step) -> None:
         padded[0, row, : len(trainer)], padded[1, row, : len(trainer)] = trainer, rollout
         mask[row, : len(trainer)] = True
     real = torch.from_numpy(mask)
-    found = measure_by_length(
+    measured = measure_by_length(
         torch.from_numpy(padded[0])[real],
         rollout_T=torch.from_numpy(padded[1])[real],
         length_S=real.sum(dim=1),
         cap=2.0,
         edges=(4, 16),
     )
-    assert found == measure(step)
+    assert measured == measure(step)
 
 
 @given(step=STEPS)

@@ -22,11 +22,11 @@ def every_finite() -> torch.Tensor:
 
 
 def assert_identical(weight_NK: torch.Tensor, *, scheme: Scheme, absmax: torch.Tensor | None = None) -> None:
-    found, wanted = (f(weight_NK, scheme=scheme, absmax=absmax) for f in (quantise_fp8_numba, quantise))
-    assert (found.block, found.scheme, found.codes_NK.dtype) == (wanted.block, scheme, torch.float8_e4m3fn)
-    assert found.codes_NK.is_contiguous()
-    assert torch.equal(found.scale.view(torch.int32), wanted.scale.view(torch.int32))
-    assert torch.equal(found.codes_NK.view(torch.uint8), wanted.codes_NK.view(torch.uint8))
+    quantised, wanted = (f(weight_NK, scheme=scheme, absmax=absmax) for f in (quantise_fp8_numba, quantise))
+    assert (quantised.block, quantised.scheme, quantised.codes_NK.dtype) == (wanted.block, scheme, torch.float8_e4m3fn)
+    assert quantised.codes_NK.is_contiguous()
+    assert torch.equal(quantised.scale.view(torch.int32), wanted.scale.view(torch.int32))
+    assert torch.equal(quantised.codes_NK.view(torch.uint8), wanted.codes_NK.view(torch.uint8))
 
 
 @pytest.mark.parametrize("scheme", FP8)

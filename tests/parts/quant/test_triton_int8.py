@@ -20,10 +20,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def assert_same(weight_NK: torch.Tensor, *, absmax: torch.Tensor | None = None) -> None:
     """The reference runs on the CPU: its float operations are IEEE's, whatever the device."""
-    found = quantise_int8_triton(weight_NK.to(DEVICE), absmax=None if absmax is None else absmax.to(DEVICE))
+    quantised = quantise_int8_triton(weight_NK.to(DEVICE), absmax=None if absmax is None else absmax.to(DEVICE))
     wanted = quantise_int8(weight_NK, absmax=absmax)
-    assert torch.equal(found.scale.cpu().view(torch.int32), wanted.scale.view(torch.int32))
-    assert torch.equal(found.codes_NK.cpu(), wanted.codes_NK)
+    assert torch.equal(quantised.scale.cpu().view(torch.int32), wanted.scale.view(torch.int32))
+    assert torch.equal(quantised.codes_NK.cpu(), wanted.codes_NK)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -14,7 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from appliance.recipe.rules import broken_rules
-from appliance.recipe.schema import Batch, Cluster, Model, Recipe, Rollout, Task, Trainer
+from appliance.recipe.schema import Recipe
+from appliance.settings.sections import Batch, Cluster, Model, Rollout, Task, Trainer
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
 DRAWN = 400

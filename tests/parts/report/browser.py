@@ -92,12 +92,12 @@ class Browser:
     def __exit__(self, *error: object) -> None:
         self._ends.close()
 
-    def _address(self, said: Path) -> str:
+    def _address(self, port_file: Path) -> str:
         deadline = time.monotonic() + _START_S
-        while not said.is_file() or len(said.read_text().splitlines()) < 2:
+        while not port_file.is_file() or len(port_file.read_text().splitlines()) < 2:
             assert self._process.poll() is None and time.monotonic() < deadline, "the browser did not start"
             time.sleep(0.05)
-        port, path = said.read_text().splitlines()[:2]
+        port, path = port_file.read_text().splitlines()[:2]
         return f"ws://127.0.0.1:{port}{path}"
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield started
 
 
-def made(run_dir: Path) -> Path:
+def page_of(run_dir: Path) -> Path:
     write_page(RunReader(run_dir), target=run_dir / "report.html")
     return run_dir / "report.html"
 
@@ -53,7 +53,7 @@ def made(run_dir: Path) -> Path:
 def test_everything_is_visible_and_nothing_is_fetched(
     browser: Browser, tmp_path: Path, make_run: Callable[..., Path], dark: bool
 ) -> None:
-    path = made(make_run(tmp_path))
+    path = page_of(make_run(tmp_path))
     browser.open(path, dark=dark)
     assert browser.problems == [] and browser.requests == [path.as_uri()]
     boxes = browser.value(BOXES)
@@ -69,14 +69,14 @@ def test_everything_is_visible_and_nothing_is_fetched(
 
 
 def test_nothing_is_wider_than_a_narrow_window(browser: Browser, tmp_path: Path, make_run: Callable[..., Path]) -> None:
-    browser.open(made(make_run(tmp_path)), width=390)
+    browser.open(page_of(make_run(tmp_path)), width=390)
     assert browser.value("document.documentElement.scrollWidth") <= 390
 
 
 def test_what_a_model_wrote_does_nothing(
     browser: Browser, tmp_path: Path, make_run: Callable[..., Path], hostile: str
 ) -> None:
-    path = made(make_run(tmp_path))
+    path = page_of(make_run(tmp_path))
     browser.open(path)
     assert browser.value("[document.title, document.images.length, document.scripts.length]") == ["made: done", 0, 1]
     browser.value("document.querySelectorAll('details').forEach(fold => fold.open = true)")
@@ -92,7 +92,7 @@ def test_what_a_model_wrote_does_nothing(
 def test_a_curve_shows_its_numbers_under_the_pointer(
     browser: Browser, tmp_path: Path, make_run: Callable[..., Path]
 ) -> None:
-    browser.open(made(make_run(tmp_path)))
+    browser.open(page_of(make_run(tmp_path)))
     box = "document.querySelector('svg[data-hover]').getBoundingClientRect()"
     left, top, width, height = browser.value(f"(b => [b.left, b.top, b.width, b.height])({box})")
     assert browser.value("document.getElementById('tip').hidden") is True
@@ -107,10 +107,10 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_again_and_keeps_what_is_ope
     monkeypatch.setattr("appliance.report.page.RELOAD_S", 1)
     run_dir = make_run(tmp_path, done=4, state=RunStatus.RUNNING, exit_code=None)
     with Session(run_dir, record=RunRecord(RunStatus.RUNNING)):
-        browser.open(made(run_dir))
+        browser.open(page_of(run_dir))
         assert browser.value("document.getElementById('forsaken').hidden") is True
         browser.value("document.getElementById('recipe').open = true")
-    made(run_dir)
+    page_of(run_dir)
     browser.wait(lambda: browser.value("document.title") == "made: stopped")
     assert browser.value("document.getElementById('recipe').open") is True
     assert browser.problems == []

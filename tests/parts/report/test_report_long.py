@@ -48,7 +48,7 @@ def lengthen(run_dir: Path, *, steps: int, line: Callable[..., dict[str, object]
     """As a run of so many steps leaves its folder: a validation every tenth, checkpoints, updates, memory, a log."""
     of_step = json.dumps(line(7))
     last = {name: (run_dir / f"sync/{name}-0-0.jsonl").read_text().splitlines()[0] for name in ("trainer", "rollout")}
-    said = json.loads((run_dir / SAMPLES_FILE).read_text().splitlines()[-1])
+    last_samples = json.loads((run_dir / SAMPLES_FILE).read_text().splitlines()[-1])
     (run_dir / "logs/1").mkdir(parents=True)
     with contextlib.ExitStack() as opened:
         names = ("events.jsonl", "metrics.jsonl", "memory.jsonl", SAMPLES_FILE, "logs/1/train.log")
@@ -66,7 +66,7 @@ def lengthen(run_dir: Path, *, steps: int, line: Callable[..., dict[str, object]
                 what = f"step {step} is saved"
                 event = {"time": 10 * step + 9, "kind": "checkpoint", "what": what, "step": step}
                 print(json.dumps(event), file=events)
-                print(json.dumps({**said, "step": step, "training": []}), file=samples)
+                print(json.dumps({**last_samples, "step": step, "training": []}), file=samples)
             for name, file in (("trainer", sent), ("rollout", taken)):
                 print(last[name].replace('"sync": 1,', f'"sync": {step},'), file=file)
 
@@ -152,16 +152,16 @@ def test_of_many_things_some_are_kept_and_both_ends() -> None:
 
 def test_of_many_validations_some_are_kept_evenly(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run_dir = make_run(tmp_path)
-    said = {**json.loads((run_dir / SAMPLES_FILE).read_text().splitlines()[-1]), "training": []}
+    last_samples = {**json.loads((run_dir / SAMPLES_FILE).read_text().splitlines()[-1]), "training": []}
     for count in (200, 3000):
-        lines = [json.dumps({**said, "step": step}) for step in range(1, count + 1)]
+        lines = [json.dumps({**last_samples, "step": step}) for step in range(1, count + 1)]
         (run_dir / SAMPLES_FILE).write_text("\n".join(lines) + "\n")
-        found = [samples.step for samples in SampleReader(run_dir).read()]
+        steps = [samples.step for samples in SampleReader(run_dir).read()]
         every = 1 if count == 200 else 16
-        assert found == sorted({*range(1, count + 1, every), count})
-    trained = json.dumps({**said, "step": 0, "validation": [], "training": said["validation"]})
+        assert steps == sorted({*range(1, count + 1, every), count})
+    trained = json.dumps({**last_samples, "step": 0, "validation": [], "training": last_samples["validation"]})
     (run_dir / SAMPLES_FILE).write_text("\n".join([trained, *lines[:-1]]) + "\n")
-    assert [samples.step for samples in SampleReader(run_dir).read()] == [0, *found[:-1], 2999]
+    assert [samples.step for samples in SampleReader(run_dir).read()] == [0, *steps[:-1], 2999]
 
 
 @pytest.mark.parametrize("every", [50, 1])
@@ -171,19 +171,19 @@ def test_what_a_long_run_was_doing_is_what_took_its_time(
     """Steps of 5 s in four phases, and a validation of 0.6 s for each. Drawn, a pixel is what most of it was."""
     lines, now, took = [], 0.0, Counter[str]()
     for step in range(20_000):
-        phases = {"load-engine": 60.0} if step == 0 else {"validate": 0.625 * every} if step % every == 0 else {}
+        phases = {"load-model": 60.0} if step == 0 else {"validate": 0.625 * every} if step % every == 0 else {}
         for phase, seconds in (phases | dict.fromkeys(("rollout", "log-probs", "update", "sync"), 1.25)).items():
             lines.append(f'{{"time": {now}, "kind": "phase", "what": "{phase}"}}')
-            took[{"load-engine": "loading", "validate": "validating"}.get(phase, "training")] += seconds
+            took[{"load-model": "loading", "validate": "validating"}.get(phase, "training")] += seconds
             now += seconds
     lines.append(f'{{"time": {now}, "kind": "stop", "what": "done"}}')
     run_dir = make_run(tmp_path, done=0)
     (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
-    found = [*bands(read_view(run_dir))]
-    drawn = merged(found, least=now / 1500)
+    drawn_bands = [*bands(read_view(run_dir))]
+    drawn = merged(drawn_bands, least=now / 1500)
     if every == 50:  # 800 bands
-        assert seconds_of(found) == took
-    assert len(found) < 5000
+        assert seconds_of(drawn_bands) == took
+    assert len(drawn_bands) < 5000
     assert drawn == [Band(0.0, now, "training", drawn[0].colour)]
 
 
@@ -214,12 +214,12 @@ def test_updates_of_several_ranks_are_held_against_each_other(
         if sync in (3, 17):
             history.read()
     history.read()
-    told = ["rollout-1-0 took other weights than were sent with update 4"]
-    told += ["rollout-1-0 took other weights than were sent with update 5"]
-    told += ["rollout-0-1 did not acknowledge update 12", "rollout-0-1 proved 4 of 16 layers at update 20"]
-    told += ["rollout-1-0 took other weights than were sent with update 25"]
-    assert history.misses(is_done=False) == (told, 5)
-    assert history.misses(is_done=True) == ([*told, "rollout-0-1 did not acknowledge update 30"], 6)
+    misses = ["rollout-1-0 took other weights than were sent with update 4"]
+    misses += ["rollout-1-0 took other weights than were sent with update 5"]
+    misses += ["rollout-0-1 did not acknowledge update 12", "rollout-0-1 proved 4 of 16 layers at update 20"]
+    misses += ["rollout-1-0 took other weights than were sent with update 25"]
+    assert history.misses(is_done=False) == (misses, 5)
+    assert history.misses(is_done=True) == ([*misses, "rollout-0-1 did not acknowledge update 30"], 6)
     assert {*itertools.chain(*((*rank.sent, *rank.taken) for rank in history.ranks))} == {30}
     assert [rank.count for rank in history.ranks] == [30, 28, 30]
     assert [rank.newest.sync for rank in history.ranks if rank.newest] == [30, 29, 30]

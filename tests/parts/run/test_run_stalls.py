@@ -17,7 +17,7 @@ from plans import make_guard
 
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.launch.outcome import Child
-from appliance.launch.train import StallWatch, Step, ask_around, run_training
+from appliance.launch.train import Stage, StallWatch, ask_around, run_training
 from appliance.record.liveness import HEARTBEAT_FILE, Heartbeat, dump_stacks, last_beat
 from appliance.record.session import RunStatus, read_record
 from appliance.terms.environment import LOG_DIR_VARIABLE
@@ -89,7 +89,7 @@ def test_process_that_keeps_no_stacks_is_never_signalled(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("phase", "kind"), [("rollout", EngineError), ("load-engine", EngineError), ("update", TrainingError)]
+    ("phase", "kind"), [("rollout", EngineError), ("restart-engines", EngineError), ("update", TrainingError)]
 )
 def test_who_stood_still(phase: str, kind: type, tmp_path: Path) -> None:
     error = ask_around(tmp_path, log_dir=tmp_path / "logs", phase=phase, stall_s=90.0)
@@ -142,10 +142,10 @@ def test_a_stall_on_a_full_disk_is_told_all_the_same(
 
     monkeypatch.setattr("appliance.launch.train.ask_around", on_a_full_disk)
     assert run_training(plan, recipe_yaml="name: small\n", findings=(), name="small", json_mode=True) == 5
-    said = capsys.readouterr()
-    assert "error: training failed in phase starting: no progress for 2 s in phase starting: cut" in said.err
-    assert f"error: {plan.run_dir}: no space left: run.json does not say how the run ended" in said.err
-    (failure,) = [each for each in map(json.loads, said.out.splitlines()) if each.get("kind") == "failure"]
+    captured = capsys.readouterr()
+    assert "error: training failed in phase starting: no progress for 2 s in phase starting: cut" in captured.err
+    assert f"error: {plan.run_dir}: no space left: run.json does not say how the run ended" in captured.err
+    (failure,) = [each for each in map(json.loads, captured.out.splitlines()) if each.get("kind") == "failure"]
     assert (failure["error"], failure["exit_code"]) == ("TrainingError", 5)
     assert processes_of(Path(plan.run_dir)) == []
 
@@ -172,10 +172,10 @@ def test_a_child_before_the_training_is_cut_too(
     plan = small_plan(tmp_path).replace(guard=make_guard(stall_s=4.0))
     run_dir = Path(plan.run_dir)
     child = Child("profile", "profiling", python(BEFORE_TRAINING), default_code=4)
-    step = Step(child=lambda _: child, is_done=lambda _: False, finish=lambda _: None)
+    stage = Stage(child=lambda _: child, is_done=lambda _: False, finish=lambda _: None)
     started = time.monotonic()
     code = run_training(
-        plan, recipe_yaml="name: small\n", findings=(), name="small", json_mode=False, steps=(step,), quiet=True
+        plan, recipe_yaml="name: small\n", findings=(), name="small", json_mode=False, stages=(stage,), quiet=True
     )
     assert time.monotonic() - started < 30
     assert code == 5

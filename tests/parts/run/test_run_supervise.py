@@ -191,10 +191,10 @@ def test_signal_that_comes_twice_at_once_is_one() -> None:
 
 def test_child_that_is_asked_ends_in_its_own_way(run_dir: Path) -> None:
     code = READY + "while not os.path.exists(sys.argv[1] + '.ask'): time.sleep(0.05)\nraise SystemExit(75)"
-    told: list[str] = []
+    names: list[str] = []
 
     def tell(name: str) -> None:
-        told.append(name)
+        names.append(name)
         (run_dir / "pid.ask").touch()
 
     with Interrupts() as interrupts:
@@ -206,7 +206,7 @@ def test_child_that_is_asked_ends_in_its_own_way(run_dir: Path) -> None:
             on_tick=when_written(run_dir / "pid", interrupt),
             ask=GracefulStop(tell, budget_s=60.0),
         )
-    assert (told, report.returncode) == (["SIGINT"], 75)
+    assert (names, report.returncode) == (["SIGINT"], 75)
 
 
 def test_child_that_does_not_answer_in_its_budget_gets_the_signal(run_dir: Path) -> None:

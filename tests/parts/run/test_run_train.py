@@ -197,8 +197,9 @@ def test_failed_preparation_keeps_its_code_and_starts_no_training(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable
 ) -> None:
     plan = small_plan(tmp_path, argv=python("raise SystemExit('never')"))
-    task = plan.task.replace(kind="gsm8k", train_file=str(tmp_path / "none.jsonl"), train_parquet=str(tmp_path / "no"))
-    process = launch(plan.replace(task=task))
+    task = plan.task.replace(kind="gsm8k", train_file=str(tmp_path / "none.jsonl"))
+    files = plan.task_files.replace(train_parquet=str(tmp_path / "no"))
+    process = launch(plan.replace(task=task, task_files=files))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
     assert err.splitlines()[1].startswith(f"error: preparation failed in phase prepare: {tmp_path}/none.jsonl")
@@ -261,12 +262,12 @@ def test_signal_saves_and_stops(
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    said = f"stopped by {number.name}, the state after step 3 is saved"
+    reason = f"stopped by {number.name}, the state after step 3 is saved"
     note = "note: saving, then stopping (press Ctrl-C again to stop at once)"
     lines = err.splitlines()
-    assert lines[-2:] == [said, "go on: appliance train small-1/recipe.yaml --resume small-1"]
+    assert lines[-2:] == [reason, "go on: appliance train small-1/recipe.yaml --resume small-1"]
     assert lines.index(note) < lines.index("phase save: saving a checkpoint")
-    assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=said)
+    assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=reason)
     assert processes_of(run_dir) == []
 
 
@@ -324,9 +325,8 @@ def test_signal_while_preparing_starts_no_training(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
 ) -> None:
     plan = small_plan(tmp_path, argv=python(TRAINER + EXPORT))
-    missing = plan.task.replace(train_parquet=str(tmp_path / "data" / "train.parquet"))
-    missing = missing.replace(val_parquet=str(tmp_path / "data" / "val.parquet"))
-    process = launch(plan.replace(task=missing))
+    missing = {f"{split}_parquet": str(tmp_path / "data" / f"{split}.parquet") for split in ("train", "val")}
+    process = launch(plan.replace(task_files=plan.task_files.replace(**missing)))
     run_dir = Path(plan.run_dir)
     wait_until(lambda: (run_dir / "events.jsonl").exists())
     process.send_signal(signal.SIGTERM)

@@ -266,13 +266,13 @@ def test_the_real_model_is_the_one_that_was_published(tmp_path: Path) -> None:
     assert not is_prepared(plan)
     prepare(plan)
     assert is_prepared(plan)
-    folder = Path(plan.model.path)
+    folder = Path(plan.weights.name_or_path)
     assert replace(read_shape(folder / "config.json"), ropes=()) == PACKAGED_MODELS["smollm2-135m"].shape
     weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert weights == "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
     events = (Path(plan.run_dir) / "events.jsonl").read_text().splitlines()
     notes = [event["what"] for event in map(json.loads, events) if event["kind"] == "note"]
-    assert notes[0] == f"the model is {plan.model.provenance}"
+    assert notes[0] == f"the model is {plan.weights.provenance}"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     asked = [{"role": "user", "content": "What is the capital of France?"}]

@@ -10,12 +10,11 @@ import huggingface_hub
 import pytest
 from datasets.arrow_writer import ArrowWriter
 from datasets.packaged_modules.cache.cache import Cache
-from plans import make_task
+from plans import make_files, make_own_task, make_task
 
 from appliance.errors import RecipeError
 from appliance.record.liveness import HEARTBEAT_FILE
-from appliance.record.plan import OwnPlan
-from appliance.tasks import own
+from appliance.tasks import own_task
 from appliance.terms.environment import LOG_DIR_VARIABLE
 
 ROWS = [{"question": f"{n}+1?", "answer": n + 1, "image": b"\x00"} for n in range(5)]
@@ -48,21 +47,8 @@ def put(cache: Path, *, commit: str, rows: list[dict[str, object]]) -> None:
 
 
 def splits(name: str = "me/sums", *, config: str = "", split: str = "train", commit: str = ""):
-    plan = OwnPlan(
-        data=name,
-        config=config,
-        split=split,
-        prompt="question",
-        template="",
-        system="",
-        truth="answer",
-        rewards=(),
-        tools="",
-        max_turns=1,
-        code=(),
-        commit=commit,
-    )
-    return own.task(plan).splits(make_task(val_size=2))
+    settings = make_own_task(data=name, config=config or None, split=split, prompt="question", truth="answer")
+    return own_task.task(settings, files=make_files(commit=commit)).splits(make_task(val_size=2))
 
 
 def refusal(**given: str) -> tuple[str, str]:
@@ -73,11 +59,16 @@ def refusal(**given: str) -> tuple[str, str]:
 
 
 def test_a_data_set_in_the_cache_needs_no_hub(cache: Path) -> None:
-    made = splits()
-    assert (len(made.train), len(made.val)) == (3, 2)
-    assert {each.prompt: each.truth for each in (*made.train, *made.val)} == {f"{n}+1?": str(n + 1) for n in range(5)}
-    assert made.train[0].row == f'{{"question": "{made.train[0].prompt}", "answer": {made.train[0].truth}}}'
-    assert made.notes == ("train: `image`: not in the rows that rewards get, bytes are no JSON",)
+    problem_sets = splits()
+    assert (len(problem_sets.train), len(problem_sets.val)) == (3, 2)
+    assert {each.prompt: each.truth for each in (*problem_sets.train, *problem_sets.val)} == {
+        f"{n}+1?": str(n + 1) for n in range(5)
+    }
+    assert (
+        problem_sets.train[0].row
+        == f'{{"question": "{problem_sets.train[0].prompt}", "answer": {problem_sets.train[0].truth}}}'
+    )
+    assert problem_sets.notes == ("train: `image`: not in the rows that rewards get, bytes are no JSON",)
 
 
 def test_a_data_set_is_read_at_its_commit_or_not_at_all(cache: Path) -> None:

@@ -7,20 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from plans import make_plan
+from plans import make_files, make_plan
 
+from appliance.settings.sections import TaskKind
 from appliance.tasks import built_in
-from appliance.tasks.library import TASKS, TINY_MODELS, TaskKind, builtin_model_key, data_key
+from appliance.tasks.library import TASKS, TINY_MODELS, builtin_model_key, data_key
 
 
 def key(kind: str, *, model: str = "m", **changes: object) -> str:
-    return data_key(make_plan(Path("/runs/a-1")).task.replace(kind=kind, **changes), model=model)
+    return data_key(make_plan(Path("/runs/a-1")).task.replace(kind=kind, **changes), files=make_files(), model=model)
 
 
 MAKES_ARITHMETIC = [("difficulty", 3), ("seed", 1), ("train_size", 9), ("val_size", 9), ("max_prompt_tokens", 9)]
 
 
-@pytest.mark.parametrize(("field", "value"), [*MAKES_ARITHMETIC, ("model", "n"), ("truncate_prompts", True)])
+@pytest.mark.parametrize(("field", "value"), [*MAKES_ARITHMETIC, ("model", "n"), ("long_prompts", "truncate")])
 def test_data_key_changes_with_what_makes_arithmetic(field: str, value: int | str) -> None:
     assert key("arithmetic", **{field: value}) != key("arithmetic")
 

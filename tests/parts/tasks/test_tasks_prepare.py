@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import FILES_OF_BUILTIN, make_plan, make_rollout
+from plans import FILES_OF_BUILTIN, make_batch, make_plan, make_rollout
 
 from appliance.errors import RecipeError
 from appliance.plan.verl_args import overrides
-from appliance.record.plan import RunPlan, ValSetPlan
+from appliance.record.plan import RunPlan, WeightsPlan
+from appliance.settings.sections import Model, ValSet
 from appliance.tasks import prepare as preparation
 from appliance.tasks.library import TINY_MODELS
 from appliance.tasks.prepare import is_prepared, main, prepare
@@ -36,16 +37,13 @@ def plan_of(root: Path, **task: object) -> RunPlan:
     run_dir = root / "run"
     run_dir.mkdir(exist_ok=True)
     data = root / "cache" / "data" / "made"
-    plan = make_plan(run_dir, cache_dir=str(root / "cache"), prompts_per_step=4)
-    made = {
-        "train_size": 20,
-        "val_size": 10,
-        "train_parquet": str(data / "train.parquet"),
-        "val_parquet": str(data / "val.parquet"),
-    }
+    plan = make_plan(run_dir, cache_dir=str(root / "cache"), batch=make_batch(prompts_per_step=4))
+    parquets = {"train_parquet": str(data / "train.parquet"), "val_parquet": str(data / "val.parquet")}
     return plan.replace(
-        model=plan.model.replace(path=str(root / "cache" / "models" / "made"), source="", builtin=BUILTIN),
-        task=plan.task.replace(**(made | task)),
+        model=Model(builtin=BUILTIN),
+        weights=WeightsPlan(name_or_path=str(root / "cache" / "models" / "made"), is_cached=True),
+        task=plan.task.replace(**({"train_size": 20, "val_size": 10} | task)),
+        task_files=plan.task_files.replace(**parquets),
         rollout=make_rollout(Scheme.BF16),
     )
 
@@ -68,12 +66,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 def test_prepare_makes_all_that_a_plan_names(small: RunPlan) -> None:
     assert is_prepared(small)
-    assert {path.name for path in Path(small.model.path).iterdir()} == FILES_OF_BUILTIN
+    assert {path.name for path in Path(small.weights.name_or_path).iterdir()} == FILES_OF_BUILTIN
 
 
 def test_prepare_leaves_only_whole_entries(small: RunPlan) -> None:
-    assert [path.name for path in Path(small.model.path).parent.iterdir()] == ["made"]
-    assert [path.name for path in Path(small.task.train_parquet).parent.parent.iterdir()] == ["made"]
+    assert [path.name for path in Path(small.weights.name_or_path).parent.iterdir()] == ["made"]
+    assert [path.name for path in Path(small.task_files.train_parquet).parent.parent.iterdir()] == ["made"]
 
 
 def test_prepare_tells_its_progress(small: RunPlan) -> None:
@@ -86,17 +84,17 @@ def test_prepare_tells_its_progress(small: RunPlan) -> None:
 
 
 def test_prepare_makes_nothing_twice(small: RunPlan) -> None:
-    made = Path(small.model.path, "model.safetensors").stat().st_mtime_ns
+    made = Path(small.weights.name_or_path, "model.safetensors").stat().st_mtime_ns
     prepare(small)
-    assert Path(small.model.path, "model.safetensors").stat().st_mtime_ns == made
+    assert Path(small.weights.name_or_path, "model.safetensors").stat().st_mtime_ns == made
 
 
 def test_tiny_model_is_plain_for_transformers(small: RunPlan) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(small.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(small.model.path)
+    model = AutoModelForCausalLM.from_pretrained(small.weights.name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(small.weights.name_or_path)
     message = [{"role": "user", "content": "47+85"}]
     prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")
     assert type(model).__name__ == "Qwen2ForCausalLM"
@@ -126,12 +124,12 @@ def test_tokenizer_renders_as_verl_builds_prompts(small: RunPlan) -> None:
     from verl.utils import hf_tokenizer
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-    tokenizer = hf_tokenizer(small.model.path)
+    tokenizer = hf_tokenizer(small.weights.name_or_path)
     builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen2")
-    said = [{"role": "user", "content": "1+2"}]
-    tokens = builder.build_initial_tokens(said)
+    messages = [{"role": "user", "content": "1+2"}]
+    tokens = builder.build_initial_tokens(messages)
     assert tokenizer.decode(tokens) == "1+2="
-    answered = [*said, {"role": "assistant", "content": "3"}]
+    answered = [*messages, {"role": "assistant", "content": "3"}]
     both = tokenizer.apply_chat_template(answered, tokenize=False)
     assert both == "1+2=3<|im_end|>"
     assert tokenizer.encode("\n", add_special_tokens=False) == [198]
@@ -141,7 +139,7 @@ def test_tokenizer_renders_as_verl_builds_prompts(small: RunPlan) -> None:
 def test_tokenizer_gives_back_every_text(small: RunPlan, text: str) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(small.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(small.weights.name_or_path)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(tokens) == text
     if not text.startswith("<"):
@@ -156,9 +154,9 @@ def test_parquet_is_what_verl_reads(small: RunPlan, tmp_path: Path) -> None:
     config = OmegaConf.create(
         {"max_prompt_length": 6, "filter_overlong_prompts": True, "cache_dir": str(tmp_path), "prompt_key": "prompt"}
     )
-    tokenizer = hf_tokenizer(small.model.path)
-    train = RLHFDataset([small.task.train_parquet], tokenizer=tokenizer, config=config)
-    val = RLHFDataset([small.task.val_parquet], tokenizer=tokenizer, config=config)
+    tokenizer = hf_tokenizer(small.weights.name_or_path)
+    train = RLHFDataset([small.task_files.train_parquet], tokenizer=tokenizer, config=config)
+    val = RLHFDataset([small.task_files.val_parquet], tokenizer=tokenizer, config=config)
     assert (len(train), len(val)) == (20, 10)
     row = val[3]
     (message,) = row["raw_prompt"]
@@ -179,8 +177,8 @@ def test_verl_finds_the_data_in_a_folder_whose_name_reads_as_a_pattern(
     folders = [tmp_path / name, tmp_path / "another"]
     for folder in folders:
         folder.mkdir()
-        shutil.copy(small.task.train_parquet, folder)
-    plan = small.replace(task=small.task.replace(train_parquet=str(folders[0] / "train.parquet")))
+        shutil.copy(small.task_files.train_parquet, folder)
+    plan = small.replace(task_files=small.task_files.replace(train_parquet=str(folders[0] / "train.parquet")))
     file = dict(overrides(plan))["data.train_files"]
     config = OmegaConf.create({"filter_overlong_prompts": False, "cache_dir": str(tmp_path)})
     assert len(RLHFDataset([file], tokenizer=None, config=config)) == 20
@@ -194,7 +192,7 @@ def gsm8k_plan(small: RunPlan, *, root: Path, max_prompt_tokens: int) -> RunPlan
     plan = plan_of(
         root, kind="gsm8k", train_file=str(file), train_size=0, val_size=3, max_prompt_tokens=max_prompt_tokens
     )
-    return plan.replace(model=small.model)
+    return plan.replace(model=small.model, weights=small.weights)
 
 
 def test_prepare_leaves_out_long_gsm8k_prompts_and_says_so(small: RunPlan, tmp_path: Path) -> None:
@@ -204,7 +202,8 @@ def test_prepare_leaves_out_long_gsm8k_prompts_and_says_so(small: RunPlan, tmp_p
     prepare(plan)
     what = "3 of 10 problems have prompts of more than 128 tokens and are left out"
     assert {"kind": "note", "what": what, "why": "task.max_prompt_tokens"} in events_of(plan)
-    rows = [row for path in (plan.task.train_parquet, plan.task.val_parquet) for row in pq.read_table(path).to_pylist()]
+    files = (plan.task_files.train_parquet, plan.task_files.val_parquet)
+    rows = [row for path in files for row in pq.read_table(path).to_pylist()]
     assert sorted(row["reward_model"]["ground_truth"] for row in rows) == ["3", "4", "5", "6", "7", "8", "9"]
     assert {row["data_source"] for row in rows} == {"gsm8k"}
     assert events_of(plan)[-1]["note"] == "4 problems to train on, 3 to validate"
@@ -225,11 +224,11 @@ def test_prepare_writes_each_validation_by_its_name(small: RunPlan, tmp_path: Pa
     other = tmp_path / "other.jsonl"
     other.write_text("".join(f'{{"question": "What is {n}?", "answer": "#### {n}"}}\n' for n in (2, 3, 40)))
     plan = gsm8k_plan(small, root=tmp_path, max_prompt_tokens=128)
-    sizes = {"size": 0, "samples": 1, "temperature": 0.0}
-    sets = (ValSetPlan(name="other", file=str(other), **sizes), ValSetPlan(name="held", file="", **sizes | {"size": 2}))
+    sets = {"other": ValSet(file=str(other), temperature=0.0), "held": ValSet(size=2, temperature=0.0)}
     plan = plan.replace(task=plan.task.replace(val_sets=sets))
     prepare(plan)
-    train, val = (pq.read_table(path).to_pylist() for path in (plan.task.train_parquet, plan.task.val_parquet))
+    files = (plan.task_files.train_parquet, plan.task_files.val_parquet)
+    train, val = (pq.read_table(path).to_pylist() for path in files)
     named = [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in val]
     assert named[:4] == [("other", 0), ("other", 1), ("other", 2), ("held", 0)]
     assert {name for name, _ in named[3:]} == {"held"}
@@ -241,15 +240,15 @@ def test_prepare_writes_each_validation_by_its_name(small: RunPlan, tmp_path: Pa
 
 def test_prepare_says_which_validation_a_limit_leaves_without_problems(small: RunPlan, tmp_path: Path) -> None:
     plan = gsm8k_plan(small, root=tmp_path, max_prompt_tokens=8)
-    held = ValSetPlan(name="held", file="", size=4, samples=1, temperature=0.0)
+    held = ValSet(size=4, temperature=0.0)
     with pytest.raises(RecipeError) as caught:
-        prepare(plan.replace(task=plan.task.replace(val_sets=(held,))))
+        prepare(plan.replace(task=plan.task.replace(val_sets={"held": held})))
     message = "task.max_prompt_tokens: 8 leaves 0 training and 0 validation (held) problems"
     assert caught.value.problems == [(message, "raise it")]
 
 
 def test_prepare_refuses_operands_that_do_not_fit(small: RunPlan, tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, difficulty=4, max_prompt_tokens=9).replace(model=small.model)
+    plan = plan_of(tmp_path, difficulty=4, max_prompt_tokens=9).replace(model=small.model, weights=small.weights)
     with pytest.raises(RecipeError) as caught:
         prepare(plan)
     message = "task.max_prompt_tokens: 9 leaves 0 training and 0 validation problems"
@@ -258,7 +257,7 @@ def test_prepare_refuses_operands_that_do_not_fit(small: RunPlan, tmp_path: Path
 
 def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
-    plan = plan_of(tmp_path, kind="gsm8k", train_file=str(missing)).replace(model=small.model)
+    plan = plan_of(tmp_path, kind="gsm8k", train_file=str(missing)).replace(model=small.model, weights=small.weights)
     plan.write(tmp_path / "plan.json")
     assert main([str(tmp_path / "plan.json")]) == 2
     assert events_of(plan)[-1] == {

@@ -124,7 +124,8 @@ def test_a_bad_row_is_named_and_nothing_is_printed(run: Run, tmp_path: Path) -> 
     done = preview(run, tmp_path, "task.truth=answer")
     assert (done.returncode, done.stdout) == (2, "")
     first, *_, last = done.stderr.splitlines()
-    assert first == f"error: {tmp_path}/rows.jsonl:1: the field `answer` is missing: the row has `q`, `a`"
+    fact = "the field `answer` is missing: the row has `q`, `a` (the same in all 6 rows)"
+    assert first == f"error: {tmp_path}/rows.jsonl:1: {fact}"
     assert last == "hint: each row is a JSON object with `q`, text or chat messages, and `answer`"
 
 
@@ -210,8 +211,8 @@ def test_special_tokens_that_the_model_wrote_are_text_and_its_ends_are_not() -> 
     """By a tokenizer of transformers, of which `<think>` is a special token."""
     tokenizer = byte_tokenizer(max_positions=2048)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]})
-    reader, said = ResponseReader(tokenizer), "<think>1+1</think><answer>2</answer>"
-    ids = tokenizer(said)["input_ids"]
+    reader, text = ResponseReader(tokenizer), "<think>1+1</think><answer>2</answer>"
+    ids = tokenizer(text)["input_ids"]
     assert len(ids) == 4 + len("1+1" + "2")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "1+12"
     for behind, finished in (
@@ -219,4 +220,4 @@ def test_special_tokens_that_the_model_wrote_are_text_and_its_ends_are_not() -> 
         (tokenizer.eos_token + tokenizer.pad_token, False),
         ("", False),
     ):
-        assert reader.text([*ids, *tokenizer(behind)["input_ids"]], finished=finished) == said
+        assert reader.text([*ids, *tokenizer(behind)["input_ids"]], finished=finished) == text

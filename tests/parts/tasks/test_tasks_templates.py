@@ -18,6 +18,8 @@ from appliance.plan.build import build_plan
 from appliance.preflight.template import TemplateChild
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
+from appliance.record.plan import RunPlan
+from appliance.tasks import templates
 from appliance.tasks.prepare import prompt_ids
 from appliance.tasks.rows import Problem
 from appliance.tasks.templates import TemplateFacts, conversation, examine, text_problem
@@ -204,6 +206,19 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path)
     facts = heard(recipe, run_dir=tmp_path / "run")
     assert facts.problem.startswith(f"{model}: its tokenizer cannot be loaded: ")
     assert facts.remedy == "copy or download the tokenizer's files again"
+
+
+def test_a_built_in_models_tokenizer_that_cannot_be_loaded_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=()), run_dir=tmp_path / "run", host=HOST)
+
+    def refuse(_: RunPlan) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(templates, "load_tokenizer", refuse)
+    message = "tiny-arithmetic: its tokenizer cannot be loaded: OSError: no such file"
+    assert templates._facts(plan).problem == message
 
 
 def test_mistrals_own_tokenizer_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from plans import make_plan, own_plan
+from plans import make_plan, with_own_task
 
 from appliance.errors import RecipeError
 from appliance.record.code import copy_code
@@ -15,11 +15,11 @@ from appliance.tasks import tools
 from appliance.tasks.tiny_model import TOOL_TEMPLATE, save_tokenizer
 from appliance.tasks.tools import (
     ToolsRequest,
-    asked_of,
     call_tool,
     read_schemas,
     read_tools,
     template_problem,
+    tools_request,
     write_schemas,
 )
 
@@ -82,10 +82,10 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_hints_and_docstring_are_the_schema(tmp_path: Path) -> None:
-    found = read_tools(ToolsRequest(str(write(tmp_path, GOOD))))
-    assert found == [SCHEMA]
-    write_schemas(found, tmp_path / "tools.json")
-    assert read_schemas(str(tmp_path / "tools.json")) == found and read_schemas("") == []
+    schemas = read_tools(ToolsRequest(str(write(tmp_path, GOOD))))
+    assert schemas == [SCHEMA]
+    write_schemas(schemas, tmp_path / "tools.json")
+    assert read_schemas(str(tmp_path / "tools.json")) == schemas and read_schemas("") == []
 
 
 def test_every_function_that_is_no_tool_is_named(tmp_path: Path) -> None:
@@ -203,18 +203,17 @@ def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_fi
     (tmp_path / "a" / "beside.py").write_text("NOTHING = 0")
     file = write(tmp_path / "a", text)
     code = CodeFile(path=str(file), copy_name="tools.py", sha256=hashlib.sha256(text.encode()).hexdigest())
-    plan = make_plan(tmp_path / "run")
-    plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(tools=str(file), code=(code,))))
-    assert asked_of(plan, model="") == ToolsRequest(
+    plan = with_own_task(make_plan(tmp_path / "run"), tools=str(file), code=(code,))
+    assert tools_request(plan, model="") == ToolsRequest(
         str(file), import_path=(str(tmp_path / "a"),), sha256=code.sha256, beside=str(tmp_path / "a")
     )  # there is no copy yet
     copy_code(plan)
     file.write_text("def other(:")
-    asked = asked_of(plan, model="")
+    asked = tools_request(plan, model="")
     assert (asked.file, read_tools(asked)) == (str(tmp_path / "run" / "code" / "tools.py"), [SCHEMA])
     (tmp_path / "run" / "code" / "tools.py").unlink()
     with pytest.raises(RecipeError, match="it is not the file that was planned"):
-        read_tools(asked_of(plan, model=""))
+        read_tools(tools_request(plan, model=""))
 
 
 def test_a_file_that_was_not_planned_answers_nothing(tmp_path: Path) -> None:

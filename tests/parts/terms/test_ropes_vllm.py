@@ -149,12 +149,12 @@ def engines_angles(rope: dict[str, Any], *, length: int, most: int, folder: Path
     vllm_config.model_config = type("Model", (), {"max_model_len": most, "dtype": torch.float32})()
     _ROPE_DICT.clear()  # its keys leave out the longest sequence
     with set_current_vllm_config(vllm_config):
-        made = get_rope(32, max_position=64, rope_parameters=config.rope_parameters, dtype=torch.float32)
-    if hasattr(made, "long_short_cos_sin_cache"):
-        table = made.long_short_cos_sin_cache
-        begin = made.original_max_position_embeddings if made.use_long_rope else 0
+        rope_layer = get_rope(32, max_position=64, rope_parameters=config.rope_parameters, dtype=torch.float32)
+    if hasattr(rope_layer, "long_short_cos_sin_cache"):
+        table = rope_layer.long_short_cos_sin_cache
+        begin = rope_layer.original_max_position_embeddings if rope_layer.use_long_rope else 0
     else:
-        table, begin = made.cos_sin_cache, 0
+        table, begin = rope_layer.cos_sin_cache, 0
     cos = table[begin : begin + length].chunk(2, dim=-1)[0]
     assert len(cos) == length, "vLLM's table has fewer positions"
     return torch.cat((cos, cos), dim=-1)
@@ -218,15 +218,15 @@ print("ours: taken")
 def test_verls_server_takes_a_sequence_as_long_as_vllm_takes():
     """verl compares with `max_position_embeddings` alone, and refuses what YaRN is for. In a process of its own: the
     import silences warnings for a whole process, and brings the modules by which an API server is known."""
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", VERLS_SERVER],
         env=os.environ | {"VERL_PLATFORM": "cpu"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     ).stdout
-    assert "verl's: max_model_len (128) should be less" in said
-    assert said.endswith("ours: taken\n")
+    assert "verl's: max_model_len (128) should be less" in output
+    assert output.endswith("ours: taken\n")
 
 
 def test_no_length_is_no_limit():

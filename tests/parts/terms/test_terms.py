@@ -21,6 +21,7 @@ OF_ONE_SCHEME = {
     "engine/fp8.py",
     "engine/fp8_proof.py",
     "plan/rules.py",
+    "quant/codec_int4.py",
     "quant/codec_int8.py",
     "recipe/rules.py",
     "report/summary.py",
@@ -51,11 +52,11 @@ def test_bf16_has_no_codec() -> None:
 @pytest.mark.parametrize("scheme", QUANTISED)
 def test_a_finer_scheme_runs_where_the_scheme_does(scheme: Scheme) -> None:
     """The guard raises rollouts to it in the same engine, or another one on the same device."""
-    own = scheme.spec
-    assert own.emulation or not own.finer, "an engine that runs changes between schemes that it emulates"
-    for finer in (each.spec for each in own.finer):
-        assert (finer.emulation, finer.not_on_cpu, finer.experts) == (own.emulation, own.not_on_cpu, own.experts)
-        assert finer.since <= own.since and finer.until == own.until
+    spec = scheme.spec
+    assert spec.emulation or not spec.finer, "an engine that runs changes between schemes that it emulates"
+    for finer in (each.spec for each in spec.finer):
+        assert (finer.emulation, finer.not_on_cpu, finer.experts) == (spec.emulation, spec.not_on_cpu, spec.experts)
+        assert finer.since <= spec.since and finer.until == spec.until
 
 
 def names_of_schemes(tree: ast.AST) -> Iterator[str]:

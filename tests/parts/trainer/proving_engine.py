@@ -17,13 +17,13 @@ TOOK = {"digest_s": 0.1, "proof_s": 0.1, "seconds": 1.0, "telemetry": None}
 
 
 class ProvingEngine:
-    """said: gets `update int8` for each update.  brought: by the last one."""
+    """log: gets `update int8` for each update.  brought: by the last one."""
 
-    def __init__(self, run_dir: Path, *, way: SchemeChange, said: list[str]) -> None:
+    def __init__(self, run_dir: Path, *, way: SchemeChange, log: list[str]) -> None:
         self.brought: Precision = AS_PLANNED
         self._run_dir = run_dir
         self._way = way
-        self._said = said
+        self._log = log
         self._syncs = 0
 
     def update(self, step: int) -> None:
@@ -33,7 +33,7 @@ class ProvingEngine:
         before = self.brought
         self.brought = read_wanted(self._run_dir) if live else read_generation(self._run_dir).precision
         scheme = str(self.brought.scheme or Scheme.INT8)
-        self._said.append(f"update {scheme}")
+        self._log.append(f"update {scheme}")
         raised = len(LAYERS) if self.brought == BF16 else len(self.brought.bf16_layers)
         place = {"sync": self._syncs, "replica": 0, "rank": 0, "manifest": "ab"}
         append_sent(self._run_dir, Sent(**place, digest_s=0.1))

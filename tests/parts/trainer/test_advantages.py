@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +20,10 @@ from appliance.corrections.objective import Advantage, Estimator
 from appliance.plan.build import build_plan
 from appliance.plan.verl_args import ESTIMATORS
 from appliance.recipe.load import load_recipe
-from appliance.record.samples import SampleLog
-from appliance.tasks.grading import Fault, Graded, Shaping
+from appliance.tasks.grading import Fault, Graded
 from appliance.trainer import correction as module
 from appliance.trainer.correction import gdpo, with_gdpo, without_advantage
-from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.grade_book import GradeBook
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 9
 ATOL = 2e-5  # float32 sums of some hundred terms of size 1, divided by deviations of 0.1 and more
@@ -83,10 +81,10 @@ def reinforce_plus_plus(r: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def reference(advantage: Advantage, rewards: np.ndarray, mask: np.ndarray, group: np.ndarray) -> np.ndarray:
     if advantage is Advantage.REINFORCE_PLUS_PLUS:
         return reinforce_plus_plus(rewards, mask)
-    found = np.concatenate(
+    by_group = np.concatenate(
         [OF_GROUPS[advantage](rewards[group == each], mask[group == each]) for each in np.unique(group)]
     )
-    return found[:, None] * mask
+    return by_group[:, None] * mask
 
 
 @pytest.mark.parametrize("advantage", [each for each in Advantage if each is not Advantage.GDPO])
@@ -141,14 +139,14 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
         rewards, mask, group = make_batch(seed)
         parts = {"right": rewards, "short": np.random.default_rng(seed).integers(0, 5, len(rewards)) * 100.0}
         weights = {"right": 1.0, "short": 0.3}
-        each = [weights[name] * reference(Advantage.GRPO, parts[name], mask, group) for name in parts]
-        found = gdpo(
+        normalised = [weights[name] * reference(Advantage.GRPO, parts[name], mask, group) for name in parts]
+        advantages = gdpo(
             {name: list(values) for name, values in parts.items()},
             weights=weights,
             uids=[str(uid) for uid in group],
             mask_BT=torch.from_numpy(mask),
         )
-        np.testing.assert_allclose(found.numpy(), whitened(sum(each), mask) * mask, atol=1e-4)
+        np.testing.assert_allclose(advantages.numpy(), whitened(sum(normalised), mask) * mask, atol=1e-4)
 
 
 @pytest.mark.parametrize("samples", [3, 6, 8, 16])
@@ -166,20 +164,22 @@ def test_gdpo_leaves_out_what_has_lost_its_grade() -> None:
     short = np.random.default_rng(3).integers(0, 5, len(rewards)) * 100.0
     lost = np.zeros(len(rewards), dtype=bool)
     lost[[4, 9, 13, 14, 15]] = True  # one of two groups each, all but one of a third
-    kept = ~lost & (np.arange(len(rewards)) != 12)
+    counted = ~lost & (np.arange(len(rewards)) != 12)
     parts = {"right": np.where(lost, np.nan, rewards), "short": np.where(lost, np.nan, short)}
     weights = {"right": 1.0, "short": 0.3}
-    found = gdpo(
+    advantages = gdpo(
         {name: list(values) for name, values in parts.items()},
         weights=weights,
         uids=[str(uid) for uid in group],
         mask_BT=torch.from_numpy(mask),
     )
-    _, numbered = np.unique(group[kept], return_inverse=True)
-    each = [weights[name] * reference(Advantage.GRPO, parts[name][kept], mask[kept], numbered) for name in parts]
+    _, numbered = np.unique(group[counted], return_inverse=True)
+    normalised = [
+        weights[name] * reference(Advantage.GRPO, parts[name][counted], mask[counted], numbered) for name in parts
+    ]
     wanted = np.zeros(mask.shape)
-    wanted[kept] = whitened(sum(each), mask[kept]) * mask[kept]
-    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-4)
+    wanted[counted] = whitened(sum(normalised), mask[counted]) * mask[counted]
+    np.testing.assert_allclose(advantages.numpy(), wanted, atol=1e-4)
     none = {name: [np.nan] * len(rewards) for name in parts}
     uids = [str(uid) for uid in group]
     assert not gdpo(none, weights=weights, uids=uids, mask_BT=torch.from_numpy(mask)).any()
@@ -206,27 +206,14 @@ class Queue:
 
 def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the driver graded; a reward that does not apply counts 0, and a fault nothing."""
-    queue, greedy = Queue(), Sampling(temperature=0.0, top_p=1.0, num_samples=2)
+    queue = Queue()
     monkeypatch.setattr(module, "transfer_queue", queue)
-    rollouts = Rollouts(
-        [],
-        tokenizer=None,
-        reader=None,
-        pool=SimpleNamespace(),
-        samples=SampleLog(Path("run"), steps=1, decode=str),
-        shaping=Shaping(),
-        training=greedy,
-        validation=greedy,
-        max_prompt_tokens=8,
-        seed=0,
-        in_order=True,
-        rewards=("right", "short"),
-    )
-    rollouts._graded = {
-        "a": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 0.5))), Graded(0.0, parts=(("right", 0.0),))]),
-        "b": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 2.0))), Graded(0.0, Fault.RAISED)]),
-    }
-    parts = rollouts.reward_parts(queue.batch().keys)
+    grades = GradeBook(rewards=("right", "short"))
+    whole = Graded(1.0, parts=(("right", 1.0), ("short", 0.5)))
+    grades.add("a", [whole, Graded(0.0, parts=(("right", 0.0),))], step=1, validate=False)
+    best = Graded(1.0, parts=(("right", 1.0), ("short", 2.0)))
+    grades.add("b", [best, Graded(0.0, Fault.RAISED)], step=1, validate=False)
+    parts = grades.reward_parts(queue.batch().keys)
     np.testing.assert_equal(parts, {"right": [1.0, 0.0, 1.0, np.nan], "short": [0.5, 0.0, 2.0, np.nan]})
     batch = with_gdpo(queue.batch(), parts=parts, weights={"right": 1.0, "short": 0.1})
     assert {"advantages", "returns"} <= set(batch.fields)

@@ -22,6 +22,7 @@ from tiny_models import FAMILIES, tiny
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
+from unlisted_models import UNLISTED, build_unlisted
 
 from appliance.errors import TrainingError
 from appliance.terms.settings import ATTENTION_NAME
@@ -44,7 +45,7 @@ def positions_T() -> Tensor:
     return torch.cat([torch.arange(length) for length in LENGTHS])
 
 
-def made(family: str, *, implementation: str, checkpointing: bool = False, **changes: object) -> PreTrainedModel:
+def model_of(family: str, *, implementation: str, checkpointing: bool = False, **changes: object) -> PreTrainedModel:
     model = tiny(family, dtype=torch.float64, attn_implementation=implementation, **changes).train()
     model.set_experts_implementation("eager")  # torch's grouped GEMM takes no float64
     if checkpointing:
@@ -64,7 +65,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def of_each(family: str, **changes: object) -> tuple[Tensor, dict[str, Tensor]]:
     """(logits, gradients) of the sequences one by one, by transformers' use of torch's attention."""
-    model = made(family, implementation="sdpa", **changes)
+    model = model_of(family, implementation="sdpa", **changes)
     logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in tokens()]
     loss_of(torch.cat(logits)).backward()
     return torch.cat(logits).detach(), gradients(model)
@@ -84,13 +85,34 @@ def assert_close(found: Tensor, wanted: Tensor, what: str, *, bound: float = BOU
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_a_row_gives_what_each_sequence_gives(family: str, changes: dict[str, object]) -> None:
-    model = made(family, implementation=ATTENTION_NAME, **changes)
+    model = model_of(family, implementation=ATTENTION_NAME, **changes)
     logits_TV = packed(model)
     loss_of(logits_TV).backward()
     wanted_TV, wanted = of_each(family, **changes)
     assert_close(logits_TV.detach(), wanted_TV, "logits")
     for name, gradient in gradients(model).items():
         assert_close(gradient, wanted[name], name)
+
+
+@pytest.mark.parametrize("model_type", UNLISTED)
+def test_a_row_gives_what_each_sequence_gives_in_other_classes(model_type: str) -> None:
+    """Windows in a part of the layers, soft caps, layers without positions. Held to transformers' own attention, whose
+    softmax is in float32: a rounding of 2^-24 in each of 2 layers, of which norms make at most some hundred."""
+    logits = {}
+    for implementation in ("eager", ATTENTION_NAME):
+        model = build_unlisted(model_type, seed=1, dtype="float64", attention=implementation)
+        rows = tokens() if implementation == "eager" else [torch.cat(tokens())]
+        positions = [torch.arange(len(row)) for row in rows] if implementation == "eager" else [positions_T()]
+        outputs = [
+            model(input_ids=row[None], position_ids=place[None], use_cache=False).logits[0]
+            for row, place in zip(rows, positions, strict=True)
+        ]
+        loss_of(torch.cat(outputs)).backward()
+        logits[implementation] = torch.cat(outputs).detach(), gradients(model)
+    (wanted_TV, wanted), (logits_TV, ours) = logits.values()
+    assert_close(logits_TV, wanted_TV, "logits", bound=1e-5)
+    for name, gradient in ours.items():
+        assert_close(gradient, wanted[name], name, bound=1e-4)
 
 
 def test_a_sliding_window_changes_the_answer() -> None:
@@ -101,16 +123,16 @@ def test_a_sliding_window_changes_the_answer() -> None:
 
 def test_starts_are_looked_for_once_in_a_forward_and_its_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    original = Sequences.of
-    monkeypatch.setattr(Sequences, "of", lambda positions: calls.append(1) or original(positions))
-    model = made("qwen2", implementation=ATTENTION_NAME, checkpointing=True)
+    original = Sequences.from_positions
+    monkeypatch.setattr(Sequences, "from_positions", lambda positions: calls.append(1) or original(positions))
+    model = model_of("qwen2", implementation=ATTENTION_NAME, checkpointing=True)
     for count in (1, 2):
         loss_of(packed(model)).backward()
         assert len(calls) == count
 
 
 def test_where_sequences_lie() -> None:
-    found = Sequences.of(positions_T())
+    found = Sequences.from_positions(positions_T())
     assert found.lengths == list(LENGTHS)
     assert found.starts_S1.tolist() == [0, 3, 4, 44, 52, 71] and found.starts_S1.dtype is torch.int32
 
@@ -118,7 +140,9 @@ def test_where_sequences_lie() -> None:
 def test_a_shared_prefix_is_refused_on_cuda() -> None:
     q, k, v = (torch.zeros(4, 1, 16) for _ in range(3))
     with pytest.raises(TrainingError) as raised:
-        attention._attend_on_cuda(q, k, v, sequences=Sequences.of(torch.tensor([0, 1, 2, 1])), scale=1.0, window=None)
+        attention._attend_on_cuda(
+            q, k, v, sequences=Sequences.from_positions(torch.tensor([0, 1, 2, 1])), scale=1.0, window=None
+        )
     assert raised.value.message == "attention on CUDA got sequences that share a prefix, which it does not know"
 
 
@@ -129,13 +153,28 @@ def test_more_than_one_row_is_refused() -> None:
     assert raised.value.message == "attention got 2 rows of 7 tokens, and takes one with all sequences"
 
 
-@pytest.mark.parametrize("setting", ["softcap", "s_aux"])
-def test_what_another_family_would_need_is_refused(setting: str) -> None:
+def test_attention_sinks_are_refused() -> None:
     row, ids = torch.zeros(1, 1, 7, 4), torch.arange(7)[None]
-    attend_row(torch.nn.Module(), row, row, row, None, position_ids=ids, scaling=1.0, **{setting: None})
+    attend_row(torch.nn.Module(), row, row, row, None, position_ids=ids, scaling=1.0, s_aux=None)
     with pytest.raises(TrainingError) as raised:
-        attend_row(torch.nn.Module(), row, row, row, None, position_ids=ids, scaling=1.0, **{setting: 30.0})
-    assert raised.value.message == f"attention got `{setting}`, which it does not know"
+        attend_row(torch.nn.Module(), row, row, row, None, position_ids=ids, scaling=1.0, s_aux=torch.zeros(1))
+    assert raised.value.message == "attention got `s_aux`, which it does not know"
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_scores_with_a_soft_cap_have_whole_gradients(window: int | None) -> None:
+    """Padding may see nothing at all behind a window and a prefix: it must reach no gradient."""
+    torch.manual_seed(0)
+    positions = torch.tensor([*range(12), *range(12, 14), *range(12, 15), *range(9)])
+    q, k, v = (random(len(positions), heads, 16) for heads in (4, 2, 2))
+    sequences = Sequences.from_positions(positions)
+    for softcap, bound in ((1.5, None), (1e6, 1e-9)):
+        capped = attend_each(q, k, v, sequences=sequences, scale=0.25, window=window, softcap=softcap)
+        plain = attend_each(q, k, v, sequences=sequences, scale=0.25, window=window)
+        off = float((capped - plain).detach().abs().max())
+        assert off <= bound if bound else off > 1e-3, "a cap far beyond all scores changes nothing, a low one does"
+    capped.sum().backward()
+    assert all(bool(tensor.grad.isfinite().all()) for tensor in (q, k, v))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -147,13 +186,13 @@ def test_attention_in_bf16_against_float64(window: int | None) -> None:
     """O = P V: only O is rounded, by U of P |V| at most; a tenth more for sums in float32. Under autocast, too."""
     torch.manual_seed(0)
     q, k, v = (random(71, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    settings = {"sequences": Sequences.of(positions_T()), "scale": 0.25, "window": window}
+    settings = {"sequences": Sequences.from_positions(positions_T()), "scale": 0.25, "window": window}
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_each(q, k, v, **settings).double()
+        attended = attend_each(q, k, v, **settings).double()
     wanted, magnitude = (
         attend_each(q.double(), k.double(), each, **settings) for each in (v.double(), v.double().abs())
     )
-    assert bool(((found - wanted).abs() <= 1.1 * U * magnitude).all())
+    assert bool(((attended - wanted).abs() <= 1.1 * U * magnitude).all())
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -169,7 +208,7 @@ def test_segments_that_are_attended_to_at_once_do_not_meet(
     segments = ((0, 9), (8, 4), (8, 1), (5, 12), (0, 20), (0, 3), (2, 7))  # (position of its first token, tokens)
     positions = torch.cat([torch.arange(first, first + length) for first, length in segments])
     q, k, v = (random(len(positions), heads, 16) for heads in (4, 2, 2))
-    sequences = Sequences.of(positions)
+    sequences = Sequences.from_positions(positions)
     assert {0: 7, 500: 4, 1 << 20: 2}[scores] == len(sequences.blocks.blocks)
     rows, start = [], 0
     for (_, length), prefix in zip(segments, sequences.prefixes, strict=True):
@@ -181,10 +220,10 @@ def test_segments_that_are_attended_to_at_once_do_not_meet(
             rows.append(torch.einsum("hj,jhd->hd", weights, values))
         start += length
     wanted = torch.stack(rows)
-    found = attend_each(q, k, v, sequences=sequences, scale=0.25, window=window)
-    factor = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
-    gradients = [torch.autograd.grad((each * factor).sum(), (q, k, v)) for each in (found, wanted)]
-    assert_close(found.detach(), wanted.detach(), "attention", bound=1e-13)
+    attended = attend_each(q, k, v, sequences=sequences, scale=0.25, window=window)
+    factor = torch.linspace(-1, 1, attended.numel(), dtype=torch.float64).view_as(attended)
+    gradients = [torch.autograd.grad((each * factor).sum(), (q, k, v)) for each in (attended, wanted)]
+    assert_close(attended.detach(), wanted.detach(), "attention", bound=1e-13)
     for name, one, other in zip("qkv", *gradients, strict=True):
         assert_close(one, other, name, bound=1e-13)
 
@@ -238,7 +277,7 @@ def test_cudas_attention_is_called_as_documented(
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     torch.manual_seed(0)
     q, k, v = (random(71, heads, 16) for heads in (4, 2, 2))
-    settings = {"sequences": Sequences.of(positions_T()), "scale": 0.25, "window": window}
+    settings = {"sequences": Sequences.from_positions(positions_T()), "scale": 0.25, "window": window}
     found, wanted = attention._attend_on_cuda(q, k, v, **settings), attend_each(q, k, v, **settings)
     assert_close(found.detach(), wanted.detach(), "output")
     attention._attend_on_cuda(q.float(), k.float(), v, **settings)  # the kernel takes one dtype
@@ -320,11 +359,11 @@ def one_rank(rank: int, meet: str) -> None:
 
     torch.set_num_threads(1)
     init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=max(SHARINGS))
-    found = {}
+    by_sharing = {}
     for ranks in SHARINGS:
         set_ulysses_sequence_parallel_group(new_subgroups(ranks)[0])
-        found[ranks] = [shared(*case, ranks=ranks) for case in SHARED]
-    torch.save(found, f"{meet}.{rank}")
+        by_sharing[ranks] = [shared(*case, ranks=ranks) for case in SHARED]
+    torch.save(by_sharing, f"{meet}.{rank}")
     destroy_process_group()
 
 
@@ -335,7 +374,7 @@ def shared(
     from torch.distributed import all_reduce
     from verl.utils import ulysses
 
-    model = made(family, implementation=ATTENTION_NAME, checkpointing=checkpointing, **changes)
+    model = model_of(family, implementation=ATTENTION_NAME, checkpointing=checkpointing, **changes)
     ids_1T = torch.cat(tokens())[None]
     ids, positions, padding = ulysses.ulysses_pad_and_slice_inputs(ids_1T, positions_T()[None], ranks)
     labels, _, _ = ulysses.ulysses_pad_and_slice_inputs(ids_1T.roll(-1, 1), None, ranks)
@@ -359,11 +398,11 @@ def test_ranks_that_share_a_row_are_one(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(one_rank, args=(meet,), nprocs=ranks, start_method="forkserver")
     by_rank = [torch.load(f"{meet}.{rank}") for rank in range(ranks)]
     for place, (family, changes, _) in enumerate(SHARED):
-        model = made(family, implementation=ATTENTION_NAME, **changes)
+        model = model_of(family, implementation=ATTENTION_NAME, **changes)
         labels_T = torch.cat(tokens()).roll(-1)
         wanted_T = packed(model).log_softmax(dim=-1).gather(1, labels_T[:, None])[:, 0]
         weighed(wanted_T).backward()
-        for sharing, found in ((sharing, found[sharing][place]) for found in by_rank for sharing in SHARINGS):
-            assert_close(found[0], wanted_T.detach(), f"{family} on {sharing}: log-probs")
+        for sharing, results in ((sharing, found[sharing][place]) for found in by_rank for sharing in SHARINGS):
+            assert_close(results[0], wanted_T.detach(), f"{family} on {sharing}: log-probs")
             for name, gradient in gradients(model).items():
-                assert_close(found[1][name], gradient, f"{family} on {sharing}: {name}")
+                assert_close(results[1][name], gradient, f"{family} on {sharing}: {name}")

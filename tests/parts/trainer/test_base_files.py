@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from appliance.record.plan import ModelPlan
+from appliance.record.plan import WeightsPlan
 from appliance.tasks.tiny_model import byte_tokenizer
-from appliance.trainer.export import base_folder, put_base_files
+from appliance.trainer.checkpoints import base_folder, put_base_files
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 WEIGHTS = {"model.safetensors"}
@@ -101,13 +101,13 @@ def test_what_was_saved_is_read_as_the_base_is(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base")
     saved = saved_by_transformers(base, tmp_path / "saved")
     put_base_files(saved, base=base)
-    said = [{"role": "user", "content": "1 + 2?"}]
+    messages = [{"role": "user", "content": "1 + 2?"}]
     ids = torch.arange(40)[None]
     logits, renderings, stops = zip(
         *(
             (
                 AutoModelForCausalLM.from_pretrained(folder)(ids).logits,
-                AutoTokenizer.from_pretrained(folder).apply_chat_template(said, tokenize=False),
+                AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False),
                 GenerationConfig.from_pretrained(folder).eos_token_id,
             )
             for folder in (base, saved)
@@ -140,8 +140,9 @@ def test_the_configuration_names_the_type_to_run_in_whatever_is_saved(dtype: tor
 
 
 def test_a_base_that_is_gone_leaves_what_was_saved(tmp_path: Path) -> None:
-    model = ModelPlan(path=str(tmp_path), source=str(tmp_path), builtin="", revision="", trust_remote_code=False)
-    assert base_folder(model) is None
+    weights = WeightsPlan(name_or_path=str(tmp_path))
+    assert base_folder(weights) is None
     (tmp_path / "config.json").write_text("{}")
-    assert base_folder(model) == tmp_path
-    assert base_folder(model.replace(path="owner/name-that-nobody-has", source="owner/name-that-nobody-has")) is None
+    assert base_folder(weights) == tmp_path
+    name = "owner/name-that-nobody-has"
+    assert base_folder(WeightsPlan(name_or_path=name, hub_name=name)) is None

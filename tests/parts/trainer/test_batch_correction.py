@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from corrections_reference import CORRECTIONS, Case, make_case, reference
-from plans import HOST, make_plan, verl_config
+from plans import HOST, make_algorithm, make_plan, verl_config
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -24,8 +24,8 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
-from appliance.record.correction import CorrectionPlan, ShadowPlan
-from appliance.record.plan import KlPlan, RunPlan
+from appliance.record.plan import RunPlan, ShadowPlan
+from appliance.settings import sections
 from appliance.trainer import correction as module
 from appliance.trainer.attest import attest_driver, installed_loss
 from appliance.trainer.correction import (
@@ -102,10 +102,11 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def plan_of(correction: Correction, run_dir: Path) -> RunPlan:
     limits = {"cap": correction.cap, "bounds": correction.bounds}
     clip = {"clip_low": correction.clip.low, "clip_high": correction.clip.high}
-    shadow = ShadowPlan(every=20, sequences=2, micro_batch_sequences=1) if correction.has_shadow_pass else None
-    plan = CorrectionPlan(method=CorrectionMethod(correction.name), **limits, **clip, shadow=shadow)
-    assert plan.resolved == correction
-    return make_plan(run_dir, correction=plan)
+    shadow = ShadowPlan(sequences=2, forward_sequences=1) if correction.has_shadow_pass else None
+    section = sections.Correction(method=CorrectionMethod(correction.name), **limits)
+    plan = make_plan(run_dir, correction=section, algorithm=make_algorithm(**clip), shadow=shadow)
+    assert plan.loss_correction == correction
+    return plan
 
 
 def share_of(queue: Queue, *, cap: float) -> float:
@@ -152,8 +153,8 @@ def test_a_divergence_in_the_reward_is_said_as_a_mean_over_tokens(
     old = queue.columns["old_log_probs"]
     queue.columns["ref_log_prob"] = tuple(row + torch.linspace(-1, 1, len(row)) for row in old)
     plan = plan_of(CORRECTIONS["tis"], tmp_path)
-    kl = KlPlan(coefficient=0.1, estimator=estimator, place=KlPlace.REWARD)
-    run = BatchCorrection(plan.replace(algorithm=plan.algorithm.replace(kl=kl)))
+    asked = {"kl": 0.1, "kl_estimator": estimator, "kl_in": KlPlace.REWARD}
+    run = BatchCorrection(plan.replace(algorithm=plan.algorithm.replace(**asked)))
     run.prepare(queue.batch(), step=1, correction=CORRECTIONS["tis"])
     pairs = zip(queue.columns["ref_log_prob"], old, queue.columns[REAL], strict=True)
     x = torch.cat([(ref.double() - own.double())[real.bool()] for ref, own, real in pairs])
@@ -166,8 +167,8 @@ def test_a_step_that_a_correction_leaves_nothing_of_is_said(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Bounds narrower than the mismatch: such a run would end without a word, its mismatch fine."""
-    monkeypatch.setattr(module, "append_event", lambda run_dir, **event: said.append((run_dir, event)))
-    said: list[tuple[Path, dict[str, Any]]] = []
+    monkeypatch.setattr(module, "append_event", lambda run_dir, **event: events.append((run_dir, event)))
+    events: list[tuple[Path, dict[str, Any]]] = []
     queue.columns["rollout_log_probs"] = tuple(row - 0.01 for row in queue.columns["old_log_probs"])
     narrow, wide = (replace(CORRECTIONS[name], bounds=(1 - each, 1 + each)) for each in (0.001, 0.02))
     run = BatchCorrection(plan_of(narrow, tmp_path))
@@ -175,7 +176,7 @@ def test_a_step_that_a_correction_leaves_nothing_of_is_said(
         run.prepare(queue.batch(), step=step, correction=correction)
         queue.columns[KEPT] = queue.columns[REAL]
     what = f"nothing is left to learn from in step 3: {name} within 0.999..1.001 leaves none of its tokens"
-    ((run_dir, event),) = said
+    ((run_dir, event),) = events
     assert (run_dir, event["kind"], event["what"], event["step"]) == (tmp_path, "note", what, 3)
 
 
@@ -184,12 +185,12 @@ def test_bounds_of_the_clip_are_written_for_each_token(queue: Queue, tmp_path: P
     run = BatchCorrection(plan_of(CORRECTIONS["acr"], tmp_path))
     run.prepare(queue.batch(), step=1, correction=acr)
     w = (torch.cat(queue.columns["old_log_probs"]).double() - torch.cat(queue.columns["rollout_log_probs"])).exp()
-    kept, upper = torch.cat(queue.columns[KEPT]).bool(), torch.cat(queue.columns[CLIP_UPPER])
+    in_loss, upper = torch.cat(queue.columns[KEPT]).bool(), torch.cat(queue.columns[CLIP_UPPER])
     assert upper.tolist() == pytest.approx((1.2 * (w / 1.25).clamp(min=1)).tolist(), rel=RTOL)
     assert bool((torch.cat(queue.columns[CLIP_LOWER]) == torch.tensor(0.8)).all())
-    wide = upper[kept & (w > 1.25)].double()
+    wide = upper[in_loss & (w > 1.25)].double()
     metrics = run.metrics()  # a token that the guard has dropped is not widened
-    assert metrics["acr_widened_fraction"] == len(wide) / len(kept) < metrics["is_truncated_fraction"]
+    assert metrics["acr_widened_fraction"] == len(wide) / len(in_loss) < metrics["is_truncated_fraction"]
     assert metrics["acr_bound_mean"] == pytest.approx(float(wide.mean()), rel=RTOL)
 
 

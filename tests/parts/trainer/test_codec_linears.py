@@ -44,12 +44,12 @@ def put_in(model: PreTrainedModel, folder: Path) -> RolloutForward:
 
 def passed(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
     """What each linear layer of the decoder got and gave, by its name."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    passed_by_name: dict[str, tuple[Tensor, Tensor]] = {}
     linears = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and "layers" in name]
     for name, each in linears:
-        each.register_forward_hook(lambda _, given, out, name=name: found.update({name: (given[0], out)}))
+        each.register_forward_hook(lambda _, given, out, name=name: passed_by_name.update({name: (given[0], out)}))
     model(input_ids=torch.randint(0, model.config.vocab_size, (2, 9)))
-    return found
+    return passed_by_name
 
 
 def exact(quantised: QuantisedWeight) -> Tensor:
@@ -62,8 +62,8 @@ def test_a_layer_multiplies_the_codes_of_its_smoothed_weight_and_input(model: Pr
     flow = put_in(model, tmp_path)
     factor_of = {one._parts[0][0]: one._factor_K for one in flow.linears()}
     assert sum(each is not None for each in factor_of.values()) == 3
-    found, quantised = passed(model), 0
-    for name, (given, out) in found.items():
+    passed_by_name, quantised = passed(model), 0
+    for name, (given, out) in passed_by_name.items():
         linear, x_TK = model.get_submodule(name), given.detach().flatten(0, 1)
         if "layers.1.self_attn" in name and name[-6] in "qkv":
             assert torch.equal(out, nn.functional.linear(given, linear.weight, linear.bias))
@@ -84,7 +84,7 @@ def test_a_layer_multiplies_the_codes_of_its_smoothed_weight_and_input(model: Pr
         )
         assert bool(((out.detach().flatten(0, 1) - wanted).abs() <= bound).all()), name
         quantised += 1
-    assert (quantised, len(found)) == (11, 14)
+    assert (quantised, len(passed_by_name)) == (11, 14)
 
 
 def test_without_quantised_layers_it_is_the_model_itself(model: PreTrainedModel, tmp_path: Path) -> None:

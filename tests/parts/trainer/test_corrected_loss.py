@@ -108,7 +108,7 @@ def jagged(rows_BT: Tensor, lengths: list[int]) -> Tensor:
 
 
 def as_verl_has_it(
-    batch: Batch, *, weights: Tensor | None, kept: Tensor | None = None, bounds: Bounds | None = None
+    batch: Batch, *, weights: Tensor | None, in_loss: Tensor | None = None, bounds: Bounds | None = None
 ) -> tuple[dict[str, Tensor], TensorDict, Tensor]:
     """(model output, micro-batch, the leaf for the gradient). A prompt of one token before each response; the rollout's
     log-probs are the trainer's less log of the weights."""
@@ -120,7 +120,7 @@ def as_verl_has_it(
     columns = {
         "responses": batch.old,
         REAL: batch.mask.long(),
-        KEPT: (batch.mask if kept is None else kept).long(),
+        KEPT: (batch.mask if in_loss is None else in_loss).long(),
         "old_log_probs": batch.old,
         ROLLOUT: rollout,
         "advantages": batch.advantages,
@@ -146,18 +146,18 @@ def by_us(
     bounds: Bounds | None = None,
     ratio_to: str = "old_log_probs",
     mode: str = "token-mean",
-    kept: Tensor | None = None,
+    in_loss: Tensor | None = None,
 ) -> Result:
     """(loss, gradient, metrics)"""
-    output, data, leaf = as_verl_has_it(batch, weights=weights, kept=kept, bounds=bounds)
+    output, data, leaf = as_verl_has_it(batch, weights=weights, in_loss=in_loss, bounds=bounds)
     how = {"ratio_to": ratio_to, "clips": bounds is not None}
     loss, metrics = corrected_loss(make_config(loss_agg_mode=mode), output, data, **how)
     loss.backward()
     return loss.detach(), leaf.grad, metrics
 
 
-def by_verl(batch: Batch, *, weights: Tensor | None, mode: str = "token-mean", kept: Tensor | None = None) -> Result:
-    output, data, leaf = as_verl_has_it(batch, weights=weights, kept=kept)
+def by_verl(batch: Batch, *, weights: Tensor | None, mode: str = "token-mean", in_loss: Tensor | None = None) -> Result:
+    output, data, leaf = as_verl_has_it(batch, weights=weights, in_loss=in_loss)
     loss, metrics = ppo_loss(make_config(loss_agg_mode=mode), output, data)
     loss.backward()
     return loss.detach(), leaf.grad, metrics
@@ -175,10 +175,10 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
 def test_weights_of_one_are_verls_loss_without_any_to_the_last_bit(mode: str, seed: int) -> None:
     """What a method that does not weigh writes. With dropped sequences, too."""
     batch = make_batch(seed, highest=CAP)
-    kept = batch.mask & (torch.arange(len(batch.mask)) % 3 > 0).unsqueeze(-1)
-    for stay in (None, kept):
-        ours = by_us(batch, weights=batch.mask.float(), mode=mode, kept=stay)
-        assert_same_bits(ours, by_verl(batch, weights=None, mode=mode, kept=stay))
+    in_loss = batch.mask & (torch.arange(len(batch.mask)) % 3 > 0).unsqueeze(-1)
+    for stay in (None, in_loss):
+        ours = by_us(batch, weights=batch.mask.float(), mode=mode, in_loss=stay)
+        assert_same_bits(ours, by_verl(batch, weights=None, mode=mode, in_loss=stay))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -319,26 +319,26 @@ def test_a_number_that_is_not_finite_raises(name: str, bad: float) -> None:
     assert raised.value.message == f"a number in {name} of this step is not finite"
 
 
-def reported(batch: Batch, *, kept: Tensor | None = None, scale: float = 1.0) -> dict[str, float]:
+def reported(batch: Batch, *, in_loss: Tensor | None = None, scale: float = 1.0) -> dict[str, float]:
     """As verl hands an update's metrics to the driver: each sum divided by the same number."""
-    _, _, metrics = by_us(batch, weights=batch.raw, bounds=everywhere(WIDE, batch), kept=kept)
+    _, _, metrics = by_us(batch, weights=batch.raw, bounds=everywhere(WIDE, batch), in_loss=in_loss)
     return {name: metric.aggregate() * scale for name, metric in metrics.items()}
 
 
 def test_the_driver_holds_the_loss_to_what_was_meant() -> None:
     batch = make_batch(1, highest=3.0)
-    kept = batch.mask & (torch.arange(len(batch.mask)) > 2).unsqueeze(-1)
-    fields = {REAL: batch.mask.long(), KEPT: kept.long(), WEIGHTS: batch.raw}
+    in_loss = batch.mask & (torch.arange(len(batch.mask)) > 2).unsqueeze(-1)
+    fields = {REAL: batch.mask.long(), KEPT: in_loss.long(), WEIGHTS: batch.raw}
     fields |= {CLIP_LOWER: everywhere(WIDE, batch).lower, CLIP_UPPER: everywhere(WIDE, batch).upper}
     meant = sums_of({name: value[batch.mask] for name, value in fields.items()})
     assert set(meant) == {"tokens", "kept", WEIGHTS, CLIP_LOWER, CLIP_UPPER}
-    check_used(reported(batch, kept=kept, scale=0.125), meant=meant)  # eight mini-batches and ranks
+    check_used(reported(batch, in_loss=in_loss, scale=0.125), meant=meant)  # eight mini-batches and ranks
     unmasked = reported(batch)
     for wrong in (
         {},
         unmasked,
-        {name: value for name, value in reported(batch, kept=kept).items() if name != f"{USED}{CLIP_UPPER}"},
-        reported(replace(batch, raw=batch.mask.float()), kept=kept),
+        {name: value for name, value in reported(batch, in_loss=in_loss).items() if name != f"{USED}{CLIP_UPPER}"},
+        reported(replace(batch, raw=batch.mask.float()), in_loss=in_loss),
         dict.fromkeys(unmasked, 0.0),
         dict.fromkeys(unmasked, float("nan")),
     ):

@@ -10,7 +10,8 @@ import pytest
 from appliance.quant.files import Origin, Settings
 from appliance.quant.profile import Profile, Smoothing, write_profile
 from appliance.record.lines import as_json
-from appliance.record.plan import ModelPlan
+from appliance.record.plan import WeightsPlan
+from appliance.settings.sections import Model
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.checkpoints import STATE_FILE, DriverState, take_random
@@ -31,8 +32,8 @@ def exported(folder: Path, precision: Precision, **planned: object) -> Path:
     profile = Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(ignore=(KEPT,)), Smoothing())
     write_profile(profile, folder=checkpoint / "profile")
     plan = Quantisation(**{"scheme": Scheme.INT8, "profile": str(folder / "gone" / "profile"), **planned})
-    model = ModelPlan(path="/cache/1", source="Qwen/Q", builtin="", revision="", trust_remote_code=False)
-    export_checkpoint(checkpoint, target=folder / "model", uaq=None, model=model, flow=plan)
+    model, weights = Model(path="Qwen/Q"), WeightsPlan(name_or_path="/cache/1", hub_name="Qwen/Q")
+    export_checkpoint(checkpoint, target=folder / "model", uaq=None, model=model, weights=weights, flow=plan)
     return (folder / "model").rename(folder / "elsewhere")
 
 

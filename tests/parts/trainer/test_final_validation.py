@@ -34,13 +34,13 @@ def raising(error: Exception | None) -> Callable[[], None]:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def written() -> list[str]:
     """(step, scheme, the validation's) of each line of samples."""
     return []
 
 
 @pytest.fixture
-def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Resumed:
+def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[str]) -> Resumed:
     """A trainer that goes on after step 4, whose validation a stop has cut, and comes to the end of verl's loop. With
     rollouts in BF16, so that one validation is enough. failed: rewards, of 512."""
     monkeypatch.setattr(PPOTrainerSync, "_validate", lambda self: {"val-core/arithmetic/reward/mean@1": 0.75})
@@ -51,11 +51,14 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
     def make(*, steps: int = 4, stop: Exception | None = None, failed: int = 0) -> Trainer:
         plan = make_plan(tmp_path, steps=steps, rollout=make_rollout(Scheme.BF16))
         stopping = SimpleNamespace(check=raising(stop), asked=False, finished=4)
-        samples = SimpleNamespace(write=lambda step, scheme, val_scheme: said.append(f"{step} {scheme} {val_scheme}"))
+        samples = SimpleNamespace(
+            write=lambda step, scheme, val_scheme: written.append(f"{step} {scheme} {val_scheme}")
+        )
         faults = Counter({Fault.RAISED: failed} if failed else {})
         pool = SimpleNamespace(graded=512, faults=faults, last_fault=None)
+        grades = SimpleNamespace(num_validated=512, set_metrics=dict)
         checkpoints = SimpleNamespace(save_now=lambda reason: None)
-        rollouts = SimpleNamespace(validated=512, by_set=dict, pool=pool, samples=samples)
+        rollouts = SimpleNamespace(grades=grades, pool=pool, samples=samples)
         made = make_trainer(plan, stopping=stopping, global_steps=5, rollouts=rollouts, checkpoints=checkpoints)
         made.plan = plan.replace(resume_from=str(folder))
         return made
@@ -68,7 +71,7 @@ def lines(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_last_step_gets_its_validation(tmp_path: Path, resumed: Resumed, said: list[str]) -> None:
+def test_the_last_step_gets_its_validation(tmp_path: Path, resumed: Resumed, written: list[str]) -> None:
     resumed().on_train_end()
     before, last = lines(tmp_path)
     assert before["step"] == 3 and last.pop("validate_s") >= 0
@@ -76,7 +79,7 @@ def test_the_last_step_gets_its_validation(tmp_path: Path, resumed: Resumed, sai
     assert last == {**LINE, **validated}
     resumed().on_train_end()
     assert len(lines(tmp_path)) == 2
-    assert said == ["4 int8 bf16"]
+    assert written == ["4 int8 bf16"]
 
 
 def test_a_run_with_more_steps_has_no_last_one_to_write(tmp_path: Path, resumed: Resumed) -> None:

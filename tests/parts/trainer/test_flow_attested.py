@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import make_plan
+from plans import make_plan, with_trainer
 from tiny_models import VOCABULARY, tiny
 from transformers import PreTrainedModel
 
@@ -16,6 +16,7 @@ from appliance.errors import AttestationError
 from appliance.quant import loading
 from appliance.record.attestations import Attestation, fingerprint, read_attestations, write_attestation
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Forward
 from appliance.sync.manifest import Manifest, record
 from appliance.sync.precision import Generation, write_generation
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -46,7 +47,7 @@ def flow_of(model: PreTrainedModel, scheme: Scheme = Scheme.INT8, *, fp8_backwar
 
 def one_flow(run_dir: Path) -> RunPlan:
     plan = make_plan(run_dir)
-    return plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    return with_trainer(plan, forward=Forward.ROLLOUT)
 
 
 def attested(run_dir: Path, role: str, *, layers: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans import make_guard, make_plan, make_rollout
+from plans import make_guard, make_plan, make_rollout, with_trainer
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -27,6 +27,7 @@ from appliance.guard.signals import Signals
 from appliance.quant.mismatch import DifferingToken, LayerTrace, Place, first_difference
 from appliance.record.events import parse_event
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Forward
 from appliance.sync.manifest import Manifest, digest, record
 from appliance.sync.precision import Generation, read_present, write_generation, write_wanted
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -34,12 +35,12 @@ from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
 from appliance.trainer.attest import find_differing, first_differing, search
 from appliance.trainer.governor import Governor, signals_of
-from appliance.trainer.held import Held, HeldRow, rows_by_key, take_held
-from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
+from appliance.trainer.metrics import StepParts, StepTelemetry, measure_batch, measure_update, tell_differing
 from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import RolloutForward, put_in, quantised_layers
 from appliance.trainer.sender import DigestingAdapter
 from appliance.trainer.top_words import TOP_IDS, TOP_ROLLOUT, predicting_places
+from appliance.trainer.update_log_probs import ForwardLogProbs, SequenceLogProbs, rows_by_key, take_update_log_probs
 from appliance.trainer.verl_engine import ApplianceEngine
 
 BF16 = Precision(Scheme.BF16)
@@ -53,7 +54,7 @@ LAYERS = [
 
 def one_flow(tmp_path: Path, **changes: object) -> RunPlan:
     plan = make_plan(tmp_path, **changes)
-    return plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    return with_trainer(plan, forward=Forward.ROLLOUT)
 
 
 def telemetry(trainer: list[float], *, rollout: list[float]) -> StepTelemetry:
@@ -120,9 +121,9 @@ def test_only_steps_in_the_planned_precision_are_to_be_equal(tmp_path: Path) -> 
     plan = one_flow(tmp_path, rollout=make_rollout(Scheme.INT8))
     planned = Live("int8", emulated=False)
     raised = Live("int8", emulated=False, bf16_layers=1), Live("bf16", emulated=False)
-    assert Step(planned).is_exact(plan)
-    assert not any(Step(each).is_exact(plan) for each in raised)
-    assert not Step(planned).is_exact(make_plan(tmp_path, rollout=make_rollout(Scheme.INT8)))
+    assert StepParts(planned).is_exact(plan)
+    assert not any(StepParts(each).is_exact(plan) for each in raised)
+    assert not StepParts(planned).is_exact(make_plan(tmp_path, rollout=make_rollout(Scheme.INT8)))
 
 
 # Which layer differs
@@ -131,8 +132,8 @@ def test_only_steps_in_the_planned_precision_are_to_be_equal(tmp_path: Path) -> 
 def traced(model: Qwen2ForCausalLM) -> Callable[..., LayerTrace]:
     """`traced` of a trainer, and of an engine."""
 
-    def ask(ids: list[int], *, names: list[str] | None = None, kept: Place | None = None) -> LayerTrace:
-        trace, ids_1T = LayerTrace(kept), torch.tensor([ids])
+    def ask(ids: list[int], *, names: list[str] | None = None, values_at: Place | None = None) -> LayerTrace:
+        trace, ids_1T = LayerTrace(values_at), torch.tensor([ids])
         with torch.no_grad():
             out = model(
                 input_ids=ids_1T,
@@ -240,9 +241,11 @@ def test_the_driver_asks_ranks_and_engines_and_says_what_it_found(
     monkeypatch.setattr(attest, "transfer_queue", SimpleNamespace(kv_batch_get=kv_batch_get))
     monkeypatch.setattr(attest, "ray", SimpleNamespace(get=lambda answer: answer))
     trained = fields.pop("old_log_probs")[1] if has_moved else None
-    rows = {} if trained is None else {"a_1_0": HeldRow(trained, trained, None)}  # the first update had no other one
+    rows = (
+        {} if trained is None else {"a_1_0": SequenceLogProbs(trained, trained, None)}
+    )  # the first update had no other one
     attest.tell_layer(
-        find_differing(batch, held=rows or None),
+        find_differing(batch, update_rows=rows or None),
         has_moved=has_moved,
         plan=make_plan(tmp_path),
         step=7,
@@ -352,10 +355,10 @@ def test_a_step_of_the_optimizer_is_what_the_next_forward_computes_with(
 
 
 def adapter_of(run_dir: Path) -> DigestingAdapter:
-    made = DigestingAdapter.__new__(DigestingAdapter)
-    made._syncs, made._run_dir, made.replica_rank, made.rollout_rank = 0, run_dir, 0, 0
-    made.config = SimpleNamespace(dtype="bfloat16")
-    return made
+    adapter = DigestingAdapter.__new__(DigestingAdapter)
+    adapter._syncs, adapter._run_dir, adapter.replica_rank, adapter.rollout_rank = 0, run_dir, 0, 0
+    adapter.config = SimpleNamespace(dtype="bfloat16")
+    return adapter
 
 
 def test_the_sender_tells_the_forward_what_it_sent(
@@ -442,29 +445,29 @@ def test_an_updates_log_probs_are_held_by_the_queues_keys_while_the_weights_are_
     engine, data = engine_of(model), update_of(UPDATE)
     with torch.no_grad():
         sampled = forward(engine, data)
-    assert take_held() == []  # a pass, and no update
+    assert take_update_log_probs() == []  # a pass, and no update
     found = forward(engine, data)
     assert found.requires_grad and torch.equal(found, sampled)
-    (held,) = take_held()
+    (held,) = take_update_log_probs()
     assert (held.keys, held.length_S.tolist()) == (["a_0_0", "a_1_0", "b_0_0"], [3, 1, 2])
     assert torch.equal(held.log_probs_N, sampled) and not held.log_probs_N.requires_grad
-    assert take_held() == []
+    assert take_update_log_probs() == []
     forward(engine, data)
     engine._flow.forget()  # the optimizer's step
     forward(engine, data)
-    assert len(take_held()) == 1
+    assert len(take_update_log_probs()) == 1
     engine._flow.note_sent(manifest_of(model))
     forward(engine, data)
     engine._flow.note_sent(manifest_of(model))
-    assert take_held() == []  # of weights before these
+    assert take_update_log_probs() == []  # of weights before these
     engine._flow.follow(BF16)  # and not yet sent
     forward(engine, data)
-    assert take_held() == []
+    assert take_update_log_probs() == []
     forward(engine_of(model), data)
     engine._flow = flow_of(model)  # which keeps nothing
     engine._flow.note_sent(manifest_of(model))
     forward(engine, data)
-    assert take_held() == []
+    assert take_update_log_probs() == []
 
 
 def test_after_each_change_of_precision_the_next_update_is_held(
@@ -478,7 +481,7 @@ def test_after_each_change_of_precision_the_next_update_is_held(
 
     engine, data, adapter = engine_of(model), update_of(UPDATE), adapter_of(tmp_path)
     monkeypatch.setattr(ServerAdapter, "update_weights", send)
-    found = []
+    sampled_by_update = []
     for wanted in (AS_PLANNED, Precision(bf16_layers=(LAYERS[3],)), BF16, AS_PLANNED):
         write_wanted(tmp_path, wanted)
         asyncio.run(adapter.update_weights(list(model.state_dict().items())))
@@ -486,11 +489,11 @@ def test_after_each_change_of_precision_the_next_update_is_held(
             sampled = forward(engine, data)
         forward(engine, data)
         engine._flow.forget()
-        (held,) = take_held()
+        (held,) = take_update_log_probs()
         assert torch.equal(held.log_probs_N, sampled)
-        found.append(sampled)
-    assert torch.equal(found[0], found[3])
-    assert not any(torch.equal(found[0], other) for other in found[1:3])
+        sampled_by_update.append(sampled)
+    assert torch.equal(sampled_by_update[0], sampled_by_update[3])
+    assert not any(torch.equal(sampled_by_update[0], other) for other in sampled_by_update[1:3])
 
 
 def test_the_entropy_that_is_held_is_a_passs_and_has_no_gradient(model: Qwen2ForCausalLM) -> None:
@@ -499,7 +502,7 @@ def test_the_entropy_that_is_held_is_a_passs_and_has_no_gradient(model: Qwen2For
     with torch.no_grad():
         wanted = engine.module(**inputs).entropy
     forward(engine, data)
-    (held,) = take_held()
+    (held,) = take_update_log_probs()
     assert torch.equal(held.entropy_N, wanted[0, 1:-1]) and not held.entropy_N.requires_grad
     assert engine.module(**inputs).entropy.requires_grad is False
     engine._flow.forget()
@@ -523,31 +526,33 @@ def test_whole_distributions_are_held_with_an_updates_log_probs(model: Qwen2ForC
         of_sequences = [each.flatten() for each in rows.split(lengths)]
         data[name] = torch.nested.as_nested_tensor(of_sequences, layout=torch.jagged)
     assert torch.equal(forward(engine, data), plain)
-    (held,) = take_held()
-    assert torch.equal(held.log_probs_N, plain)
-    assert (held.divergence_N > 0).tolist() == [False, False, False, False, True, False]
-    row = rows_by_key([held], keys=held.keys, sequences=3)["b_0_0"]
-    assert row.divergence.tolist() == held.divergence_N[4:].tolist()
+    (held_row,) = take_update_log_probs()
+    assert torch.equal(held_row.log_probs_N, plain)
+    assert (held_row.divergence_N > 0).tolist() == [False, False, False, False, True, False]
+    row = rows_by_key([held_row], keys=held_row.keys, sequences=3)["b_0_0"]
+    assert row.divergence.tolist() == held_row.divergence_N[4:].tolist()
 
 
 KEYS = ["a_1_0", "b_0_0", "a_0_0"]
 WHOLE = StepTelemetry(**{**vars(EQUAL), "equal_group_fraction": 0.5, "tokens_mean": 2.0, "seconds": 1.0})
 
 
-def held_against(held: Iterable[Held], *, sequences: int = 2, of_a: Iterable[float] = (-1.0, -2.0, -3.0)) -> Any:
+def held_against(
+    by_rank: Iterable[ForwardLogProbs], *, sequences: int = 2, of_a: Iterable[float] = (-1.0, -2.0, -3.0)
+) -> Any:
     """of_a: log-probs of the rollout `a_0_0`, whose last token does not count."""
     rows = {
         "rollout_log_probs": jagged([[-0.5], [-4.0, -5.0], [*of_a]]),
         "response_mask": jagged([[1], [1, 1], [1, 1, 0]]),
     }
     fetched = TensorDict(rows, batch_size=3)
-    return measure_held(WHOLE, keys=KEYS, fetched=fetched, held=[*held], sequences=sequences, cap=2.0)
+    return measure_update(WHOLE, keys=KEYS, fetched=fetched, forwards=[*by_rank], sequences=sequences, cap=2.0)
 
 
-def held_of(**log_probs: list[float]) -> Held:
+def held_of(**log_probs: list[float]) -> ForwardLogProbs:
     values = [value for each in log_probs.values() for value in each]
     lengths = torch.tensor([len(each) for each in log_probs.values()])
-    return Held(list(log_probs), lengths, torch.tensor(values), torch.arange(float(len(values))))
+    return ForwardLogProbs(list(log_probs), lengths, torch.tensor(values), torch.arange(float(len(values))))
 
 
 RANKS = (held_of(a_0_0=[-1.0, -2.0, -9.0]), held_of(b_0_0=[-4.0, -5.0]))  # as the update has them, of two ranks
@@ -555,11 +560,11 @@ RANKS = (held_of(a_0_0=[-1.0, -2.0, -9.0]), held_of(b_0_0=[-4.0, -5.0]))  # as t
 
 def test_the_tokens_of_the_first_update_are_held_against_the_rollouts() -> None:
     """A token that does not count may differ; what the whole step says of itself stays."""
-    found, entropy = held_against(RANKS)
+    telemetry, entropy = held_against(RANKS)
     assert entropy == (0 + 1 + 0 + 1) / 4
-    assert (found.differing_tokens, found.by_length.whole.num_tokens, found.nonfinite_fraction) == (0, 4, 0)
-    assert (found.equal_group_fraction, found.tokens_mean, found.mismatch.k3_kl) == (0.5, 2.0, 0.0)
-    assert found.seconds > WHOLE.seconds
+    assert (telemetry.differing_tokens, telemetry.by_length.whole.num_tokens, telemetry.nonfinite_fraction) == (0, 4, 0)
+    assert (telemetry.equal_group_fraction, telemetry.tokens_mean, telemetry.mismatch.k3_kl) == (0.5, 2.0, 0.0)
+    assert telemetry.seconds > WHOLE.seconds
 
 
 @pytest.mark.parametrize("token", [0, 1])
@@ -581,22 +586,22 @@ def test_a_log_prob_of_the_update_that_is_no_number_is_counted() -> None:
 @pytest.mark.parametrize(
     ("held", "sequences", "message"),
     [
-        ((), 2, "0 sequences of this step's first update were held for its metrics, of 2"),
-        (RANKS, 3, "2 sequences of this step's first update were held for its metrics, of 3"),
+        ((), 2, "0 sequences of this step's first update were collected for its metrics, of 2"),
+        (RANKS, 3, "2 sequences of this step's first update were collected for its metrics, of 3"),
         (
             (*RANKS, held_of(c_0_0=[-1.0])),
             2,
-            "3 sequences of this step's first update were held for its metrics, of 2",
+            "3 sequences of this step's first update were collected for its metrics, of 2",
         ),
         (
             (*RANKS[:1], held_of(c_0_0=[-1.0])),
             2,
-            "2 sequences of this step's first update were held for its metrics, of 2",
+            "2 sequences of this step's first update were collected for its metrics, of 2",
         ),
         ((held_of(a_0_0=[-1.0]),), 1, "log-probs of this step's first update have not the rollouts' lengths"),
     ],
 )
-def test_a_step_without_its_proof_ends_the_run(held: tuple[Held, ...], sequences: int, message: str) -> None:
+def test_a_step_without_its_proof_ends_the_run(held: tuple[ForwardLogProbs, ...], sequences: int, message: str) -> None:
     with pytest.raises(TrainingError) as raised:
         held_against(held, sequences=sequences)
     assert raised.value.message == message
@@ -618,8 +623,10 @@ def test_a_forward_that_differs_in_the_update_is_noticed(
 
     def noticed() -> float:
         forward(engine, data)
-        found, _ = measure_held(WHOLE, keys=keys, fetched=fetched, held=take_held(), sequences=3, cap=2.0)
-        return found.differing_fraction
+        telemetry, _ = measure_update(
+            WHOLE, keys=keys, fetched=fetched, forwards=take_update_log_probs(), sequences=3, cap=2.0
+        )
+        return telemetry.differing_fraction
 
     assert noticed() == 0
     norm, calls = rollout_kernels.plain_norm, []

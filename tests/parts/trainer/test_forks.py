@@ -145,16 +145,21 @@ def ask(address: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProc
 def test_a_fork_is_what_the_program_would_have_been(driver: psutil.Popen, ask: Callable, tmp_path: Path) -> None:
     limits = "ulimit -Sn 512; renice -n 19 $$ >/dev/null; echo 500 >/proc/self/oom_score_adj;"
     done = ask(TELLS, "1", "a b", before=limits, GIVEN="ü'\n")
-    said = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     assert done.stderr == "said at its end\n"
-    assert said["argv"] == [str(tmp_path / "program.py"), "1", "a b"]
-    assert (said["name"], said["folder"], said["given"], said["read"]) == ("__main__", str(tmp_path), "ü'\n", "")
-    assert (said["is_fork"], said["of_driver"]) == (True, None)
+    assert report["argv"] == [str(tmp_path / "program.py"), "1", "a b"]
+    assert (report["name"], report["folder"], report["given"], report["read"]) == (
+        "__main__",
+        str(tmp_path),
+        "ü'\n",
+        "",
+    )
+    assert (report["is_fork"], report["of_driver"]) == (True, None)
     (server,) = driver.children()
-    assert said["parent"] == server.pid
-    assert said["group"] == said["pid"]
-    assert [said[limit] for limit in ("files", "nice", "oom_score")] == [512, 19, 500]
-    assert said["open"] == 4, "its streams, and the folder that it lists"
+    assert report["parent"] == server.pid
+    assert report["group"] == report["pid"]
+    assert [report[limit] for limit in ("files", "nice", "oom_score")] == [512, 19, 500]
+    assert report["open"] == 4, "its streams, and the folder that it lists"
 
 
 def test_forks_draw_other_numbers_and_leave_nothing(driver: psutil.Popen, ask: Callable) -> None:

@@ -83,16 +83,16 @@ class Passed:
         self.weight_NK = torch.cat(self.weights).detach().double()
         scale_K = torch.ones(COLUMNS) if factor_K is None else factor_K
         folded = [(each.detach() * scale_K).to(x.dtype) for each in self.weights]
-        self.layer = EngineWeight.of(folded, scheme=Scheme.FP8_BLOCK, factor_K=factor_K, fp8_backward=True)
+        self.layer = EngineWeight.from_linears(folded, scheme=Scheme.FP8_BLOCK, factor_K=factor_K, fp8_backward=True)
         x, self.bias_N = x.clone().requires_grad_(), torch.zeros(200, dtype=x.dtype, requires_grad=True)
         self.layer(x, self.weights, self.bias_N, gated=gated).backward(grad_TN)
         self.grad_x, self.grad_NK = x.grad, torch.cat([each.grad for each in self.weights])
 
 
-def assert_rounded_once(found: Tensor | None, exact: Tensor, magnitudes: Tensor) -> None:
+def assert_rounded_once(rounded: Tensor | None, exact: Tensor, magnitudes: Tensor) -> None:
     """To BF16; and to float32 the operands (a code times its scale) and the sum, 3 of 2^-24."""
-    assert found is not None and found.dtype is torch.bfloat16
-    assert bool(((found.double() - exact).abs() <= U * exact.abs() + 2.0**-22 * magnitudes).all())
+    assert rounded is not None and rounded.dtype is torch.bfloat16
+    assert bool(((rounded.double() - exact).abs() <= U * exact.abs() + 2.0**-22 * magnitudes).all())
 
 
 @pytest.mark.usefixtures("kernel")
@@ -151,13 +151,13 @@ def test_tokens_padded_to_128_give_the_same_bits(tokens: int) -> None:
 def test_the_forward_rounds_once_after_the_bias(rows: int, bias: bool) -> None:
     """To BF16; and to float32 the operands and the sum."""
     x_TK, weight_NK = odd(bf16(33, COLUMNS)), odd(bf16(rows, COLUMNS))
-    layer = EngineWeight.of([weight_NK], scheme=Scheme.FP8_BLOCK, factor_K=None)
+    layer = EngineWeight.from_linears([weight_NK], scheme=Scheme.FP8_BLOCK, factor_K=None)
     bias_N = bf16(rows) if bias else None
     with torch.no_grad():
-        found = layer(x_TK, [weight_NK], bias_N)
+        output = layer(x_TK, [weight_NK], bias_N)
     x, weight = in_blocks(x_TK), dequantise(layer.quantised).double()
     added = torch.zeros(rows) if bias_N is None else bias_N.double()
-    assert_rounded_once(found, x @ weight.t() + added, x.abs() @ weight.abs().t() + added.abs())
+    assert_rounded_once(output, x @ weight.t() + added, x.abs() @ weight.abs().t() + added.abs())
 
 
 @pytest.mark.usefixtures("kernel")
@@ -168,11 +168,11 @@ def test_an_outlier_costs_the_tokens_of_its_block_and_no_others() -> None:
     outlier_TN, alone_TN = grad_TN.clone(), grad_TN.clone()
     outlier_TN[9, 5] = alone_TN[9, 5] = 2.0**24
     alone_TN[:9, 5] = alone_TN[10:128, 5] = 0
-    found = []
+    passes = []
     for each in (grad_TN, outlier_TN, alone_TN):
         torch.manual_seed(1)
-        found.append(Passed(x_TK, each))
-    plain, outlier, alone = found
+        passes.append(Passed(x_TK, each))
+    plain, outlier, alone = passes
     assert torch.equal(outlier.grad_NK[5], alone.grad_NK[5])
     differ_N = (plain.grad_NK != outlier.grad_NK).any(dim=1)
     differ_T = (plain.grad_x != outlier.grad_x).any(dim=1)
@@ -215,7 +215,7 @@ def test_all_quantised_layers_of_a_model_have_it() -> None:
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, vocab_size=64, num_hidden_layers=2)).to(torch.bfloat16)
     lengths = (1, 33, 7, 100)
     positions = torch.cat([torch.arange(each) for each in lengths])[None]
-    ids, weights_T, found = torch.randint(64, (1, 141)), torch.randn(141), []
+    ids, weights_T, results = torch.randint(64, (1, 141)), torch.randn(141), []
     for fp8_backward in (False, True):
         RolloutForward(
             model,
@@ -226,8 +226,8 @@ def test_all_quantised_layers_of_a_model_have_it() -> None:
         model.zero_grad()
         out = model(input_ids=ids, position_ids=positions, shift_labels=ids.roll(-1, 1), temperature=1.0).log_probs[0]
         (out * weights_T).sum().backward()
-        found.append((out, {name: each.grad.flatten().double() for name, each in model.named_parameters()}))
-    (plain, of_plain), (in_fp8, of_fp8) = found
+        results.append((out, {name: each.grad.flatten().double() for name, each in model.named_parameters()}))
+    (plain, of_plain), (in_fp8, of_fp8) = results
     assert torch.equal(plain, in_fp8)
     gaps = {name: float((of_fp8[name] - wanted).norm() / wanted.norm()) for name, wanted in of_plain.items()}
     linears = [name for name in gaps if name.endswith("proj.weight")]

@@ -79,7 +79,7 @@ def test_a_scaler_that_is_saved_goes_on_where_it_was(
 
     monkeypatch.setattr(FSDPEngine, "save_checkpoint", lambda *args, **kwargs: None)
     monkeypatch.setattr(FSDPEngine, "load_checkpoint", lambda *args, **kwargs: None)
-    monkeypatch.setattr(verl_engine, "_plan", lambda: SimpleNamespace(lora=None))
+    monkeypatch.setattr(verl_engine, "_plan", lambda: SimpleNamespace(model=SimpleNamespace(lora=None)))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     saved, loaded = engine_of(tiny()), engine_of(tiny())
     saved.scaler.load_state_dict(saved.scaler.state_dict() | {"scale": scale, "_growth_tracker": 7})

@@ -77,13 +77,13 @@ class Sizes(TorchDispatchMode):
     wide = whole = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self.calls += 1
-        if isinstance(made, Tensor) and not made._is_view():
-            self.whole = max(self.whole, made.numel())
-            if made.dtype == torch.float32:
-                self.wide = max(self.wide, made.numel())
-        return made
+        if isinstance(result, Tensor) and not result._is_view():
+            self.whole = max(self.whole, result.numel())
+            if result.dtype == torch.float32:
+                self.wide = max(self.wide, result.numel())
+        return result
 
 
 def test_memory_is_that_of_a_chunk_and_calls_are_by_chunks() -> None:

@@ -23,14 +23,13 @@ from transformers import (
 )
 
 from appliance.errors import EngineError, SyncError
-from appliance.record.plan import ModelPlan
 from appliance.settings.sections import Lora
 from appliance.terms.shapes import Linear, ModelShape
 from appliance.trainer.lora import Expected, Frozen, checked, expected_merge, merge, put_adapter_in, save_adapter
 
 UPDATES, RANKS = 4, 2
 LORA = Lora(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
-MODEL = ModelPlan(path="/base", source="owner/name", builtin="", revision="", trust_remote_code=False)
+BASE = "owner/name"
 UNIT = 2.0**-8  # of a value that is rounded to BF16, half of its last bit
 
 
@@ -82,8 +81,8 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
         module(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    save_adapter(module, folder=Path(folder) / "adapter", model=MODEL)
-    said, wrong = "", ""
+    save_adapter(module, folder=Path(folder) / "adapter", base=BASE, commit="")
+    refusal, wrong = "", ""
     try:
         expected = expected_merge(module, lora=LORA, turn=0)
         list(checked((seen[0][0] | {expected.name: 2 * seen[-1][0][expected.name]}).items(), expected=expected))
@@ -95,9 +94,9 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
     try:
         frozen.check(module)
     except SyncError as error:
-        said = error.message
+        refusal = error.message
     states = len(optimizer.state)
-    torch.save({"seen": seen, "said": said, "wrong": wrong, "states": states}, f"{folder}/{rank}.pt")
+    torch.save({"seen": seen, "said": refusal, "wrong": wrong, "states": states}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -204,21 +203,21 @@ def test_a_wrong_merge_is_found_before_it_is_digested(slip: str, moved: float) -
     """Of each layer, when it is its turn. moved: of B, per element: a step at the demo's rate, and many."""
     module = put_adapter_in(tiny(), lora=LORA, seed=1)
     layers = {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer)}
-    for each in layers.values():
-        torch.nn.init.uniform_(each.lora_B["default"].weight, -moved, moved)
+    for layer in layers.values():
+        torch.nn.init.uniform_(layer.lora_B["default"].weight, -moved, moved)
     expected = [expected_merge(module, lora=LORA, turn=turn) for turn in range(len(layers))]
-    for each in layers.values():
-        SLIPS[slip](each)
-        each.merged_adapters = []
-        each.merge()
-    found = 0
-    for wanted, each in zip(expected, layers.values(), strict=True):
+    for layer in layers.values():
+        SLIPS[slip](layer)
+        layer.merged_adapters = []
+        layer.merge()
+    checked = 0
+    for wanted, layer in zip(expected, layers.values(), strict=True):
         with pytest.raises(SyncError) as raised:
-            wanted.check(each.base_layer.weight)
-        found += 1
+            wanted.check(layer.base_layer.weight)
+        checked += 1
         said = f"weight update: {wanted.name} is not the model's weight with its adapter: "
         assert raised.value.message.startswith(said)
-    assert found == 2 * len(LORA.targets)
+    assert checked == 2 * len(LORA.targets)
 
 
 def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], tmp_path: Path) -> None:

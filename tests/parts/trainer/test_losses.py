@@ -29,10 +29,10 @@ COMPARED = tuple(loss for loss in Loss if loss is not Loss.TBPO)  # which test_t
 
 @dataclass(frozen=True)
 class Case:
-    """kept: tokens that stay.  weights: of a token, or where `shared` of a response; float32."""
+    """in_loss: tokens that stay.  weights: of a token, or where `shared` of a response; float32."""
 
     batch: Batch
-    kept: torch.Tensor
+    in_loss: torch.Tensor
     weights: torch.Tensor
 
 
@@ -40,20 +40,21 @@ def make_case(seed: int, *, shared: bool, spread: float, sequences: int = 24, to
     """Ratios on both sides of every bound; every ninth response is dropped, of the others one token in five."""
     rng = np.random.default_rng(seed)
     mask = np.arange(tokens) < rng.integers(2, tokens + 1, sequences)[:, None]
-    kept = mask & (rng.random(mask.shape) < 0.8)
-    kept[:, 0], kept[4::9] = mask[:, 0], False
+    in_loss = mask & (rng.random(mask.shape) < 0.8)
+    in_loss[:, 0], in_loss[4::9] = mask[:, 0], False
     old = -rng.exponential(1.0, mask.shape) - 0.1
     new = old + rng.normal(0, spread, mask.shape) + rng.normal(0, spread, (sequences, 1))
     advantages = np.repeat(rng.normal(0, 1, (sequences, 1)), tokens, axis=1)
     weights = rng.uniform(0.2, 2, (sequences, 1) if shared else mask.shape) * mask
     found = [torch.from_numpy(each.astype(np.float32)) for each in (old, new, advantages, weights)]
     batch = Batch(*found[:3], torch.from_numpy(mask), torch.from_numpy(mask.astype(np.float32)))
-    return Case(batch, torch.from_numpy(kept), found[3])
+    return Case(batch, torch.from_numpy(in_loss), found[3])
 
 
 @dataclass(frozen=True)
 class Token:
-    """What a formula is of. x: log-ratio.  a: advantage.  low, high, dual: bounds.  mean: of its response's kept x."""
+    """The variables of a formula. x: log-ratio.  a: advantage.  low, high, dual: bounds.  mean: of x over the tokens of
+    the response that stay."""
 
     x: float
     log_prob: float
@@ -118,22 +119,22 @@ class Wanted:
 
 def shares(case: Case, aggregate: Aggregate) -> np.ndarray:
     """[B, T] float64: what a token that stays counts. docs/algorithms.md."""
-    kept, rows = case.kept.numpy(), len(case.kept)
+    in_loss, rows = case.in_loss.numpy(), len(case.in_loss)
     of_token = {
         Aggregate.TOKEN_MEAN: 1 / int(case.batch.mask.sum()),
-        Aggregate.SEQUENCE_MEAN: 1 / rows / np.maximum(1, kept.sum(axis=1, keepdims=True)),
+        Aggregate.SEQUENCE_MEAN: 1 / rows / np.maximum(1, in_loss.sum(axis=1, keepdims=True)),
         Aggregate.CONSTANT: 1 / rows / RESPONSE,
     }
-    return kept * of_token[aggregate]
+    return in_loss * of_token[aggregate]
 
 
 def reference(case: Case, loss: Loss, *, aggregate: Aggregate, dual: float) -> Wanted:
-    low, high, (rows, columns) = loss.spec.clip.low, loss.spec.clip.high, case.kept.shape
+    low, high, (rows, columns) = loss.spec.clip.low, loss.spec.clip.high, case.in_loss.shape
     gradient, total, negative, clipped = np.zeros((rows, columns)), 0.0, 0, 0
     old, new, weights = (each.double().numpy() for each in (case.batch.old, case.batch.new, case.weights))
     share = shares(case, aggregate)
     for row in range(rows):
-        places = np.flatnonzero(case.kept[row].numpy())
+        places = np.flatnonzero(case.in_loss[row].numpy())
         if not len(places):
             continue
         a, x = float(case.batch.advantages[row, 0]), (new - old)[row, places]
@@ -166,11 +167,13 @@ def by_us(
         loss_scale_factor=RESPONSE,
     )
     total, gradients, negative, clipped = 0.0, [], 0.0, 0.0
-    size = len(case.kept) // micro_batches
-    for start in range(0, len(case.kept), size):
+    size = len(case.in_loss) // micro_batches
+    for start in range(0, len(case.in_loss), size):
         rows = slice(start, start + size)
-        output, data, leaf = as_verl_has_it(case.batch.part(rows), weights=case.weights[rows], kept=case.kept[rows])
-        tu.assign_non_tensor(data, global_batch_size=len(case.kept), batch_num_tokens=int(case.batch.mask.sum()))
+        output, data, leaf = as_verl_has_it(
+            case.batch.part(rows), weights=case.weights[rows], in_loss=case.in_loss[rows]
+        )
+        tu.assign_non_tensor(data, global_batch_size=len(case.in_loss), batch_num_tokens=int(case.batch.mask.sum()))
         found, metrics = corrected_loss(config, output, data, kind=loss)
         found.backward()
         total += found.item()
@@ -215,7 +218,7 @@ def test_no_loss_ignores_the_weights(loss: Loss) -> None:
     case = make_case(0, shared=True, spread=spread_of(loss))
     aggregate = loss.spec.aggregate
     once, twice = (
-        by_us(Case(case.batch, case.kept, factor * case.weights), loss, aggregate=aggregate, micro_batches=1)[1]
+        by_us(Case(case.batch, case.in_loss, factor * case.weights), loss, aggregate=aggregate, micro_batches=1)[1]
         for factor in (1, 2)
     )
     assert np.abs(once).max() > 0
@@ -226,7 +229,7 @@ def divergence_gradient(case: Case, start: torch.Tensor, *, estimator: str) -> n
     """[B, T]: what a weight of 1 adds to the gradient. start: log-probs of the model at the start."""
 
     def gradient(coefficient: float) -> np.ndarray:
-        output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+        output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, in_loss=case.in_loss)
         data["ref_log_prob"] = jagged(start, case.batch.mask.sum(dim=-1).tolist())
         config = make_config(use_kl_loss=True, kl_loss_coef=coefficient, kl_loss_type=estimator)
         assert WEIGHTS in data.keys()  # noqa: SIM118
@@ -241,7 +244,7 @@ def test_the_divergence_is_over_what_the_correction_keeps_and_unweighed(estimato
     """In the loss, of x = log p_start - log p, the mean of the tokens: k2 is x^2 / 2, slope -x in log p; k3 is
     exp(x) - 1 - x, slope 1 - exp(x). Schulman 2020, Approximating KL Divergence."""
     case = make_case(0, shared=False, spread=0.5)
-    start = case.batch.new - torch.linspace(-1, 1, case.kept.shape[1])
+    start = case.batch.new - torch.linspace(-1, 1, case.in_loss.shape[1])
     x = (start - case.batch.new).double().numpy()
     slope = {"k2": -x, "k3": 1 - np.exp(x)}[estimator]
     found = divergence_gradient(case, start, estimator=estimator)
@@ -253,27 +256,27 @@ def test_k3_pulls_no_more_where_it_is_above_10() -> None:
     case = make_case(0, shared=False, spread=0.5)
     x = torch.tensor([2.5, 2.7, -10, -12]).repeat(5)
     pulled = divergence_gradient(case, case.batch.new + x, estimator="k3") != 0
-    np.testing.assert_array_equal(pulled, (case.kept & (x.exp() - 1 - x < 10)).numpy())
+    np.testing.assert_array_equal(pulled, (case.in_loss & (x.exp() - 1 - x < 10)).numpy())
 
 
 @pytest.mark.parametrize("aggregate", Aggregate)
 def test_the_entropy_is_over_what_the_correction_keeps_and_unweighed(aggregate: Aggregate) -> None:
     """Less bonus * entropy, aggregated as the loss: the slope in a token's entropy is -bonus times what it counts."""
     bonus, case = 0.5, make_case(0, shared=False, spread=0.5)
-    entropy = torch.linspace(0, 5, case.kept.numel()).reshape(case.kept.shape).requires_grad_()
+    entropy = torch.linspace(0, 5, case.in_loss.numel()).reshape(case.in_loss.shape).requires_grad_()
     lengths = case.batch.mask.sum(dim=-1).tolist()
     settings = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": RESPONSE}
     config = make_config(entropy_coeff=bonus, **settings)
-    output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+    output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, in_loss=case.in_loss)
     without = corrected_loss(config, output, data)[0]
     (alone,) = torch.autograd.grad(without, leaf)
-    output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+    output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, in_loss=case.in_loss)
     output["entropy"] = jagged(torch.nn.functional.pad(entropy, (0, 1)), [length + 1 for length in lengths])
-    found = corrected_loss(config, output, data)[0]
-    found.backward()
+    loss = corrected_loss(config, output, data)[0]
+    loss.backward()
     share = shares(case, aggregate)
     mean = (share * entropy.detach().double().numpy()).sum()
-    assert (found - without).item() == pytest.approx(-bonus * mean, abs=1e-6)  # of float32 sums of size 5
+    assert (loss - without).item() == pytest.approx(-bonus * mean, abs=1e-6)  # of float32 sums of size 5
     np.testing.assert_allclose(entropy.grad.numpy(), -bonus * share, rtol=1e-6)
     assert torch.equal(leaf.grad, alone)
 
@@ -283,31 +286,31 @@ def test_the_entropy_is_over_what_the_correction_keeps_and_unweighed(aggregate: 
 def test_the_divergence_is_said_per_token_whatever_the_loss_aggregates(aggregate: Aggregate, estimator: str) -> None:
     """Over what stays, in float64: float32 log-probs of size 5 differ by some 2^-21, and the estimators by as much."""
     case = make_case(0, shared=False, spread=0.5)
-    start = case.batch.new - torch.linspace(-1, 1, case.kept.shape[1])
-    output, data, _ = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+    start = case.batch.new - torch.linspace(-1, 1, case.in_loss.shape[1])
+    output, data, _ = as_verl_has_it(case.batch, weights=case.weights, in_loss=case.in_loss)
     data["ref_log_prob"] = jagged(start, case.batch.mask.sum(dim=-1).tolist())
     settings = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": RESPONSE}
     config = make_config(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=estimator, **settings)
     _, metrics = corrected_loss(config, output, data)
-    said = mean_reference_kl(
+    divergence = mean_reference_kl(
         {
             f"actor/{name.removeprefix('actor/')}": each.aggregate()
             for name, each in metrics.items()
             if hasattr(each, "aggregate")
         }
     )
-    x = (start.double() - case.batch.new.double())[case.kept.bool()]
+    x = (start.double() - case.batch.new.double())[case.in_loss.bool()]
     wanted = {"k2": x**2 / 2, "k3": x.exp() - 1 - x}[estimator].mean()
-    assert said == pytest.approx(float(wanted), rel=1e-5)
+    assert divergence == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_cispo_pushes_the_less_the_less_probable_a_token_has_become() -> None:
     """With a lower bound what a step made improbable is pushed on at full strength, and answers are lost for good."""
     case = make_case(0, shared=False, spread=0.5)
-    new = case.batch.old - torch.linspace(0, 6, case.kept.shape[1])
+    new = case.batch.old - torch.linspace(0, 6, case.in_loss.shape[1])
     batch = replace(case.batch, new=new, advantages=-torch.ones_like(new))
-    once = Case(batch, case.kept, torch.ones_like(case.weights))
+    once = Case(batch, case.in_loss, torch.ones_like(case.weights))
     _, gradient, _, _ = by_us(once, Loss.CISPO, aggregate=Aggregate.TOKEN_MEAN, micro_batches=1)
     ratio = (new - case.batch.old).double().exp().numpy()
-    wanted = np.where(case.kept.numpy(), ratio, 0.0) / int(case.batch.mask.sum())
+    wanted = np.where(case.in_loss.numpy(), ratio, 0.0) / int(case.batch.mask.sum())
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-12)

@@ -25,14 +25,14 @@ FITTED = ClipRange(0.3, 0.4)
 def masks() -> list[Tensor]:
     """Turns of the model, and between them what a tool said; each ends with a turn of the model."""
     rng = np.random.default_rng(3)
-    made = []
+    drawn = []
     for length in LENGTHS:
         mask = torch.ones(length, dtype=torch.int64)
         start = int(rng.integers(1, length - 2))
         mask[start : start + int(rng.integers(1, length - start))] = 0
         mask[-1] = 1
-        made.append(mask)
-    return made
+        drawn.append(mask)
+    return drawn
 
 
 def sequences(garbage: float) -> Sequences:
@@ -75,13 +75,15 @@ def step(correction: Correction, given: Sequences) -> dict[str, object]:
     loss, metrics = corrected_loss(make_config(), {"log_probs": whole}, data, **how)
     loss.backward()
     real = [mask.bool() for mask in given.real]
-    kept = {name: [row[mask].tolist() for row, mask in zip(rows, real, strict=True)] for name, rows in fields.items()}
+    real_rows = {
+        name: [row[mask].tolist() for row, mask in zip(rows, real, strict=True)] for name, rows in fields.items()
+    }
     under = {
         name: sum(float(row[~mask].abs().sum()) for row, mask in zip(fields[name], real, strict=True))
         for name in (KEPT, WEIGHTS)
     }
     return {
-        "fields": kept,
+        "fields": real_rows,
         "under mask 0": under,
         "metrics": correction.metrics(sums),
         "sums": sums_of({name: torch.cat(list(rows)) for name, rows in ({REAL: given.real} | fields).items()}),

@@ -48,8 +48,8 @@ from appliance.trainer.correction import (
     corrected_loss,
     fields_of,
 )
-from appliance.trainer.held import Held, take_held
-from appliance.trainer.metrics import mean_entropy, measure_step, write_held
+from appliance.trainer.metrics import mean_entropy, measure_step, write_old_log_probs
+from appliance.trainer.update_log_probs import ForwardLogProbs, take_update_log_probs
 from appliance.trainer.verl_engine import ApplianceEngine
 
 # Those that need no other sequence of the step (`reads_step`) and no old log-probs later (`has_shadow_pass`).
@@ -141,26 +141,26 @@ class Step:
                 for place, row in zip(rows, self.leaf_BT[rows], strict=True)
             ]
             output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
-            found, of_micro_batch = corrected_loss(
+            loss, of_micro_batch = corrected_loss(
                 config, output, data, ratio_to=self.correction.ratio_to, clips=self.correction.clips, kind=self.loss
             )
-            found.backward()
-            total += found.item()
+            loss.backward()
+            total += loss.item()
             metrics.append(of_micro_batch)
         return total, self.leaf_BT.grad.clone(), metrics
 
 
-def in_parts(sequences: int, *, of: int) -> list[list[int]]:
+def in_parts(sequences: int, *, size: int) -> list[list[int]]:
     """Micro-batches of other rows than the step's first so many, as when they are packed by tokens."""
     order = np.random.default_rng(3).permutation(sequences).tolist()
-    return [order[start : start + of] for start in range(0, sequences, of)]
+    return [order[start : start + size] for start in range(0, sequences, size)]
 
 
 @pytest.mark.parametrize(("name", "tight", "loss"), PAIRS)
 def test_loss_gradient_and_metrics_are_those_after_a_pass(name: str, tight: bool, loss: Loss) -> None:
     correction = correction_named(name, tight=tight)
     step = Step(make_case(1), correction=replace(correction, loss=loss), loss=loss)
-    parts = in_parts(64, of=9)
+    parts = in_parts(64, size=9)
     wanted, gradient_BT, wanted_metrics = step.train(parts, with_pass=True)
     found, found_BT, metrics = step.train(parts, with_pass=False)
     assert found == wanted and torch.equal(found_BT, gradient_BT) and bool(found_BT.abs().sum() > 0)
@@ -174,7 +174,7 @@ def test_the_gradient_is_the_policy_gradient_with_the_corrections_weights(name: 
     case = make_case(2)
     step = Step(case, correction=ONE_BY_ONE[name])
     step.real_BT = case.mask_BT  # as the reference has it
-    _, found_BT, _ = step.train(in_parts(64, of=16), with_pass=False)
+    _, found_BT, _ = step.train(in_parts(64, size=16), with_pass=False)
     weights, stay = reference(case, correction=ONE_BY_ONE[name])
     wanted_BT = np.zeros(case.mask_BT.shape)
     for row, (weight, stays) in enumerate(zip(weights, stay, strict=True)):
@@ -237,24 +237,24 @@ def test_no_weight_moves_by_such_a_gradient() -> None:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     """As it is without a pass: no old log-probs. verl's name of a response's tokens is there, too."""
-    made = Queue(make_case(1, sequences=SEQUENCES))
-    del made.columns["old_log_probs"]
-    made.columns["responses"] = made.columns[REAL]
-    made.first = dict(made.columns)
+    queue_of_case = Queue(make_case(1, sequences=SEQUENCES))
+    del queue_of_case.columns["old_log_probs"]
+    queue_of_case.columns["responses"] = queue_of_case.columns[REAL]
+    queue_of_case.first = dict(queue_of_case.columns)
     from appliance.trainer import metrics
 
     for room in (module, metrics):
-        monkeypatch.setattr(room, "transfer_queue", made)
-    return made
+        monkeypatch.setattr(room, "transfer_queue", queue_of_case)
+    return queue_of_case
 
 
-def held_by(queue: Queue, parts: list[list[int]], *, spoil: dict[int, float] | None = None) -> list[Held]:
+def held_by(queue: Queue, parts: list[list[int]], *, spoil: dict[int, float] | None = None) -> list[ForwardLogProbs]:
     """By several forwards, their rows in another order than the step's."""
     log_probs = queue.case.rows(queue.case.trainer_BT)
     for row, value in (spoil or {}).items():
         log_probs[row][0] = value
     return [
-        Held(
+        ForwardLogProbs(
             [f"a_{row}_0" for row in rows],
             torch.tensor([len(log_probs[row]) for row in rows]),
             torch.cat([log_probs[row] for row in rows]),
@@ -279,7 +279,7 @@ def reported_by_loss(queue: Queue, parts: list[list[int]], *, correction: Correc
 def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_used(
     queue: Queue, tmp_path: Path, name: str, tight: bool
 ) -> None:
-    correction, parts = correction_named(name, tight=tight), in_parts(SEQUENCES, of=9)
+    correction, parts = correction_named(name, tight=tight), in_parts(SEQUENCES, size=9)
     run = BatchCorrection(plan_of(CORRECTIONS[name], tmp_path))
     sent = run.send(queue.batch(), correction=correction)
     assert sent.extra_info[CORRECTION] == correction and not queue.written
@@ -287,7 +287,7 @@ def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_use
     if correction.centers:  # test_top_words.py has the loss with its term
         assert sent.extra_info[CENTERING] == correction
         reported[USED + CENTERED] = reported[f"{USED}kept"]
-    batch, fetched = write_held(queue.batch(), held=held_by(queue, parts))
+    batch, fetched = write_old_log_probs(queue.batch(), forwards=held_by(queue, parts))
     assert all(
         torch.equal(*pair)
         for pair in zip(queue.columns["old_log_probs"], queue.case.rows(queue.case.trainer_BT), strict=True)
@@ -312,20 +312,20 @@ def test_the_driver_has_what_a_pass_would_have_left_and_checks_what_the_loss_use
 
 
 def test_log_probs_that_are_not_finite_are_counted_and_leave_the_queue(queue: Queue) -> None:
-    parts = in_parts(SEQUENCES, of=9)
-    batch, fetched = write_held(queue.batch(), held=held_by(queue, parts, spoil={5: float("nan")}))
+    parts = in_parts(SEQUENCES, size=9)
+    batch, fetched = write_old_log_probs(queue.batch(), forwards=held_by(queue, parts, spoil={5: float("nan")}))
     _, telemetry = measure_step(batch, cap=2.0, fetched=fetched)
     assert telemetry.nonfinite_fraction == 1 / int(queue.case.mask_BT.sum())
     assert queue.columns["old_log_probs"][5][0] == queue.columns["rollout_log_probs"][5][0] == 0
 
 
 def test_a_step_of_which_a_sequence_is_not_held_ends_the_run(queue: Queue) -> None:
-    parts = in_parts(SEQUENCES, of=9)
+    parts = in_parts(SEQUENCES, size=9)
     with pytest.raises(TrainingError) as raised:
-        write_held(queue.batch(), held=held_by(queue, parts[:-1]))
+        write_old_log_probs(queue.batch(), forwards=held_by(queue, parts[:-1]))
     number = SEQUENCES - len(parts[-1])
     assert raised.value.message == (
-        f"{number} sequences of this step's first update were held for its metrics, of {SEQUENCES}"
+        f"{number} sequences of this step's first update were collected for its metrics, of {SEQUENCES}"
     )
 
 
@@ -393,7 +393,7 @@ def test_an_update_holds_the_log_probs_and_entropies_of_a_pass_and_trains_the_sa
     data, mask = micro_batch(temperature, entropy=bonus), micro_batch(temperature)["response_mask"]
     with torch.no_grad():
         passed = engine.forward(micro_batch(temperature, entropy=True))
-    assert take_held() == []  # a pass, and no update
+    assert take_update_log_probs() == []  # a pass, and no update
 
     def gradient(train: Any) -> Tensor:
         engine.module.zero_grad()
@@ -404,12 +404,12 @@ def test_an_update_holds_the_log_probs_and_entropies_of_a_pass_and_trains_the_sa
         (found["log_probs"].values().sum() + (found["entropy"].values().sum() if bonus else 0)).backward()
 
     alone = gradient(lambda: backward(engine.forward(data)))
-    assert take_held() == []  # not between an update's begin and end
+    assert take_update_log_probs() == []  # not between an update's begin and end
     assert torch.equal(gradient(lambda: engine.train_batch(data, backward)), alone)
-    (held,) = take_held()
+    (held,) = take_update_log_probs()
     assert (held.keys, held.length_S.tolist()) == (["a_0_0", "a_1_0", "b_0_0"], [3, 1, 2])
     for values_N, name in ((held.log_probs_N, "log_probs"), (held.entropy_N, "entropy")):
         assert torch.equal(values_N, response_from_nested(passed[name], mask).values())
         assert not values_N.requires_grad
     engine.forward(data)
-    assert take_held() == []  # after the optimizer's step
+    assert take_update_log_probs() == []  # after the optimizer's step

@@ -23,7 +23,7 @@ def planned(tmp_path: Path, *, scale: float = 1.0, **settings: object) -> RunPla
     return plan.replace(optimizer=plan.optimizer.replace(warmup_steps=WARMUP, **settings))
 
 
-def made(plan: RunPlan) -> tuple[torch.optim.AdamW, LambdaLR]:
+def optimizer_of(plan: RunPlan) -> tuple[torch.optim.AdamW, LambdaLR]:
     """As an engine has them before anything is loaded."""
     model, settings = tiny(), plan.optimizer
     optimizer = torch.optim.AdamW(
@@ -40,7 +40,7 @@ def made(plan: RunPlan) -> tuple[torch.optim.AdamW, LambdaLR]:
 
 def resumed(saved: RunPlan, *, plan: RunPlan, after: int) -> tuple[torch.optim.AdamW, LambdaLR]:
     """With what an attempt of `saved` left after so many steps, loaded as verl does."""
-    (before, its_schedule), (optimizer, schedule) = made(saved), made(plan)
+    (before, its_schedule), (optimizer, schedule) = optimizer_of(saved), optimizer_of(plan)
     for _ in range(after):
         before.step()
         its_schedule.step()
@@ -60,7 +60,7 @@ def test_what_the_plan_changed_is_not_the_checkpoints(tmp_path: Path, after: int
     plan = planned(tmp_path, scale=scale, **changed)
     optimizer, schedule = resumed(planned(tmp_path, scale=scale), plan=plan, after=after)
     rate = as_planned(optimizer, schedule=schedule, plan=plan)
-    anew, its_schedule = made(plan)
+    anew, its_schedule = optimizer_of(plan)
     for _ in range(after):
         anew.step()
         its_schedule.step()

@@ -72,7 +72,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
 
 def test_a_run_grades_with_the_copies_of_its_files(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("raise ValueError('the original, which somebody is writing')")
-    (problem,) = task_of(plan.task).first_problems(1, file=plan.task.train_file, difficulty=2, seed=0)
+    (problem,) = task_of(plan.task, files=plan.task_files).first_problems(
+        1, file=plan.task.train_file, difficulty=2, seed=0
+    )
     pool = pool_for(plan)
 
     async def graded(*texts: str) -> list[Graded]:

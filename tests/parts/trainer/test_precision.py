@@ -23,7 +23,7 @@ PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 
-def said(scheme: str, *, replica: int = 0, raised: int = 0, switched: int = 0) -> Acknowledgement:
+def acknowledgement(scheme: str, *, replica: int = 0, raised: int = 0, switched: int = 0) -> Acknowledgement:
     return Acknowledgement(
         sync=4,
         replica=replica,
@@ -59,15 +59,15 @@ def test_a_change_is_asked_for_at_once_and_counts_from_the_update_that_brings_it
     precision = RolloutPrecision(make_plan(tmp_path))
     precision.want(PLANNED)
     assert read_wanted(tmp_path) == AS_PLANNED
-    precision.took(record(said("int8")))
+    precision.took(record(acknowledgement("int8")))
     precision.want(TOP)
     assert (read_wanted(tmp_path), precision.live) == (BF16, Live("int8", emulated=False))
-    precision.took(record(said("bf16", raised=4, switched=4)))
+    precision.took(record(acknowledgement("bf16", raised=4, switched=4)))
     assert precision.live == Live("bf16", emulated=False, bf16_layers=4)
-    precision.took(record(said("bf16", raised=4)))
+    precision.took(record(acknowledgement("bf16", raised=4)))
     precision.want(PLANNED)
     assert read_wanted(tmp_path) == AS_PLANNED
-    precision.took(record(said("int8", switched=4)))
+    precision.took(record(acknowledgement("int8", switched=4)))
     assert notes(tmp_path) == ["rollouts from now on: bf16", "rollouts from now on: int8"]
 
 
@@ -75,9 +75,9 @@ def test_a_validation_in_bf16_leaves_what_was_wanted(tmp_path: Path) -> None:
     precision = RolloutPrecision(make_plan(tmp_path))
     with precision.meanwhile(BF16):
         assert read_wanted(tmp_path) == BF16
-        precision.took(record(said("bf16", raised=4, switched=4)))
+        precision.took(record(acknowledgement("bf16", raised=4, switched=4)))
     assert read_wanted(tmp_path) == AS_PLANNED
-    precision.took(record(said("int8", switched=4)))
+    precision.took(record(acknowledgement("int8", switched=4)))
     assert notes(tmp_path) == []  # the run's own scheme did not change
 
 
@@ -98,8 +98,8 @@ def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> 
     precision.want(TOP)
     assert (precision.wanted, read_wanted(tmp_path)) == (BF16, AS_PLANNED)
     with pytest.raises(SyncError, match="runs int8, it was to run bf16"):
-        precision.took(record(said("int8")))
-    precision.took(record(said("bf16", raised=4)))
+        precision.took(record(acknowledgement("int8")))
+    precision.took(record(acknowledgement("bf16", raised=4)))
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     assert json.loads(line)["why"] == "weight update 4: the first of these engines, all proven"
     with precision.meanwhile(BF16):
@@ -111,10 +111,14 @@ def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("measures", "answer", "problem"),
     [
-        (TOP, said("int8"), "rollout rank 0 of replica 0 runs int8, it was to run bf16"),
-        (PLANNED, said("bf16", raised=4), "rollout rank 0 of replica 0 runs bf16, it was to run int8"),
-        (PLANNED, said("int8", raised=2), "rollout rank 0 of replica 0 raised 2 layers to bf16, it was to raise none"),
-        (TOP, said("bf16"), "rollout rank 0 of replica 0 raised 0 layers to bf16, it was to raise some"),
+        (TOP, acknowledgement("int8"), "rollout rank 0 of replica 0 runs int8, it was to run bf16"),
+        (PLANNED, acknowledgement("bf16", raised=4), "rollout rank 0 of replica 0 runs bf16, it was to run int8"),
+        (
+            PLANNED,
+            acknowledgement("int8", raised=2),
+            "rollout rank 0 of replica 0 raised 2 layers to bf16, it was to raise none",
+        ),
+        (TOP, acknowledgement("bf16"), "rollout rank 0 of replica 0 raised 0 layers to bf16, it was to raise some"),
     ],
 )
 def test_an_engine_that_runs_something_else_is_an_error(
@@ -130,10 +134,10 @@ def test_an_engine_that_runs_something_else_is_an_error(
 def test_a_bf16_replica_beside_a_quantised_one_stays_as_it_is(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, rollout=make_rollout(Scheme.INT8, Scheme.BF16))
     precision = RolloutPrecision(plan)
-    precision.took(record(said("bf16", replica=1), said("int8")))
+    precision.took(record(acknowledgement("bf16", replica=1), acknowledgement("int8")))
     assert precision.live.label == "int8+bf16"
     precision.want(TOP)
-    precision.took(record(said("bf16", replica=1), said("bf16", raised=4, switched=4)))
+    precision.took(record(acknowledgement("bf16", replica=1), acknowledgement("bf16", raised=4, switched=4)))
     assert precision.live.label == "bf16"
 
 
@@ -148,7 +152,7 @@ def test_a_finer_scheme_is_asked_for_by_name(tmp_path: Path) -> None:
     precision = RolloutPrecision(plan)
     precision.want(replace(PLANNED, scheme=Scheme.FP8_BLOCK))
     assert read_wanted(tmp_path) == Precision(Scheme.FP8_BLOCK)
-    precision.took(record(said("fp8-block", switched=4)))
+    precision.took(record(acknowledgement("fp8-block", switched=4)))
 
 
 def profiled(plan: RunPlan, folder: Path) -> RunPlan:
@@ -167,10 +171,7 @@ def profiled(plan: RunPlan, folder: Path) -> RunPlan:
     write_profile(
         Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), Smoothing(), layers=layers), folder=folder
     )
-    planned = ProfilePlan(
-        folder=str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, mismatch_budget=None, ignore=()
-    )
-    return plan.replace(profile=planned)
+    return plan.replace(profile=ProfilePlan(folder=str(folder), source="", scheme=Scheme.INT8))
 
 
 def test_the_worst_layers_by_the_profile(tmp_path: Path) -> None:
@@ -183,7 +184,6 @@ def test_the_worst_layers_by_the_profile(tmp_path: Path) -> None:
 def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     """Without a profile, and of the first quantised replica."""
     plan = make_plan(tmp_path, rollout=make_rollout(Scheme.BF16, Scheme.INT8))
-    plan = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.INT8))
     with pytest.raises(PreflightError, match="no layer errors to go by"):
         worst_layers(plan, share=0.5)
     errors = {"layer.a": 0.01, "layer.b": 0.03, "layer.c": 0.02, "layer.d": 0.03}
@@ -192,7 +192,7 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     precision = RolloutPrecision(plan)
     precision.want(replace(PLANNED, bf16_layer_fraction=0.75))
     assert read_wanted(tmp_path) == Precision(bf16_layers=("layer.b", "layer.c", "layer.d"))
-    precision.took(record(said("bf16"), said("int8", replica=1, raised=3, switched=3)))
+    precision.took(record(acknowledgement("bf16"), acknowledgement("int8", replica=1, raised=3, switched=3)))
     assert notes(tmp_path) == ["rollouts from now on: bf16+int8 with 3 layers in bf16"]
 
 
@@ -204,9 +204,9 @@ def test_engines_that_tell_no_errors_are_refused_by_the_first_update_that_quanti
     """And not when the guard climbs, hours later."""
     precision = RolloutPrecision(raising(make_plan(tmp_path)))
     with precision.meanwhile(BF16):
-        precision.took(record(said("bf16", raised=4, switched=4)))
+        precision.took(record(acknowledgement("bf16", raised=4, switched=4)))
     with pytest.raises(PreflightError) as caught:
-        precision.took(record(said("int8", switched=4)))
+        precision.took(record(acknowledgement("int8", switched=4)))
     message = "`raise-precision` has no layer errors to go by: no profile, and no engine tells any"
     assert caught.value.message == f"{message} (kernels that pack their codes, such as Marlin's, do not)"
     remedy = "give a profile in quantization.profile, or leave `raise-precision` out of guard.actions"
@@ -215,10 +215,12 @@ def test_engines_that_tell_no_errors_are_refused_by_the_first_update_that_quanti
 
 def test_a_run_with_layer_errors_from_somewhere_goes_on(tmp_path: Path) -> None:
     by_profile = profiled(raising(make_plan(tmp_path / "profiled")), tmp_path / "profile")
-    RolloutPrecision(by_profile).took(record(said("int8")))
-    RolloutPrecision(raising(make_plan(tmp_path, rollout=make_rollout(Scheme.BF16)))).took(record(said("bf16")))
+    RolloutPrecision(by_profile).took(record(acknowledgement("int8")))
+    RolloutPrecision(raising(make_plan(tmp_path, rollout=make_rollout(Scheme.BF16)))).took(
+        record(acknowledgement("bf16"))
+    )
     add_layer_errors(layer_errors_file(tmp_path, replica=0, rank=0), {"a": 0.01})
-    RolloutPrecision(raising(make_plan(tmp_path))).took(record(said("int8")))
+    RolloutPrecision(raising(make_plan(tmp_path))).took(record(acknowledgement("int8")))
 
 
 def test_which_layers_are_the_worst_holds_until_the_measures_change(tmp_path: Path) -> None:

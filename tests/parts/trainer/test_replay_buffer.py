@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ from verl.trainer.ppo.v1 import replay_buffer, trainer_base
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from appliance.errors import TrainingError
+from appliance.trainer.grade_book import GradeBook
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
 from appliance.trainer.rollouts import LOOK_AGAIN_S
 from appliance.trainer.stopping import StopAsked
@@ -84,19 +83,6 @@ def test_it_waits_for_rollouts_by_their_signal_and_leaves_when_asked_to(buffer: 
     assert waited == [LOOK_AGAIN_S]
 
 
-@dataclass
-class Counted:
-    """What a step reads of the rollouts."""
-
-    generated_prompts: int = 0
-    generated_tokens: int = 0
-    rewarded: Sequence[float] = ()
-
-    def take_rewards(self) -> Sequence[float]:
-        found, self.rewarded = self.rewarded, ()
-        return found
-
-
 def test_a_step_that_needs_too_many_prompts_ends_the_run() -> None:
     asked: list[int] = []
     sampling = DynamicSampling(at_first=32, max_prompts=64)
@@ -116,11 +102,13 @@ def test_a_step_that_needs_too_many_prompts_ends_the_run() -> None:
 
 
 def test_each_step_counts_anew() -> None:
-    rollouts = Counted()
+    rollouts = SimpleNamespace(grades=GradeBook())
     sampling = DynamicSampling(at_first=32, max_prompts=64)
     refill = sampling.limited(lambda num_prompts: None)
     refill(32)
-    rollouts.generated_prompts, rollouts.generated_tokens, rollouts.rewarded = 64, 6400, [1.0, -1.0, 1.0, 1.0]
+    rollouts.generated_prompts, rollouts.generated_tokens = 64, 6400
+    for reward in (1.0, -1.0, 1.0, 1.0):
+        rollouts.grades.add_prompt_reward(reward)
     verl = {"training/filter_groups/evicted_samples": 30, "training/filter_groups/discarded_surplus_samples": 2}
     assert sampling.end_step(verl, rollouts=rollouts, rollout_s=10.0) == {
         "generated_prompts": 64,

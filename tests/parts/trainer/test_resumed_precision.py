@@ -85,7 +85,7 @@ class Run:
             shutil.copyfile(checkpoint_folder(self.run_dir, step=after) / "guard.json", self.run_dir / "guard.json")
             for later in range(after + 1, len(K3) + 1):
                 shutil.rmtree(checkpoint_folder(self.run_dir, step=later), ignore_errors=True)
-        engine = ProvingEngine(self.run_dir, way=self.way, said=[])
+        engine = ProvingEngine(self.run_dir, way=self.way, log=[])
         stopping = SimpleNamespace(asked=False, check=lambda: None, end_step=lambda step, saved: None)
         trainer = make_trainer(
             self.plan(after=after),
@@ -203,13 +203,13 @@ def test_a_step_that_a_stop_ended_otherwise_goes_on_as_it_was_to(run: Run) -> No
     """Asked to stop, a step ends in the engines it has: the next attempt starts those that were wanted."""
     plan = run.plan(after=0)
     precision = RolloutPrecision(plan)
-    kept = PrecisionState("int8", BF16, AS_PLANNED, Scheme.INT8, 0.0)
+    saved_state = PrecisionState("int8", BF16, AS_PLANNED, Scheme.INT8, 0.0)
     add_layer_errors(layer_errors_file(run.run_dir, replica=0, rank=0), dict.fromkeys(LAYERS, 0.1))
-    precision.begin(Governor(plan).measures, kept=kept)
+    precision.begin(Governor(plan).measures, saved=saved_state)
     with precision.meanwhile(AS_PLANNED):
         said = {"sync": 1, "replica": 0, "rank": 0, "manifest": "", "layers": 4, "scheme": "int8"}
         precision.took(SyncRecord(sent=(), acknowledgements=(Acknowledgement(**said, **PROVEN, **TOOK),)))
-    assert precision.state == kept
+    assert precision.state == saved_state
 
 
 @pytest.mark.parametrize("precision", [None, {}, {"planned": "int8", "rollouts": []}, []])

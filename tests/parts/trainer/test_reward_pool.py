@@ -242,23 +242,23 @@ def test_more_responses_than_processes_wait_for_their_turn(pool: RewardPool) -> 
 
 
 def test_a_process_that_is_killed_while_it_waits_costs_nothing_and_is_told(tmp_path: Path) -> None:
-    told = threading.Event()
-    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S, on_idle_death=told.set)
+    reported = threading.Event()
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S, on_idle_death=reported.set)
     try:
         assert grade(pool, str(tmp_path / "waiting")) == [Graded(0.0)]
         os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
-        assert told.wait(60)
-        told.clear()
+        assert reported.wait(60)
+        reported.clear()
         assert grade(pool, "7", "8") == [Graded(1.0), Graded(0.0)]
         assert (pool.graded, pool.faults.total()) == (3, 0)
     finally:
         pool.close()
-    assert not told.wait(3)  # it was closed
+    assert not reported.wait(3)  # it was closed
 
 
 def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> None:
-    told = threading.Event()
-    pool = RewardPool(load=misbehaving, workers=2, timeout_s=HANG_S, on_idle_death=told.set)
+    reported = threading.Event()
+    pool = RewardPool(load=misbehaving, workers=2, timeout_s=HANG_S, on_idle_death=reported.set)
     names = ("slow-1", "slow-2", "hang")
 
     async def hang_and_kill() -> Graded:
@@ -266,7 +266,7 @@ def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> 
         while not (tmp_path / "hang").exists() or not (tmp_path / "hang").read_text():
             await asyncio.sleep(0.01)
         first, second, busy = ((tmp_path / name).read_text() for name in names)
-        assert first != second and not told.is_set()
+        assert first != second and not reported.is_set()
         os.kill(int(second if busy == first else first), signal.SIGKILL)
         return await at_work
 
@@ -277,21 +277,21 @@ def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> 
             if len({(tmp_path / name).read_text() for name in names[:2]}) == 2:
                 break
         assert asyncio.run(hang_and_kill()).fault is Fault.TIMED_OUT
-        assert told.wait(60)
+        assert reported.wait(60)
     finally:
         pool.close()
 
 
 def test_one_that_died_before_it_was_heard_what_it_took_was_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is its response waited for until the time limit, nor the pool given up."""
-    told = threading.Event()
-    pool = RewardPool(load=misbehaving, workers=2, timeout_s=30, on_idle_death=told.set)
+    reported = threading.Event()
+    pool = RewardPool(load=misbehaving, workers=2, timeout_s=30, on_idle_death=reported.set)
     hear = PoolManager.process_next_message
     monkeypatch.setattr(PoolManager, "process_next_message", lambda self, s: (time.sleep(0.2), hear(self, s)))
     first = pool._pool
     try:
         assert grade(pool, "die") == [Graded(0.0, Fault.DIED, "the process of the function ended with 3")]
-        assert not told.is_set() and pool._pool is first
+        assert not reported.is_set() and pool._pool is first
     finally:
         pool.close()
 

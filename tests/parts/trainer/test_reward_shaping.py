@@ -30,7 +30,7 @@ def verls_reward(num_tokens: int, *, score: float) -> float:
             }
         }
     )
-    manager = DAPORewardManager(config, tokenizer, lambda **_: {"score": score, "acc": score > 0})
+    by_verl = DAPORewardManager(config, tokenizer, lambda **_: {"score": score, "acc": score > 0})
     responses = torch.full((1, MAX_TOKENS), 65)
     mask = (torch.arange(4 + MAX_TOKENS) < 4 + num_tokens).long()[None]
     batch = DataProto.from_dict(
@@ -39,8 +39,8 @@ def verls_reward(num_tokens: int, *, score: float) -> float:
     )
 
     async def run() -> dict:
-        manager.loop = asyncio.get_running_loop()
-        return await manager.run_single(batch)
+        by_verl.loop = asyncio.get_running_loop()
+        return await by_verl.run_single(batch)
 
     return float(asyncio.run(run())["reward_score"])
 

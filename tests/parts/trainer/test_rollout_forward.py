@@ -29,6 +29,7 @@ from transformers import (
 
 from appliance.errors import NumericsError
 from appliance.quant import codec_int8, cpu_gemm
+from appliance.quant.codec import dequantise, quantise
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
 from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, has_packed_kernel, kernel_of
 from appliance.quant.files import Origin, Settings
@@ -78,10 +79,10 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [each.detach().double().requires_grad_() for each in tensors]
 
 
-def assert_within(found: Tensor | None, wanted: Tensor, bound: Tensor) -> None:
+def assert_within(computed: Tensor | None, wanted: Tensor, bound: Tensor) -> None:
     """`found` is the gradient, in BF16: its own rounding is of the bound too. The bound is not a hundred times off."""
-    assert found is not None
-    share = ((found.double() - wanted).abs() / (SLACK * bound + 1e-30)).max()
+    assert computed is not None
+    share = ((computed.double() - wanted).abs() / (SLACK * bound + 1e-30)).max()
     assert 0.01 < share <= 1, f"{float(share):.3f} of the bound"
 
 
@@ -102,7 +103,7 @@ def test_quantised_layer_passes_gradients_straight_through(
     x_TK, bias_N, grad_TN = random(41, columns), random(sum(rows)), random(41, sum(rows)).detach()
     parts = zip(weights, factor_N.split(rows), strict=True)
     folded = [(weight.detach() * factor_K * factor_R[:, None]).to(torch.bfloat16) for weight, factor_R in parts]
-    layer = EngineWeight.of(folded, scheme=Scheme.INT8, **factors)
+    layer = EngineWeight.from_linears(folded, scheme=Scheme.INT8, **factors)
     assert isinstance(layer.gemm, SglGemm if columns == 96 and has_packed_kernel() else kernel_of(1, 1))
     layer(x_TK, weights, bias_N).backward(grad_TN)
     dequantised_NK = dequantise_int8(layer.quantised).double()
@@ -116,6 +117,26 @@ def test_quantised_layer_passes_gradients_straight_through(
     assert_within(bias_N.grad, grad_TN.sum(0), U * grad_TN.sum(0).abs() + 41 * 2.0**-24 * grad_TN.abs().sum(0))
 
 
+def test_an_int4_layer_has_gradients_of_its_own_weights_and_of_activations_as_they_are() -> None:
+    """dX = dY W' and dW = dY^T X: no BF16 number is rounded again, and the product is once; K = 96 or T = 41 sums in
+    float32 besides. The rows of both weights are quantised by themselves."""
+    weights = [random(64, 96), random(32, 96)]
+    x_TK, bias_N, grad_TN = random(41, 96), random(96), random(41, 96).detach()
+    layer = EngineWeight.from_linears([weight.detach() for weight in weights], scheme=Scheme.INT4, factor_K=None)
+    y_TN = layer(x_TK, weights, bias_N)
+    y_TN.backward(grad_TN)
+    values_NK = dequantise(layer.quantised).double()
+    assert torch.equal(values_NK[64:], dequantise(quantise(weights[1].detach(), scheme=Scheme.INT4)).double())
+    grad_TN, passed_TK = grad_TN.double(), x_TK.detach().double()
+    wanted_TN = passed_TK @ values_NK.t() + bias_N.detach().double()
+    terms_TN = passed_TK.abs() @ values_NK.abs().t() + bias_N.detach().double().abs()
+    assert bool(((y_TN.detach().double() - wanted_TN).abs() <= U * wanted_TN.abs() + 97 * 2.0**-24 * terms_TN).all())
+    assert_within(x_TK.grad, grad_TN @ values_NK, 2 * U * (grad_TN.abs() @ values_NK.abs()))
+    wanted_NK, bound_NK = grad_TN.t() @ passed_TK, 2 * U * (grad_TN.abs().t() @ passed_TK.abs())
+    for weight, wanted, bound in zip(weights, wanted_NK.split([64, 32]), bound_NK.split([64, 32]), strict=True):
+        assert_within(weight.grad, wanted, bound)
+
+
 @pytest.mark.parametrize("columns", [96, 90], ids=["sgl", "onednn"])
 def test_codes_kept_for_the_gradient_are_those_that_were_multiplied(columns: int) -> None:
     """The identity shows them: y = code * s, rounded to BF16, and 127 * U / (1 + U) < 1/2. The other half of the tokens
@@ -127,12 +148,12 @@ def test_codes_kept_for_the_gradient_are_those_that_were_multiplied(columns: int
     x_TK[100:, 1] = 254
     x_TK[100:] *= 2.0 ** torch.randint(-8, 8, (100, 1))
     x_TK[:100, 0] = x_TK[:100].abs().amax(dim=1) / 2
-    layer = EngineWeight.of([torch.eye(columns, dtype=torch.bfloat16)], scheme=Scheme.INT8, factor_K=None)
-    kept = layer.codes_of(x_TK)
-    scale_TK = 127 * kept.scale.double() * layer.quantised.scale.double().t()
+    layer = EngineWeight.from_linears([torch.eye(columns, dtype=torch.bfloat16)], scheme=Scheme.INT8, factor_K=None)
+    codes = layer.codes_of(x_TK)
+    scale_TK = 127 * codes.scale.double() * layer.quantised.scale.double().t()
     shown_TK = (layer.gemm(x_TK, None).double() / scale_TK).round()
     steps_TK = x_TK.double() * 127 / x_TK.double().abs().amax(dim=1, keepdim=True)
-    differs = shown_TK != kept.codes_NK
+    differs = shown_TK != codes.codes_NK
     if isinstance(layer.gemm, SglGemm):
         assert float((steps_TK - shown_TK).abs().max()) <= 0.5
         assert bool(((steps_TK - steps_TK.trunc()).abs() == 0.5)[differs].all())
@@ -143,7 +164,7 @@ def test_codes_kept_for_the_gradient_are_those_that_were_multiplied(columns: int
 def test_codes_kept_are_the_codecs_in_every_row() -> None:
     x_TK = torch.randn(300, 90).to(torch.bfloat16) * 2.0 ** torch.randint(-140, 120, (300, 1))
     x_TK[7] = 0
-    layer = EngineWeight.of([torch.eye(90, dtype=torch.bfloat16)], scheme=Scheme.INT8, factor_K=None)
+    layer = EngineWeight.from_linears([torch.eye(90, dtype=torch.bfloat16)], scheme=Scheme.INT8, factor_K=None)
     kept, codec = layer.codes_of(x_TK.t().contiguous().t()), quantise_int8(x_TK)
     assert torch.equal(kept.codes_NK, codec.codes_NK) and torch.equal(kept.scale, codec.scale)
     x_TK[3, 5] = torch.inf
@@ -153,7 +174,7 @@ def test_codes_kept_are_the_codecs_in_every_row() -> None:
 
 def test_a_pass_without_gradients_keeps_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TK, weight_NK = random(5, 96), random(64, 96)
-    layer = EngineWeight.of([weight_NK], scheme=Scheme.INT8, factor_K=None)
+    layer = EngineWeight.from_linears([weight_NK], scheme=Scheme.INT8, factor_K=None)
     wanted_TN = layer(x_TK, [weight_NK], None)
     monkeypatch.setattr(EngineWeight, "codes_of", None)
     with torch.no_grad():
@@ -164,7 +185,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
     weight_NK = random(64, 96).detach()
     weight_NK[3, 5] = torch.nan
     with pytest.raises(NumericsError) as caught:
-        EngineWeight.of([random(8, 96), weight_NK], scheme=Scheme.INT8, factor_K=None)
+        EngineWeight.from_linears([random(8, 96), weight_NK], scheme=Scheme.INT8, factor_K=None)
     assert str(caught.value) == "a weight to quantise has a value that is not finite"
 
 
@@ -191,12 +212,12 @@ def test_add_norm(*, with_residual: bool) -> None:
     """Both inputs get the gradient of the sum: that of the norm plus that of the new residual, rounded once more."""
     x, residual, weight = random(70, 64), random(70, 64, scale=4.0), random(64)
     grad_normed, grad_kept = random(70, 64).detach(), random(70, 64).detach()
-    normed, kept = add_norm(x, residual if with_residual else None, weight, eps=EPS)
-    torch.autograd.backward([normed, kept], [grad_normed, grad_kept])
+    normed, summed_kept = add_norm(x, residual if with_residual else None, weight, eps=EPS)
+    torch.autograd.backward([normed, summed_kept], [grad_normed, grad_kept])
     x_, residual_, weight_ = wide(x, residual, weight)
     summed = x_ + residual_ if with_residual else x_ * 1
     torch.autograd.backward([float64_norm(summed, weight_), summed], [grad_normed.double(), grad_kept.double()])
-    assert float((kept.double() - summed).detach().abs().max()) <= U * float(summed.detach().abs().max())
+    assert float((summed_kept.double() - summed).detach().abs().max()) <= U * float(summed.detach().abs().max())
     of_sum, of_weight = norm_bounds(summed.detach(), weight_.detach(), grad_normed.double())
     assert_within(x.grad, x_.grad, of_sum + U * x_.grad.abs())
     assert_within(weight.grad, weight_.grad, of_weight)
@@ -249,7 +270,7 @@ def test_silu_and_mul_before_a_quantised_layer() -> None:
     each of a factor rounded (silu(g); d up) and itself rounded: 2 U, and `e` in place of `d`. The bracket is 0 at
     g = -1.28 and computed in float32."""
     gate_up, weight, grad_TN = random(50, 2 * 96, scale=3.0), random(64, 96), random(50, 64).detach()
-    layer = EngineWeight.of([weight], scheme=Scheme.INT8, factor_K=None)
+    layer = EngineWeight.from_linears([weight], scheme=Scheme.INT8, factor_K=None)
     layer(gate_up, [weight], None, gated=True).backward(grad_TN)
     passed_TK = dequantise_int8(quantise_int8(silu_and_mul(gate_up.detach()))).double()
     dequantised_NK, grad_TN = dequantise_int8(layer.quantised).double(), grad_TN.double()
@@ -377,13 +398,13 @@ def test_no_gradient_leaves_its_sequence() -> None:
     for place in range(len(LENGTHS)):
         q, k, v = random(81, 4, 32), random(81, 2, 32), random(81, 2, 32)
         batch.attend(q, k, v).split(LENGTHS)[place].float().pow(2).sum().backward()
-        for each in (q, k, v):
-            largest = [float(part.abs().max()) for part in each.grad.split(LENGTHS)]
-            own = largest.pop(place)
+        for head_input in (q, k, v):
+            largest = [float(part.abs().max()) for part in head_input.grad.split(LENGTHS)]
+            own_gradient = largest.pop(place)
             assert not any(largest)
             # a token that sees only itself has the weight one: left are 32 float32 roundings of dO V - dO O
-            alone = LENGTHS[place] == 1 and each is not v
-            assert own < 32 * 2**-24 * 32 if alone else own > 0
+            alone = LENGTHS[place] == 1 and head_input is not v
+            assert own_gradient < 32 * 2**-24 * 32 if alone else own_gradient > 0
 
 
 # --- whole models
@@ -391,11 +412,11 @@ def test_no_gradient_leaves_its_sequence() -> None:
 
 def tiny(name: str, **sizes: object) -> PreTrainedModel:
     model, config, own = MODELS[name]
-    made = model(config(**(SIZES | own | sizes)))
-    for parameter in made.parameters():
+    made_model = model(config(**(SIZES | own | sizes)))
+    for parameter in made_model.parameters():
         spread = 0.1 * torch.randn(parameter.shape)
         parameter.data = spread if parameter.ndim > 1 else parameter.data + spread
-    return made.to(torch.bfloat16)
+    return made_model.to(torch.bfloat16)
 
 
 def put_in(model: nn.Module) -> RolloutForward:
@@ -428,7 +449,7 @@ def float64_log_probs(
 
     def linear(x: Tensor, *names: str) -> Tensor:
         weight = torch.cat([named[f"{name}.weight"] for name in names])
-        codes = EngineWeight.of([weight.to(torch.bfloat16)], scheme=Scheme.INT8, factor_K=None).quantised
+        codes = EngineWeight.from_linears([weight.to(torch.bfloat16)], scheme=Scheme.INT8, factor_K=None).quantised
         biases = [named[f"{name}.bias"] for name in names if f"{name}.bias" in named]
         y = instead(next(inputs_of), x) @ instead(dequantise_int8(codes).double(), weight).t()
         return y + torch.cat(biases) if biases else y
@@ -475,23 +496,23 @@ def test_gradients_of_a_whole_model(
         recording(kind)
     put_in(model)
     inputs, weights_T = packed(model), torch.randn(81)
-    found = model(**inputs, temperature=0.8).log_probs[0]
-    (found * weights_T).sum().backward()
+    log_probs = model(**inputs, temperature=0.8).log_probs[0]
+    (log_probs * weights_T).sum().backward()
     assert len(passed) == 8
     named = dict(zip(dict(model.named_parameters()), wide(*model.parameters()), strict=True))
     wanted = float64_log_probs(model, named, inputs, passed)
     (wanted * weights_T).sum().backward()
     gaps, cosines = {}, {}
-    for each, parameter in model.named_parameters():
-        mine, other = parameter.grad.double().flatten(), named[each].grad.flatten()
-        if each.endswith("k_proj.bias"):
+    for parameter_name, parameter in model.named_parameters():
+        mine, other = parameter.grad.double().flatten(), named[parameter_name].grad.flatten()
+        if parameter_name.endswith("k_proj.bias"):
             continue  # moves all scores of a query alike, but for the rotation: next to nothing remains
-        gaps[each] = float((mine - other).norm() / other.norm())
-        cosines[each] = float(functional.cosine_similarity(mine, other, dim=0))
+        gaps[parameter_name] = float((mine - other).norm() / other.norm())
+        cosines[parameter_name] = float(functional.cosine_similarity(mine, other, dim=0))
     record_property("said", f"{name}: gradients at most {max(gaps.values()):.4f} from float64's")
     assert max(gaps.values()) < 0.032, gaps
     assert min(cosines.values()) > 1 - 0.032**2 / 2, cosines
-    assert float((found - wanted).abs().max()) < 0.1
+    assert float((log_probs - wanted).abs().max()) < 0.1
 
 
 def test_a_sequence_learns_nothing_from_another_one() -> None:
@@ -509,16 +530,16 @@ def test_a_sequence_learns_nothing_from_another_one() -> None:
 
 def bytes_saved(model: nn.Module, run: Callable[[], object]) -> int:
     """Of all tensors that `run` keeps for the gradients, storages counted once and the model's own not at all."""
-    held = {each.untyped_storage().data_ptr(): each for each in model.parameters()}
-    own = set(held)
+    storages = {each.untyped_storage().data_ptr(): each for each in model.parameters()}
+    of_parameters = set(storages)
 
     def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other one gets its address
+        storages[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other one gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         run()
-    return sum(each.untyped_storage().nbytes() for address, each in held.items() if address not in own)
+    return sum(each.untyped_storage().nbytes() for address, each in storages.items() if address not in of_parameters)
 
 
 def test_a_layer_keeps_half_of_what_transformers_keeps(record_property: Callable[[str, str], None]) -> None:
@@ -548,24 +569,24 @@ def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) 
     """And computes each layer again but for its last product, which nothing needs."""
     model, products = tiny("qwen2").train(), []
     for kind in KERNELS:
-        own = kind.__call__
-        monkeypatch.setattr(kind, "__call__", lambda *args, own=own: products.append(1) or own(*args))
+        original = kind.__call__
+        monkeypatch.setattr(kind, "__call__", lambda *args, own=original: products.append(1) or own(*args))
     put_in(model)
     inputs, calls = packed(model), []
     for layer in model.model.layers:
-        own = layer.forward
-        layer.forward = lambda *args, own=own: calls.append(1) or own(*args)
-    found = []
+        original = layer.forward
+        layer.forward = lambda *args, own=original: calls.append(1) or own(*args)
+    results = []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.zero_grad()
         log_probs = model(**inputs, temperature=1.0).log_probs
         log_probs.sum().backward()
-        found.append([log_probs.detach(), *(each.grad.clone() for each in model.parameters())])
+        results.append([log_probs.detach(), *(each.grad.clone() for each in model.parameters())])
     assert len(calls) == 2 + 4
     assert len(products) == 2 * 4 + 2 * (4 + 3)
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -573,7 +594,7 @@ def test_smoothing_changes_no_bit_of_what_is_not_quantised(name: str, tmp_path: 
     """Nor of a gradient: every factor comes back out of it. With one factor for all channels of a layer the codes are
     the same too, and so is what they give."""
     inputs = packed(tiny(name)) | {"temperature": 0.8}
-    found: dict[tuple[str, Scheme], list[Tensor]] = {}
+    results: dict[tuple[str, Scheme], list[Tensor]] = {}
     for scheme in (Scheme.BF16, Scheme.INT8):
         for kind in ("plain", "random", "equal"):
             torch.manual_seed(3)
@@ -593,26 +614,26 @@ def test_smoothing_changes_no_bit_of_what_is_not_quantised(name: str, tmp_path: 
             flow.follow(Precision(scheme))
             log_probs = model(**inputs).log_probs
             log_probs.sum().backward()
-            found[kind, scheme] = [log_probs.detach(), *(parameter.grad for parameter in model.parameters())]
+            results[kind, scheme] = [log_probs.detach(), *(parameter.grad for parameter in model.parameters())]
     for kind, scheme in (("random", Scheme.BF16), ("equal", Scheme.BF16), ("equal", Scheme.INT8)):
-        assert all(map(torch.equal, found[kind, scheme], found["plain", scheme])), (kind, scheme)
-    assert not torch.equal(found["random", Scheme.INT8][0], found["plain", Scheme.INT8][0])
+        assert all(map(torch.equal, results[kind, scheme], results["plain", scheme])), (kind, scheme)
+    assert not torch.equal(results["random", Scheme.INT8][0], results["plain", Scheme.INT8][0])
 
 
 def test_a_finer_scheme_that_engines_are_told_is_the_trainers_until_the_next_update() -> None:
     """As by the governor's `raise-precision`."""
-    model, found = tiny("qwen2"), {}
+    model, by_scheme = tiny("qwen2"), {}
     inputs = packed(model)
     for scheme in (Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.BF16):
         quantisation = Quantisation(scheme=scheme, emulated=scheme.quantised)
         RolloutForward(model, quantisation=quantisation, num_tokens=96)
-        found[scheme] = model(**inputs, temperature=1.0).log_probs
+        by_scheme[scheme] = model(**inputs, temperature=1.0).log_probs
     flow = RolloutForward(model, quantisation=Quantisation(scheme=Scheme.FP8, emulated=True), num_tokens=96)
     told = {Scheme.FP8_CHANNEL: Precision(Scheme.FP8_CHANNEL), Scheme.BF16: Precision(Scheme.BF16)}
     for scheme, precision in (*told.items(), (Scheme.FP8, AS_PLANNED)):
         flow.follow(precision)
         now = model(**inputs, temperature=1.0).log_probs
-        assert [torch.equal(now, wanted) for wanted in found.values()] == [scheme is each for each in found]
+        assert [torch.equal(now, wanted) for wanted in by_scheme.values()] == [scheme is each for each in by_scheme]
 
 
 def test_an_activation_that_is_not_finite_is_told_with_its_layer() -> None:
@@ -628,7 +649,7 @@ def test_an_activation_that_is_not_finite_is_told_with_its_layer() -> None:
         model(**inputs)
     assert raised.value.message == f"model.layers.1.self_attn.qkv_proj {end}"
     weight = random(64, 32)
-    down = EngineWeight.of([weight], scheme=Scheme.INT8, factor_K=None, name="down")
+    down = EngineWeight.from_linears([weight], scheme=Scheme.INT8, factor_K=None, name="down")
     gate_up = random(5, 64)
     gate_up.data[2, 40] = torch.nan
     y = down(gate_up, [weight], None, gated=True)

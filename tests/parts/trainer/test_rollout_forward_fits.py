@@ -48,16 +48,16 @@ def test_what_only_vllm_would_do_is_refused(given: dict[str, object], why: str) 
 
 def test_patterns_are_of_the_parts_of_a_fused_layer() -> None:
     """As compressed-tensors has it in vLLM: the whole one is named, or all of its parts are matched."""
-    kept = {}
+    bf16_layers = {}
     for ignore in (r"re:.*\.(qkv|o)_proj", r"re:.*\.[qkv]_proj", "model.layers.0.self_attn.qkv_proj"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
         quantisation = Quantisation(scheme=Scheme.INT8, ignore=(ignore,))
         flow = RolloutForward(model, quantisation=quantisation, num_tokens=96)
-        kept[ignore] = [each.name for each in flow.linears() if not each.scheme.quantised]
+        bf16_layers[ignore] = [each.name for each in flow.linears() if not each.scheme.quantised]
     o_proj, qkv_proj = (
         [f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1)] for name in ("o_proj", "qkv_proj")
     )
-    assert list(kept.values()) == [o_proj, qkv_proj, qkv_proj[:1]]
+    assert list(bf16_layers.values()) == [o_proj, qkv_proj, qkv_proj[:1]]
 
 
 def test_another_architecture_is_refused_by_its_name() -> None:

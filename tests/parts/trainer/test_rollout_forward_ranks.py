@@ -97,17 +97,17 @@ def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     rendezvous = str(tmp_path / "meet")
     torch.multiprocessing.spawn(one_rank, args=(rendezvous,), nprocs=RANKS)
     by_rank = [torch.load(f"{rendezvous}.{rank}") for rank in range(RANKS)]
-    for case, *found in zip(CASES, *by_rank, strict=True):
+    for case, *of_ranks in zip(CASES, *by_rank, strict=True):
         model = masters(tied=case["tied"])
         alone = [log_probs_alone(model, rank) for rank in range(RANKS)]
-        for (first, _, grads, names), (log_probs, _) in zip(found, alone, strict=True):
+        for (first, _, grads, names), (log_probs, _) in zip(of_ranks, alone, strict=True):
             assert all(map(torch.equal, first, log_probs))
             assert names == list(model.state_dict())
             for name, grad in grads.items():
                 assert torch.allclose(grad, (alone[0][1][name] + alone[1][1][name]) / 2, rtol=2**-23, atol=0), name
         with torch.no_grad():
             for name, each in model.named_parameters():
-                each -= 0.1 * found[0][2][name]
-        for rank, (first, second, *_) in enumerate(found):
+                each -= 0.1 * of_ranks[0][2][name]
+        for rank, (first, second, *_) in enumerate(of_ranks):
             assert all(map(torch.equal, second, log_probs_alone(model, rank)[0]))
             assert not torch.equal(first[0], second[0])

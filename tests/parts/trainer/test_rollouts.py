@@ -22,8 +22,10 @@ from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import Answer
 from appliance.terms.clock import clock_of
 from appliance.trainer import rollouts as module
+from appliance.trainer.engine_shares import Sampling
+from appliance.trainer.prompt_seeds import PromptSeeds
 from appliance.trainer.rewards import RewardPool
-from appliance.trainer.rollouts import PromptSeeds, Rollouts, Sampling, _Prompt
+from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.turns import Trajectory, TrajectoryGroup, Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
@@ -67,7 +69,7 @@ PARTS = {
 }
 
 
-def rollouts(*engines: Engine) -> Rollouts:
+def make_rollouts(*engines: Engine) -> Rollouts:
     tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: [1, 2, 3])
     return Rollouts(list(engines), tokenizer=tokenizer, **PARTS | {"max_prompt_tokens": 8})
 
@@ -76,32 +78,14 @@ def test_a_chat_template_is_told_the_day_of_the_run() -> None:
     """Whatever day it is: the clock of the run goes on to the template, in prompts and in turns of tools."""
     tokenizer = byte_tokenizer(max_positions=2048, calls_tools=True)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + tokenizer.chat_template
-    clock, said = clock_of(tokenizer, date="2020-02-03"), [{"role": "user", "content": "1+2"}]
-    row = {"raw_prompt": said, "global_steps": 1}
+    clock, messages = clock_of(tokenizer, date="2020-02-03"), [{"role": "user", "content": "1+2"}]
+    row = {"raw_prompt": messages, "global_steps": 1}
     made = Rollouts([], tokenizer=tokenizer, clock=clock, **PARTS)
-    prompts = [made._prompt(row, sampling=GREEDY, seeds=PromptSeeds(0)).token_ids]
+    prompts = [made._make_prompt(row, sampling=GREEDY, seeds=PromptSeeds(0)).token_ids]
     settings = {"model_type": "qwen2", "schemas": [], "max_turns": 1, "max_tokens": 8, "call": lambda *_: None}
-    prompts.append(Turns(tokenizer, clock=clock, **settings).prompt_ids(said))
+    prompts.append(Turns(tokenizer, clock=clock, **settings).prompt_ids(messages))
     assert [tokenizer.decode(ids[:11]) for ids in prompts] == ["03 Feb 2020"] * 2
     assert prompts[0] == prompts[1]
-
-
-def test_prompts_that_come_a_few_at_a_time_reach_all_engines() -> None:
-    """And the one that has answered gets the next ones."""
-    made, loop = rollouts(*[Engine()] * 4), asyncio.new_event_loop()
-
-    def shared(count: int) -> list[list[_Prompt]]:
-        return made._shares([_Prompt({}, [1], None, loop.create_future()) for _ in range(count)])
-
-    given = [shared(2) for _ in range(50)]
-    counts = [sum(len(shares[number]) for shares in given) for number in range(4)]
-    assert counts == [25] * 4
-    for prompt in (prompt for shares in given for prompt in shares[2]):
-        prompt.group.set_result(None)
-    loop.run_until_complete(asyncio.sleep(0))
-    assert [len(share) for share in shared(25)] == [0, 0, 25, 0]
-    assert [len(share) for share in shared(6)] == [2, 2, 1, 1]
-    loop.close()
 
 
 def test_a_pause_is_never_ended_by_another_call() -> None:
@@ -129,7 +113,7 @@ def test_a_pause_is_never_ended_by_another_call() -> None:
     asyncio.run(all_of_them())
 
 
-def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
+def generate(rollouts: Rollouts, *, num_prompts: int) -> ApplianceError:
     """What a waiting trainer gets; fails when that is nothing, which would be for ever."""
     batch = {
         "raw_prompt": [ASKED] * num_prompts,
@@ -138,10 +122,10 @@ def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
         "global_steps": [1] * num_prompts,
         "uid": ["u"] * num_prompts,
     }
-    made.generate_sequences(Batch(batch))
+    rollouts.generate_sequences(Batch(batch))
     with pytest.raises(ApplianceError) as caught:
         for _ in range(20):
-            made.wait(1.0)
+            rollouts.wait(1.0)
     return caught.value
 
 
@@ -157,7 +141,7 @@ class Batch(dict):
 
 
 def test_an_engine_that_leaves_prompts_out_is_said() -> None:
-    error = generate(rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
+    error = generate(make_rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
     assert type(error) is EngineError and error.exit_code == 4
     assert error.message == "rollout engine 1 answered 0 of 1 prompts"
 
@@ -180,14 +164,14 @@ class Rounds(Engine):
 
 @pytest.mark.parametrize("rounds", [[[CALL]], [[CALL, CALL], [None, "7"]]])
 def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list[str | None]]) -> None:
-    made = rollouts(Rounds(*rounds))
+    rollouts = make_rollouts(Rounds(*rounds))
 
     async def call(*_: str) -> Answer:
         return Answer("7")
 
-    made._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
-    made.pool = SimpleNamespace(grade=lambda _: asyncio.sleep(60))
-    error = generate(made, num_prompts=2)
+    rollouts._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
+    rollouts.pool = SimpleNamespace(grade=lambda _: asyncio.sleep(60))
+    error = generate(rollouts, num_prompts=2)
     assert type(error) is EngineError and error.message == "rollout engine 0 answered 1 of 2 prompts"
 
 
@@ -203,15 +187,15 @@ def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list
     ],
 )
 def test_whatever_an_engine_answers_nobody_waits_for_ever(answer: object, kind: type, message: str) -> None:
-    error = generate(rollouts(Engine(answer)), num_prompts=2)
+    error = generate(make_rollouts(Engine(answer)), num_prompts=2)
     assert type(error) is kind and error.message == message
 
 
 def test_what_is_abandoned_is_no_failure() -> None:
-    made = rollouts()
-    made.generate_sequences(Batch({"raw_prompt": [], "global_steps": []}))
-    made.abandon()
-    made.wait(0.1)
+    rollouts = make_rollouts()
+    rollouts.generate_sequences(Batch({"raw_prompt": [], "global_steps": []}))
+    rollouts.abandon()
+    rollouts.wait(0.1)
 
 
 PROMPTS = 6
@@ -245,29 +229,29 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(
     turns: int, with_tools: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine, put = SlowEngine(turns), []
-    made = rollouts(engine)
+    rollouts = make_rollouts(engine)
     if with_tools:
 
         async def call(*_: str) -> Answer:
             return Answer("7")
 
-        made._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
+        rollouts._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
 
     async def note(ready: list[Any], *, partition: str) -> None:
         put.append(len(ready))
 
     monkeypatch.setattr(module, "_put", note)
-    made._tokenizer.decode = lambda *_, **__: "7"
-    made.samples = SampleLog(tmp_path, steps=1, decode=str)
-    made.pool = engine.pool = RewardPool(load=slow_rewards, workers=1)
+    rollouts._tokenizer.decode = lambda *_, **__: "7"
+    rollouts.samples = SampleLog(tmp_path, steps=1, decode=str)
+    rollouts.pool = engine.pool = RewardPool(load=slow_rewards, workers=1)
     try:
         row = {"reward_model": {"ground_truth": "7"}, "extra_info": {}, "data_source": "own"}
         batch = {"raw_prompt": [ASKED] * PROMPTS, "global_steps": [1] * PROMPTS, "uid": [*"abcdef"]}
-        made.generate_sequences(Batch(batch | {name: [value] * PROMPTS for name, value in row.items()}))
+        rollouts.generate_sequences(Batch(batch | {name: [value] * PROMPTS for name, value in row.items()}))
         while sum(put) < PROMPTS:
-            made.wait(1.0)
+            rollouts.wait(1.0)
     finally:
-        made.pool.close()
+        rollouts.pool.close()
     assert 0 < engine.were_graded < PROMPTS
 
 
@@ -276,8 +260,8 @@ def test_the_overlong_penalty_counts_what_the_model_said() -> None:
     spoken = Trajectory([7] * 8, [0.0] * 8, [1, 1, 0, 0, 0, 0, 0, 1], True, "7")
     prompt, group = SimpleNamespace(row={}, token_ids=[1]), TrajectoryGroup([spoken], 0)
     shaping = Shaping(max_tokens=4, buffer_tokens=2, penalty=1.0)
-    (accuracy,), (reward,) = module._shaped([Graded(1.0)], group=group, shaping=shaping, known=[True])
-    fields = module._fields(prompt, group=group, session=0, accuracy=accuracy, reward=reward, trains=True)
+    (accuracy,), (reward,) = module._shape_rewards([Graded(1.0)], group=group, shaping=shaping, known=[True])
+    fields = module._make_fields(prompt, group=group, session=0, accuracy=accuracy, reward=reward, trains=True)
     assert fields["rm_scores"].tolist() == [0.0] * 7 + [0.5]
 
 
@@ -287,30 +271,11 @@ def test_a_sample_without_a_grade_has_the_others_mean_reward_whatever_its_length
     for lengths in ((4, 4, 4, 1), (1, 1, 1, 4)):
         group = TrajectoryGroup([Trajectory([7] * of, [0.0] * of, [1] * of, True, "7") for of in lengths], 0)
         graded = [Graded(1.0), Graded(1.0), Graded(0.0), Graded(0.0, Fault.TIMED_OUT)]
-        accuracies, rewards = module._shaped(graded, group=group, shaping=shaping, known=[True, True, True, False])
+        known = [True, True, True, False]
+        accuracies, rewards = module._shape_rewards(graded, group=group, shaping=shaping, known=known)
         assert accuracies[3] == pytest.approx(2 / 3, rel=1e-12)
         assert rewards[3] == pytest.approx(sum(rewards[:3]) / 3, rel=1e-12)
-    assert module._shaped(graded, group=group, shaping=shaping, known=[False] * 4) == ([0.0] * 4, [-1.0] * 4)
-
-
-@pytest.mark.parametrize("validate", [False, True])
-def test_samples_without_a_grade_are_told_until_their_step_is_over(validate: bool) -> None:
-    made = rollouts()
-
-    async def score(uid: str, *graded: Graded, step: int) -> None:
-        group, least = asyncio.get_running_loop().create_future(), asyncio.create_task(asyncio.sleep(0, 0.0))
-        group.set_result(TrajectoryGroup([Trajectory([7], [0.0], [1], True, "7")] * len(graded), 0))
-        row = {"uid": uid, "global_steps": step}
-        grades = asyncio.create_task(asyncio.sleep(0, list(graded)))
-        await made._scored(_Prompt(row, [1], None, group), grades, least=least, shaping=Shaping(), validate=validate)
-
-    fault = Graded(0.0, Fault.RAISED)
-    asyncio.run(score("a_b", Graded(1.0), fault, step=1))
-    asyncio.run(score("c", fault, Graded(1.0), step=2))
-    keys = ["c_0_0", "c_1_0", "a_b_0_0", "a_b_1_0", "pad_0_0"]
-    assert made.take_ungraded(keys, step=2) == (set() if validate else {0, 3})
-    assert made.take_ungraded(keys, step=3) == (set() if validate else {0})
-    assert made.take_ungraded(keys, step=3) == set()
+    assert module._shape_rewards(graded, group=group, shaping=shaping, known=[False] * 4) == ([0.0] * 4, [-1.0] * 4)
 
 
 def test_rewards_and_the_page_get_the_text_after_what_the_prompt_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +289,8 @@ def test_rewards_and_the_page_get_the_text_after_what_the_prompt_had_begun(monke
         return f"<think>{ids} {finished}"
 
     engine = Engine((0, SimpleNamespace(samples=[_sample([7, 8], finished=True)], weights_version=0)))
-    made = rollouts(engine)
-    made.pool, made._reader = SimpleNamespace(grade=grade), SimpleNamespace(text=text, begun="<think>")
+    rollouts = make_rollouts(engine)
+    rollouts.pool, rollouts._reader = SimpleNamespace(grade=grade), SimpleNamespace(text=text, begun="<think>")
     put: list[Any] = []
 
     async def keep(ready: list[Any], *, partition: str) -> None:
@@ -333,7 +298,7 @@ def test_rewards_and_the_page_get_the_text_after_what_the_prompt_had_begun(monke
 
     monkeypatch.setattr(module, "_put", keep)
     row = {"uid": "u", "global_steps": 1, "raw_prompt": ASKED, "extra_info": {}, "reward_model": {"ground_truth": "7"}}
-    asyncio.run_coroutine_threadsafe(made._generate([row], validate=False), made._loop).result(timeout=30)
+    asyncio.run_coroutine_threadsafe(rollouts._generate([row], validate=False), rollouts._loop).result(timeout=30)
     assert [(each.text, each.begun, each.written) for each in graded] == [
         ("<think>[7, 8] True", "<think>", "[7, 8] True")
     ]
@@ -355,8 +320,8 @@ def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module.transfer_queue, "async_kv_batch_put", keep)
     row = {"uid": "u", "global_steps": 1, "raw_prompt": [], "extra_info": {"row": "{}"}}
     prompt = SimpleNamespace(row=row, token_ids=[1])
-    spoken = Trajectory([7], [0.0], [1], True, "7", said=[("assistant", "7")])
-    fields = module._fields(
+    spoken = Trajectory([7], [0.0], [1], True, "7", transcript=[("assistant", "7")])
+    fields = module._make_fields(
         prompt, group=TrajectoryGroup([spoken], 0), session=0, accuracy=1.0, reward=1.0, trains=True
     )
     assert fields["turns"] == [("assistant", "7")] and row["extra_info"] == {"row": "{}"}

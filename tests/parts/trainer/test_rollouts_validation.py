@@ -13,7 +13,9 @@ from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Fault, Graded, Shaping
 from appliance.tasks.task import Response
 from appliance.trainer import rollouts as room
-from appliance.trainer.rollouts import PromptSeeds, Rollouts, Sampling
+from appliance.trainer.engine_shares import Sampling
+from appliance.trainer.prompt_seeds import PromptSeeds
+from appliance.trainer.rollouts import Rollouts
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 TRAINING = Sampling(temperature=1.0, top_p=1.0, num_samples=3)
@@ -76,7 +78,7 @@ Make = Callable[..., Made]
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     """Rollouts, their engine, and what was put into the queue. grades: of the samples, by the truth, in turns."""
 
-    def made(grades: dict[str, list[Graded]], **changes: object) -> Made:
+    def make_rollouts(grades: dict[str, list[Graded]], **changes: object) -> Made:
         engine, was_put = Engine(), []
         waiting = {truth: list(each) for truth, each in grades.items()}
 
@@ -107,7 +109,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
             was_put,
         )
 
-    return made
+    return make_rollouts
 
 
 def graded(right: float, short: float | None = None) -> Graded:
@@ -126,20 +128,20 @@ SPLITS = ["hard", "held_out", "hard"]
 
 def test_each_set_is_sampled_as_it_is_to_be_and_told_by_its_name(make: Make) -> None:
     """A fault counts 0 in a validation: the other sample of its problem does not stand for it."""
-    made, engine, was_put = make(GRADES)
-    run(made, batch(step=4, validate=True, splits=SPLITS))
+    rollouts, engine, was_put = make(GRADES)
+    run(rollouts, batch(step=4, validate=True, splits=SPLITS))
     assert [(each["prompts"], each["num_samples"], each["sampling"]) for each in engine.asked] == [
         ([[1, 0], [1, 2]], 2, {"temperature": 0.5, "top_p": 0.9, "top_k": 50, "logprobs": 0}),
         ([[1, 1]], 1, {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": 0}),
     ]
-    assert made.by_set() == {
+    assert rollouts.grades.set_metrics() == {
         "val/hard/avg@2": (1.5 + 0.0 + 3.0 + 0.25) / 4,
         "val/hard/pass@1": 0.5,
         "val/hard/pass@2": 1.0,
         "val/held_out/avg@1": 1.0,
         "val/held_out/pass@1": 0.0,
     }
-    assert made.validated == 2  # problems of the first set
+    assert rollouts.grades.num_validated == 2  # problems of the first set
     assert [(uid, len(samples)) for uid, samples in was_put] == [("v4-0", 1), ("v4-2", 1), ("v4-1", 1)]
     assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
 
@@ -157,11 +159,11 @@ def test_a_validation_has_its_seeds_however_often_it_is_made(make: Make) -> None
 
 
 def test_a_validation_does_not_move_the_seeds_of_training(make: Make) -> None:
-    made, engine, _ = make(GRADES)
+    rollouts, engine, _ = make(GRADES)
     train = batch(step=4, validate=False, splits=["train"])
-    run(made, train)
-    run(made, batch(step=4, validate=True, splits=SPLITS))
-    run(made, batch(step=4, validate=False, splits=["train"]))
+    run(rollouts, train)
+    run(rollouts, batch(step=4, validate=True, splits=SPLITS))
+    run(rollouts, batch(step=4, validate=False, splits=["train"]))
     before, *_, after = (each["seeds"] for each in engine.asked)
     alone = PromptSeeds(3)
     assert [*before, *after] == [alone.next([1, 0], step=4), alone.next([1, 0], step=4)]
@@ -169,25 +171,25 @@ def test_a_validation_does_not_move_the_seeds_of_training(make: Make) -> None:
 
 def test_no_rollout_of_training_finds_what_a_validation_cached(make: Make) -> None:
     """Emptied once after each validation, of however many sets, so that a step's further rollouts share again."""
-    made, engine, _ = make(GRADES)
+    rollouts, engine, _ = make(GRADES)
     train = batch(step=4, validate=False, splits=["train"])
     for validate in (False, True, False, False, True, True, False):
-        run(made, batch(step=4, validate=True, splits=SPLITS) if validate else Batch(train))
+        run(rollouts, batch(step=4, validate=True, splits=SPLITS) if validate else Batch(train))
     assert engine.cleared == [3, 9]
 
 
 def test_the_newest_validation_alone_is_told(make: Make) -> None:
-    made, _, _ = make(GRADES)
+    rollouts, _, _ = make(GRADES)
     for _ in range(2):
-        run(made, batch(step=4, validate=True, splits=SPLITS))
-    assert len(made.by_set()) == 5 and made.validated == 4
-    assert made.by_set()["val/hard/pass@2"] == 1.0
+        run(rollouts, batch(step=4, validate=True, splits=SPLITS))
+    assert len(rollouts.grades.set_metrics()) == 5 and rollouts.grades.num_validated == 4
+    assert rollouts.grades.set_metrics()["val/hard/pass@2"] == 1.0
 
 
 def test_without_sets_nothing_is_kept_and_a_fault_is_wrong(make: Make) -> None:
     made, _, was_put = make({"0": [FAULT]}, val_sets=None)
     run(made, batch(step=4, validate=True, splits=["val"]))
-    assert made.by_set() == {} and made.validated == 1 and made._graded == {}
+    assert made.grades.set_metrics() == {} and made.grades.num_validated == 1 and made.grades._by_prompt == {}
     assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
 
 
@@ -197,13 +199,13 @@ def test_a_fault_in_a_validation_is_as_wrong_as_the_worst_of_its_set(
 ) -> None:
     """The fault comes before the worst is graded. Of another set none counts."""
     grades = {"0": [FAULT], "1": [graded(-9.0)], "2": [graded(-3.0)]}
-    made, _, was_put = make(grades, val_sets=val_sets)
-    run(made, batch(step=4, validate=True, splits=SPLITS))
+    rollouts, _, was_put = make(grades, val_sets=val_sets)
+    run(rollouts, batch(step=4, validate=True, splits=SPLITS))
     worst = -9.0 if val_sets is None else -3.0
     assert was_put[0][0] == "v4-0"
     assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": worst}
     assert was_put[0][1][0]["rm_scores"].sum() == worst
-    assert made.by_set().get("val/hard/avg@2", -3.0) == -3.0
+    assert rollouts.grades.set_metrics().get("val/hard/avg@2", -3.0) == -3.0
 
 
 def test_rewards_are_means_over_the_samples_that_are_trained_on(make: Make) -> None:
@@ -213,20 +215,12 @@ def test_rewards_are_means_over_the_samples_that_are_trained_on(make: Make) -> N
         "1": [graded(-9.0, -9.0)],
         "2": [graded(1.0), graded(0.0), graded(0.5, 4.0)],
     }
-    made, _, was_put = make(grades)
-    run(made, batch(step=4, validate=False, splits=["train"] * 3))
+    rollouts, _, was_put = make(grades)
+    run(rollouts, batch(step=4, validate=False, splits=["train"] * 3))
     keys = [f"{uid}_{session}_0" for uid, samples in was_put for session in range(len(samples))]
     trained = [key for key in keys if not key.startswith("t4-1_")]
     assert len(keys) == 9 and len(trained) == 6
-    assert made.reward_means(trained, step=4) == {
+    assert rollouts.grades.reward_means(trained, step=4) == {
         "reward/right": (1.0 + 0.5 + 0.0 + 1.0 + 0.0 + 0.5) / 6,
         "reward/short": (0.5 + 0.75 + 1.0 + 4.0) / 4,
     }
-
-
-def test_what_no_step_trained_on_is_forgotten_with_the_next(make: Make) -> None:
-    made, _, _ = make({"0": [graded(1.0)]})
-    for step in (4, 5):
-        run(made, batch(step=step, validate=False, splits=["train"]))
-        assert made.reward_means([f"t{step}-0_0_0"], step=step) == {"reward/right": 1.0, "reward/short": None}
-    assert made.reward_means(["t4-0_0_0"], step=6) == {"reward/right": None, "reward/short": None}

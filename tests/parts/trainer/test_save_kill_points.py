@@ -35,10 +35,10 @@ def ends(root: Path) -> Ends:
     command = [sys.executable, str(HERE / "saved_at_points.py"), str(root)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: Ends = {"kill": [], "full": []}
+    points: Ends = {"kill": [], "full": []}
     for how, operation, code in map(json.loads, done.stdout.splitlines()):
-        found[how].append((operation, code))
-    return found
+        points[how].append((operation, code))
+    return points
 
 
 @pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("full", errno.ENOSPC)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.trainer.rollouts import PromptSeeds, prompt_seed
+from appliance.trainer.prompt_seeds import PromptSeeds, prompt_seed
 
 SAMPLES = 16
 

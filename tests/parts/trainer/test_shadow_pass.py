@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import make_plan
+from plans import make_algorithm, make_plan
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
@@ -17,9 +17,9 @@ from transfer_queue import KVBatchMeta
 from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import CorrectionMethod
 from appliance.record.checkpoints import FITS_FILE
-from appliance.record.correction import CorrectionPlan, ShadowPlan
 from appliance.record.events import append_line
-from appliance.record.plan import RunPlan
+from appliance.record.plan import RunPlan, ShadowPlan
+from appliance.settings.sections import Correction
 from appliance.trainer import correction as module
 from appliance.trainer.correction import (
     CLIP_UPPER,
@@ -33,12 +33,11 @@ from appliance.trainer.correction import (
 
 EVERY = 3
 NOMINAL = ClipRange(0.2, 0.25)
-PLAN = CorrectionPlan(
-    method=CorrectionMethod("calibrated-clipping"),
-    cap=2.0,
-    clip_low=NOMINAL.low,
-    clip_high=NOMINAL.high,
-    shadow=ShadowPlan(every=EVERY, sequences=2, micro_batch_sequences=1),
+PLAN = make_plan(
+    Path("/runs/a-1"),
+    correction=Correction(method=CorrectionMethod("calibrated-clipping"), cap=2.0, shadow_every=EVERY),
+    algorithm=make_algorithm(clip_low=NOMINAL.low, clip_high=NOMINAL.high),
+    shadow=ShadowPlan(sequences=2, forward_sequences=1),
 )
 LENGTHS = (3, 2, 4, 2)
 KEPT = ((1, 1, 1), (1, 1), (1, 1, 1, 0), (1, 1))  # of the third sequence the last token does not count
@@ -92,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def a_plan(run_dir: Path) -> RunPlan:
-    made = make_plan(run_dir, correction=PLAN)
+    made = PLAN.replace(run_dir=str(run_dir))
     return made.replace(rollout=made.rollout.replace(temperature=0.7))
 
 
@@ -102,13 +101,13 @@ def fitted(run_dir: Path, *lines: tuple[int, float, float]) -> None:
 
 
 def test_it_is_made_after_the_first_step_and_then_every_so_many(tmp_path: Path, run: Run) -> None:
-    shadow, made = ShadowPass(a_plan(tmp_path)), []
+    shadow, passed_at = ShadowPass(a_plan(tmp_path)), []
     for step in range(1, 9):
         before = len(run.passes)
         shadow.run(run.batch(), step=step, log_probs=run.log_probs)
-        made += [step] * (len(run.passes) - before)
-    assert made == [1, 4, 7]
-    assert [step for step, _ in read_fits(tmp_path / FITS_FILE)] == made
+        passed_at += [step] * (len(run.passes) - before)
+    assert passed_at == [1, 4, 7]
+    assert [step for step, _ in read_fits(tmp_path / FITS_FILE)] == passed_at
 
 
 def test_it_asks_the_updated_policy_about_a_part_of_the_batch(tmp_path: Path, run: Run) -> None:
@@ -179,7 +178,7 @@ def test_a_step_is_clipped_and_corrected_as_the_guard_has_it(
     monkeypatch.setattr(module, "transfer_queue", queue)
     fitted(tmp_path, (1, 0.9, 9.0))
     correction = BatchCorrection(a_plan(tmp_path))
-    tight = replace(PLAN.resolved, cap=1.5, reject_k3_above=0.01)
+    tight = replace(PLAN.loss_correction, cap=1.5, reject_k3_above=0.01)
     first = KVBatchMeta(keys=["a"], tags=[{}], partition_id="train", fields=[])
     batch = correction.prepare(first, step=2, correction=tight)
     assert queue.rows[CLIP_UPPER].values().tolist() == [1.5] * 3

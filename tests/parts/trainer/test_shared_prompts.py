@@ -28,7 +28,7 @@ from verl.workers.utils.padding import response_from_nested
 
 import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
 from appliance.errors import TrainingError
-from appliance.settings.sections import Lora
+from appliance.settings.sections import Attention, Cluster, Forward, Lora, Model
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import ATTENTION_NAME, Quantisation
 from appliance.trainer.attention import Sequences, attend_each
@@ -156,7 +156,7 @@ def test_outputs_lie_as_verls_and_are_zero_elsewhere() -> None:
     responses = [response_from_nested(each["entropy"], data["response_mask"]).values() for each in (ours, verls)]
     for entropies_R in responses:
         assert_close(entropies_R.double(), wanted_R, "entropy", bound=288 * 2.0**-22)
-    row = SharedRow.of(data)
+    row = SharedRow.from_micro_batch(data)
     for name, value in ours.items():
         assert torch.equal(value.offsets(), data["input_ids"].offsets()) and value.dtype == verls[name].dtype
         elsewhere = torch.ones(len(value.values()), dtype=torch.bool)
@@ -177,10 +177,10 @@ def test_a_prompt_is_computed_once_and_logits_of_responses_alone() -> None:
 def test_positions_alone_say_what_continues_what() -> None:
     pairs = [([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8]), ([9, 9], [1, 2, 3])]
     data = micro_batch(pairs)
-    row = SharedRow.of(data)
+    row = SharedRow.from_micro_batch(data)
     places = row.places_U
     assert data["input_ids"].values()[places].tolist() == [1, 2, 3, 4, 5, 3, 7, 9, 9, 1, 2]
-    found = Sequences.of(data["position_ids"].values()[places])
+    found = Sequences.from_positions(data["position_ids"].values()[places])
     assert (found.lengths, found.prefixes) == ([5, 2, 4], [range(0), range(2), range(7, 7)])
     assert row.predicting_R.tolist() == [2, 3, 4, 5, 6, 8, 9, 10]
     assert row.predicted_R.tolist() == [2, 3, 4, 8, 9, 12, 13, 14]
@@ -192,7 +192,7 @@ def test_a_prefix_gets_its_gradients_rounded_once() -> None:
     responses, prefix, heads, channels = 128, 4, 2, 16
     generator = torch.Generator().manual_seed(1)
     positions_T = torch.cat([torch.arange(prefix), *[torch.arange(prefix, prefix + 3)] * responses])
-    sequences, shape_T = Sequences.of(positions_T), (len(positions_T), heads, channels)
+    sequences, shape_T = Sequences.from_positions(positions_T), (len(positions_T), heads, channels)
     q, k = (0.01 * torch.randn(shape_T, generator=generator) for _ in range(2))
     v, grad = torch.randn(shape_T, generator=generator), torch.rand(shape_T, generator=generator)
 
@@ -208,13 +208,13 @@ def test_a_prefix_gets_its_gradients_rounded_once() -> None:
 
 def test_a_sequence_without_a_prompt_is_refused() -> None:
     with pytest.raises(TrainingError) as raised:
-        SharedRow.of(micro_batch([([1], [2]), ([], [3, 4])]))
+        SharedRow.from_micro_batch(micro_batch([([1], [2]), ([], [3, 4])]))
     assert raised.value.message == "a sequence of 2 tokens has a response of 2 and no prompt"
 
 
 def test_a_prefix_that_is_not_there_is_refused() -> None:
     with pytest.raises(TrainingError) as raised:
-        Sequences.of(torch.tensor([0, 1, 3, 4]))
+        Sequences.from_positions(torch.tensor([0, 1, 3, 4]))
     assert raised.value.message == "attention: a segment at position 3 continues a sequence of 2 tokens"
 
 
@@ -231,7 +231,7 @@ def test_the_rollouts_forward_gives_each_response_token_the_same_bits(
     """Log-probs and entropies of one flow. Gradients are other sums of the same numbers in BF16: 24 roundings of a
     path through two layers, here and there, each of 2^-8 uniform, so sqrt(48) 2^-8 / sqrt(3) = 0.016 of the norm as in
     test_rollout_forward.py; twice that is allowed."""
-    found, kept_tokens = {}, {}
+    results, kept_tokens = {}, {}
     for shares in (True, False):
         model = tiny(family, dtype=torch.bfloat16, head_dim=32, **changes).train()  # the kernel has no 16
         RolloutForward(model, quantisation=Quantisation(scheme=scheme), num_tokens=model.config.vocab_size)
@@ -248,34 +248,37 @@ def test_the_rollouts_forward_gives_each_response_token_the_same_bits(
         log_probs_R = response_from_nested(outputs_of(engine, data)["log_probs"], mask).values()
         weighed(log_probs_R).backward()
         values = [log_probs_R.detach(), *(response_from_nested(passed[name], mask).values() for name in passed)]
-        found[shares] = values, {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+        results[shares] = values, {name: parameter.grad.double() for name, parameter in model.named_parameters()}
     responses = sum(sum(lengths) for _, lengths in LONG_GROUPS)
     prompts = sum(prompt - 1 for prompt, _ in LONG_GROUPS)
     whole = sum(prompt + response for prompt, lengths in LONG_GROUPS for response in lengths)
     assert kept_tokens == {True: (prompts + responses, responses), False: (whole, whole)}
-    assert all(map(torch.equal, found[True][0], found[False][0]))
-    for name, gradient in found[True][1].items():
-        wanted = found[False][1][name]
+    assert all(map(torch.equal, results[True][0], results[False][0]))
+    for name, gradient in results[True][1].items():
+        wanted = results[False][1][name]
         if not name.endswith("k_proj.bias"):  # moves all scores of a query alike: next to nothing remains
             assert float((gradient - wanted).norm() / wanted.norm()) < 0.032, name
+
+
+def with_lora(*, dropout: float) -> Model:
+    return Model(builtin="tiny-arithmetic", lora=Lora(rank=4, alpha=8, targets=("q_proj",), dropout=dropout))
 
 
 @pytest.mark.parametrize(
     ("changes", "shares"),
     [
         ({}, True),
-        ({"lora": Lora(rank=4, alpha=8, targets=("q_proj",), dropout=0.0)}, True),
-        ({"lora": Lora(rank=4, alpha=8, targets=("q_proj",), dropout=0.1)}, False),
-        ({"device": "h100"}, False),
-        ({"one_flow": True}, True),
+        ({"model": with_lora(dropout=0.0)}, True),
+        ({"model": with_lora(dropout=0.1)}, False),
+        ({"cluster": Cluster(device="h100", token_file="a-file")}, False),
+        ({"forward": Forward.ROLLOUT}, True),
         ({"sequence_parallel": 2}, False),
-        ({"attention": "flash_attention_2"}, False),
+        ({"attention": Attention.FLASH_ATTENTION_2}, False),
     ],
 )
 def test_the_plan_shares_prompts_where_it_may(changes: dict[str, Any], shares: bool, tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run")
-    trainer = plan.trainer.replace(attention=ATTENTION_NAME)
-    of_trainer = {name: value for name, value in changes.items() if name in type(trainer).model_fields}
+    of_trainer = {name: value for name, value in changes.items() if name in type(plan.trainer).model_fields}
     of_plan = {name: value for name, value in changes.items() if name not in of_trainer}
-    changed = plan.replace(**of_plan, trainer=trainer.replace(**of_trainer))
+    changed = plan.replace(**of_plan, trainer=plan.trainer.replace(**of_trainer))
     assert changed.shares_prompts is shares

@@ -24,10 +24,10 @@ import appliance.trainer.worker
 from appliance.corrections.centering import coefficients
 from appliance.corrections.registry import correction_of
 from appliance.quant.support import RowSupport, Support, log_probs_over
-from appliance.trainer.held import HELD
 from appliance.trainer.rollout_ops import log_probs_of
 from appliance.trainer.support import SUPPORT_IDS, SUPPORT_SIZES
 from appliance.trainer.top_words import TOP_IDS, TOP_TRAINER
+from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
 
 VOCABULARY = 288
 
@@ -56,20 +56,20 @@ def with_supports(data: TensorDict) -> TensorDict:
 def one_by_one(model: torch.nn.Module, data: TensorDict) -> Tensor:
     """[N, 1 + K] log-probs of the sampled word and of the batch's, -inf outside of the support: by definition, the
     logit less the logarithm of the sum over the support."""
-    found = []
+    log_probs = []
     for (prompt, response), ids, words in zip(sequences(), data[TOP_IDS].unbind(), supports(), strict=True):
         logits_TV = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         labels_TL = torch.cat([torch.tensor(response)[:, None], ids.long().view(-1, K)], dim=1)
         for logits_V, labels_L, some in zip(logits_TV / TEMPERATURE, labels_TL, words, strict=True):
             support = torch.from_numpy(some) if len(some) else torch.arange(VOCABULARY)
             log_probs_L = logits_V[labels_L] - logits_V[support].logsumexp(dim=0)
-            found.append(log_probs_L.where(torch.isin(labels_L, support), -torch.inf))
-    return torch.stack(found)
+            log_probs.append(log_probs_L.where(torch.isin(labels_L, support), -torch.inf))
+    return torch.stack(log_probs)
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_log_probs_and_gradients_are_over_the_support_and_entropies_over_all_words(shares: bool) -> None:
-    HELD.end()
+    UPDATE_LOG_PROBS.end()
     model, data = model_of("qwen2"), with_supports(with_words(micro_batch(sequences(), entropy=True)))
     engine = engine_of(model, shares=shares)
     engine.engine_config.entropy_from_logits_with_chunking, engine.engine_config.entropy_from_logits_chunk_size = (
@@ -105,14 +105,14 @@ def test_log_probs_and_gradients_are_over_the_support_and_entropies_over_all_wor
 def test_a_reference_is_over_the_same_words() -> None:
     """So that its divergence is 0 where it is the policy."""
     model, data = model_of("qwen2"), with_supports(with_words(micro_batch(sequences())))
-    found = []
+    log_probs = []
     with torch.no_grad():
         for reference in (False, True):
             engine = engine_of(model, shares=False, reference=reference)
             inputs, arguments = engine.prepare_model_inputs(data)
             outputs = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, data, None)
-            found.append(outputs["log_probs"].values())
-    assert torch.equal(*found)
+            log_probs.append(outputs["log_probs"].values())
+    assert torch.equal(*log_probs)
 
 
 def row_support(rows: int, *, words: Tensor, vocabulary: int) -> RowSupport:
@@ -192,14 +192,14 @@ def test_score_centering_leaves_out_the_words_outside(
     trainer, rollout = (words.clone() for words in whole_words(make_batch(3, highest=4.0)))
     trainer[..., 1:3] = rollout[..., 1:3] = -torch.inf
     correction = correction_of(name, cap=cap)
-    found = {}
-    for kept in ("with", "without"):
+    results = {}
+    for variant in ("with", "without"):
         pair = (trainer, rollout)
-        if kept == "without":  # of no weight and no gradient: as if another word had stood there twice, at 0
+        if variant == "without":  # of no weight and no gradient: as if another word had stood there twice, at 0
             pair = tuple(words.where(words.isfinite(), -80.0) for words in pair)
         monkeypatch.setattr("test_top_words.whole_words", lambda _, pair=pair: pair)
-        found[kept] = centered(correction, mode="token-mean")
-    (loss, _, gradient, metrics), (wanted, _, other, others) = found["with"], found["without"]
+        results[variant] = centered(correction, mode="token-mean")
+    (loss, _, gradient, metrics), (wanted, _, other, others) = results["with"], results["without"]
     assert loss == pytest.approx(wanted, rel=1e-6) and torch.allclose(gradient, other, rtol=1e-6, atol=1e-12)
     assert not gradient[..., 1:3].any() and gradient.any()
     sizes = ({key: value for key, value in each.items() if "center" in key} for each in (metrics, others))

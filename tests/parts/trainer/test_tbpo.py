@@ -43,7 +43,7 @@ class Case:
     """A batch, the tokens that stay, and a weight for each response, float32."""
 
     batch: Batch
-    kept: Tensor
+    in_loss: Tensor
     weights: Tensor
 
 
@@ -54,19 +54,19 @@ def make_case(seed: int, *, sequences: int = 60, tokens: int = 40, spread: float
     lengths = rng.integers(2, tokens + 1, sequences)
     lengths[::10] = 1
     mask = np.arange(tokens) < lengths[:, None]
-    kept = mask & (rng.random(mask.shape) < 0.8)
-    kept[:, 0] = mask[:, 0]
-    kept[4::9] = False
-    noise = rng.normal(0, 0.3, mask.shape) * kept
-    noise -= noise.sum(axis=1, keepdims=True) / np.maximum(1, kept.sum(axis=1, keepdims=True)) * kept
-    junk = rng.normal(0, 2, mask.shape) * ~kept
+    in_loss = mask & (rng.random(mask.shape) < 0.8)
+    in_loss[:, 0] = mask[:, 0]
+    in_loss[4::9] = False
+    noise = rng.normal(0, 0.3, mask.shape) * in_loss
+    noise -= noise.sum(axis=1, keepdims=True) / np.maximum(1, in_loss.sum(axis=1, keepdims=True)) * in_loss
+    junk = rng.normal(0, 2, mask.shape) * ~in_loss
     old = -rng.exponential(1.0, mask.shape) - 0.1
     new = old + noise + junk + rng.normal(0, spread, (sequences, 1))
     advantages = np.repeat(rng.normal(0, 1, (sequences, 1)), tokens, axis=1)
     weights = np.repeat(rng.uniform(0.2, 2, (sequences, 1)), tokens, axis=1) * mask
     found = [torch.from_numpy(each.astype(np.float32)) for each in (old, new, advantages, weights)]
     batch = Batch(*found[:3], torch.from_numpy(mask), torch.from_numpy(mask.astype(np.float32)))
-    return Case(batch, torch.from_numpy(kept), found[3])
+    return Case(batch, torch.from_numpy(in_loss), found[3])
 
 
 def config_of(
@@ -77,7 +77,7 @@ def config_of(
 
 
 def as_verl(case: Case) -> tuple[dict[str, Tensor], TensorDict, Tensor]:
-    return as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+    return as_verl_has_it(case.batch, weights=case.weights, in_loss=case.in_loss)
 
 
 def of_tbpo(case: Case, *, config: FSDPActorConfig) -> tuple[float, Tensor, dict[str, Metric]]:
@@ -105,10 +105,10 @@ def reference(case: Case, *, low: float, high: float, dual: float) -> Wanted:
     2604.07853, read as in trainer/correction.py."""
     loss = size = 0.0
     clipped = negative = 0
-    gradient, cases = np.zeros(case.kept.shape), set()
-    number = len(case.kept)
+    gradient, cases = np.zeros(case.in_loss.shape), set()
+    number = len(case.in_loss)
     for row in range(number):
-        tokens = np.flatnonzero(case.kept[row].numpy())
+        tokens = np.flatnonzero(case.in_loss[row].numpy())
         if not len(tokens):
             cases.add("dropped by the correction")
             continue
@@ -201,17 +201,17 @@ def test_verls_metrics_count_what_was_clipped() -> None:
         reference(case, low=9e-4, high=2e-4, dual=1.0012),
         of_tbpo(case, config=config_of(9e-4, 2e-4, 1.0012)),
     )
-    kept, negative = case.kept, case.batch.advantages < 0
-    log_ratio = ((case.batch.new.double() - case.batch.old.double()) * kept).sum(-1) / kept.sum(-1).clamp(min=1)
-    ratio = log_ratio.exp()[:, None].expand(kept.shape)
-    above, beyond = kept & ~negative & (ratio > 1.0002), kept & negative & (ratio > 1.0012)
+    in_loss, negative = case.in_loss, case.batch.advantages < 0
+    log_ratio = ((case.batch.new.double() - case.batch.old.double()) * in_loss).sum(-1) / in_loss.sum(-1).clamp(min=1)
+    ratio = log_ratio.exp()[:, None].expand(in_loss.shape)
+    above, beyond = in_loss & ~negative & (ratio > 1.0002), in_loss & negative & (ratio > 1.0012)
     clipped = int(above.sum()) + wanted.clipped - int(beyond.sum())
     # means of at most 2400 ones and zeros in float32
-    assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(clipped / int(kept.sum()), rel=1e-6)
+    assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(clipped / int(in_loss.sum()), rel=1e-6)
     assert metrics["actor/pg_clipfrac_lower"].aggregate() == pytest.approx(
-        int(beyond.sum()) / int(kept.sum()), rel=1e-6
+        int(beyond.sum()) / int(in_loss.sum()), rel=1e-6
     )
-    wanted_kl = float((case.batch.old.double() - case.batch.new.double())[kept].mean())
+    wanted_kl = float((case.batch.old.double() - case.batch.new.double())[in_loss].mean())
     # a sum of 2000 differences of about 0.3, in float32: 2^-24 of the absolute sum per level of a tree
     assert metrics["actor/ppo_kl"].aggregate() == pytest.approx(wanted_kl, abs=0.3 * 2.0**-20)
 
@@ -227,7 +227,7 @@ def test_micro_batches_add_up_to_the_batch() -> None:
     loss, gradient, whole = of_tbpo(case, config=config_of())
     losses, gradients, parts = [], [], []
     for rows in (slice(0, 7), slice(7, 8), slice(8, None)):
-        part = Case(case.batch.part(rows), case.kept[rows], case.weights[rows])
+        part = Case(case.batch.part(rows), case.in_loss[rows], case.weights[rows])
         output, data, leaf = as_verl(part)
         tu.assign_non_tensor(data, global_batch_size=number, batch_num_tokens=int(case.batch.mask.sum()))
         part_loss, metrics = corrected_loss(config_of(), output, data, kind=Loss.TBPO)
@@ -248,9 +248,9 @@ def test_every_loss_has_its_function_in_verl() -> None:
 
 
 def counted(
-    batch: Batch, *, bounds: Bounds | None = None, ratio_to: str = "old_log_probs", kept: Tensor | None = None
+    batch: Batch, *, bounds: Bounds | None = None, ratio_to: str = "old_log_probs", in_loss: Tensor | None = None
 ) -> tuple[float, float]:
-    _, _, metrics = by_us(batch, weights=batch.mask.float(), bounds=bounds, ratio_to=ratio_to, kept=kept)
+    _, _, metrics = by_us(batch, weights=batch.mask.float(), bounds=bounds, ratio_to=ratio_to, in_loss=in_loss)
     return metrics[NEGATIVE].aggregate(), metrics[CLIPPED_NEGATIVE].aggregate()
 
 
@@ -272,14 +272,14 @@ def test_with_negative_advantages_alone_the_share_is_verls_own(seed: int) -> Non
 def test_clipped_are_the_tokens_that_learn_nothing(seed: int, to_rollout: bool, clips: str) -> None:
     """Of those that stay and have a negative advantage: verl's gradient is 0 there, and nowhere else."""
     batch = make_batch(seed, highest=9.0)
-    kept = batch.mask & (torch.arange(len(batch.mask)) % 3 > 0).unsqueeze(-1)
+    in_loss = batch.mask & (torch.arange(len(batch.mask)) % 3 > 0).unsqueeze(-1)
     bounds = {"": None, "acr": bounds_of_acr(batch), "wide": everywhere(WIDE, batch)}[clips]
-    how = {"bounds": bounds, "ratio_to": ROLLOUT if to_rollout else "old_log_probs", "kept": kept}
+    how = {"bounds": bounds, "ratio_to": ROLLOUT if to_rollout else "old_log_probs", "in_loss": in_loss}
     _, gradient, _ = by_us(batch, weights=batch.mask.float(), **how)
     log_ratio = batch.new - batch.old + (batch.raw.clamp(min=1e-9).log() if to_rollout else 0)
     lower = 1 - LOW if bounds is None else bounds.lower
     on_a_bound = ((log_ratio.exp() - lower).abs() < 1e-6) | ((log_ratio.exp() - DUAL).abs() < 1e-6)  # half flows there
-    negative = kept & (batch.advantages < 0)
+    negative = in_loss & (batch.advantages < 0)
     flat = negative & (gradient == 0) & ~on_a_bound
     assert 0 < int(flat.sum()) < int(negative.sum())
     assert counted(batch, **how) == (int(negative.sum()), int(flat.sum()))

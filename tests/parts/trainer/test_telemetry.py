@@ -26,7 +26,7 @@ from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES
-from appliance.record.correction import CorrectionPlan
+from appliance.settings.sections import Correction
 from appliance.terms.settings import OldLogProbs
 from appliance.trainer import correction, metrics
 from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
@@ -126,7 +126,7 @@ def verls() -> SimpleNamespace:
 
 
 def test_a_step_is_measured_by_one_fetch(client: Client, verls: SimpleNamespace, tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0))
+    plan = make_plan(tmp_path, correction=Correction(method=CorrectionMethod("tis"), cap=2.0))
     stopping = SimpleNamespace(check=lambda: None, asked=False)
     trainer = make_trainer(plan, stopping=stopping, **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
@@ -141,7 +141,7 @@ def test_the_entropy_is_the_mean_over_tokens_whatever_the_loss_aggregates(
     """1, 2 and 4 nats and one token of 5 in another response: verl says 3.67 and 3 / 2 else."""
     client.columns["entropy"] = rows([0.0, 1.0, 2.0, 4.0, 0.0], [0.0, 5.0, 0.0])
     verls.config.actor_rollout_ref.actor = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": 4}
-    plan = make_plan(tmp_path, correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0))
+    plan = make_plan(tmp_path, correction=Correction(method=CorrectionMethod("tis"), cap=2.0))
     plan = plan.replace(algorithm=plan.algorithm.replace(aggregate=aggregate))
     trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
     said: dict[str, float] = {}
@@ -159,11 +159,11 @@ def test_without_a_pass_the_old_log_probs_are_the_rollouts(
     plan = plan.replace(trainer=plan.trainer.replace(old_log_probs=OldLogProbs.ROLLOUT))
     trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
-    kept = trainer._step.fetched
-    for fields in (client.columns, kept):
+    fetched_fields = trainer._step.fetched
+    for fields in (client.columns, fetched_fields):
         old, rollout = (fields[name].values() for name in ("old_log_probs", "rollout_log_probs"))
         assert torch.equal(old, rollout)
-    assert torch.equal(kept["response_mask"].values(), client.columns["response_mask"].values())
+    assert torch.equal(fetched_fields["response_mask"].values(), client.columns["response_mask"].values())
     assert trainer._step.telemetry.tokens_mean == 2
 
 
@@ -172,15 +172,17 @@ def test_what_verl_fetched_is_measured_and_nothing_fetched_again(client: Client,
         PPOTrainer._compute_old_log_prob(verls, BATCH, metrics={})
     assert client.gets == 1
     whole = fetched.data
-    _, kept = measure_step(BATCH, cap=2.0, fetched=whole)
+    _, first_telemetry = measure_step(BATCH, cap=2.0, fetched=whole)
     assert client.gets == 1
-    assert kept.mismatch.kl == pytest.approx(0.25 / 4)
+    assert first_telemetry.mismatch.kl == pytest.approx(0.25 / 4)
     _, anew = measure_step(BATCH, cap=2.0, fetched=None)
     assert client.gets == 2
-    assert replace(anew, seconds=0.0) == replace(kept, seconds=0.0)
+    assert replace(anew, seconds=0.0) == replace(first_telemetry, seconds=0.0)
     shorter = TensorDict({name: rows([1.0]) for name in set(whole.keys())}, batch_size=1)
     for other in (whole.exclude("responses"), shorter):
-        assert replace(measure_step(BATCH, cap=2.0, fetched=other)[1], seconds=0.0) == replace(kept, seconds=0.0)
+        assert replace(measure_step(BATCH, cap=2.0, fetched=other)[1], seconds=0.0) == replace(
+            first_telemetry, seconds=0.0
+        )
     assert client.gets == 4 and fetched.data is whole  # what came later was not kept
 
 

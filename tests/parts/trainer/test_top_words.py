@@ -24,7 +24,6 @@ from appliance.corrections.distributions import divergence
 from appliance.corrections.registry import correction_of
 from appliance.errors import TrainingError
 from appliance.trainer.correction import CENTERED, CENTERING, USED, centering_metrics, corrected_loss
-from appliance.trainer.held import HELD
 from appliance.trainer.rollout_ops import log_probs_of
 from appliance.trainer.top_words import (
     DIVERGENCE,
@@ -35,6 +34,7 @@ from appliance.trainer.top_words import (
     predicting_places,
     words_of,
 )
+from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
 
 K = 5
 
@@ -60,12 +60,12 @@ def with_words(data: TensorDict, *, vocabulary: int = 288) -> TensorDict:
 
 def one_by_one(model: torch.nn.Module, data: TensorDict) -> Tensor:
     """[N, 1 + K] log-probs of the sampled word and of these words, of each whole sequence by itself."""
-    found = []
+    log_probs = []
     for (prompt, response), ids in zip(sequences(), data[TOP_IDS].unbind(), strict=True):
         logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         words = torch.cat([torch.tensor(response)[:, None], ids.long().view(-1, K)], dim=1)
-        found.append((logits / TEMPERATURE).log_softmax(dim=-1).gather(1, words))
-    return torch.cat(found)
+        log_probs.append((logits / TEMPERATURE).log_softmax(dim=-1).gather(1, words))
+    return torch.cat(log_probs)
 
 
 def weighed(values: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def weighed(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_log_probs_of_the_words_and_their_gradients_are_those_of_whole_sequences(shares: bool) -> None:
-    HELD.end()
+    UPDATE_LOG_PROBS.end()
     model, data = model_of("qwen2"), with_words(micro_batch(sequences()))
     engine = engine_of(model, shares=shares)
     inputs, arguments = engine.prepare_model_inputs(data)
@@ -108,11 +108,11 @@ def test_the_policy_before_an_update_is_compared_and_a_reference_is_not(shares: 
     assert set(outputs) == {"log_probs", DIVERGENCE}
     assert torch.equal(outputs[DIVERGENCE].offsets(), data["response_mask"].offsets())
     assert torch.allclose(outputs[DIVERGENCE].values(), wanted_N, rtol=1e-6, atol=0)  # rounded to float32
-    HELD.begin()
+    UPDATE_LOG_PROBS.begin()
     try:
         assert set(outputs_of(engine_of(model, shares=shares))) == {"log_probs", TOP_TRAINER, DIVERGENCE}
     finally:
-        HELD.end()
+        UPDATE_LOG_PROBS.end()
 
 
 def test_the_token_before_each_response_token_predicts_it() -> None:
@@ -152,12 +152,12 @@ def centered(
     """(loss, gradients of the sampled words' log-probs [S, N] and of the others' [S, N, K], metrics) of a batch of
     which some tokens are dropped."""
     whole = make_batch(3, highest=4.0)
-    kept = whole.mask.clone()
-    kept[4] = kept[:, 2] = False
+    in_loss = whole.mask.clone()
+    in_loss[4] = in_loss[:, 2] = False
     batch, words = whole.part(rows), whole_words(whole)
-    output, data, leaf = as_verl_has_it(batch, weights=batch.raw, kept=kept[rows])
+    output, data, leaf = as_verl_has_it(batch, weights=batch.raw, in_loss=in_loss[rows])
     lengths = batch.mask.sum(dim=-1).tolist()
-    tu.assign_non_tensor(data, global_batch_size=len(whole.mask), batch_num_tokens=int(kept.sum()))
+    tu.assign_non_tensor(data, global_batch_size=len(whole.mask), batch_num_tokens=int(in_loss.sum()))
     data[TOP_ROLLOUT] = jagged(words[1][rows].flatten(1), [length * K for length in lengths])
     trainer = words[0][rows].clone().requires_grad_()
     whole_rows = [torch.cat([row[:length], row.new_zeros(1, K)]) for row, length in zip(trainer, lengths, strict=True)]
@@ -181,8 +181,8 @@ def whole_words(batch: object) -> tuple[Tensor, Tensor]:
 def by_definition(correction: Correction, *, mode: str) -> tuple[float, Tensor, float]:
     """(the term, its gradient [S, N, K], the mean of what is taken out) token by token in float64."""
     batch = make_batch(3, highest=4.0)
-    kept = batch.mask.clone()
-    kept[4] = kept[:, 2] = False
+    in_loss = batch.mask.clone()
+    in_loss[4] = in_loss[:, 2] = False
     p, q = (each.double().exp() for each in whole_words(batch))
     rest_p, rest_q = 1 - p.sum(dim=-1), 1 - q.sum(dim=-1)
     m, alpha = q, rest_q / rest_p
@@ -190,13 +190,13 @@ def by_definition(correction: Correction, *, mode: str) -> tuple[float, Tensor, 
         m, alpha = q * (p / q).clamp(max=correction.cap), alpha * (rest_p / rest_q).clamp(max=correction.cap)
     coefficient = m - alpha[..., None] * p
     # of each token: one of the batch's, or of its sequence's mean, which counts as one of the sequences
-    share = kept / kept.sum()
+    share = in_loss / in_loss.sum()
     if mode == "seq-mean-token-mean":
-        share = kept / kept.sum(dim=-1, keepdim=True).clamp(min=1) / len(kept)
+        share = in_loss / in_loss.sum(dim=-1, keepdim=True).clamp(min=1) / len(in_loss)
     gradient = (batch.advantages.double() * share)[..., None] * coefficient
     whole = m.sum(dim=-1) + alpha * rest_p  # the mean score of a word: its mass less the whole one's share by p
     size = (m - whole[..., None] * p).abs().sum(dim=-1) + (alpha - whole).abs() * rest_p
-    size = float(size[kept].mean())
+    size = float(size[in_loss].mean())
     return float((gradient * p.log()).sum()), gradient, size
 
 

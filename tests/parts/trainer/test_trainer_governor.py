@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import make_algorithm, make_guard, make_plan
+from plans import make_algorithm, make_guard, make_plan, on
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.guard.governor import GovernorState, observe
@@ -18,13 +18,13 @@ from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.plan.engines import USUAL_ACTIONS
 from appliance.quant.mismatch import measure_mismatch
-from appliance.record.correction import CorrectionPlan
 from appliance.record.events import parse_event
 from appliance.record.lines import read
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Correction, Forward
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, Vocabulary, guard_stop, policy_of, signals_of
-from appliance.trainer.metrics import Step, equal_groups, measure_batch, with_finite_pairs
+from appliance.trainer.metrics import StepParts, equal_groups, measure_batch, with_finite_pairs
 from appliance.trainer.precision import Live
 
 BAD = Signals(1, k3_kl=0.02)
@@ -33,11 +33,11 @@ QUICK = make_guard(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_step
 
 def test_the_defaults_of_recipe_and_policy_are_one(tmp_path: Path) -> None:
     guard = make_guard(actions=USUAL_ACTIONS)
-    found = policy_of(make_plan(tmp_path / "run", guard=guard))
+    policy = policy_of(make_plan(tmp_path / "run", guard=guard))
     wanted = Policy(Scheme.INT8)
-    assert replace(found, collapse=wanted.collapse) == wanted
-    assert replace(found.collapse, max_response_tokens=0) == wanted.collapse
-    assert found.collapse.max_response_tokens == 8
+    assert replace(policy, collapse=wanted.collapse) == wanted
+    assert replace(policy.collapse, max_response_tokens=0) == wanted.collapse
+    assert policy.collapse.max_response_tokens == 8
 
 
 def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
@@ -52,21 +52,21 @@ def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
         cooling_steps=1,
         gradient_steps=9,
     )
-    found = policy_of(make_plan(tmp_path / "run", guard=guard))
-    assert (found.climb_bad, found.climb_window, found.descend_fine, found.cooling_steps) == (2, 3, 7, 1)
-    bounds = found.mismatch
+    policy = policy_of(make_plan(tmp_path / "run", guard=guard))
+    assert (policy.climb_bad, policy.climb_window, policy.descend_fine, policy.cooling_steps) == (2, 3, 7, 1)
+    bounds = policy.mismatch
     assert (bounds.k3_kl.bad[1], bounds.weight_std.bad[1], bounds.truncated_fraction.bad[1]) == (0.1, 3.0, 0.2)
     assert (bounds.ess.bad[0], bounds.ess.fine[0]) == (0.6, 0.8)
-    assert found.collapse.gradient.stop_after == 9
+    assert policy.collapse.gradient.stop_after == 9
 
 
 def test_with_one_flow_every_token_is_held_on_a_cpu_and_a_tenth_of_the_bound_on_a_gpu(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run")
-    flow, step = plan.trainer.replace(one_flow=True), Step(Live("int8", emulated=False))
+    flow, step = plan.trainer.replace(forward=Forward.ROLLOUT), StepParts(Live("int8", emulated=False))
     for planned, exact, k3_kl in (
         (plan, False, 0.015),
         (plan.replace(trainer=flow), True, 0.015),
-        (plan.replace(trainer=flow, device="h100"), False, 0.0015),
+        (on(plan.replace(trainer=flow), "h100"), False, 0.0015),
     ):
         assert step.is_exact(planned) is exact
         assert policy_of(planned).mismatch.k3_kl.bad[1] == pytest.approx(k3_kl)
@@ -74,13 +74,13 @@ def test_with_one_flow_every_token_is_held_on_a_cpu_and_a_tenth_of_the_bound_on_
 
 def test_a_reward_that_collapses_is_seen_from_what_a_wrong_answer_gets(tmp_path: Path) -> None:
     """DAPO's rewards are 1 and -1: from a fifth of the answers right to none is a collapse, with every mean below 0."""
-    algorithm = make_algorithm(kind="dapo", wrong_reward=-1.0)
+    algorithm = make_algorithm(kind="dapo")
     policy = policy_of(make_plan(tmp_path / "run", guard=make_guard(actions=(Action.WARN,)), algorithm=algorithm))
-    state, told = GovernorState(), []
+    state, texts = GovernorState(), []
     for step, reward in enumerate([-0.6] * 10 + [-1.0] * 10, 1):
         state, decisions = observe(state, Signals(step, reward_mean=reward, entropy=0.5), policy=policy)
-        told += [decision.text for decision in decisions]
-    assert told == ["step 16: reward: warn: reward_mean of 10 steps -0.84 below -0.8 (1 step in a row)"]
+        texts += [decision.text for decision in decisions]
+    assert texts == ["step 16: reward: warn: reward_mean of 10 steps -0.84 below -0.8 (1 step in a row)"]
 
 
 def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
@@ -91,19 +91,20 @@ def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_only_caps_of_single_tokens_are_weight_caps(method: CorrectionMethod) -> None:
     cap = 2.0 if method in ("tis", "acr", "adaptive", "score-centering-tis") else None
-    assert CorrectionPlan(method=method, cap=2.0).resolved.token_cap == cap
+    plan = make_plan(Path("/runs/a-1"), correction=Correction(method=method, cap=2.0))
+    assert plan.loss_correction.token_cap == cap
 
 
 def test_signals_are_the_steps_own_numbers() -> None:
     mismatch = measure_mismatch(torch.tensor([-1.0, -2.0]), rollout_T=torch.tensor([-1.5, -1.0]), cap=1.2)
     line = {"step": 7, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
     telemetry = SimpleNamespace(mismatch=mismatch, equal_group_fraction=0.125, nonfinite_fraction=0.0)
-    found = signals_of(line, telemetry=telemetry, cap=1.2)
-    assert (found.step, found.reward_mean, found.entropy, found.response_tokens_mean) == (7, 0.5, 0.25, 3.0)
-    assert math.isnan(found.grad_norm)
-    assert (found.k3_kl, found.ess, found.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
-    assert (found.weight_mean, found.weight_std) == (mismatch.weight_mean, mismatch.weight_std)
-    assert found.equal_group_fraction == 0.125
+    signals = signals_of(line, telemetry=telemetry, cap=1.2)
+    assert (signals.step, signals.reward_mean, signals.entropy, signals.response_tokens_mean) == (7, 0.5, 0.25, 3.0)
+    assert math.isnan(signals.grad_norm)
+    assert (signals.k3_kl, signals.ess, signals.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
+    assert (signals.weight_mean, signals.weight_std) == (mismatch.weight_mean, mismatch.weight_std)
+    assert signals.equal_group_fraction == 0.125
     filtered = signals_of({**line, "generated_reward_mean": 0.9}, telemetry=telemetry, cap=1.2)
     assert filtered.reward_mean == 0.9  # of what a filter left nothing is all right
 
@@ -211,7 +212,7 @@ def test_equal_groups_counts_prompts_and_not_samples() -> None:
 def test_padding_of_a_batch_counts_nowhere() -> None:
     """A row without a token that counts, as verl adds to fill a batch, and tokens that are masked within a row."""
 
-    found = measure_batch(
+    telemetry = measure_batch(
         torch.tensor([-1.0, -2.0, -9.0, -5.0, -5.0, -3.0, -1.0, -1.0]),
         rollout_N=torch.tensor([-1.0, -1.0, -1.0, -0.1, -0.1, -1.0, -1.0, -1.5]),
         real_N=torch.tensor([1, 1, 0, 0, 0, 0, 1, 1]),
@@ -223,11 +224,11 @@ def test_padding_of_a_batch_counts_nowhere() -> None:
     wanted = measure_mismatch(
         torch.tensor([-1.0, -2.0, -1.0, -1.0]), rollout_T=torch.tensor([-1.0, -1.0, -1.0, -1.5]), cap=1.5
     )
-    assert found.mismatch.k3_kl == wanted.k3_kl and found.mismatch.weight_max == wanted.weight_max
-    assert (found.by_length.whole.num_sequences, found.by_length.whole.num_tokens) == (2, 4)
-    assert (found.by_length.whole.largest.sequence, found.by_length.whole.largest.position) == (0, 1)
-    assert found.equal_group_fraction == 1.0
-    line = found.metrics()
+    assert telemetry.mismatch.k3_kl == wanted.k3_kl and telemetry.mismatch.weight_max == wanted.weight_max
+    assert (telemetry.by_length.whole.num_sequences, telemetry.by_length.whole.num_tokens) == (2, 4)
+    assert (telemetry.by_length.whole.largest.sequence, telemetry.by_length.whole.largest.position) == (0, 1)
+    assert telemetry.equal_group_fraction == 1.0
+    line = telemetry.metrics()
     json.dumps(line, allow_nan=False)
     assert line["mismatch_largest_nats"] == -1.0
     assert [bucket["num_tokens"] for bucket in line["mismatch_by_length"]] == [4]
@@ -245,7 +246,7 @@ def test_log_probs_that_are_not_finite_make_the_whole_mismatch_bad() -> None:
         ([-1.0, math.nan], [-1.0, -1.0], 0.0),
     ):
         real = torch.tensor([1, 0] if share == 0 else [1, 1])
-        found = measure_batch(
+        telemetry = measure_batch(
             torch.tensor(trainer),
             rollout_N=torch.tensor(rollout),
             real_N=real,
@@ -254,10 +255,10 @@ def test_log_probs_that_are_not_finite_make_the_whole_mismatch_bad() -> None:
             prompts=["a"],
             cap=2.0,
         )
-        assert (found.nonfinite_fraction, math.isnan(found.mismatch.k3_kl)) == (share, share > 0)
-        json.dumps(found.metrics(), allow_nan=False)
+        assert (telemetry.nonfinite_fraction, math.isnan(telemetry.mismatch.k3_kl)) == (share, share > 0)
+        json.dumps(telemetry.metrics(), allow_nan=False)
         line = {"step": 3, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
-        signals = signals_of(line, telemetry=found, cap=2.0)
+        signals = signals_of(line, telemetry=telemetry, cap=2.0)
         assert (signals.grad_norm is None) == (share > 0)  # there was no update
         assert signals.nonfinite_fraction == share
 

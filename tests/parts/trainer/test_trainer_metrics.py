@@ -17,7 +17,7 @@ from appliance.record.events import append_failure
 from appliance.sync.records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.terms.settings import Dtype, OldLogProbs
 from appliance.trainer.entry import report, translate
-from appliance.trainer.metrics import Step, append_metrics, step_metrics, tracked
+from appliance.trainer.metrics import StepParts, append_metrics, step_metrics, tracked
 from appliance.trainer.precision import Live, mean_of
 
 MISMATCH = Mismatch(
@@ -60,7 +60,7 @@ TAKEN = Acknowledgement(
 )
 SYNC = SyncRecord(sent=(Sent(sync=4, replica=0, rank=0, manifest="ab", digest_s=0.125),), acknowledgements=(TAKEN,))
 CORRECTED = {"is_truncated_fraction": 0.01}
-STEP = Step(
+STEP = StepParts(
     Live("int8", emulated=False),
     telemetry=SimpleNamespace(mismatch=MISMATCH, seconds=0.5),
     correction=CORRECTED,
@@ -73,11 +73,12 @@ def trainer_plan(source: OldLogProbs = OldLogProbs.RECOMPUTE, *, dtype: Dtype = 
 
 
 PLAN = SimpleNamespace(
-    prompts_per_step=32,
+    batch=SimpleNamespace(prompts_per_step=32),
     task=SimpleNamespace(tools=""),
-    algorithm=SimpleNamespace(kl=None),
+    algorithm=SimpleNamespace(kl_place=None),
     trainer=trainer_plan(),
-    rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
+    rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8"),
+    emulates=False,
 )
 
 
@@ -111,20 +112,20 @@ def test_the_share_of_clipped_negatives_is_of_the_sums_over_a_step() -> None:
 
 def test_a_divergence_in_the_loss_is_in_the_line() -> None:
     """A mean over tokens, of the sums over a step. What is in the reward is the correction's to say."""
-    said, place = {"actor/reference_kl": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}, KlPlace.LOSS
-    plan = SimpleNamespace(**{**vars(PLAN), "algorithm": SimpleNamespace(kl=SimpleNamespace(place=place))})
-    assert written(VERL | said, plan=plan)["reference_kl"] == 0.25
+    reported, place = {"actor/reference_kl": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}, KlPlace.LOSS
+    plan = SimpleNamespace(**{**vars(PLAN), "algorithm": SimpleNamespace(kl_place=place)})
+    assert written(VERL | reported, plan=plan)["reference_kl"] == 0.25
     assert math.isnan(written(VERL, plan=plan)["reference_kl"])  # no update was made
-    assert "reference_kl" not in written(VERL | said)
+    assert "reference_kl" not in written(VERL | reported)
 
 
 def test_in_fp16_what_losses_are_scaled_by_is_in_the_line() -> None:
-    said = {"actor/grad_scale": 32768.0, "actor/overflow_fraction": 0.5}
+    reported = {"actor/grad_scale": 32768.0, "actor/overflow_fraction": 0.5}
     plan = SimpleNamespace(**{**vars(PLAN), "trainer": trainer_plan(dtype=Dtype.FP16)})
-    line = written(VERL | said, plan=plan)
+    line = written(VERL | reported, plan=plan)
     assert (line["grad_scale"], line["overflow_fraction"]) == (32768.0, 0.5)
     assert math.isnan(written(VERL, plan=plan)["grad_scale"])  # no update was made
-    assert "grad_scale" not in written(VERL | said)
+    assert "grad_scale" not in written(VERL | reported)
 
 
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:

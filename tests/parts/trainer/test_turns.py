@@ -127,7 +127,7 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     right, wrong = groups[0].samples
     whole = f"{call('multiply', a=37, b=58)}<|im_end|>\n<tool_response>2146</tool_response>=2146<|im_end|>"
     assert TOKENIZER.decode(right.token_ids) == whole
-    assert right.said == [
+    assert right.transcript == [
         ("assistant", call("multiply", a=37, b=58)),
         ("tool", "2146"),
         ("assistant", "2146"),
@@ -139,7 +139,7 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     support = right.support.spread(right.mask)
     assert support.size_T.tolist() == right.mask  # one word each, of tools' tokens none
     assert support.ids_F.tolist() == [id for id, real in zip(right.token_ids, right.mask, strict=True) if real]
-    assert (wrong.text, wrong.turns, wrong.calls, wrong.said) == ("37", 1, 0, [("assistant", "37")])
+    assert (wrong.text, wrong.turns, wrong.calls, wrong.transcript) == ("37", 1, 0, [("assistant", "37")])
     assert groups[0].weights_version == 7
     tally = Tally()
     tally.extend(groups[0].samples)
@@ -175,10 +175,10 @@ def test_only_what_the_model_said_has_a_mask_and_a_log_prob(file: str) -> None:
 
 def test_the_tokens_are_what_the_template_renders(file: str) -> None:
     sample = one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
-    made = {"function": {"name": "multiply", "arguments": {"a": 37, "b": 58}}}
+    tool_call = {"function": {"name": "multiply", "arguments": {"a": 37, "b": 58}}}
     messages = [
         *ASKED,
-        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "assistant", "content": "", "tool_calls": [tool_call]},
         {"role": "tool", "content": "2146"},
         {"role": "assistant", "content": "2146"},
     ]
@@ -194,7 +194,7 @@ def test_greedy_has_no_seed_in_any_turn(file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "answer"),
     [
         (call("raises"), "error: ValueError: no such number"),
         (call("hang"), "error: `hang`: no answer after 2 s"),
@@ -210,41 +210,48 @@ def test_greedy_has_no_seed_in_any_turn(file: str) -> None:
         ('<tool_call>{"name": "multiply", "arguments": 3}</tool_call>', "error: the arguments of `multiply` are not"),
     ],
 )
-def test_what_goes_wrong_is_a_message_to_the_model(asked: str, said: str, file: str) -> None:
+def test_what_goes_wrong_is_a_message_to_the_model(asked: str, answer: str, file: str) -> None:
     sample = one(Engine([asked], ["I see"]), file=file)
-    who, told = sample.said[1]
-    assert who == "tool" and told.startswith(said)
+    who, told = sample.transcript[1]
+    assert who == "tool" and told.startswith(answer)
     assert (sample.calls, sample.failed_calls, sample.text) == (1, 1, "I see")
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [(call("nothing"), "null"), (call("strange"), "?"), (call("multiply", a="3", b=4), "12")]
+    ("asked", "answer"), [(call("nothing"), "null"), (call("strange"), "?"), (call("multiply", a="3", b=4), "12")]
 )
-def test_what_a_tool_returns_is_text(asked: str, said: str, file: str) -> None:
+def test_what_a_tool_returns_is_text(asked: str, answer: str, file: str) -> None:
     sample = one(Engine([asked], ["I see"]), file=file)
-    assert sample.said[1] == ("tool", said) and sample.failed_calls == 0
+    assert sample.transcript[1] == ("tool", answer) and sample.failed_calls == 0
 
 
 def test_a_tool_that_leaves_its_process_is_a_message(file: str) -> None:
     sample = one(Engine([call("leave")], ["I see"]), file=file)
-    assert (sample.said[1], sample.failed_calls) == (("tool", "error: SystemExit: "), 1)
+    assert (sample.transcript[1], sample.failed_calls) == (("tool", "error: SystemExit: "), 1)
 
 
 def test_what_is_too_much_is_cut(file: str) -> None:
     sample = one(Engine([call("talks")], ["I see"]), file=file, max_tokens=6000)
-    assert sample.said[1] == ("tool", "x" * MOST_CHARACTERS + f" ... ({100_000 - MOST_CHARACTERS} more characters)")
+    assert sample.transcript[1] == (
+        "tool",
+        "x" * MOST_CHARACTERS + f" ... ({100_000 - MOST_CHARACTERS} more characters)",
+    )
 
 
 def test_several_calls_of_a_turn_are_answered_in_their_order(file: str) -> None:
     asked = call("multiply", a=2, b=3) + call("raises") + call("multiply", a=4, b=5)
     sample = one(Engine([asked], ["done"]), file=file)
-    assert [text for who, text in sample.said if who == "tool"] == ["6", "error: ValueError: no such number", "20"]
+    assert [text for who, text in sample.transcript if who == "tool"] == [
+        "6",
+        "error: ValueError: no such number",
+        "20",
+    ]
     assert (sample.turns, sample.calls, sample.failed_calls) == (2, 3, 1)
 
 
 def test_only_so_many_calls_of_a_turn_are_made(file: str) -> None:
     sample = one(Engine([call("multiply", a=2, b=3) * 18], ["done"]), file=file, max_tokens=2048)
-    told = [text for who, text in sample.said if who == "tool"]
+    told = [text for who, text in sample.transcript if who == "tool"]
     assert told == ["6"] * 16 + ["error: only 16 calls of a turn are made"] * 2
     assert (sample.turns, sample.calls, sample.failed_calls) == (2, 18, 2)
 
@@ -277,10 +284,10 @@ def test_what_the_chat_template_refuses_ends_the_sample(fails: str, file: str, m
     asked = call("multiply", a=37, b=58)
     groups = play(Engine([asked, "37"]), file=file)
     refused, other = groups[0].samples
-    assert (refused.turns, refused.finished, refused.said) == (1, False, [("assistant", asked)])
+    assert (refused.turns, refused.finished, refused.transcript) == (1, False, [("assistant", asked)])
     assert (other.turns, other.finished) == (1, True)
 
 
 def test_a_file_that_is_gone_is_a_message(tmp_path: Path) -> None:
     sample = one(Engine([call("multiply", a=2, b=3)], ["6"]), file=str(tmp_path / "gone.py"))
-    assert sample.failed_calls == 1 and sample.said[1][1].startswith("error: FileNotFoundError")
+    assert sample.failed_calls == 1 and sample.transcript[1][1].startswith("error: FileNotFoundError")

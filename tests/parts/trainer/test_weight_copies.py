@@ -24,8 +24,8 @@ from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import rollout_ops, verl_engine
-from appliance.trainer.held import HELD
 from appliance.trainer.rollout_forward import RolloutForward
+from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
 from appliance.trainer.verl_engine import ApplianceEngine
 
 UPDATES, MICRO_BATCHES = 2, 5
@@ -33,7 +33,7 @@ UPDATES, MICRO_BATCHES = 2, 5
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    HELD.end()  # of this process: another test may have left it open
+    UPDATE_LOG_PROBS.end()  # of this process: another test may have left it open
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -84,10 +84,14 @@ def test_dequantised_weights_that_are_kept_change_no_bit_and_are_made_once_an_up
     original, weights, counts = rollout_ops._rounded, [], []
     for keeps_copies in (False, True):
         engine = engine_of(keeps_copies=keeps_copies, checkpointing=False, one_flow=True)
-        layers, made = engine._flow.linears(), Counter[str]()
+        layers, counts_by_layer = engine._flow.linears(), Counter[str]()
 
         def rounded(
-            quantised: QuantisedWeight, *, dtype: torch.dtype, layers: Any = layers, made: Counter[str] = made
+            quantised: QuantisedWeight,
+            *,
+            dtype: torch.dtype,
+            layers: Any = layers,
+            made: Counter[str] = counts_by_layer,
         ) -> Tensor:
             made.update(layer.name for layer in layers if layer._weight and layer._weight.quantised is quantised)
             return original(quantised, dtype=dtype)
@@ -98,9 +102,9 @@ def test_dequantised_weights_that_are_kept_change_no_bit_and_are_made_once_an_up
             assign_non_tensor(data, use_fused_kernels=True)
             engine.train_batch(data, loss)
             assert not any(layer._weight for layer in layers), "a copy outlives its weight"
-        assert set(made) == {layer.name for layer in layers}
+        assert set(counts_by_layer) == {layer.name for layer in layers}
         weights.append({name: each.full_tensor().clone() for name, each in engine.module.named_parameters()})
-        counts.append({*made.values()})
+        counts.append({*counts_by_layer.values()})
     assert counts == [{UPDATES * MICRO_BATCHES}, {UPDATES}]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

@@ -25,14 +25,14 @@ TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 
 class Parts:
-    """Of a run of 4 steps, with engines as planned. said: what happened, in order: `start int8` of engines, `update
+    """Of a run of 4 steps, with engines as planned. log: what happened, in order: `start int8` of engines, `update
     int8` of engines that are so, `validate`."""
 
     def __init__(self, run_dir: Path, *, is_leaving: bool = False, every: int = 0, way: SchemeChange) -> None:
         """is_leaving: asked to stop.  every: steps between validations in BF16."""
         plan = make_plan(run_dir, steps=4, validate_bf16_every=every, rollout=make_rollout(Scheme.INT8))
         plan = plan.replace(guard=plan.guard.replace(scheme_change=way))
-        self.run_dir, self.said, self.may_validate = run_dir, list[str](), True
+        self.run_dir, self.log, self.may_validate = run_dir, list[str](), True
         self.precision = RolloutPrecision(plan)
         self.precision.want(PLANNED)
         self.engines = RolloutEngines(run_dir, on_death=lambda error: None)
@@ -41,10 +41,10 @@ class Parts:
             precision=self.precision,
             engines=self.engines,
             restart=self._restart,
-            attest=lambda: self.said.append("attest"),
+            attest=lambda: self.log.append("attest"),
             is_leaving=lambda: is_leaving,
         )
-        self.engine = ProvingEngine(run_dir, way=way, said=self.said)
+        self.engine = ProvingEngine(run_dir, way=way, log=self.log)
         self.update = self.updates.proven(self.engine.update)
         self._validation = Validation(plan, precision=self.precision, check_stop=self._check_stop)
 
@@ -53,7 +53,7 @@ class Parts:
         wanted = self.precision.starts_in
         self.engines.generation = self.engines.generation.next(wanted, after_sync=self.updates.count)
         write_generation(self.run_dir, self.engines.generation)
-        self.said.append(f"start {wanted.scheme or 'int8'}")
+        self.log.append(f"start {wanted.scheme or 'int8'}")
 
     def _check_stop(self) -> None:
         if not self.may_validate:
@@ -63,16 +63,16 @@ class Parts:
         """sets: of the first and of the second validation, those of several sets."""
 
         def validate() -> dict[str, float]:
-            self.said.append("validate")
+            self.log.append("validate")
             return {"val-core/arithmetic/reward/mean@1": 0.75}
 
         def by_set() -> dict[str, float]:
-            return sets[self.said.count("validate") - 1] if sets else {}
+            return sets[self.log.count("validate") - 1] if sets else {}
 
-        made = self._validation.make(
+        means = self._validation.make(
             validate, step=step, problems=lambda: 0, update=lambda: self.update(step), by_set=by_set
         )
-        assert made == (sets[0] if sets else {"val-core/arithmetic/reward/mean@1": 0.75})
+        assert means == (sets[0] if sets else {"val-core/arithmetic/reward/mean@1": 0.75})
         return self._validation.take()
 
 
@@ -82,29 +82,29 @@ def parts(tmp_path: Path) -> Callable[..., Parts]:
 
 
 def test_engines_start_when_another_precision_is_wanted_and_not_before(parts: Callable[..., Parts]) -> None:
-    made = parts()
-    made.update(1)
-    made.precision.want(TOP)
-    made.update(1)
-    made.update(1)
-    assert made.said == ["update int8", "start bf16", "update bf16", "update bf16"]
-    assert made.updates.count == 3 and made.precision.live.label == "bf16"
+    parts_of_run = parts()
+    parts_of_run.update(1)
+    parts_of_run.precision.want(TOP)
+    parts_of_run.update(1)
+    parts_of_run.update(1)
+    assert parts_of_run.log == ["update int8", "start bf16", "update bf16", "update bf16"]
+    assert parts_of_run.updates.count == 3 and parts_of_run.precision.live.label == "bf16"
 
 
 def test_live_engines_are_asked_and_none_starts(parts: Callable[..., Parts]) -> None:
-    made = parts(SchemeChange.LIVE)
-    made.precision.want(TOP)
-    made.update(1)
-    made.update(1)
-    assert made.said == ["update bf16", "attest", "update bf16"]  # layers that changed say so once
+    parts_of_run = parts(SchemeChange.LIVE)
+    parts_of_run.precision.want(TOP)
+    parts_of_run.update(1)
+    parts_of_run.update(1)
+    assert parts_of_run.log == ["update bf16", "attest", "update bf16"]  # layers that changed say so once
 
 
 def test_a_run_that_stops_ends_its_step_with_the_engines_it_has(parts: Callable[..., Parts]) -> None:
-    made = parts(is_leaving=True)
-    made.precision.want(TOP)
-    made.update(1)
-    assert made.said == ["update int8"]
-    assert made.precision.wanted == BF16  # by the attempt that goes on
+    parts_of_run = parts(is_leaving=True)
+    parts_of_run.precision.want(TOP)
+    parts_of_run.update(1)
+    assert parts_of_run.log == ["update int8"]
+    assert parts_of_run.precision.wanted == BF16  # by the attempt that goes on
 
 
 def test_an_update_that_no_engine_proved_is_an_error(parts: Callable[..., Parts]) -> None:
@@ -117,38 +117,38 @@ def test_an_update_that_no_engine_proved_is_an_error(parts: Callable[..., Parts]
 
 
 def test_an_engine_that_took_other_weights_is_an_error(parts: Callable[..., Parts]) -> None:
-    made = parts()
+    parts_of_run = parts()
 
     def update(step: int) -> None:
-        made.engine.update(step)
-        append_sent(made.run_dir, Sent(sync=1, replica=0, rank=0, manifest="abc", digest_s=0.1))
+        parts_of_run.engine.update(step)
+        append_sent(parts_of_run.run_dir, Sent(sync=1, replica=0, rank=0, manifest="abc", digest_s=0.1))
 
     with pytest.raises(SyncError, match="took the weights ab, it was sent abc"):
-        made.updates.proven(update)(0)
+        parts_of_run.updates.proven(update)(0)
 
 
 def test_each_update_must_be_proven_anew(parts: Callable[..., Parts]) -> None:
-    made = parts()
-    made.update(0)
-    assert made.updates.last.acknowledgements[0].manifest == "ab"
+    parts_of_run = parts()
+    parts_of_run.update(0)
+    assert parts_of_run.updates.last.acknowledgements[0].manifest == "ab"
     with pytest.raises(SyncError, match="weight update 2: "):
-        made.updates.proven(lambda step: step)(1)
+        parts_of_run.updates.proven(lambda step: step)(1)
 
 
 @pytest.mark.parametrize("way", [SchemeChange.LIVE, SchemeChange.RESTART])
 def test_a_run_that_stops_begins_no_validation_in_bf16(parts: Callable[..., Parts], way: SchemeChange) -> None:
-    made = parts(way, every=1)
-    made.may_validate = False
+    parts_of_run = parts(way, every=1)
+    parts_of_run.may_validate = False
     with pytest.raises(StopAsked):
-        made.validate(1)
-    assert made.said == ["validate"]
+        parts_of_run.validate(1)
+    assert parts_of_run.log == ["validate"]
 
 
 def test_a_stop_just_before_the_engines_are_in_bf16_leaves_that_validation_out(parts: Callable[..., Parts]) -> None:
-    made = parts(is_leaving=True, every=1)
+    parts_of_run = parts(is_leaving=True, every=1)
     means = {"val_reward_mean": 0.75, "val_reward_bf16_mean": None}
-    assert made.validate(1) == {**means, "val_samples": 0, "val_scheme": "int8"}
-    assert made.said == ["validate", "update int8"]
+    assert parts_of_run.validate(1) == {**means, "val_samples": 0, "val_scheme": "int8"}
+    assert parts_of_run.log == ["validate", "update int8"]
 
 
 def test_of_several_validations_the_first_counts_in_each_precision(parts: Callable[..., Parts]) -> None:
@@ -161,23 +161,23 @@ def test_of_several_validations_the_first_counts_in_each_precision(parts: Callab
 def test_a_validation_in_bf16_has_engines_started_there_and_back_but_not_at_the_end(
     parts: Callable[..., Parts], step: int
 ) -> None:
-    made = parts(every=1)
-    assert made.validate(step)["val_reward_bf16_mean"] == 0.75
+    parts_of_run = parts(every=1)
+    assert parts_of_run.validate(step)["val_reward_bf16_mean"] == 0.75
     back = ["start int8", "update int8"] if step == 3 else []
-    assert made.said == ["validate", "start bf16", "update bf16", "validate", *back]
+    assert parts_of_run.log == ["validate", "start bf16", "update bf16", "validate", *back]
 
 
 def test_live_engines_go_back_at_the_end_too(parts: Callable[..., Parts]) -> None:
-    made = parts(SchemeChange.LIVE, every=1)
-    assert made.validate(4)["val_reward_bf16_mean"] == 0.75
-    assert made.said == ["validate", "update bf16", "attest", "validate", "update int8", "attest"]
-    assert made.precision.live.label == "int8"
+    parts_of_run = parts(SchemeChange.LIVE, every=1)
+    assert parts_of_run.validate(4)["val_reward_bf16_mean"] == 0.75
+    assert parts_of_run.log == ["validate", "update bf16", "attest", "validate", "update int8", "attest"]
+    assert parts_of_run.precision.live.label == "int8"
 
 
 def test_a_validation_in_bf16_that_is_not_due_is_not_made(parts: Callable[..., Parts]) -> None:
     made = parts(every=2)
     assert made.validate(3)["val_reward_bf16_mean"] is None
-    assert made.said == ["validate"]
+    assert made.log == ["validate"]
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ def test_every_fault_of_every_family_stops_the_trainers_load(
     count = Count(f"tensor dropped, cropped, of another type, prefixed, layers: {len(FAMILIES)} families (trainer)")
     for family, folder in whole.items():
         for broken in broken_checkpoints(folder, folder=tmp_path / family):
-            told = ""
+            message = ""
             try:
                 load_as_verl(broken.folder)
             except WeightsError as error:
-                told = str(error)
-            count.add(broken, told=told)
+                message = str(error)
+            count.add(broken, message=message)
     record_property("said", count.settle(cases=CASES))
 
 

@@ -59,7 +59,7 @@ def in_parts(ground: Ground, *, names: list[str]) -> None:
         if name == "vllm":
             without_a_package(ground, name="vllm")
 
-    ground.each(names, one)
+    ground.run_parts(names, one)
 
 
 def as_a_training(ground: Ground) -> None:

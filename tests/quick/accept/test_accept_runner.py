@@ -133,11 +133,16 @@ def test_what_hung_writes_the_stacks_of_its_threads_and_keeps_what_a_training_wr
     monkeypatch.setattr(rows, "LIMIT_S", 5)
     ended(row("as_a_training"), folder=tmp_path)
     folder = tmp_path / "as-a-training"
-    kept = {str(file.relative_to(folder / "kept")): file for file in (folder / "kept").rglob("*") if file.is_file()}
-    stacks = sorted(name for name in kept if name.startswith("stacks/"))
+    kept_files = {
+        str(file.relative_to(folder / "kept")): file for file in (folder / "kept").rglob("*") if file.is_file()
+    }
+    stacks = sorted(name for name in kept_files if name.startswith("stacks/"))
     assert [re.sub(r"\d+", "N", name) for name in stacks] == ["stacks/engine-N.txt", "stacks/row-N.txt"]
-    assert " in asleep\n" in kept[stacks[0]].read_text() and " in as_a_training\n" in kept[stacks[1]].read_text()
-    others = {name: file.stat().st_size for name, file in kept.items() if name not in stacks}
+    assert (
+        " in asleep\n" in kept_files[stacks[0]].read_text()
+        and " in as_a_training\n" in kept_files[stacks[1]].read_text()
+    )
+    others = {name: file.stat().st_size for name, file in kept_files.items() if name not in stacks}
     assert others == {
         "runs/accept/plan.json": 2,
         "runs/accept/metrics.jsonl": process.KEPT_BYTES,
@@ -157,15 +162,15 @@ def test_what_hung_writes_the_stacks_of_its_threads_and_keeps_what_a_training_wr
 )
 def test_a_part_that_fails_costs_itself(bad: str, why: str, tmp_path: Path) -> None:
     outcome = ended(row("in_parts", names=["first", bad, "last"]), folder=tmp_path)
-    first, own, last = (int(figure.value) for figure in outcome.figures)
-    why = why.replace("PID", f"{own:.4g}")
+    first, own_pid, last = (int(figure.value) for figure in outcome.figures)
+    why = why.replace("PID", f"{own_pid:.4g}")
     assert [(part.name, part.state, part.why) for part in outcome.parts] == [
         ("first", State.PASSED, ""),
         (bad, State.FAILED, why),
         ("last", State.PASSED, ""),
     ]
     assert (outcome.state, outcome.why) == (State.FAILED, f"{bad}: {why}") and outcome.checks >= 2
-    assert first == own and (last == own) == (bad == "wrong"), "a process that lost its device goes on"
+    assert first == own_pid and (last == own_pid) == (bad == "wrong"), "a process that lost its device goes on"
 
 
 def test_a_lost_device_in_the_last_part_is_told_once(tmp_path: Path) -> None:
@@ -190,7 +195,7 @@ def test_parts_after_one_that_hung_are_not_run(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("proven", "everyone", "said"),
+    ("proven", "everyone", "refusal"),
     [
         ({"layers": 3, "layers_proven": 3, "unproven": 0}, True, ""),
         ({"layers": 3, "layers_proven": 1, "unproven": 0}, False, ""),
@@ -199,11 +204,11 @@ def test_parts_after_one_that_hung_are_not_run(tmp_path: Path, monkeypatch: pyte
         ({"layers": 3, "layers_proven": 3, "unproven": 2}, True, "one: of 2 tensors nothing but their digest is known"),
     ],
 )
-def test_what_is_not_proven_fails(proven: dict[str, int], everyone: bool, said: str, tmp_path: Path) -> None:
+def test_what_is_not_proven_fails(proven: dict[str, int], everyone: bool, refusal: str, tmp_path: Path) -> None:
     ground = Ground(row="reload", folder=tmp_path, rehearsal=True)
-    with pytest.raises(RowFailed) if said else nullcontext() as raised:
+    with pytest.raises(RowFailed) if refusal else nullcontext() as raised:
         engines._hold_proof(ground, SimpleNamespace(**proven), what="one", everyone=everyone)
-    assert not said or str(raised.value) == said
+    assert not refusal or str(raised.value) == refusal
 
 
 def test_a_rehearsal_hides_the_gpus_from_all_but_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +222,11 @@ def test_a_rehearsal_hides_the_gpus_from_all_but_ray(tmp_path: Path, monkeypatch
 
 
 def test_limits_leave_time_to_compile() -> None:
-    of = {one.id: one.limit_s for one in ROWS}
-    assert {of["digest"], of["gemm-7b"]} == {300}
-    assert {of["reload-int8"], of["sync-7b"], of["restart"], of["throughput-7b"]} == {600}
-    assert (of["train-int8"], of["reload-fp8-block"]) == (420, 900)
+    limit_of = {one.id: one.limit_s for one in ROWS}
+    assert {limit_of["digest"], limit_of["gemm-7b"]} == {300}
+    assert {limit_of["reload-int8"], limit_of["sync-7b"], limit_of["restart"], limit_of["throughput-7b"]} == {600}
+    assert (limit_of["train-int8"], limit_of["reload-fp8-block"]) == (420, 900)
+    assert limit_of["train-smollm2"] == 360
 
 
 @pytest.mark.parametrize(
@@ -447,7 +453,8 @@ def test_how_many_rows_run_at_once(cores: int, free_gib: int, wanted: int) -> No
 def test_what_measures_does_not_share() -> None:
     sharing = [each.id for each in ROWS if each.shares]
     kernels = ["int8-quantiser", "int8-gemm", "fp8-quantiser", "fp8-gemm", "fp8-backward"]
-    assert sharing == [*kernels, *(f"reload-{scheme}" for scheme in Scheme), "other-trainers", "serve"]
+    on_gpus = [scheme for scheme in Scheme if not scheme.spec.not_on_gpu]
+    assert sharing == [*kernels, *(f"reload-{scheme}" for scheme in on_gpus), "other-trainers", "serve"]
 
 
 @pytest.mark.slow
@@ -528,8 +535,8 @@ def test_rows_for_two_gpus_are_skipped_by_name_where_there_is_one(monkeypatch: p
 
 def test_a_training_that_would_be_refused_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     training = dataclasses.replace(row("well"), code="benchmarks.accept.training:train")
-    found = {"torch": "2.11.0+cu130", "vllm": "0.28.0", "verl": "0.9.1", "ray": "2.60.0"}
-    monkeypatch.setattr(command, "version_of", lambda name: found.get(name, ""))
+    versions = {"torch": "2.11.0+cu130", "vllm": "0.28.0", "verl": "0.9.1", "ray": "2.60.0"}
+    monkeypatch.setattr(command, "version_of", lambda name: versions.get(name, ""))
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
 
     def why(facts: Facts) -> str:
@@ -537,10 +544,10 @@ def test_a_training_that_would_be_refused_is_skipped(monkeypatch: pytest.MonkeyP
 
     assert why(FACTS.model_copy(update={"python": "3.12.1"})) == "`appliance train` needs Python 3.11, this is 3.12.1"
     assert why(FACTS) == "`appliance train` needs torch 2.13.0, 2.11.0+cu130 is installed"
-    found["torch"] = "2.13.0"
+    versions["torch"] = "2.13.0"
     assert why(on("NVIDIA GH200 480GB")) == "`appliance train` does not know `NVIDIA GH200 480GB`"
     assert why(FACTS) == "`appliance train` finds GPUs by nvidia-smi, which is not here"
-    found.pop("verl")
+    versions.pop("verl")
     assert why(FACTS) == "`appliance train` needs verl 0.9.1, none is installed"
     assert lack(row("well"), facts=FACTS, rehearsal=True) == "rehearses with vLLM for CPUs, which is not installed"
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from plans import HOST, make_plan
+from plans import HOST, make_plan, with_trainer
 
+from appliance.bench import command
 from appliance.bench.command import _kv_bytes, _recipe_workload, _refuse_without_memory, _why_not_kept, table
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
 from appliance.errors import EngineError, PreflightError, RecipeError
@@ -20,6 +21,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.memory import GIB, moments, one_sequence
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import load_recipe
+from appliance.settings.sections import Forward
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import GPUS, why_not
 from appliance.terms.schemes import Scheme
@@ -122,25 +124,40 @@ def test_only_a_result_that_is_what_its_key_says_is_kept(
     assert _why_not_kept(key, plan=plan, host=host, job=job) == why
     in_fp16 = _why_not_kept(key, plan=plan, host=host, job=job.replace(dtype=Dtype.FP16))
     assert bool(why) or in_fp16 == "these engines are in fp16, and `auto` chooses for BF16's"
-    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    one_flow = with_trainer(plan, forward=Forward.ROLLOUT)
     slower = "trainer.forward: rollout has engines of its own, and `auto` chooses for the usual ones"
     assert bool(why) or _why_not_kept(key, plan=one_flow, host=host, job=job) == slower
 
 
-@pytest.mark.parametrize(("int8", "pays"), [(105, "pays"), (104, "does not pay")])
-def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
+def test_a_result_of_shapes_is_kept_for_one_rank_and_a_recipes_for_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[ResultKey] = []
+    monkeypatch.setattr(command, "write_result", lambda key, **_: keys.append(key))
+    monkeypatch.setattr(command, "_why_not_kept", lambda *_, **__: "")
+    plan = make_plan(tmp_path)
+    plan = plan.replace(rollout=plan.rollout.replace(tensor_parallel=2))
+    of_shapes = make_job(memory_bytes=None)
+    for job in (of_shapes, of_shapes.replace(workload=_recipe_workload(plan), tensor_parallel=2)):
+        command._keep([], job=job, plan=plan, host=HOST)
+    assert [key.tensor_parallel for key in keys] == [1, 2]
+    assert keys[0].shapes == of_shapes.workload.shapes.model.layer_slug != keys[1].shapes
+
+
+@pytest.mark.parametrize(("int8", "verdict_text"), [(105, "pays"), (104, "does not pay")])
+def test_the_table_says_whether_it_pays(int8: int, verdict_text: str) -> None:
     job = make_job(memory_bytes=3 << 30)
     verdicts = judge([measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, int8)], schemes=job.schemes)
     facts = [
         EngineFacts(scheme=Scheme.BF16, weight_bytes=2 << 30, kv_bytes=1 << 30, sequences=10, kernels=()),
         EngineFacts(scheme=Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),
     ]
-    assert table(job, verdicts=verdicts, facts=facts, kept=None).splitlines() == [
+    assert table(job, verdicts=verdicts, facts=facts, stored_in=None).splitlines() == [
         "scheme  tokens/s   weights  KV cache   at once  ratio to bf16 (median of 5 interleaved pairs, min-max)",
         "bf16         100  2.00 GiB  1.00 GiB  10 of 64  1.00 (1.00-1.00)",
         f"int8         {int8}   1.0 MiB  2.00 GiB  64 of 64  1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",
-        f"int8 {pays} here for these rollouts: 1.0{int8 % 10} times bf16 ({int8} against 100 tokens/s; from 1.05 on "
-        "it does)",
+        f"int8 {verdict_text} here for these rollouts: 1.0{int8 % 10} times bf16 ({int8} against 100 tokens/s; "
+        "from 1.05 on it does)",
         "each engine had 3.00 GiB a worker for weights and KV cache together",
     ]
 
@@ -150,7 +167,7 @@ def test_an_engine_has_as_many_sequences_at_once_as_in_a_run(tmp_path: Path) -> 
     sets = ("batch.prompts_per_step=1024", "rollout.samples_per_prompt=8")
     plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=HOST)
     assert _recipe_workload(plan).sequences == plan.engine.max_concurrent_sequences == 256
-    assert _recipe_workload(plan.replace(prompts_per_step=2)).sequences == 2 * 8
+    assert _recipe_workload(plan.replace(batch=plan.batch.replace(prompts_per_step=2))).sequences == 2 * 8
 
 
 @pytest.mark.parametrize("name", ["dapo-32b-int8", "dapo-7b-int8", "qwen3-8b-int8", "qwen3-32b-fp8", "gsm8k-0.5b-int8"])
@@ -158,12 +175,12 @@ def test_on_a_gpu_an_engine_has_the_kv_cache_of_a_run_where_all_fit(name: str, t
     """vLLM refuses one that does not hold the longest sequence."""
     recipe = load_recipe(name)
     plan, schemes = build_plan(recipe, run_dir=tmp_path / "run", host=HOST), (Scheme.BF16, Scheme.INT8)
-    shape = KNOWN[plan.model.source]
-    limit = GPUS[plan.device].memory_gib * GIB
-    found = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=shape)
+    shape = KNOWN[plan.model.path]
+    limit = GPUS[plan.cluster.device].memory_gib * GIB
+    kv_bytes = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=shape)
     in_run = next(part.size for part in moments(plan, shape)[0].parts if part.what == "its KV cache")
-    assert one_sequence(plan, shape) <= found <= in_run
-    assert 2 * found + 3 * shape.linear_weights // plan.rollout.tensor_parallel < limit
+    assert one_sequence(plan, shape) <= kv_bytes <= in_run
+    assert 2 * kv_bytes + 3 * shape.linear_weights // plan.rollout.tensor_parallel < limit
     assert _kv_bytes(recipe, plan=plan, schemes=schemes, shape=None) == recipe.rollout.kv_cache_gb * GIB
 
 
@@ -259,7 +276,7 @@ def test_bench_refuses_schemes_without_kernels_with_the_reasons(tmp_path: Path) 
     assert all(reasons)
     assert done.stderr.splitlines() == [
         f"error: bench: {reasons[0]}; {reasons[1]}",
-        "hint: use bf16, int8; an emulated scheme has no speed to compare",
+        "hint: use bf16, int8, int4; an emulated scheme has no speed to compare",
     ]
 
 
@@ -270,7 +287,7 @@ def test_a_scheme_named_twice_is_refused(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[0] == "error: --schemes: a scheme is named twice"
 
 
-class Asked(Exception):
+class EngineArguments(Exception):
     """Ends the start of an engine with what was asked of it."""
 
 
@@ -282,7 +299,7 @@ def test_an_engine_is_asked_for_as_a_run_asks(trusted: bool, tmp_path: Path, mon
 
     class Recorded(child.LLM):
         def __init__(self, model: str, **arguments: object) -> None:
-            raise Asked(model, arguments["trust_remote_code"], arguments["dtype"])
+            raise EngineArguments(model, arguments["trust_remote_code"], arguments["dtype"])
 
     monkeypatch.setattr(child, "LLM", Recorded)
     sets = ("model.builtin=null", f"model.path={tmp_path}", f"model.trust_remote_code={str(trusted).lower()}")
@@ -291,5 +308,5 @@ def test_an_engine_is_asked_for_as_a_run_asks(trusted: bool, tmp_path: Path, mon
     job = make_job(memory_bytes=None).replace(workload=_recipe_workload(plan))
     with pytest.raises(EngineError) as raised:
         child._engine(job, quantisation=job.engines[0], model_path=job.workload.model_path)
-    assert isinstance(raised.value.__cause__, Asked)
+    assert isinstance(raised.value.__cause__, EngineArguments)
     assert raised.value.__cause__.args == (str(tmp_path), trusted, "bfloat16")

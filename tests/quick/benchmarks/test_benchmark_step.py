@@ -1,33 +1,187 @@
-"""The step benchmark: which systems it measures, what it leaves out, and that its recipe is one."""
+"""The step benchmark: which systems it measures, what it leaves out, that it goes on where it was interrupted, and that
+its recipe is one."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from appliance.errors import TrainingError
 from appliance.recipe.load import load_recipe
-from benchmarks.step.__main__ import OLD, SYSTEMS, chosen, page, summary, write_problems, write_recipe
+from benchmarks.step import __main__ as step
+from benchmarks.step.measured import Trainings, document, page, summary
+from benchmarks.step.systems import (
+    OLD,
+    SEQUENCES,
+    USUAL,
+    Bench,
+    Setting,
+    run_command,
+    settings,
+    verl_line,
+    write_problems,
+    write_recipe,
+    write_verl_problems,
+)
 
-STEP = {"step_s": 20.0, "response_tokens_mean": 10.0, "rollout_s": 5.0, "update_s": 14.0}
+ABOUT = {
+    "date": "2026-11-29",
+    "processor": "a CPU",
+    "cores": 2,
+    "python": "3.11",
+    "commit": "abc",
+    "old": None,
+    "steps": 3,
+    "model": "m",
+}
+SMALL, WHOLE = Setting(8, False), Setting(SEQUENCES, True)
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the machine is busy takes seconds to see."""
+    monkeypatch.setattr(step, "busy_share", lambda: 0.0)
+
+
+def line(seconds: float) -> dict[str, float]:
+    return {"step_s": seconds, "response_tokens_mean": 10.0, "rollout_s": 5.0, "update_s": 14.0}
+
+
+class Trained(Bench):
+    """Trainings that take no time: seconds of a step by system and setting, and which of them were asked for."""
+
+    def __init__(self, folder: Path, seconds: dict[tuple[str, Setting | None], float]) -> None:
+        super().__init__(folder, folder, folder, None)
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "asked", [])
+
+    def train(self, system: str, *, steps: int, setting: Setting | None) -> list[dict[str, Any]]:
+        self.asked.append((system, setting, steps))
+        if (system, setting) not in self.seconds:
+            raise TrainingError("out of memory")
+        return [line(1000.0), *[line(self.seconds[system, setting] + number) for number in range(steps - 1)]]
+
+
+def measured(bench: Bench, trainings: Trainings, *, rounds: int = 2) -> dict[str, Any]:
+    setting = step.try_settings("trl", bench, trainings, [SMALL, WHOLE, Setting(16, False)])
+    for number in range(1, rounds + 1):
+        for system, of_peer in (("ours", None), ("trl", setting)):
+            step.measure(system, bench, trainings, round_number=number, steps=3, setting=of_peer)
+    return document(trainings, systems=["ours", "trl"], rounds=rounds)
 
 
 @pytest.mark.parametrize(
     ("asked", "old", "systems"),
-    [(None, None, list(SYSTEMS)), (None, "abc", ["ours", OLD]), ("trl, ours", None, ["trl", "ours"])],
+    [(None, None, list(USUAL)), (None, "abc", [OLD, *USUAL]), ("trl, ours", None, ["trl", "ours"])],
 )
 def test_the_systems_are_those_asked_for(asked: str | None, old: str | None, systems: list[str]) -> None:
-    assert chosen(asked, old=old) == systems
+    assert step.chosen(asked, old=old) == systems
 
 
-def test_a_page_has_each_system_beside_ours() -> None:
-    ours = summary("ours", number=0, lines=[STEP, STEP | {"step_s": 30.0}], busy=0.0)
-    trl = summary("trl", number=0, lines=[{"step_s": 50.0, "response_tokens_mean": 12.0}], busy=0.5)
-    document = {"measured": [asdict(ours), asdict(trl)], "old": None, "micro_batch": 32, "checkpointing": False}
-    text = page({**document, "date": "2026-11-29", "processor": "a CPU", "cores": 2, "python": "3.11"})
-    assert "| ours | 25.0 | 20.0 to 30.0 | 1.00 | 10.0 | 5.0 | - | 14.0 | - |" in text
-    assert "| trl | ~50.0 | 50.0 to 50.0 | 2.00 | 12.0 | - | - | - | - |" in text
+def test_a_page_has_each_system_beside_ours_a_peer_at_its_fastest_and_what_was_tried(tmp_path: Path) -> None:
+    """The first step of each training, 1000 s, counts nowhere; a setting that fails ends nothing."""
+    bench = Trained(tmp_path, {("ours", None): 20.0, ("trl", SMALL): 60.0, ("trl", WHOLE): 50.0})
+    text = page(measured(bench, Trainings.open(tmp_path / "trainings.jsonl", about=ABOUT)))
+    assert "| ours | 20.5 | 20.0 to 21.0 | 4 | 1.00 | 10.0 | 5.0 | - | 14.0 | - |" in text
+    assert "| trl | 50.5 | 50.0 to 51.0 | 4 | 2.46 | 10.0 | 5.0 | - | 14.0 | - |" in text
+    assert "| trl | 8 sequences a forward, no checkpointing | 60.0 |" in text
+    assert "| trl | 128 sequences a forward, a whole step, with checkpointing | 50.0 |" in text
+    assert "| trl | 16 sequences a forward, no checkpointing | failed |" in text
+    assert [system for system, _, steps in bench.asked if steps == 3] == ["ours", "trl"] * 2
+
+
+def test_an_interrupted_benchmark_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    """And measures what the one that was not interrupted has measured."""
+    seconds = {("ours", None): 20.0, ("trl", SMALL): 60.0, ("trl", WHOLE): 50.0}
+    file, bench = tmp_path / "trainings.jsonl", Trained(tmp_path, seconds)
+    whole = measured(bench, Trainings.open(file, about=ABOUT))
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
+    again = Trained(tmp_path, seconds)
+    continued = measured(again, Trainings.open(file, about=ABOUT | {"date": "2026-11-30"}))
+    assert again.asked == [("ours", None, 3), ("trl", WHOLE, 3)]
+    assert continued == whole
+
+
+@pytest.mark.parametrize(("key", "value"), [("commit", "def"), ("steps", 4), ("old", "123"), ("cores", 8)])
+def test_trainings_of_something_else_are_not_continued(tmp_path: Path, key: str, value: object) -> None:
+    file = tmp_path / "trainings.jsonl"
+    Trainings.open(file, about=ABOUT)
+    with pytest.raises(TrainingError) as refused:
+        Trainings.open(file, about=ABOUT | {key: value})
+    was = f"{key} {ABOUT[key]!r}, now {value!r}"
+    assert refused.value.message == f"{file} has trainings that cannot stand beside new ones: {was}"
+
+
+def test_a_peer_that_trains_with_no_setting_ends_the_benchmark(tmp_path: Path) -> None:
+    trainings = Trainings.open(tmp_path / "trainings.jsonl", about=ABOUT)
+    with pytest.raises(TrainingError, match="trl trained with none of its settings"):
+        step.try_settings("trl", Trained(tmp_path, {}), trainings, [SMALL])
+    (failed,) = trainings.measured
+    assert failed.failure == "out of memory"
+
+
+def test_a_peer_that_hangs_is_ended_and_what_it_printed_last_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"verl was ended after 2 s: .*\nan update$"):
+        run_command(["sh", "-c", "echo an update; exec sleep 60"], folder=tmp_path, name="verl", limit_s=2)
+
+
+def test_times_beside_other_work_are_marked() -> None:
+    busy, idle = (
+        summary(name, round_number=1, setting=None, lines=[line(20.0)], busy=load)
+        for name, load in (("ours", 0.5), ("one-flow", 0.0))
+    )
+    content = {**ABOUT, "rounds": 1, "systems": ["ours", "one-flow"]}
+    text = page({**content, "measured": [vars(one) for one in (busy, idle)]})
+    assert "| ours | ~20.0 |" in text and "| one-flow | 20.0 |" in text
+
+
+def test_every_micro_batch_is_tried_with_and_without_checkpointing() -> None:
+    of_all = [Setting(8, False), Setting(8, True), Setting(16, False), Setting(16, True)]
+    assert settings("trl-vllm", [8, 16]) == of_all
+    packed = [Setting(number, False, padded=False) for number in (8, 16)]
+    assert settings("verl", [8, 16]) == [
+        *of_all,
+        *packed,
+        *(Setting(number, False, by_tokens=True) for number in (8, 16)),
+    ]
+
+
+def test_no_two_settings_read_the_same() -> None:
+    """The file of trainings knows a setting by its words."""
+    tried = settings("verl", [8, 16, SEQUENCES])
+    assert len({str(setting) for setting in tried}) == len(tried)
+
+
+def test_verl_reads_the_same_problems_and_its_steps_have_our_names(tmp_path: Path) -> None:
+    ours = [json.loads(line) for line in write_problems(tmp_path / "problems.jsonl").read_text().splitlines()]
+    file = write_verl_problems(tmp_path / "problems.jsonl", path=tmp_path / "verl.jsonl")
+    theirs = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(theirs) == len(ours) and [row["extra_info"]["index"] for row in theirs] == [*range(len(ours))]
+    messages = [{"role": "system", "content": ours[5]["system"]}, {"role": "user", "content": ours[5]["question"]}]
+    assert (theirs[5]["prompt"], theirs[5]["reward_model"]["ground_truth"]) == (messages, ours[5]["answer"])
+    seconds = {"step": 60.0, "gen": 20.0, "old_log_prob": 10.0, "adv": 0.1, "update_actor": 28.0, "update_weights": 1.5}
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    assert verl_line(metrics | {"response_length/mean": 22.5, "critic/score/mean": 0.1}) == {
+        "step_s": 60.0,
+        "reward_mean": 0.1,
+        "response_tokens_mean": 22.5,
+        "rollout_s": 20.0,
+        "logprob_s": 10.0,
+        "update_s": 28.0,
+        "sync_s": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("systems", "paragraphs"), [(["ours"], 0), (["ours", "verl"], 1), (["ours", "verl-bypass"], 2)]
+)
+def test_a_page_with_verl_says_what_was_added_to_it(systems: list[str], paragraphs: int) -> None:
+    measured = [summary(name, round_number=1, setting=None, lines=[line(20.0)], busy=0.0) for name in systems]
+    text = page({**ABOUT, "rounds": 1, "systems": systems, "measured": [vars(one) for one in measured]})
+    assert text.count("\n*verl") == paragraphs
 
 
 def test_its_recipe_is_read_and_its_problems_are_there(tmp_path: Path) -> None:

@@ -127,15 +127,15 @@ def test_a_terminal_wraps_the_reasons_below_each_other(appliance):
     """The width that the terminal says; a pipe gets a line for each choice, however long."""
     done = appliance("plan", "arithmetic-tiny-int8")
     assert max(map(len, done.stdout.splitlines())) > 120
-    told, other = pty.openpty()
+    terminal, other = pty.openpty()
     command = [sys.executable, "-m", "appliance", "plan", "arithmetic-tiny-int8"]
     child = subprocess.Popen(command, stdout=other, env={**os.environ, "COLUMNS": "110", "HF_HUB_OFFLINE": "1"})
     os.close(other)
     text = b""
     with contextlib.suppress(OSError):  # the end of a terminal
-        while part := os.read(told, 4096):
+        while part := os.read(terminal, 4096):
             text += part
-    os.close(told)
+    os.close(terminal)
     assert child.wait() == 0
     lines = text.decode().splitlines()
     choices = lines[: lines.index("Files")]
@@ -349,11 +349,11 @@ def test_a_run_root_that_may_not_be_entered_is_a_warning_of_a_plan(tmp_path, mon
         monkeypatch.setattr(sys, "argv", ["appliance", *words, "arithmetic-tiny-int8", *options])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        said = capsys.readouterr()
+        captured = capsys.readouterr()
         assert (ended.value.code or 0) == code
         if not code:
-            assert f"  run folder       {root / planned}\n" in said.out
-            assert said.err == f"warning: cluster.run_dir: {root}: cannot be written\n"
+            assert f"  run folder       {root / planned}\n" in captured.out
+            assert captured.err == f"warning: cluster.run_dir: {root}: cannot be written\n"
 
 
 @pytest.mark.slow
@@ -369,17 +369,17 @@ def test_stdout_on_a_full_disk_is_no_fault_of_ours(tmp_path, arguments):
 
 
 @pytest.mark.parametrize(
-    ("closed", "code", "said"),
+    ("closed", "code", "stderr"),
     [
         (1, 3, "error: stdout: cannot be written: Bad file descriptor\nhint: free some space, or send it elsewhere\n"),
         (2, 0, ""),
     ],
 )
 @pytest.mark.parametrize("arguments", ["recipes ls", "--help"])
-def test_a_stream_that_was_closed_before(tmp_path, arguments, closed, code, said):
+def test_a_stream_that_was_closed_before(tmp_path, arguments, closed, code, stderr):
     shell = f'"{sys.executable}" -m appliance {arguments} {closed}>&-'
     done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (done.returncode, done.stderr) == (code, stderr)
 
 
 def test_a_run_folder_that_cannot_be_written(appliance, tmp_path):
@@ -389,8 +389,8 @@ def test_a_run_folder_that_cannot_be_written(appliance, tmp_path):
     assert f"error: cluster.run_dir: {tmp_path}/runs is not a folder\n" in done.stdout
 
 
-@pytest.mark.parametrize(("restarts", "told"), [(0, False), (2, True)])
-def test_the_first_attempt_is_told_whether_another_may_follow(tmp_path, monkeypatch, restarts, told):
+@pytest.mark.parametrize(("restarts", "may_restart"), [(0, False), (2, True)])
+def test_the_first_attempt_is_told_whether_another_may_follow(tmp_path, monkeypatch, restarts, may_restart):
     """By it the page of a run that failed goes on loading itself, or not. Its code goes to what decides."""
     heard = []
     monkeypatch.setattr(
@@ -400,7 +400,7 @@ def test_the_first_attempt_is_told_whether_another_may_follow(tmp_path, monkeypa
     monkeypatch.setattr(command.Attempts, "through_faults", lambda _, code, run_dir: heard.append(code) or 75)
     sets = [f"trainer.max_restarts={restarts}", f"cluster.run_dir={tmp_path}"]
     assert cli.train("arithmetic-tiny-int8", sets=sets) == 75
-    assert heard == [told, 5]
+    assert heard == [may_restart, 5]
 
 
 def test_recipes_ls_show_cp(appliance, tmp_path):
@@ -437,9 +437,9 @@ def test_unknown_scheme_for_the_benchmark(appliance):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [("KeyError('x')", "KeyError: 'x'"), ("OSError(28, 'x')", "OSError: [Errno 28] x")]
+    ("error", "shown"), [("KeyError('x')", "KeyError: 'x'"), ("OSError(28, 'x')", "OSError: [Errno 28] x")]
 )
-def test_our_own_fault_is_told_as_such(error, said, appliance, tmp_path):
+def test_our_own_fault_is_told_as_such(error, shown, appliance, tmp_path):
     """Something that nobody foresaw, made to happen."""
     code = (
         "import sys; from appliance import cli\n"
@@ -455,7 +455,7 @@ def test_our_own_fault_is_told_as_such(error, said, appliance, tmp_path):
     (file,) = tmp_path.glob("appliance-error-*.txt")
     assert (done.returncode, done.stderr) == (
         1,
-        f"error: {said}\nhint: this is our own fault, please report it with {file}\n",
+        f"error: {shown}\nhint: this is our own fault, please report it with {file}\n",
     )
     assert "Traceback" in Path(file).read_text()
 

@@ -75,18 +75,18 @@ def test_signal_in_the_preflight_of_a_training_leaves_no_child_and_no_folder(
 ) -> None:
     """Ctrl-C goes to all that share the terminal, SIGTERM to the launcher alone."""
     (tmp_path / "sitecustomize.py").write_text(STILL)
-    said, runs = tmp_path / "said", tmp_path / "runs"
+    started_file, runs = tmp_path / "said", tmp_path / "runs"
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     since = bystanders()
     launcher = subprocess.Popen(
         [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--set", f"cluster.run_dir={runs}"],
-        env={**os.environ, "PYTHONPATH": paths, "SAYS_SO": str(said)},
+        env={**os.environ, "PYTHONPATH": paths, "SAYS_SO": str(started_file)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
     )
-    while not said.exists():
+    while not started_file.exists():
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.02)
     assert len(left_of(runs, since=since)) == 2

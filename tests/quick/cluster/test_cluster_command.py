@@ -60,11 +60,11 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) ->
     file = token_of(tmp_path)
     environment = node_environment({"A": "1", "RAY_AUTH_TOKEN": "of another cluster"}, token_file=file)
     assert environment["A"] == "1" and "RAY_AUTH_TOKEN" not in environment  # Ray would take it before the file's
-    said = str(environment) + " ".join(
+    visible = str(environment) + " ".join(
         worker_argv(OFFER, ports=Ports(), head="h:1", ray_dir=tmp_path)
         + head_argv(OFFER, ports=Ports(), ray_dir=tmp_path)
     )
-    assert str(file) in said and file.read_text() not in said
+    assert str(file) in visible and file.read_text() not in visible
 
 
 def test_no_worker_of_another_host_has_a_file_for_its_stacks(tmp_path: Path) -> None:

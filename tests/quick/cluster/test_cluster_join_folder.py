@@ -45,18 +45,18 @@ def test_ray_of_a_node_is_where_nobody_else_may_enter_and_goes_with_its_join(
     stand_in.mkdir(parents=True)
     for name, text in (("../__init__", ""), ("__init__", ""), ("scripts", RAY)):
         (stand_in / f"{name}.py").write_text(text)
-    token, told = tmp_path / "token", tmp_path / "told"
+    token, ray_dir_file = tmp_path / "token", tmp_path / "told"
     token.write_text("0123456789abcdef")
     token.chmod(0o600)
     paths = os.pathsep.join((str(tmp_path), str(Path(appliance.__file__).parents[1])))
-    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path), "TOLD": str(told)}
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path), "TOLD": str(ray_dir_file)}
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         options = ("--head", address, "--token-file", str(token), "--port", str(NODE_PORT))
         process = subprocess.Popen([sys.executable, "-m", "appliance", "join", *options], env=environment)
         try:
-            wait_until(lambda: told.exists() or process.poll() is not None)
-            ray_dir = Path(told.read_text())
+            wait_until(lambda: ray_dir_file.exists() or process.poll() is not None)
+            ray_dir = Path(ray_dir_file.read_text())
             assert ray_dir.name == "ray" and ray_dir.parent.name.startswith("appliance-node-")
             assert stat.S_IMODE(ray_dir.parent.stat().st_mode) == 0o700
         finally:

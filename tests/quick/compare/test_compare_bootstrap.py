@@ -26,12 +26,12 @@ def tables(
 
 def coverage(**spread: float) -> float:
     """The share of experiments whose 95 % interval holds TRUTH."""
-    generator, held = np.random.default_rng(1), 0
+    generator, covered = np.random.default_rng(1), 0
     for experiment in range(EXPERIMENTS):
         arm, baseline = tables(generator, problems=200, **spread)
         found = paired_interval(arm, baseline_SP=baseline, draws=500, seed=experiment)
-        held += found.low <= TRUTH <= found.high
-    return held / EXPERIMENTS
+        covered += found.low <= TRUTH <= found.high
+    return covered / EXPERIMENTS
 
 
 # Of 200 experiments at 95 %, a share below 0.90 has a probability of 0.1 % (binomial).
@@ -103,13 +103,16 @@ def test_the_same_rewards_give_the_same_interval() -> None:
 def test_many_problems_are_drawn_in_parts_and_give_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     arm, baseline = np.random.default_rng(6).integers(0, 2, (2, 3, 100_000)).astype(float)
     tracemalloc.start()
-    found = paired_interval(arm, baseline_SP=baseline, draws=60)
+    interval = paired_interval(arm, baseline_SP=baseline, draws=60)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 64 << 20
     monkeypatch.setattr(bootstrap, "_VALUES_AT_ONCE", 60 * 100_000)
     at_once = paired_interval(arm, baseline_SP=baseline, draws=60)
-    assert (found.low, found.high) == (pytest.approx(at_once.low, rel=1e-12), pytest.approx(at_once.high, rel=1e-12))
+    assert (interval.low, interval.high) == (
+        pytest.approx(at_once.low, rel=1e-12),
+        pytest.approx(at_once.high, rel=1e-12),
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunStatus, ask_to_stop, create_session
+from appliance.settings.sections import Lora, Model
 
 pytestmark = pytest.mark.usefixtures("no_sample")
 
@@ -60,7 +61,7 @@ def end(run: PlannedRun, *, state: RunStatus, code: int, recipe: str | None = No
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "found"),
+    ("state", "code", "existing"),
     [
         (RunStatus.DONE, 0, Existing.DONE),
         (RunStatus.FAILED, 6, Existing.DONE),  # the guard that the recipe asked for
@@ -70,12 +71,12 @@ def end(run: PlannedRun, *, state: RunStatus, code: int, recipe: str | None = No
     ],
 )
 def test_a_result_is_a_good_end_or_a_stop_by_the_guard(
-    planned: list[PlannedRun], state: RunStatus, code: int, found: Existing
+    planned: list[PlannedRun], state: RunStatus, code: int, existing: Existing
 ) -> None:
     assert look(planned[0]) is Existing.NOTHING
     end(planned[0], state=state, code=code)
-    assert look(planned[0]) is found
-    assert (read_result(planned[0]) is not None) == (found is Existing.DONE)
+    assert look(planned[0]) is existing
+    assert (read_result(planned[0]) is not None) == (existing is Existing.DONE)
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(planned: list[PlannedRun]) -> None:
@@ -204,7 +205,7 @@ def test_a_run_that_is_going_on_is_left_alone(planned: list[PlannedRun]) -> None
     going_on = create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False)
     with going_on, pytest.raises(PreflightError) as raised:
         look(planned[0])
-    assert raised.value.message == f"{planned[0].run_dir}: this run is going on"
+    assert raised.value.message == f"{planned[0].run_dir}: this run is still running"
 
 
 def test_what_is_set_aside_keeps_its_files_and_takes_the_next_number(tmp_path: Path) -> None:
@@ -237,14 +238,14 @@ def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
     run = planned[0]
     end(run, state=RunStatus.DONE, code=0)
     (run.run_dir / "model").mkdir()
-    own, other = Path(run.plan.task.val_parquet), run.run_dir / "of-another-commit" / "val.parquet"
-    own.parent.mkdir(parents=True)
-    own.touch()
-    now = replace(run, plan=run.plan.replace(task=run.plan.task.replace(val_parquet=str(other))))
+    own_parquet, other = Path(run.plan.task_files.val_parquet), run.run_dir / "of-another-commit" / "val.parquet"
+    own_parquet.parent.mkdir(parents=True)
+    own_parquet.touch()
+    now = replace(run, plan=run.plan.replace(task_files=run.plan.task_files.replace(val_parquet=str(other))))
     validate_models([now], stop=lambda: None)
-    own.unlink()  # the cache is elsewhere now
+    own_parquet.unlink()  # the cache is elsewhere now
     validate_models([now], stop=lambda: None)
-    assert [job.parquet for job in validated] == [str(own), str(other)]
+    assert [job.parquet for job in validated] == [str(own_parquet), str(other)]
 
 
 def test_the_model_of_a_run_that_failed_is_not_validated(
@@ -385,29 +386,55 @@ def test_results_of_another_machine_make_the_same_table(
 
 def test_a_stored_result_of_another_run_is_not_taken(planned: list[PlannedRun], results_file: Path) -> None:
     (first, second), run = read_results(results_file), planned[0]
-    assert result_of(run, stored=[second, first]) == first.result
+    assert result_of(run, stored=[second, first]) == (first.result, "")
     other_recipe = first.recipe | {"optimizer": first.recipe["optimizer"] | {"learning_rate": 1.0}}
-    others = [
-        second,
-        replace(first, recipe=other_recipe),
-        replace(first, problems="arithmetic-0"),
-        replace(first, code={"r.py": "0"}),
-        replace(first, result=replace(first.result, seed=1)),
-        replace(first, result=replace(first.result, rewards=())),  # its model was never validated
+    differing = [
+        (second, ""),
+        (replace(first, result=replace(first.result, seed=1)), ""),
+        (replace(first, recipe=other_recipe), "its recipe is another one"),
+        (replace(first, problems="arithmetic-0"), "it has other problems"),
+        (replace(first, code={"r.py": "0"}), "its Python files are others"),
+        (replace(first, result=replace(first.result, rewards=())), "its model was not validated, and is not here"),
     ]
-    assert [result_of(run, stored=[other]) for other in others] == [None] * len(others)
+    assert [result_of(run, stored=[other]) for other, _ in differing] == [(None, why) for _, why in differing]
+    of_hub = replace(run, plan=run.plan.replace(weights=run.plan.weights.replace(commit="b" * 40)))
+    (result, why) = result_of(of_hub, stored=[replace(first, commit="a" * 40)])
+    assert result is None and why == f"its model is commit {'a' * 40}, now it is {'b' * 40}"
     stopped = replace(first.result, rewards=(), state="stopped")
-    assert result_of(run, stored=[replace(first, result=stopped)]) == stopped
+    assert result_of(run, stored=[replace(first, result=stopped)]) == (stopped, "")
+
+
+def test_results_that_would_be_overwritten_are_refused(
+    planned: list[PlannedRun], results_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file may be the only copy of results of a wider comparison."""
+    Path("c.yaml").write_text(TEXT.replace("icepop", "acr"))
+    monkeypatch.setattr(command, "_train", lambda *_, **__: [])
+    output = planned[0].run_dir.parent / results_file.name
+    output.parent.mkdir()
+    shutil.copyfile(results_file, output)
+    with pytest.raises(RecipeError, match="1 of its results are of other runs, and would be overwritten"):
+        command.run_compare("c.yaml", json_mode=True, results_file=output)
+    assert output.read_bytes() == results_file.read_bytes()
+    assert command.run_compare("c.yaml", json_mode=True, results_file=results_file) == 0
+    said = capsys.readouterr().err
+    assert "1 of 2 runs have their result in c.results.jsonl\nb, seed 0: not taken: its recipe is another one" in said
 
 
 def test_a_key_that_came_later_counts_as_its_default(planned: list[PlannedRun], results_file: Path) -> None:
     first, _ = read_results(results_file)
     for section, key in (("rollout", "top_log_probs"), ("trainer", "old_log_probs"), ("correction", "method")):
         earlier = first.recipe | {section: {k: v for k, v in first.recipe[section].items() if k != key}}
-        assert result_of(planned[0], stored=[replace(first, recipe=earlier)]) == first.result
+        assert result_of(planned[0], stored=[replace(first, recipe=earlier)])[0] == first.result
+    adapted = planned[0].recipe.model_copy(update={"model": Model(builtin="tiny-arithmetic", lora=Lora(rank=4))})
+    plain = yaml.safe_load(to_yaml(adapted))
+    del plain["model"]["lora"]["dropout"]
+    assert is_written(adapted, plain=plain)
     of_icepop = read_results(results_file)[1]
     earlier = of_icepop.recipe | {"correction": {"cap": None, "bounds": [0.5, 5.0]}}
-    assert result_of(planned[1], stored=[replace(of_icepop, recipe=earlier)]) is None  # its method is not the default
+    assert (
+        result_of(planned[1], stored=[replace(of_icepop, recipe=earlier)])[0] is None
+    )  # its method is not the default
 
 
 @pytest.mark.parametrize("name", names())

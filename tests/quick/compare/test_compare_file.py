@@ -65,7 +65,7 @@ def test_runs_are_planned_seed_by_seed_in_one_folder_with_the_cache_of_train(wri
     ]
     assert {run.plan.cache_dir for run in runs} == {str(tmp_path / "runs" / ".cache")}
     assert [run.plan.seed for run in runs] == [0, 0, 0, 7, 7, 7]
-    assert [run.plan.steps for run in runs[:3]] == [2, 3, 2]
+    assert [run.plan.trainer.steps for run in runs[:3]] == [2, 3, 2]
     assert {run.plan.task.val_size for run in runs} == {16}
     assert not (tmp_path / "runs").exists()
 

@@ -59,15 +59,15 @@ def test_the_bill_of_materials_names_every_pin_with_its_hashes(flavour: str) -> 
         script = [sys.executable, ROOT / "container/sbom.py", "--flavour", flavour]
         return subprocess.run(script, capture_output=True, text=True, check=True).stdout
 
-    made = json.loads(bill())
+    document = json.loads(bill())
     locks = {"cpu": ("torch-cpu", "cpu", "smollm2"), "gpu": ("gpu", "smollm2")}[flavour]
     text = "".join((ROOT / f"requirements/{lock}.txt").read_text() for lock in locks)
     pins = dict(re.findall(r"^([a-z0-9][\w.-]*)==(\S+)", text, re.M))
-    assert (made["bomFormat"], made["specVersion"]) == ("CycloneDX", "1.5")
-    assert {one["name"]: one["version"] for one in made["components"]} == pins
-    hashes = [each["content"] for one in made["components"] for each in one["externalReferences"][0]["hashes"]]
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.5")
+    assert {one["name"]: one["version"] for one in document["components"]} == pins
+    hashes = [each["content"] for one in document["components"] for each in one["externalReferences"][0]["hashes"]]
     assert sorted(hashes) == sorted(re.findall(r"sha256:(\w{64})", text))
-    assert bill() == json.dumps(made, indent=1)
+    assert bill() == json.dumps(document, indent=1)
 
 
 def test_compose_reserves_gpus_and_publishes_nothing_but_on_loopback() -> None:

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 from docker.errors import APIError, ImageNotFound
 from hub_variables import set_hub
-from plans import HOST, make_plan, own_plan
+from plans import HOST, make_plan, with_model, with_own_task
 
 from appliance.container import launch
 from appliance.container.launch import (
@@ -27,10 +27,11 @@ from appliance.container.launch import (
     without_home,
 )
 from appliance.errors import PreflightError, RecipeError
-from appliance.finding import Finding, Severity
+from appliance.finding import Finding, Severity, error, fault
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import ClusterPlan, CodeFile, ValSetPlan
+from appliance.record.plan import CodeFile
+from appliance.settings.sections import Cluster, ValSet
 
 FOLDER = Path("/srv/mine")
 
@@ -39,16 +40,15 @@ def order(
     *, folder: Path = FOLDER, device: str = "cpu", source: str = "", run_dir: str = "/srv/mine/runs/a-1", **given
 ):
     plan = make_plan(Path(run_dir), device=device)
-    builtin = "" if source else "tiny-arithmetic"
-    plan = plan.replace(model=plan.model.replace(source=source, path=source or "/cache/made", builtin=builtin))
+    plan = with_model(plan, source) if source else with_model(plan, "/cache/made", is_cached=True)
     return container_spec(plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **given})
 
 
 def test_the_current_folder_keeps_its_path() -> None:
-    made = order()
-    assert made.folders == (("/srv/mine", False),)
-    assert (made.folder, made.user, made.argv) == ("/srv/mine", "1000:0", ("train", "a"))
-    assert [(mount["Source"], mount["Target"], mount["Type"]) for mount in made.mounts()] == [
+    spec = order()
+    assert spec.folders == (("/srv/mine", False),)
+    assert (spec.folder, spec.user, spec.argv) == ("/srv/mine", "1000:0", ("train", "a"))
+    assert [(mount["Source"], mount["Target"], mount["Type"]) for mount in spec.mounts()] == [
         ("/srv/mine", "/srv/mine", "bind"),
         ("flashrl-cache-1000", "/cache", "volume"),
     ]
@@ -69,15 +69,14 @@ def test_what_lies_elsewhere_is_mounted_too_inputs_read_only(tmp_path: Path) -> 
 def test_code_of_the_users_is_mounted_with_what_lies_beside_it(tmp_path: Path) -> None:
     plan = make_plan(Path("/srv/mine/runs/a-1"))
     code = (CodeFile(path="/code/rewards.py", copy_name="rewards.py", sha256=""),)
-    val = ValSetPlan(name="aime", file="/data/aime.jsonl", size=0, samples=1, temperature=0.0)
-    plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(code=code), val_sets=(val,)))
+    plan = with_own_task(plan, code=code, val_sets={"aime": ValSet(file="/data/aime.jsonl", temperature=0.0)})
     made = container_spec(plan, ("train", "a"), folder=Path("/srv/mine"), user="1000:0", typed="a", image=None)
     assert made.folders[-2:] == (("/data/aime.jsonl", True), ("/code", True))
 
 
 def test_a_gguf_file_is_mounted_and_its_folder_is_not() -> None:
     plan = make_plan(Path("/srv/mine/runs/a-1"))
-    plan = plan.replace(model=plan.model.replace(source="x.gguf", path="/srv/mine/runs/.cache/1", gguf="/big/x.gguf"))
+    plan = with_model(plan, "/srv/mine/runs/.cache/1", gguf="/big/x.gguf", is_cached=True)
     made = container_spec(plan, ("train", "a"), folder=Path("/srv/mine"), user="1000:0", typed="a", image=None)
     assert made.folders[-1:] == (("/big/x.gguf", True),)
 
@@ -123,13 +122,13 @@ def test_a_run_that_is_resumed_is_mounted_wherever_it_lies(named: str, tmp_path:
 
 def test_a_run_below_the_home_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell does that in `--resume=~/runs/a-1`; inside, `~` is another folder."""
-    told = []
-    monkeypatch.setattr(launch, "run_in_container", lambda order: told.append(order.argv))
+    commands = []
+    monkeypatch.setattr(launch, "run_in_container", lambda order: commands.append(order.argv))
     monkeypatch.setenv("HOME", "/srv/me")
     plan, line = make_plan(tmp_path / "runs" / "a-1"), ("train", "a", "--resume=~/runs/a-1")
     recipe = load_recipe("arithmetic-tiny-int8")
     train_in_container(plan, recipe, typed="a", arguments=line, image=None, resume="~/runs/a-1")
-    assert told == [(*line, "--resume", "/srv/me/runs/a-1")]
+    assert commands == [(*line, "--resume", "/srv/me/runs/a-1")]
 
 
 def test_the_folder_of_the_runs_is_there_before_docker_mounts_it(
@@ -154,7 +153,7 @@ def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
 def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
     plan = make_plan(
         Path("/srv/mine/runs/a-1"),
-        cluster=ClusterPlan(address="", port=6379, node_address="", token_file="/srv/mine/token", wait_s=900.0),
+        cluster=Cluster(device="cpu", nodes=2, token_file="/srv/mine/token"),
     )
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
     assert container_spec(plan, ("train", "a"), **given).network == "host"
@@ -166,7 +165,7 @@ def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> N
     token = tmp_path / "token"
     plan = make_plan(
         Path("/srv/mine/runs/a-1"),
-        cluster=ClusterPlan(address="", port=6379, node_address="", token_file=str(token), wait_s=900.0),
+        cluster=Cluster(device="cpu", nodes=2, token_file=str(token)),
     )
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
     assert container_spec(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
@@ -191,11 +190,11 @@ def docker_was_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[ContainerSpec]
     client.containers.create.return_value.wait.return_value = {"StatusCode": 0}
     client.containers.create.return_value.attach.return_value = []
 
-    def told(spec: ContainerSpec) -> Any:
+    def start(spec: ContainerSpec) -> Any:
         assert run_in_container(spec) == 0
         return client.containers.create.call_args
 
-    return told
+    return start
 
 
 @pytest.mark.parametrize(
@@ -227,24 +226,24 @@ def test_a_container_that_does_not_start_is_removed(docker_was_told: Callable[[C
 
 def test_the_hubs_token_is_a_file_inside_too(token: Path, docker_was_told: Callable[[ContainerSpec], Any]) -> None:
     """Where the run asks the hub. The word itself is in no variable and no argument."""
-    told = docker_was_told(order(source="Qwen/Qwen2.5-0.5B"))
+    create_call = docker_was_told(order(source="Qwen/Qwen2.5-0.5B"))
     secret = {"Target": "/run/secrets/hf_token", "Source": str(token), "Type": "bind", "ReadOnly": True}
-    assert secret in told.kwargs["mounts"]
-    assert told.kwargs["environment"] == {"HF_TOKEN_PATH": "/run/secrets/hf_token"}
-    assert "hf_word" not in str(told)
+    assert secret in create_call.kwargs["mounts"]
+    assert create_call.kwargs["environment"] == {"HF_TOKEN_PATH": "/run/secrets/hf_token"}
+    assert "hf_word" not in str(create_call)
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_a_container_has_a_read_only_image_and_no_rights(
     device: str, docker_was_told: Callable[[ContainerSpec], Any]
 ) -> None:
-    told = docker_was_told(order(device=device)).kwargs
-    rights = {name: told.get(name) for name in ("read_only", "cap_drop", "cap_add", "privileged", "security_opt")}
+    settings = docker_was_told(order(device=device)).kwargs
+    rights = {name: settings.get(name) for name in ("read_only", "cap_drop", "cap_add", "privileged", "security_opt")}
     assert rights == {
         **{"read_only": True, "cap_drop": ["ALL"], "cap_add": None, "privileged": None},
         "security_opt": ["no-new-privileges:true"],
     }
-    assert told["user"] == "1000:0"
+    assert settings["user"] == "1000:0"
 
 
 def test_what_a_network_and_a_way_out_need_is_handed_on_and_no_other_variable(
@@ -258,7 +257,7 @@ def test_what_a_network_and_a_way_out_need_is_handed_on_and_no_other_variable(
     assert docker_was_told(order()).kwargs["environment"] == way_out
     plan = make_plan(
         Path("/srv/mine/runs/a-1"),
-        cluster=ClusterPlan(address="", port=6379, node_address="", token_file="/srv/mine/token", wait_s=900.0),
+        cluster=Cluster(device="cpu", nodes=2, token_file="/srv/mine/token"),
     )
     spec = container_spec(plan, ("train", "a"), folder=FOLDER, user="1000:0", typed="a", image=None)
     assert docker_was_told(spec).kwargs["environment"] == network | way_out
@@ -281,16 +280,15 @@ def test_a_token_in_a_variable_stays_outside_and_it_is_said(
     set_hub(monkeypatch, HF_TOKEN="hf_word", HF_TOKEN_PATH=str(tmp_path / "none"))
     monkeypatch.setattr(launch, "run_in_container", lambda order: 0)
     recipe = load_recipe("arithmetic-tiny-int8", sets=("model.path=Qwen/Qwen2.5-0.5B", "model.builtin=null"))
-    for source, said in (("Qwen/Qwen2.5-0.5B", [NO_VARIABLE]), ("/models/qwen", [])):
-        plan = make_plan(tmp_path / "runs" / "a-1")
-        plan = plan.replace(model=plan.model.replace(source=source, path=source, builtin=""))
+    for source, notes in (("Qwen/Qwen2.5-0.5B", [NO_VARIABLE]), ("/models/qwen", [])):
+        plan = with_model(make_plan(tmp_path / "runs" / "a-1"), source)
         assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
-        assert capsys.readouterr().err.splitlines() == said
+        assert capsys.readouterr().err.splitlines() == notes
     (tmp_path / "none").write_text("hf_another")
-    plan = plan.replace(model=plan.model.replace(source="Qwen/Qwen2.5-0.5B", path="Qwen/Qwen2.5-0.5B"))
+    plan = with_model(plan, "Qwen/Qwen2.5-0.5B")
     assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
-    said = f"note: the container gets no token from a variable: it has that of {tmp_path / 'none'}\n"
-    assert capsys.readouterr().err.replace("\n", "") == said.replace("\n", "")
+    note = f"note: the container gets no token from a variable: it has that of {tmp_path / 'none'}\n"
+    assert capsys.readouterr().err.replace("\n", "") == note.replace("\n", "")
 
 
 NO_VARIABLE = "note: the container gets no token from a variable: write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
@@ -391,7 +389,7 @@ def test_a_container_that_saves_is_not_removed_because_nobody_reads(
     """Ctrl-C ends the `| tee` as well. Without a signal only a stdout that nobody reads ends a container."""
     after: list[str] = []
 
-    def said() -> Iterator[tuple[bytes | None, bytes | None]]:
+    def frames() -> Iterator[tuple[bytes | None, bytes | None]]:
         if stream == "stdout":
             signal.raise_signal(signal.SIGINT)
         yield (b"word", None) if stream == "stdout" else (None, b"word")
@@ -401,13 +399,25 @@ def test_a_container_that_saves_is_not_removed_because_nobody_reads(
     gone.flush.side_effect = BrokenPipeError
     monkeypatch.setattr(sys, stream, gone)
     container = launch._client().containers.create.return_value
-    container.attach.return_value = said()
+    container.attach.return_value = frames()
     docker_was_told(order())
     assert after == ["saved"]
     container.attach.return_value = iter([(b"word", None)])
     if stream == "stdout":
         with pytest.raises(BrokenPipeError):
             docker_was_told(order())
+
+
+def test_what_the_image_brings_is_not_told_beside_a_fault_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, *_ = sorted(launch._OF_THE_IMAGE)
+    findings = [fault(("rollout.scheme",), "it is wrong", "mend it"), error(code, "vllm", "it is not installed")]
+    monkeypatch.setattr(launch, "examine", lambda *_, **__: (None, None, findings))
+    recipe = load_recipe("arithmetic-tiny-int8", sets=[f"cluster.run_dir={tmp_path}"])
+    with pytest.raises(RecipeError) as caught:
+        examine_and_train(recipe, typed="a", name=None, resume="never", dry_run=True, json_mode=False, image=None)
+    assert caught.value.problems == [("rollout.scheme: it is wrong", "mend it")]
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -430,10 +440,10 @@ def test_code_of_the_users_runs_in_the_container_alone(
 
     keys = ("rewards", "tools")
     missing = [f": task.{key}: {name}: no such file" for key, name in zip(keys, names, strict=True)]
-    told = errors()
-    assert all(each in told for each in missing)
+    messages = errors()
+    assert all(each in messages for each in missing)
     for each in names:
         each.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    told = errors()
-    assert not any(each in told for each in missing)
+    messages = errors()
+    assert not any(each in messages for each in missing)
     assert not (tmp_path / "ran").exists()

@@ -52,9 +52,9 @@ def test_an_unknown_method_gets_the_list_of_all() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_usual_limits_have_a_source_and_hold_where_none_is_given(name: str) -> None:
     usual = METHODS[name]
-    found = correction_of(name)
-    assert (found.name, found.cap, found.bounds) == (name, usual.usual_cap, usual.usual_bounds)
+    correction = correction_of(name)
+    assert (correction.name, correction.cap, correction.bounds) == (name, usual.usual_cap, usual.usual_bounds)
     assert bool(usual.source) == (usual.usual_cap is not None or usual.usual_bounds is not None)
     assert usual.usual_cap is None or usual.usual_bounds is None
-    assert list(usual.refusals(cap=usual.usual_cap, bounds=usual.usual_bounds, clip=found.clip)) == []
-    assert name in found.text or name == "none"
+    assert list(usual.refusals(cap=usual.usual_cap, bounds=usual.usual_bounds, clip=correction.clip)) == []
+    assert name in correction.text or name == "none"

@@ -19,7 +19,7 @@ KEYS = (
 )
 FNS = (
     "use one of `bf16`, `fp8`, `fp8_vllm`, `fp8_fast`, `fp8_vllm_fast`, `fp8_tensor`, `fp8_channel`, `int8`, "
-    "`int8_fast`, `int8_prune`, `int8_wo_prune`, `fp8_block`"
+    "`int8_fast`, `int8_prune`, `int8_wo_prune`, `int4`, `fp8_block`"
 )
 
 # As `flashrl setup` of flash-llm-rl 1.0.3 writes them: yaml.dump sorts the keys.
@@ -85,7 +85,7 @@ def test_every_problem_has_its_line(tmp_path: Path) -> None:
         tmp_path,
         """\
 configs:
-- fn: int4
+- fn: int2
   load_format: safetensors
   params_to_ignore: [q_scale]
 - model: 7
@@ -108,7 +108,7 @@ more: 1
     assert problems_of(path) == [
         (f"{path}:19: more: unknown key", "the only key outside the list is `configs`"),
         (f"{path}:4: configs.0.params_to_ignore: unknown key", KEYS),
-        (f"{path}:2: configs.0.fn: unknown value `int4`", FNS),
+        (f"{path}:2: configs.0.fn: unknown value `int2`", FNS),
         (f"{path}:3: configs.0.load_format: unknown value `safetensors`", "use one of `auto`, `dummy`"),
         (f"{path}:5: configs.1.fn: is missing", FNS),
         (f"{path}:5: configs.1.model: expected text", ""),

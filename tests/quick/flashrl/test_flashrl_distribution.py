@@ -18,8 +18,8 @@ from appliance.engine import plugin
 from appliance.errors import EngineError
 from appliance.terms.schemes import Scheme
 
-LIGHT = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
-OF_VLLM = {"torch", "numpy", "numba", "triton", "prometheus_client"}  # it requires them; and a GPU's quantiser
+LIGHT = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "pydantic_core": "pydantic"}
+OF_VLLM = {"torch", "numpy", "numba", "triton", "prometheus_client", "fastapi"}  # vLLM's; and a GPU's quantiser
 TRAINERS = {"verl", "ray"}
 
 

@@ -48,7 +48,8 @@ def test_each_name_of_flashrl_has_a_scheme() -> None:
 @pytest.mark.parametrize(
     ("value", "meant"),
     [
-        ("int4", ""),
+        ("int2", ""),
+        ("int4", "`int4` is for `fn:` of a file; "),
         ("INT8", "did you mean `int8`? "),
         ("fp8-channel", "did you mean `fp8_channel`? "),
         ("fp8_block", "`fp8_block` is for `fn:` of a file; "),
@@ -88,7 +89,7 @@ def test_without_a_config_nothing_is_on() -> None:
 def test_all_variables_together(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").touch()
-    found = read_variables(
+    variables = read_variables(
         {
             "FLASHRL_CONFIG": " int8 ",
             "FLASHRL_LMHEAD_FP32": "1",
@@ -97,9 +98,9 @@ def test_all_variables_together(tmp_path: Path) -> None:
             "FLASHRL_TEST_RELOAD": f"{tmp_path / 'a'}, Qwen/Qwen2.5-0.5B",
         }
     )
-    assert found.config.theirs == "int8"
-    assert (found.lm_head_fp32, found.log_level, found.log_file) == (True, logging.DEBUG, tmp_path / "log")
-    assert found.reload == (str(tmp_path / "a"), "Qwen/Qwen2.5-0.5B")
+    assert variables.config.theirs == "int8"
+    assert (variables.lm_head_fp32, variables.log_level, variables.log_file) == (True, logging.DEBUG, tmp_path / "log")
+    assert variables.reload == (str(tmp_path / "a"), "Qwen/Qwen2.5-0.5B")
 
 
 def test_the_head_says_no_other_than_it_says_nothing() -> None:
@@ -108,7 +109,7 @@ def test_the_head_says_no_other_than_it_says_nothing() -> None:
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
-    found = problems_of(
+    problems = problems_of(
         CONFIG="w4a16",
         LMHEAD_FP32="true",
         LOGGING_LEVEL="LOUD",
@@ -117,7 +118,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         LM_HEAD_FP32="1",
     )
     reload_hint = "name folders or models on the hub (`user/repo`), with commas between them"
-    assert found == [
+    assert problems == [
         ("FLASHRL_LM_HEAD_FP32: unknown variable", ALL_VARIABLES),
         ("FLASHRL_CONFIG: unknown value `w4a16`", LEGAL),
         ("FLASHRL_LMHEAD_FP32: unknown value `true`", "use one of `0`, `1`"),

@@ -27,11 +27,11 @@ QUICK = Policy(Scheme.INT8, climb_bad=2, climb_window=3, descend_fine=4, cooling
 def run(
     k3: Iterable[float | None], *, policy: Policy, state: GovernorState | None = None, start: int = 1
 ) -> tuple[GovernorState, list[Decision]]:
-    state, made = state or GovernorState(), []
+    state, all_decisions = state or GovernorState(), []
     for step, value in enumerate(k3, start):
         state, decisions = observe(state, Signals(step, k3_kl=value, ess=0.9), policy=policy)
-        made += decisions
-    return state, made
+        all_decisions += decisions
+    return state, all_decisions
 
 
 def moves(decisions: list[Decision]) -> list[tuple[int, str, str]]:
@@ -46,8 +46,8 @@ def test_a_healthy_run_is_left_alone() -> None:
 
 def test_what_stays_bad_climbs_every_rung_in_order() -> None:
     """Two bad steps, then two of cooling that are not judged: a move every fourth step."""
-    _, made = run([K3_BAD] * 30, policy=replace(QUICK, actions=EVERYTHING))
-    assert moves(made) == [
+    _, decisions = run([K3_BAD] * 30, policy=replace(QUICK, actions=EVERYTHING))
+    assert moves(decisions) == [
         (2, "observe", "warn"),
         (6, "warn", "tighten"),
         (10, "tighten", "raise-precision (int8, 25% of layers in bf16)"),
@@ -55,7 +55,7 @@ def test_what_stays_bad_climbs_every_rung_in_order() -> None:
         (18, "raise-precision (int8, 50% of layers in bf16)", "bf16"),
         (22, "bf16", "stop"),
     ]
-    assert [each.action for each in made] == [
+    assert [each.action for each in decisions] == [
         Action.WARN,
         Action.TIGHTEN,
         Action.RAISE_PRECISION,
@@ -79,15 +79,15 @@ def test_the_top_without_stop_is_held() -> None:
 
 
 def test_what_stays_fine_descends_one_level_at_a_time() -> None:
-    state, made = run([K3_BAD] * 6 + [K3_FINE] * 20, policy=QUICK)
-    assert moves(made) == [
+    state, decisions = run([K3_BAD] * 6 + [K3_FINE] * 20, policy=QUICK)
+    assert moves(decisions) == [
         (2, "observe", "warn"),
         (6, "warn", "tighten"),
         (12, "tighten", "warn"),  # 7 and 8 cool, then four fine ones
         (17, "warn", "observe"),  # 13 was made before the change
     ]
-    assert [each.move for each in made] == [Move.UP, Move.UP, Move.DOWN, Move.DOWN]
-    assert [each.action for each in made[2:]] == [None, None]
+    assert [each.move for each in decisions] == [Move.UP, Move.UP, Move.DOWN, Move.DOWN]
+    assert [each.action for each in decisions[2:]] == [None, None]
     assert state.level is not None and state.level.rung is Rung.OBSERVE
 
 
@@ -112,27 +112,27 @@ def test_a_signal_that_swings_across_the_bound_does_not_flap() -> None:
 def test_a_relapse_doubles_the_steps_that_lead_down() -> None:
     """Fine on each level, bad as soon as it is left: each stay above is longer than the one before."""
     policy = replace(QUICK, actions=frozenset({Action.BF16}))
-    state, made = GovernorState(), []
+    state, all_decisions = GovernorState(), []
     for step in range(1, 200):
         quantised = state.level is None or state.level.rung is Rung.OBSERVE
         state, decisions = observe(state, Signals(step, k3_kl=K3_BAD if quantised else K3_FINE), policy=policy)
-        made += decisions
-    assert [each.move for each in made[:7]] == [Move.UP, Move.DOWN] * 3 + [Move.UP]
-    stays = [down.step - up.step for up, down in itertools.pairwise(made) if down.move is Move.DOWN]
+        all_decisions += decisions
+    assert [each.move for each in all_decisions[:7]] == [Move.UP, Move.DOWN] * 3 + [Move.UP]
+    stays = [down.step - up.step for up, down in itertools.pairwise(all_decisions) if down.move is Move.DOWN]
     assert stays == [2 + 4, 2 + 8, 2 + 16, 2 + 32, 2 + 64]
 
 
 def test_a_descent_is_a_trial() -> None:
     """The step after it was made before the change. Of the next three the first bad one leads back, not a later one."""
     policy = replace(QUICK, actions=frozenset({Action.BF16}), descend_fine=9)
-    state, made = run([K3_BAD] * 2 + [K3_FINE] * 11, policy=policy)
-    assert moves(made) == [(2, "observe", "bf16"), (13, "bf16", "observe")]
+    state, decisions = run([K3_BAD] * 2 + [K3_FINE] * 11, policy=policy)
+    assert moves(decisions) == [(2, "observe", "bf16"), (13, "bf16", "observe")]
     for fine in (0, 1, 2):
-        _, made = run([K3_BAD] + [K3_FINE] * fine + [K3_BAD], policy=policy, state=state, start=14)
-        assert moves(made) == [(15 + fine, "observe", "bf16")]
-        assert (made[0].steps, made[0].of) == (1, 1 + fine)
-    _, made = run([K3_BAD] + [K3_FINE] * 3 + [K3_BAD] + [K3_FINE] * 2, policy=policy, state=state, start=14)
-    assert made == []
+        _, decisions = run([K3_BAD] + [K3_FINE] * fine + [K3_BAD], policy=policy, state=state, start=14)
+        assert moves(decisions) == [(15 + fine, "observe", "bf16")]
+        assert (decisions[0].steps, decisions[0].judged_steps) == (1, 1 + fine)
+    _, decisions = run([K3_BAD] + [K3_FINE] * 3 + [K3_BAD] + [K3_FINE] * 2, policy=policy, state=state, start=14)
+    assert decisions == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -188,23 +188,23 @@ def test_a_step_without_a_measurement_moves_nothing() -> None:
     """And takes nothing back: two bad steps stay two, however many blind ones lie between."""
     state, _ = observe(GovernorState(), Signals(1, k3_kl=K3_BAD), policy=QUICK)
     for step in range(2, 50):
-        state, made = observe(state, Signals(step), policy=QUICK)
-        assert made == ()
-    _, made = observe(state, Signals(50, k3_kl=K3_BAD), policy=QUICK)
-    assert [each.action for each in made] == [Action.WARN]
+        state, decisions = observe(state, Signals(step), policy=QUICK)
+        assert decisions == ()
+    _, decisions = observe(state, Signals(50, k3_kl=K3_BAD), policy=QUICK)
+    assert [each.action for each in decisions] == [Action.WARN]
 
 
 def test_the_failure_of_the_science_notes_is_met_in_time() -> None:
     """KL from 0.002 to 0.025 over 1000 steps of INT8 under TIS alone: bound 0.015 at step 565, stop 28 steps on at
     the latest if BF16 rollouts did not help; here they do, and the run goes on."""
     policy = Policy(Scheme.INT8)
-    state, made = GovernorState(), []
+    state, all_decisions = GovernorState(), []
     for step in range(1, 1001):
         in_bf16 = state.level is not None and state.level.rung is Rung.BF16
         k3 = 0.0005 if in_bf16 else 0.002 + 0.023 * step / 1000
         state, decisions = observe(state, Signals(step, k3_kl=k3, ess=0.9), policy=policy)
-        made += decisions
-    climb = [(each.step, each.action) for each in made if each.move is Move.UP][:3]
+        all_decisions += decisions
+    climb = [(each.step, each.action) for each in all_decisions if each.move is Move.UP][:3]
     assert climb == [(568, Action.WARN), (576, Action.TIGHTEN), (584, Action.BF16)]
     assert not state.stopped
     _, unhelped = run([0.002 + 0.023 * step / 1000 for step in range(1, 1001)], policy=policy)
@@ -218,27 +218,27 @@ def test_a_share_can_be_fine_again_whatever_is_bad(share: float, fine: float) ->
 
 def test_a_resumed_governor_goes_on_as_if_nothing_had_happened() -> None:
     trace = ([K3_BAD] * 5 + [K3_FINE] * 9 + [K3_BETWEEN] * 2) * 6
-    whole, made = run(trace, policy=QUICK)
+    whole, decisions = run(trace, policy=QUICK)
     for cut in range(len(trace)):
         first, before = run(trace[:cut], policy=QUICK)
         again = parse(as_json(first), GovernorState, place="here")
         assert again == first
         second, after = run(trace[cut:], policy=QUICK, state=again, start=cut + 1)
-        assert (second, before + after) == (whole, made)
+        assert (second, before + after) == (whole, decisions)
 
 
 def test_a_run_that_was_stopped_is_resumed_below_the_stop_and_guarded() -> None:
     stopped, _ = run([K3_BAD] * 30, policy=QUICK)
     again = resume(stopped, policy=QUICK)
     assert again.level is not None and again.level.rung is Rung.BF16
-    _, made = run([K3_BAD] * 4, policy=QUICK, state=again, start=31)
-    assert moves(made) == [(34, "bf16", "stop")]  # two steps of cooling, two bad ones
+    _, decisions = run([K3_BAD] * 4, policy=QUICK, state=again, start=31)
+    assert moves(decisions) == [(34, "bf16", "stop")]  # two steps of cooling, two bad ones
     fatal, _ = observe(GovernorState(), Signals(1, grad_norm=math.nan), policy=QUICK)
     for step in (2, 3):
         fatal, _ = observe(fatal, Signals(step, grad_norm=math.nan), policy=QUICK)
     assert fatal.stopped
-    after, made = observe(resume(fatal, policy=QUICK), Signals(4, grad_norm=math.nan), policy=QUICK)
-    assert [each.action for each in made] == [Action.WARN] and not after.stopped
+    after, decisions = observe(resume(fatal, policy=QUICK), Signals(4, grad_norm=math.nan), policy=QUICK)
+    assert [each.action for each in decisions] == [Action.WARN] and not after.stopped
     without_stop = replace(QUICK, actions=frozenset({Action.WARN}))
     assert resume(stopped, policy=without_stop).level == ladder(without_stop)[-1]
 
@@ -254,17 +254,17 @@ def test_resuming_changes_nothing_but_a_stop(policy: Policy, length: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "refusal"),
     [
         ("[]", "here: not of schema_version 2"),
         ('{"schema_version": 1}', "here: not of schema_version 2"),
         ('{"schema_version": 2, "cooling": "x"}', "here: cooling is not one that this program writes: "),
     ],
 )
-def test_a_state_that_cannot_be_read_is_refused(text: str, said: str) -> None:
+def test_a_state_that_cannot_be_read_is_refused(text: str, refusal: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse(text, GovernorState, place="here")
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(refusal)
 
 
 # Anything a step can bring, and any policy.
@@ -303,42 +303,42 @@ POLICIES = st.builds(
 
 
 def replay(trace: list[Signals], policy: Policy) -> tuple[list[GovernorState], list[Decision]]:
-    states, made = [GovernorState()], []
+    states, all_decisions = [GovernorState()], []
     for step, signals in enumerate(trace, 1):
         state, decisions = observe(states[-1], replace(signals, step=step), policy=policy)
         states.append(state)
-        made += decisions
-    return states, made
+        all_decisions += decisions
+    return states, all_decisions
 
 
 @pytest.mark.slow
 @given(trace=TRACES, policy=POLICIES)
 @settings(deadline=None, max_examples=400, derandomize=True)
 def test_properties_of_every_sequence(trace: list[Signals], policy: Policy) -> None:
-    states, made = replay(trace, policy)
-    ladder_moves = [each for each in made if each.guard is None]
+    states, decisions = replay(trace, policy)
+    ladder_moves = [each for each in decisions if each.guard is None]
     # A move comes more than cooling_steps after a climb, and more than the delay of a change after a descent.
     for earlier, later in itertools.pairwise(ladder_moves):
         least = policy.cooling_steps if earlier.move is Move.UP else 1
         assert later.step - earlier.step > least
     # Down only after all those fine steps in a row, and after twice as many for each climb that undid a descent.
     relapses = 0
-    for before, each in itertools.pairwise([None, *ladder_moves]):
-        relapses += before is not None and before.move is Move.DOWN and each.move is Move.UP
-        assert each.move is Move.UP or each.steps == policy.descend_fine * 2 ** min(relapses, 6)
+    for before, decision in itertools.pairwise([None, *ladder_moves]):
+        relapses += before is not None and before.move is Move.DOWN and decision.move is Move.UP
+        assert decision.move is Move.UP or decision.steps == policy.descend_fine * 2 ** min(relapses, 6)
     # Nothing forbidden, in what is done and in where it stands.
-    assert {each.action for each in made if each.action} <= policy.actions
-    assert {each.after.rung.action for each in made} - {None} <= policy.actions
+    assert {each.action for each in decisions if each.action} <= policy.actions
+    assert {each.after.rung.action for each in decisions} - {None} <= policy.actions
     # Each says why: its numbers, and steps that were counted. A guard that is calm again has none to show.
-    assert all(each.causes or each.move is Move.CLEAR for each in made)
-    assert all(1 <= each.steps <= each.of for each in made)
-    for each in made:
-        json.dumps([cause.json_values() for cause in each.causes], allow_nan=False)
+    assert all(each.causes or each.move is Move.CLEAR for each in decisions)
+    assert all(1 <= each.steps <= each.judged_steps for each in decisions)
+    for decision in decisions:
+        json.dumps([cause.json_values() for cause in decision.causes], allow_nan=False)
     # A transition starts where the one before ended.
     assert all(later.before == earlier.after for earlier, later in itertools.pairwise(ladder_moves))
     # Written and read back, every state is the same; the same input gives the same answer.
     assert all(parse(as_json(state), GovernorState, place="here") == state for state in states)
-    assert replay(trace, policy) == (states, made)
+    assert replay(trace, policy) == (states, decisions)
 
 
 @pytest.mark.slow
@@ -359,10 +359,10 @@ def test_what_stays_bad_only_climbs(policy: Policy, values: list[float]) -> None
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_what_stays_fine_comes_all_the_way_down(policy: Policy) -> None:
     policy = replace(policy, actions=policy.actions - {Action.STOP})
-    states, made = replay([Signals(0, k3_kl=K3_BAD)] * 150 + [Signals(0, k3_kl=K3_FINE)] * 200, policy)
+    states, decisions = replay([Signals(0, k3_kl=K3_BAD)] * 150 + [Signals(0, k3_kl=K3_FINE)] * 200, policy)
     assert states[-1].level is None or states[-1].level.rung is Rung.OBSERVE
-    ups = [each for each in made if each.move is Move.UP]
-    assert len(made) == 2 * len(ups)
+    ups = [each for each in decisions if each.move is Move.UP]
+    assert len(decisions) == 2 * len(ups)
 
 
 @pytest.mark.slow

@@ -30,14 +30,14 @@ HEALTHY = Signals(
 
 def run(changes: Iterable[dict[str, float | None]], *, policy: Policy = POLICY) -> tuple[GovernorState, list[Decision]]:
     """HEALTHY with the changes of each step."""
-    state, made = GovernorState(), []
+    state, all_decisions = GovernorState(), []
     for step, change in enumerate(changes, 1):
         state, decisions = observe(state, replace(HEALTHY, step=step, **change), policy=policy)
-        made += decisions
-    return state, made
+        all_decisions += decisions
+    return state, all_decisions
 
 
-def told(made: list[Decision]) -> list[tuple[int, str, str]]:
+def summary_of(made: list[Decision]) -> list[tuple[int, str, str]]:
     return [(each.step, str(each.guard), str(each.action or each.move)) for each in made]
 
 
@@ -54,7 +54,7 @@ def test_a_healthy_run_is_left_alone() -> None:
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(norm: float) -> None:
     state, made = run([{}] * 4 + [{"grad_norm": norm}] * 3)
-    assert told(made) == [(5, "gradient", "warn"), (7, "gradient", "stop")]
+    assert summary_of(made) == [(5, "gradient", "warn"), (7, "gradient", "stop")]
     assert made[1].text == f"step 7: gradient: stop: grad_norm {norm} not finite (3 steps in a row)"
     assert state.stopped
 
@@ -62,19 +62,19 @@ def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(norm: float) 
 def test_three_steps_in_a_row_that_were_not_learned_from_stop_the_run() -> None:
     """Log-probs that are not finite: the mismatch of such a step is bad, too, but the ladder is slower."""
     broken = {"nonfinite_fraction": 0.25, "k3_kl": math.nan, "grad_norm": None}
-    state, made = run([{"nonfinite_fraction": 0.0}] * 4 + [broken] * 3)
-    assert told(made) == [(5, "log_probs", "warn"), (7, "log_probs", "stop")]
-    assert made[1].text == "step 7: log probs: stop: nonfinite_fraction 0.25 above 0 (3 steps in a row)"
+    state, decisions = run([{"nonfinite_fraction": 0.0}] * 4 + [broken] * 3)
+    assert summary_of(decisions) == [(5, "log_probs", "warn"), (7, "log_probs", "stop")]
+    assert decisions[1].text == "step 7: log probs: stop: nonfinite_fraction 0.25 above 0 (3 steps in a row)"
     assert state.stopped
-    state, made = run(([{}] + [broken] * 2) * 2 + [{}])
-    assert [str(each.action) for each in made if each.guard is None] == ["warn"]  # bad as any
+    state, decisions = run(([{}] + [broken] * 2) * 2 + [{}])
+    assert [str(each.action) for each in decisions if each.guard is None] == ["warn"]  # bad as any
     assert not state.stopped
 
 
 def test_single_gradients_that_are_not_finite_warn_and_pass() -> None:
     """The warning is taken back only after three calm steps, so a gradient every third step warns once."""
     state, made = run([{"grad_norm": math.nan}, {}, {}] * 5 + [{}] * 5)
-    assert told(made) == [(1, "gradient", "warn"), (16, "gradient", "clear")]
+    assert summary_of(made) == [(1, "gradient", "warn"), (16, "gradient", "clear")]
     assert made[1].text == "step 16: gradient: clear (3 steps in a row)"
     assert not state.stopped
 
@@ -89,14 +89,14 @@ def test_a_gradient_that_was_not_measured_does_not_count() -> None:
 def test_a_reward_that_lost_half_of_its_best_stops_the_run() -> None:
     """0.4, then 0: the mean of ten falls below 0.2 with the sixth 0, and stays there for twenty steps."""
     state, made = run([{}] * 30 + [{"reward_mean": 0.0}] * 40)
-    assert told(made) == [(36, "reward", "warn"), (55, "reward", "stop")]
+    assert summary_of(made) == [(36, "reward", "warn"), (55, "reward", "stop")]
     assert made[0].causes[0].text == "reward_mean of 10 steps 0.16 below 0.2"
     assert state.stopped
 
 
 def test_a_reward_that_comes_back_is_taken_as_well_again() -> None:
     state, made = run([{}] * 30 + [{"reward_mean": 0.0}] * 10 + [{}] * 30)
-    assert [action for _, _, action in told(made)] == ["warn", "clear"]
+    assert [action for _, _, action in summary_of(made)] == ["warn", "clear"]
     assert not state.stopped
 
 
@@ -114,21 +114,21 @@ def test_a_reward_that_never_rose_cannot_collapse() -> None:
 def test_a_reward_range_below_zero() -> None:
     """Rewards of -1 and 1: from 0.2 down to -0.9 is a loss of 1.1 of the 1.2 above the floor."""
     policy = collapse(reward_floor=-1.0)
-    _, made = run([{"reward_mean": 0.2}] * 20 + [{"reward_mean": -0.9}] * 40, policy=policy)
-    assert told(made)[-1][1:] == ("reward", "stop")
-    _, made = run([{"reward_mean": 0.2}] * 20 + [{"reward_mean": -0.3}] * 40, policy=policy)
-    assert made == []
+    _, decisions = run([{"reward_mean": 0.2}] * 20 + [{"reward_mean": -0.9}] * 40, policy=policy)
+    assert summary_of(decisions)[-1][1:] == ("reward", "stop")
+    _, decisions = run([{"reward_mean": 0.2}] * 20 + [{"reward_mean": -0.3}] * 40, policy=policy)
+    assert decisions == []
 
 
 def test_a_reward_that_is_not_finite_is_bad_and_not_kept() -> None:
     state, made = run([{"reward_mean": math.nan}] * 20)
-    assert told(made) == [(1, "reward", "warn"), (20, "reward", "stop")]
+    assert summary_of(made) == [(1, "reward", "warn"), (20, "reward", "stop")]
     assert state.watches.rewards == ()
 
 
 def test_entropy_that_collapses_early_stops_the_run() -> None:
     state, made = run([{}] * 10 + [{"entropy": 0.009}] * 50)
-    assert told(made) == [(15, "entropy", "warn"), (50, "entropy", "stop")]
+    assert summary_of(made) == [(15, "entropy", "warn"), (50, "entropy", "stop")]
     assert made[0].causes[0].text == "entropy 0.009 below 0.01"
     assert state.stopped
 
@@ -142,7 +142,7 @@ def test_a_solved_task_may_be_certain(change: dict[str, float]) -> None:
 
 def test_equal_samples_stop_a_run_that_is_not_solved() -> None:
     state, made = run([{}] * 10 + [{"equal_group_fraction": 0.96}] * 20)
-    assert told(made) == [(15, "equal_samples", "warn"), (30, "equal_samples", "stop")]
+    assert summary_of(made) == [(15, "equal_samples", "warn"), (30, "equal_samples", "stop")]
     assert made[0].causes[0].text == "equal_group_fraction 0.96 above 0.95"
     assert state.stopped
 
@@ -150,7 +150,7 @@ def test_equal_samples_stop_a_run_that_is_not_solved() -> None:
 def test_runaway_length_stops_a_run() -> None:
     policy = collapse(max_response_tokens=1000)
     state, made = run([{}] * 10 + [{"response_tokens_mean": 951.0}] * 20, policy=policy)
-    assert told(made) == [(15, "runaway_length", "warn"), (30, "runaway_length", "stop")]
+    assert summary_of(made) == [(15, "runaway_length", "warn"), (30, "runaway_length", "stop")]
     assert made[0].causes[0].text == "response_tokens_mean 951 above 950"
     assert state.stopped
 
@@ -162,7 +162,7 @@ def test_length_without_a_limit_is_not_judged() -> None:
 
 def test_guards_that_may_not_stop_only_warn() -> None:
     state, made = run([{"grad_norm": math.nan}] * 50, policy=replace(POLICY, actions=frozenset({Action.WARN})))
-    assert told(made) == [(1, "gradient", "warn")]
+    assert summary_of(made) == [(1, "gradient", "warn")]
     assert not state.stopped
 
 
@@ -175,7 +175,7 @@ def test_guards_that_may_do_nothing_say_nothing() -> None:
 def test_a_guard_that_warns_and_stops_at_once_says_both() -> None:
     policy = collapse(gradient=Patience(warn_after=1, stop_after=1))
     _, made = run([{"grad_norm": math.nan}], policy=policy)
-    assert told(made) == [(1, "gradient", "warn"), (1, "gradient", "stop")]
+    assert summary_of(made) == [(1, "gradient", "warn"), (1, "gradient", "stop")]
     assert [each.move for each in made] == [Move.ALARM, Move.UP]
 
 
@@ -191,17 +191,17 @@ OWN = {"reward_ceiling": None}
 def test_an_own_reward_of_any_scale_that_lost_half_of_its_best_stops_the_run() -> None:
     """40, then 0: as with 0.4 and a known range. It never climbed, but 0 is a floor for what begins above it."""
     _, made = run([{"reward_mean": 40.0}] * 30 + [{"reward_mean": 0.0}] * 40, policy=collapse(**OWN))
-    assert told(made) == [(36, "reward", "warn"), (55, "reward", "stop")]
+    assert summary_of(made) == [(36, "reward", "warn"), (55, "reward", "stop")]
     assert made[0].causes[0].text == "reward_mean of 10 steps 16 below 20"
 
 
 def test_an_own_reward_below_zero_loses_what_it_gained_since_the_first_steps() -> None:
     """From -5 to -1: -2 is still better than the middle, -4 is not."""
     climb = [{"reward_mean": -5.0}] * 10 + [{"reward_mean": -1.0}] * 20
-    _, made = run([*climb, *[{"reward_mean": -2.0}] * 60], policy=collapse(**OWN))
-    assert made == []
-    _, made = run([*climb, *[{"reward_mean": -4.0}] * 60], policy=collapse(**OWN))
-    assert told(made)[-1][1:] == ("reward", "stop")
+    _, decisions = run([*climb, *[{"reward_mean": -2.0}] * 60], policy=collapse(**OWN))
+    assert decisions == []
+    _, decisions = run([*climb, *[{"reward_mean": -4.0}] * 60], policy=collapse(**OWN))
+    assert summary_of(decisions)[-1][1:] == ("reward", "stop")
 
 
 def test_the_noise_of_an_own_reward_is_no_collapse() -> None:
@@ -215,7 +215,7 @@ def test_what_an_own_reward_learned_in_its_first_steps_is_no_noise() -> None:
     """0 to 1 within four steps, then 0: all was lost."""
     learned = [{"reward_mean": value} for value in (0.0, 0.3, 0.6, *[1.0] * 27)]
     state, made = run([*learned, *[{"reward_mean": 0.0}] * 60], policy=collapse(**OWN))
-    assert told(made) == [(36, "reward", "warn"), (55, "reward", "stop")] and state.stopped
+    assert summary_of(made) == [(36, "reward", "warn"), (55, "reward", "stop")] and state.stopped
 
 
 @pytest.mark.parametrize("best", [0.01, 40.0, -0.5])
@@ -229,7 +229,7 @@ def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: floa
 @pytest.mark.parametrize("stuck", [0.0, 0.05, -3.0])
 def test_equal_samples_of_an_own_reward_that_never_rose_stop_the_run(stuck: float) -> None:
     state, made = run([{"reward_mean": stuck, "equal_group_fraction": 1.0}] * 40, policy=collapse(**OWN))
-    assert told(made)[0] == (5, "equal_samples", "warn") and state.stopped
+    assert summary_of(made)[0] == (5, "equal_samples", "warn") and state.stopped
 
 
 def test_a_state_of_before_own_rewards_can_be_read() -> None:

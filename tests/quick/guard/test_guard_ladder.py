@@ -62,16 +62,16 @@ def test_only_allowed_actions_are_on_the_ladder(count: int, scheme: Scheme) -> N
 
 def test_measures_of_each_level() -> None:
     policy = Policy(Scheme.INT8, actions=EVERYTHING)
-    found = {level.text: measures(level, policy=policy) for level in ladder(policy)}
+    measures_by_level = {level.text: measures(level, policy=policy) for level in ladder(policy)}
     untouched = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)
     tight = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=True)
     bf16 = Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=True)
-    assert found["observe"] == found["warn"] == measures(None, policy=policy) == untouched
-    assert found["tighten"] == tight
-    assert found["raise-precision (int8, 25% of layers in bf16)"].bf16_layer_fraction == 0.25
-    assert found["raise-precision (int8, 25% of layers in bf16)"].tight
-    assert found["bf16"] == bf16
-    assert found["stop"] == Measures(Scheme.BF16, 1.0, tight=True)
+    assert measures_by_level["observe"] == measures_by_level["warn"] == measures(None, policy=policy) == untouched
+    assert measures_by_level["tighten"] == tight
+    assert measures_by_level["raise-precision (int8, 25% of layers in bf16)"].bf16_layer_fraction == 0.25
+    assert measures_by_level["raise-precision (int8, 25% of layers in bf16)"].tight
+    assert measures_by_level["bf16"] == bf16
+    assert measures_by_level["stop"] == Measures(Scheme.BF16, 1.0, tight=True)
 
 
 def test_nothing_is_tightened_where_tightening_is_forbidden() -> None:

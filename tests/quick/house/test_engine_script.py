@@ -44,22 +44,22 @@ def call(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def process(script: Path, tmp_path: Path) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
     """Starts a program of that name and text, whose number the script finds in its file."""
-    made = []
+    processes = []
 
     def start(name: str, text: str) -> subprocess.Popen[bytes]:
-        made.append(
+        processes.append(
             subprocess.Popen([program(tmp_path / "bin" / name, f"{text}\necho; {LASTS}")], stdout=subprocess.PIPE)
         )
-        assert made[-1].stdout.readline() == b"\n"  # it is up
+        assert processes[-1].stdout.readline() == b"\n"  # it is up
         (tmp_path / "run").mkdir()
-        (tmp_path / "run/dockerd.pid").write_text(f"{made[-1].pid}\n")
-        return made[-1]
+        (tmp_path / "run/dockerd.pid").write_text(f"{processes[-1].pid}\n")
+        return processes[-1]
 
     yield start
-    for each in made:
-        each.kill()
-        each.wait()
-        each.stdout.close()
+    for started in processes:
+        started.kill()
+        started.wait()
+        started.stdout.close()
 
 
 def test_stop_ends_the_engine_that_it_started(script: Path, process: Callable) -> None:

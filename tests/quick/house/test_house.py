@@ -17,11 +17,6 @@ BOUNDARIES = {
     *("tasks.code_child", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
-VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
-SAID_NOTHING = {
-    *("watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"),
-    *("Shown", "Heard", "Asked", "Spoken", "Look", "Story", "Order", "Some", "Ask", "Judged"),
-}
 OF_A_TOPOLOGY = {
     *("nodes", "gpus_per_node", "gpus", "world_size", "engines", "replica", "replicas", "rank"),
     *("tensor_parallel", "tensor_parallel_size", "sequence_parallel", "data_parallel"),
@@ -106,29 +101,6 @@ def test_environment_of_children_is_named_in_one_file(modules: dict[str, ast.Mod
 def test_how_python_starts_a_module_is_said_in_one_file(modules: dict[str, ast.Module]) -> None:
     """Without `-P` the files of the user's folder would take the place of modules."""
     assert [module for module, tree in modules.items() if "-m" in strings(tree)] == ["processes"]
-
-
-def test_names_say_what_a_thing_is(modules: dict[str, ast.Module]) -> None:
-    defined = {
-        f"{module}.{node.name}": node.name
-        for module, tree in modules.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    names = defined | {module: module.rpartition(".")[2] for module in modules}
-    assert {place for place, name in names.items() if VAGUE.search(name)} == set()
-
-
-def test_no_name_is_one_that_said_nothing(modules: dict[str, ast.Module]) -> None:
-    """Of files, classes and functions; `seal` is what a function does to a checkpoint."""
-    defined = {
-        f"{module}.{node.name}": node.name.strip("_")
-        for module, tree in modules.items()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "seal"
-    }
-    names = defined | {module: module.rpartition(".")[2] for module in modules}
-    assert {place for place, name in names.items() if name in SAID_NOTHING} == set()
 
 
 def test_a_field_is_described_below_it(root: Path) -> None:

@@ -97,13 +97,15 @@ def alarms() -> dict[str, str]:
         equal_group_fraction=1.0,
         response_tokens_mean=99.0,
     )
-    level, found = Level(Rung.OBSERVE, Scheme.INT8), {}
+    level, signal_by_symptom = Level(Rung.OBSERVE, Scheme.INT8), {}
     for _ in range(max(limits.entropy.warn_after, limits.equal_samples.warn_after)):
         memory, reports = watch(memory, signals, limits=limits, calm_after=1)
         for report in reports:
-            said = Decision(9, Move.ALARM, Action.WARN, level, level, (report.cause,), 1, of=1, guard=report.guard)
-            found[said.text.split(": ")[1]] = report.cause.signal
-    return found
+            decision = Decision(
+                9, Move.ALARM, Action.WARN, level, level, (report.cause,), 1, judged_steps=1, guard=report.guard
+            )
+            signal_by_symptom[decision.text.split(": ")[1]] = report.cause.signal
+    return signal_by_symptom
 
 
 def test_every_guard_is_there_with_what_it_looks_at(sections: dict[str, str]) -> None:
@@ -116,7 +118,7 @@ def test_every_guard_is_there_with_what_it_looks_at(sections: dict[str, str]) ->
 
 def test_the_example_of_an_alarm_reads_as_one(sections: dict[str, str]) -> None:
     level, cause = Level(Rung.OBSERVE, Scheme.INT8), Cause("entropy", 0.031, Relation.BELOW, 0.036)
-    alarm = Decision(41, Move.ALARM, Action.WARN, level, level, (cause,), 5, of=5, guard=Guard.ENTROPY)
+    alarm = Decision(41, Move.ALARM, Action.WARN, level, level, (cause,), 5, judged_steps=5, guard=Guard.ENTROPY)
     assert f"`{alarm.text}`" in sections["The guard warned or stopped"].replace("\n", " ")
 
 

@@ -31,10 +31,10 @@ def points(*values: float | None) -> list[tuple[float, float, float, float]]:
 
 def curve(*values: float | None, most: int = 100) -> Thinned:
     """Steps from 1, each by itself."""
-    made = Thinned(most=most)
+    thinned = Thinned(most=most)
     for step, value in enumerate(values, start=1):
-        made.extend([float(step)], [value])
-    return made
+        thinned.extend([float(step)], [value])
+    return thinned
 
 
 def hover_of(figure: str) -> dict:

@@ -41,17 +41,21 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     del sys.modules["patch_target"]
 
 
-def record(name: str = "a-patch", **other: str) -> Patch:
+def record(name: str = "a-patch", **other: object) -> Patch:
     fields = {
         "target": "patch_target:double",
         "why": "a test",
         "upstream": "https://example.invalid/1",
         "distribution": "pydantic",
-        "version": importlib.metadata.version("pydantic"),
-        "source_sha256": "a" * 64,
+        "sources": here("a" * 64),
         "remove_when": "never",
     }
     return Patch(name=name, **(fields | other))
+
+
+def here(digest: str) -> dict[str, str]:
+    """Sources of a patch for the installed version alone."""
+    return {importlib.metadata.version("pydantic"): digest}
 
 
 def plus_one(original):
@@ -59,19 +63,19 @@ def plus_one(original):
 
 
 def test_a_patch_replaces_its_target(target) -> None:
-    apply_patch(record(source_sha256=source_hash(target.double)), plus_one)
+    apply_patch(record(sources=here(source_hash(target.double))), plus_one)
     assert target.double(5) == 11
     assert applied() == ("a-patch",)
 
 
 def test_a_patch_replaces_a_method(target) -> None:
     wanted = source_hash(target.Thing.size)
-    apply_patch(record(target="patch_target:Thing.size", source_sha256=wanted), plus_one)
+    apply_patch(record(target="patch_target:Thing.size", sources=here(wanted)), plus_one)
     assert target.Thing().size() == 8
 
 
 def test_a_second_call_changes_nothing(target) -> None:
-    one = record(source_sha256=source_hash(target.double))
+    one = record(sources=here(source_hash(target.double)))
     apply_patch(one, plus_one)
     apply_patch(one, plus_one)
     assert target.double(5) == 11
@@ -80,16 +84,16 @@ def test_a_second_call_changes_nothing(target) -> None:
 
 def test_applied_lists_the_names_sorted(target) -> None:
     assert applied() == ()
-    apply_patch(record("b", source_sha256=source_hash(target.double)), plus_one)
-    apply_patch(record("a", target="patch_target:Thing.size", source_sha256=source_hash(target.Thing.size)), plus_one)
+    apply_patch(record("b", sources=here(source_hash(target.double))), plus_one)
+    apply_patch(record("a", target="patch_target:Thing.size", sources=here(source_hash(target.Thing.size))), plus_one)
     assert applied() == ("a", "b")
 
 
 def test_another_version_is_refused(target) -> None:
     with pytest.raises(PatchError) as raised:
-        apply_patch(record(version="0.0.1", source_sha256=source_hash(target.double)), plus_one)
+        apply_patch(record(sources={"0.0.1": source_hash(target.double), "0.0.2": "a" * 64}), plus_one)
     installed = importlib.metadata.version("pydantic")
-    assert raised.value.message == f"patch a-patch: made for pydantic 0.0.1, {installed} is installed"
+    assert raised.value.message == f"patch a-patch: made for pydantic 0.0.1, 0.0.2; {installed} is installed"
     assert raised.value.hint == "install the locked requirements (make demo does)"
     assert raised.value.exit_code == 4
     assert (target.double(5), applied()) == (10, ())
@@ -114,7 +118,7 @@ def test_a_target_that_somebody_else_replaced_is_refused(target) -> None:
 
     target.double = double
     with pytest.raises(PatchError):
-        apply_patch(record(source_sha256=wanted), plus_one)
+        apply_patch(record(sources=here(wanted)), plus_one)
     assert target.double is double
 
 
@@ -135,8 +139,7 @@ def test_an_error_of_the_targets_own_import_is_told_as_it_is(tmp_path: Path, mon
         why="",
         upstream="",
         distribution="pytest",
-        version=importlib.metadata.version("pytest"),
-        source_sha256="",
+        sources={importlib.metadata.version("pytest"): ""},
         remove_when="",
     )
     with pytest.raises(AttributeError, match="no_such_thing"):
@@ -154,7 +157,7 @@ def test_one_changed_letter_changes_the_hash(target, tmp_path: Path) -> None:
 
 def patch_records() -> dict[str, str]:
     """`module:CONSTANT` of every patch record in the program, by its syntax tree, to the patch's name."""
-    found = {}
+    names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -166,8 +169,8 @@ def patch_records() -> dict[str, str]:
             ):
                 module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
                 name = next(keyword.value.value for keyword in node.keywords if keyword.arg == "name")
-                found[f"{module}:{_assigned_to(path, node)}"] = name
-    return found
+                names[f"{module}:{_assigned_to(path, node)}"] = name
+    return names
 
 
 def _assigned_to(path: Path, call: ast.Call) -> str:
@@ -211,4 +214,4 @@ def test_every_patch_says_why_where_and_until_when() -> None:
     for name, record in recorded().items():
         assert record.why.strip() and record.remove_when.strip(), name
         assert record.upstream.startswith("https://"), name
-        assert len(record.source_sha256) == 64, name
+        assert all(len(digest) == 64 for digest in record.sources.values()), name

@@ -57,7 +57,7 @@ def golden(name: str) -> str:
         "argv": [elsewhere(each) for each in plan.argv],
         "environment": {key: elsewhere(value) for key, value in plan.env if key != "APPLIANCE_RAY_DIR"},
         "derived": {each.key: f"{each.value}: {each.why}" for each in plan.choices},
-        "needs": dict(estimates(plan, shape=None if plan.model.builtin else KNOWN[plan.model.source])),
+        "needs": dict(estimates(plan, shape=None if plan.model.builtin else KNOWN[plan.model.path])),
         "pins": dict(plan.pins),
     }
     return json.dumps(document, indent=2) + "\n"

@@ -14,13 +14,14 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.verl_args import ROLLOUT, argv
 from appliance.preflight.report import plan_text
 from appliance.recipe.load import load_recipe
-from appliance.record.correction import CorrectionPlan
-from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, read_plan
-from appliance.settings.sections import Guard, Lora
+from appliance.record.earlier_plans import with_keys_of_today
+from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, WeightsPlan, read_plan
+from appliance.settings.sections import Guard, Lora, Model
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import OldLogProbs, Quantisation
 
 RUN_DIR = Path("/runs/arithmetic-1")
+EARLIER_PLANS = Path(__file__).parent / "earlier"
 BY_RULE = "by rule, not measured: `appliance bench` measures it"
 NO_INT8 = "b200 has FP8 tensor cores, and vLLM has no INT8 kernels for it; by rule, not measured"
 AUTO = ("cluster.device=auto", "rollout.scheme=auto")
@@ -72,15 +73,15 @@ def test_on_a_cpu_blocks_of_the_kv_cache_are_shorter_than_most_prompts():
 def test_caches_lie_beside_the_runs():
     plan = planned()
     assert plan.cache_dir == "/runs/.cache"
-    assert plan.model.path.startswith("/runs/.cache/models/tiny-arithmetic-")
-    assert plan.task.train_parquet.startswith("/runs/.cache/data/arithmetic-")
-    assert Path(plan.task.val_parquet).parent == Path(plan.task.train_parquet).parent
+    assert plan.weights.name_or_path.startswith("/runs/.cache/models/tiny-arithmetic-")
+    assert plan.task_files.train_parquet.startswith("/runs/.cache/data/arithmetic-")
+    assert Path(plan.task_files.val_parquet).parent == Path(plan.task_files.train_parquet).parent
 
 
 def test_the_data_of_a_cache_is_found_where_it_is_moved():
     recipe = load_recipe("arithmetic-tiny-int8")
     plans = [build_plan(recipe, run_dir=Path(folder), host=HOST) for folder in ("/runs/a", "/mnt/runs/a")]
-    here, there = (Path(plan.task.train_parquet).relative_to(plan.cache_dir) for plan in plans)
+    here, there = (Path(plan.task_files.train_parquet).relative_to(plan.cache_dir) for plan in plans)
     assert here == there
 
 
@@ -93,7 +94,7 @@ def test_the_seed_of_the_run_leaves_model_and_data_alone():
 @pytest.mark.parametrize("flag", ["amx_int8", "avx512_vnni", "avx_vnni"])
 def test_auto_on_a_cpu_with_int8_instructions(flag):
     plan = planned(*AUTO, host=dataclasses.replace(HOST, cpu_flags=frozenset({"avx2", flag})))
-    assert (plan.device, plan.rollout.scheme) == ("cpu", Scheme.INT8)
+    assert (plan.cluster.device, plan.rollout.scheme) == ("cpu", Scheme.INT8)
     assert choice(plan, "rollout.scheme") == ("int8", f"the processor has {flag}")
     assert choice(plan, "cluster.device") == ("cpu", "this host has no GPU")
 
@@ -125,6 +126,13 @@ def test_auto_on_an_unknown_gpu():
         planned(*AUTO, host=with_gpu("Tesla K80"))
     message = "--set cluster.device=auto: cluster.device: `auto` found `Tesla K80`, which this version does not know"
     assert raised.value.problems == [(message, "name the most similar GPU in cluster.device, or `cpu`")]
+
+
+def test_nothing_is_said_of_the_gpu_that_stands_in_for_an_unknown_one():
+    sets = ("rollout.scheme=fp8-block", "trainer.forward=rollout", "cluster.device=auto")
+    with pytest.raises(RecipeError) as raised:
+        planned(*sets, host=with_gpu("Tesla K80"))
+    assert [hint for _, hint in raised.value.problems] == ["name the most similar GPU in cluster.device, or `cpu`"]
 
 
 def test_an_unknown_gpu_counts_as_the_one_that_is_named():
@@ -223,11 +231,24 @@ def test_a_pass_that_is_asked_for_is_made():
         assert planned(harmless).trainer.old_log_probs is OldLogProbs.UPDATE
 
 
+def test_an_update_that_is_asked_for_the_old_log_probs_gives_them_or_is_refused():
+    assert planned("trainer.old_log_probs=update").trainer.old_log_probs is OldLogProbs.UPDATE
+    several = "a step has several updates, and only the first one's forward is of the policy before them"
+    for other, reason in (
+        ("batch.mini_batch_prompts=16", several),
+        ("trainer.forward=rollout", "the engines' are the trainer's own in one flow"),
+    ):
+        with pytest.raises(RecipeError) as raised:
+            planned("trainer.old_log_probs=update", other)
+        place = "--set trainer.old_log_probs=update: trainer.old_log_probs"
+        assert raised.value.problems == [(f"{place}: `update` cannot give them: {reason}", "use `auto`")]
+
+
 def test_a_flow_on_a_gpu_has_eager_engines_in_the_batch_invariant_mode():
     plain, flow = planned("cluster.device=h100"), planned("cluster.device=h100", "trainer.forward=rollout")
     mode = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     assert dict(flow.env) == dict(plain.env) | mode | {"VERL_ENGINE_VENDOR": "appliance"}
-    assert (plain.rollout.eager, flow.rollout.eager) == (False, True)
+    assert (plain.engine.eager, flow.engine.eager) == (False, True)
     assert "rollouts take longer" in choice(flow, "rollout.enforce_eager")[1]
     on_cpu = planned("trainer.forward=rollout")
     assert not mode.keys() & dict(on_cpu.env).keys()
@@ -278,18 +299,28 @@ def test_the_governor_leads_one_flow_to_no_scheme_that_it_cannot_compute(sets: t
     assert raised.value.problems == [(message, "leave it out, or use trainer.forward: bf16")]
 
 
-def test_a_given_profile_is_used_by_schemes_for_which_none_is_made():
-    scheme = ("rollout.scheme=fp8-block", "quantization.emulate=true")
-    plan = planned(*scheme, "quantization.profile=/mine")
-    assert plan.profile is not None and (plan.profile.source, plan.profile.scheme) == ("/mine", Scheme.FP8_BLOCK)
-    assert plan.rollout.replicas[0].profile == "/runs/arithmetic-1/profile"
-    assert planned(*scheme).profile is None
-    assert planned("rollout.scheme=bf16", "quantization.profile=/mine").profile is None
+@pytest.mark.parametrize(
+    ("profile", "users"),
+    [
+        ("auto", {Scheme.INT8, Scheme.FP8_CHANNEL}),
+        ("none", set()),
+        ("/profiles/x", set(Scheme) - {Scheme.BF16}),
+    ],
+)
+def test_a_profile_is_used_by_the_schemes_that_it_helps_and_a_given_one_by_all_that_quantise(
+    profile: str, users: set[Scheme]
+) -> None:
+    for scheme in Scheme:
+        plan = planned("cluster.device=h100", f"rollout.scheme={scheme}", f"quantization.profile={profile}")
+        folder, source = (f"{RUN_DIR}/profile", profile.replace("auto", "")) if scheme in users else ("", "")
+        assert [engine.profile for engine in plan.engines] == [folder]
+        wanted = ProfilePlan(folder=folder, source=source, scheme=scheme) if folder else None
+        assert plan.profile == wanted
 
 
 def test_the_recipe_decides_and_not_this_host():
     plan = planned(recipe="gsm8k-0.5b-int8")
-    assert (plan.device, plan.rollout.scheme) == ("a100", Scheme.INT8)
+    assert (plan.cluster.device, plan.rollout.scheme) == ("a100", Scheme.INT8)
     assert "trainer.device=cuda" in plan.argv
     assert "VERL_PLATFORM" not in dict(plan.env)
 
@@ -323,7 +354,7 @@ def test_every_worker_and_the_trainer_must_attest():
         patches=("chunked-log-probs", "cpu-process-group", "no-load-balancer", "whole-checkpoint"),
     )
     assert plan.attestations == (*rollout, *trainers, driver)
-    assert [replica.scheme for replica in plan.rollout.replicas] == [Scheme.INT8, Scheme.INT8]
+    assert plan.rollout.replicas == (Scheme.INT8, Scheme.INT8)
 
 
 def test_engines_and_their_profile_are_told_what_the_recipe_says():
@@ -339,26 +370,21 @@ def test_engines_and_their_profile_are_told_what_the_recipe_says():
         "quantization.mismatch_budget=0.02",
     )
     first = Quantisation(scheme=Scheme.INT8, ignore=ignore, profile=f"{RUN_DIR}/profile", lm_head_fp32=True)
-    assert plan.rollout.replicas == (
+    assert plan.engines == (
         first,
         Quantisation(scheme=Scheme.FP8, emulated=True, ignore=ignore, lm_head_fp32=True),
         Quantisation(scheme=Scheme.BF16, lm_head_fp32=True),
         first,
     )
-    assert plan.profile == ProfilePlan(
-        folder=f"{RUN_DIR}/profile",
-        source="",
-        scheme=Scheme.INT8,
-        smoothing=0.75,
-        mismatch_budget=0.02,
-        ignore=ignore,
-    )
-    assert not any(replica.lm_head_fp32 for replica in planned().rollout.replicas)
+    assert plan.profile == ProfilePlan(folder=f"{RUN_DIR}/profile", source="", scheme=Scheme.INT8)
+    quantization = plan.quantization
+    assert (quantization.smoothing, quantization.mismatch_budget, quantization.ignore) == (0.75, 0.02, ignore)
+    assert not any(engine.lm_head_fp32 for engine in planned().engines)
 
 
 def test_epochs_become_steps():
     plan = planned("trainer.steps=null", "trainer.epochs=3", "task.train_size=100")
-    assert plan.steps == 9
+    assert plan.trainer.steps == 9
     assert choice(plan, "trainer.steps") == ("9", "3 epochs x 100 problems // 32 prompts")
 
 
@@ -396,7 +422,7 @@ def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
         planned(*asked, "cluster.device=b200")
     message = f"--set {asked[1]}: quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
-    assert planned(*asked, "cluster.device=h100").profile.mismatch_budget == 0.02
+    assert planned(*asked, "cluster.device=h100").quantization.mismatch_budget == 0.02
 
 
 def test_in_fp16_auto_may_not_mean_a_scheme_that_engines_have_in_bf16_alone():
@@ -422,7 +448,7 @@ def test_no_correction_says_so_to_verl():
 
 def test_the_usual_limits_of_a_correction_are_choices_with_a_reason():
     plan = planned("correction.method=icepop", "correction.cap=null", "algorithm.clip_high=0.28")
-    assert plan.correction == CorrectionPlan(method=CorrectionMethod("icepop"), bounds=(0.5, 5.0), clip_high=0.28)
+    assert (plan.correction.method, plan.correction.bounds, plan.algorithm.clip_high) == ("icepop", (0.5, 5.0), 0.28)
     assert choice(plan, "correction.bounds") == ("[0.5, 5]", "the bounds of IcePop")
     assert "correction.cap" not in {each.key for each in plan.choices}
     plan = planned("correction.method=k3-reject", "correction.cap=null")
@@ -455,7 +481,7 @@ def test_a_model_is_a_folder_or_a_hub_name(source, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     plan = planned("model.builtin=null", f"model.path={source}")
-    assert plan.model.path == path.format(cwd=tmp_path)
+    assert plan.weights.name_or_path == path.format(cwd=tmp_path)
     assert ("HF_HUB_OFFLINE" in dict(plan.env)) == path.startswith(("/", "{"))
 
 
@@ -469,12 +495,129 @@ def test_the_text_of_a_plan_ends_with_a_command_a_shell_reads():
 
 def test_a_plan_has_nothing_open_that_a_recipe_may_leave_open() -> None:
     plan = planned()
-    for changes in ({"guard": Guard()}, {"guard": plan.guard.replace(scheme_change="auto")}, {"lora": Lora()}):
-        with pytest.raises(ValidationError, match=r"Assertion failed, (guard|lora)"):
+    for key, changes in (
+        ("Guard.actions", {"guard": Guard()}),
+        ("Guard.scheme_change", {"guard": plan.guard.replace(scheme_change="auto")}),
+        ("Model.lora.alpha", {"model": Model(path="a", lora=Lora())}),
+        ("Cluster.device", {"cluster": plan.cluster.replace(device="auto")}),
+        ("Rollout.scheme", {"rollout": plan.rollout.replace(scheme="auto")}),
+        ("Rollout.replicas", {"rollout": plan.rollout.replace(replicas=("bf16", "auto"))}),
+        ("Rollout.top_log_probs", {"rollout": plan.rollout.replace(top_log_probs=None)}),
+    ):
+        with pytest.raises(ValidationError, match=f"a plan leaves nothing open: {key}"):
             plan.replace(**changes)
 
 
-def test_a_plan_of_an_earlier_version_is_read_with_its_keys_where_they_are_today(tmp_path: Path) -> None:
+EARLIER = {
+    "one-node": (
+        "arithmetic-tiny-int8",
+        "model.lora={rank: 8}",
+        "rollout.scheme=auto",
+        "rollout.replicas=[bf16, int8]",
+        "cluster.gpus_per_node=2",
+        "correction.method=calibrated-clipping",
+        "correction.cap=null",
+        "algorithm.kl=0.01",
+        "batch.max_tokens_per_gpu=8192",
+        "logging.backends=[wandb]",
+        "guard.scheme_change=restart",
+        "trainer.validate_every=0",
+    ),
+    "several-nodes": (
+        "dapo-32b-int8",
+        "cluster.nodes=4",
+        "cluster.address=10.0.0.7:6379",
+        "cluster.token_file=/secret/token",
+        "correction.uaq_scale=1.5",
+        "model.revision=main",
+        "algorithm.overlong_tokens=64",
+        "quantization.profile=/profiles/x",
+        "rollout.lm_head_fp32=true",
+    ),
+    "own-task": (
+        "gsm8k-0.5b-int8",
+        "task.kind=own",
+        "task.train_file=/data/t.jsonl",
+        "task.rewards=[{name: math}, {name: '/data/rewards.py:score', weight: 2.0}, "
+        "{name: length, target: 100, weight: 0.5}]",
+        "task.truth=answer",
+        "task.system=Be brief.",
+        "task.tools=/data/tools.py",
+        "task.val_sets={a: {size: 64}, b: {file: /data/b.jsonl, samples: 4}}",
+        "task.val_size=512",
+    ),
+}
+"""Recipe and settings of the plans in `earlier/`, which the version of 29 November wrote."""
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_plan_of_an_earlier_version_says_what_the_same_recipe_says_today(name: str) -> None:
+    recipe, *sets = EARLIER[name]
+    today = build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/earlier-1"), host=HOST)
+    assert read_plan(EARLIER_PLANS / f"{name}.json") == today.replace(argv=(), env=())
+
+
+def test_what_a_recipe_says_of_engines_is_read_from_an_earlier_plan(tmp_path: Path) -> None:
+    """Two keys were elsewhere, and the first plans knew nothing of top log-probs."""
+    earlier = json.loads((EARLIER_PLANS / "one-node.json").read_text())
+    earlier["engine"]["chunked_prefill"] = False
+    earlier["env"] = [["VLLM_CPU_KVCACHE_SPACE", "7"]]
+    del earlier["rollout"]["top_log_probs"]
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))
+    rollout = read_plan(tmp_path / "plan.json").rollout
+    assert (rollout.chunked_prefill, rollout.kv_cache_gb, rollout.top_log_probs) == (False, 7, 0)
+
+
+@pytest.mark.parametrize("missing", ["guard", "algorithm", "correction", "algorithm.generation_batches", "trainer"])
+def test_what_an_earlier_plan_lacks_keeps_nothing_else_from_its_place(missing: str) -> None:
+    """A plan is read in part, too: by a resume, of a version that knew less."""
+    plan = json.loads((EARLIER_PLANS / "one-node.json").read_text())
+    device, prompts, sequences = plan["device"], plan["prompts_per_step"], plan["trainer"]["micro_batch_sequences"]
+    section, _, key = missing.partition(".")
+    if key:
+        del plan[section][key]
+    else:
+        del plan[section]
+    today = json.loads(with_keys_of_today(json.dumps(plan).encode()))
+    assert (today["cluster"]["device"], today["batch"]["prompts_per_step"]) == (device, prompts)
+    assert missing == "trainer" or today["batch"]["micro_batch_sequences"] == sequences
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "identity"),
+    [
+        (
+            {"path": "/c/models/gguf-1", "source": "x.gguf", "gguf": "/x.gguf", "provenance": "Llama, licence mit"},
+            {"gguf": "/x.gguf", "is_cached": True, "provenance": "Llama, licence mit"},
+            "gguf-1",
+        ),
+        (
+            {"path": "/hub/snapshots/ab", "source": "owner/name", "revision": "v1", "commit": "ab"},
+            {"hub_name": "owner/name", "commit": "ab"},
+            "owner/name@ab",
+        ),
+        (
+            {"path": "owner/name", "source": "owner/name", "commit": "ab"},
+            {"hub_name": "owner/name", "commit": "ab"},
+            "owner/name",
+        ),
+        ({"path": "/models/a", "source": "a"}, {}, "/models/a"),
+    ],
+)
+def test_the_model_of_an_earlier_plan_is_where_it_was(
+    tmp_path: Path, model: dict[str, str], weights: dict[str, object], identity: str
+) -> None:
+    empty = {"builtin": "", "revision": "", "trust_remote_code": False, "commit": "", "gguf": "", "provenance": ""}
+    earlier = json.loads(planned().to_json()) | {"model": empty | model, "lora": None}
+    del earlier["weights"]
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.model == Model(path=model["source"], revision=model.get("revision"))
+    assert plan.weights == WeightsPlan(name_or_path=model["path"], **weights)
+    assert plan.weights.identity == identity
+
+
+def test_keys_that_plans_had_before_are_read_where_they_are_today(tmp_path: Path) -> None:
     plan = planned("optimizer.norm_fed_lr_scale=1.5", "logging.backends=[wandb]", "guard.scheme_change=restart")
     earlier = json.loads(plan.to_json())
     earlier["norm_fed_lr_scale"] = earlier["optimizer"].pop("norm_fed_lr_scale")
@@ -488,7 +631,7 @@ def test_a_plan_of_another_version_is_refused_in_one_sentence(tmp_path: Path) ->
     raw, file = json.loads(planned().to_json()), tmp_path / "plan.json"
     for change, why in (
         ({"schema_version": 2}, "plan has schema_version 2, this program reads 1"),
-        ({"steps": "3"}, "not a plan that this version reads: steps: Input should be a valid integer"),
+        ({"seed": "3"}, "not a plan that this version reads: seed: Input should be a valid integer"),
         ({"new": 1}, "not a plan that this version reads: new: Extra inputs are not permitted"),
     ):
         file.write_text(json.dumps({**raw, **change}))
@@ -500,15 +643,35 @@ def test_a_plan_of_another_version_is_refused_in_one_sentence(tmp_path: Path) ->
         read_plan(file)
 
 
+def test_a_plan_of_earlier_flags_has_the_forward_and_the_backward_that_they_meant(tmp_path: Path) -> None:
+    for sets, flags in (
+        ((), {"one_flow": False}),
+        (("trainer.forward=linears",), {"one_flow": False, "linears": True}),
+        (
+            ("trainer.forward=rollout", "trainer.backward=fp8-block", "rollout.scheme=fp8-block"),
+            {"one_flow": True, "linears": False, "fp8_backward": True},
+        ),
+    ):
+        plan = planned("trainer.old_log_probs=recompute", "trainer.validate_every=5", *sets)
+        earlier = json.loads(plan.to_json())
+        moved = {key: earlier["trainer"].pop(key) for key in ("steps", "validate_every", "validate_bf16_every")}
+        for key in ("forward", "backward", "old_log_probs", "max_restarts", "epochs"):
+            del earlier["trainer"][key]
+        earlier["trainer"] |= flags | earlier.pop("trainer_memory") | {"attention": "appliance_packed"}
+        earlier["trainer"]["gpu_memory_utilization"] = earlier["rollout"].pop("gpu_memory_utilization")
+        (tmp_path / "plan.json").write_text(json.dumps(earlier | moved))
+        assert read_plan(tmp_path / "plan.json") == plan
+
+
 def test_a_change_of_a_plan_is_checked() -> None:
     plan = planned()
-    assert plan.replace(steps=plan.steps + 1).steps == plan.steps + 1
+    assert plan.replace(seed=plan.seed + 1).seed == plan.seed + 1
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         plan.replace(step=1)
     with pytest.raises(ValueError, match="valid integer"):
-        plan.replace(steps="1")
+        plan.replace(seed="1")
     with pytest.raises(ValueError, match="frozen"):
-        plan.steps = 1
+        plan.seed = 1
 
 
 def test_what_verl_is_told_follows_from_the_plan_alone() -> None:

@@ -12,8 +12,7 @@ from appliance.corrections.weights import TisGeometric
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
-from appliance.record.correction import ShadowPlan
-from appliance.record.plan import RunPlan, UaqPlan
+from appliance.record.plan import RunPlan, ShadowPlan, UaqPlan
 
 
 def planned(*sets: str) -> RunPlan:
@@ -26,8 +25,8 @@ def why(plan: RunPlan, key: str) -> tuple[str, str]:
 
 def test_the_shadow_pass_of_calibrated_clipping() -> None:
     plan = planned("correction.method=calibrated-clipping", "algorithm.clip_high=0.28", "correction.cap=null")
-    assert plan.correction.shadow == ShadowPlan(every=20, sequences=64, micro_batch_sequences=64)
-    assert (plan.correction.resolved.clip, plan.correction.cap) == (ClipRange(0.2, 0.28), 2.0)
+    assert plan.shadow == ShadowPlan(sequences=64, forward_sequences=64)
+    assert (plan.loss_correction.clip, plan.correction.cap) == (ClipRange(0.2, 0.28), 2.0)
     reason = "after step 1 and every 20 steps, 0.25 of a step's 256, equal on each rank"
     assert why(plan, "correction.shadow") == ("64 sequences", reason)
     assert RunPlan.model_validate_json(plan.to_json()) == plan
@@ -39,18 +38,18 @@ def test_the_shadow_pass_of_calibrated_clipping() -> None:
 )
 def test_a_forward_of_the_shadow_pass_divides_it(fraction: float, micro: int, wanted: tuple[int, int]) -> None:
     sets = (f"correction.shadow_fraction={fraction}", f"batch.micro_batch_sequences={micro}")
-    shadow = planned("correction.method=calibrated-clipping", *sets).correction.shadow
-    assert (shadow.sequences, shadow.micro_batch_sequences) == wanted
+    shadow = planned("correction.method=calibrated-clipping", *sets).shadow
+    assert (shadow.sequences, shadow.forward_sequences) == wanted
 
 
 def test_tbpo_has_the_bounds_of_its_source_where_none_are_given() -> None:
     plan = planned("algorithm.loss=tbpo", "correction.method=tis-geometric", "algorithm.clip_high=0.001")
-    assert plan.correction.resolved == TisGeometric(cap=2.0, clip=ClipRange(3e-4, 1e-3), loss=Loss.TBPO)
-    assert (plan.algorithm.dual_clip, plan.correction.text) == (1.0007, "tbpo, tis-geometric with cap 2")
-    told = {each.key: (each.value, each.why) for each in plan.choices if each.key.startswith("algorithm.")}
+    assert plan.loss_correction == TisGeometric(cap=2.0, clip=ClipRange(3e-4, 1e-3), loss=Loss.TBPO)
+    assert (plan.algorithm.dual_clip, plan.correction_text) == (1.0007, "tbpo, tis-geometric with cap 2")
+    chosen = {each.key: (each.value, each.why) for each in plan.choices if each.key.startswith("algorithm.")}
     source = "the bounds of TBPO, of a response's mean ratio"
-    assert told.pop("algorithm.aggregate") == ("sequence-mean", "of `tbpo`")
-    assert told == {"algorithm.clip_low": ("0.0003", source), "algorithm.dual_clip": ("1.0007", source)}
+    assert chosen.pop("algorithm.aggregate") == ("sequence-mean", "of `tbpo`")
+    assert chosen == {"algorithm.clip_low": ("0.0003", source), "algorithm.dual_clip": ("1.0007", source)}
     actor = "actor_rollout_ref.actor"
     bounds = ("clip_ratio_low=0.0003", "clip_ratio_high=0.001", "clip_ratio_c=1.0007")
     assert {f"{actor}.policy_loss.loss_mode=tbpo", *(f"{actor}.{each}" for each in bounds)} < set(plan.argv)
@@ -59,14 +58,14 @@ def test_tbpo_has_the_bounds_of_its_source_where_none_are_given() -> None:
 
 
 def test_no_other_method_has_one() -> None:
-    assert planned().correction.shadow is None
+    assert planned().shadow is None
 
 
 def test_trainer_and_engine_read_the_scaled_model() -> None:
     plan = planned("correction.uaq_scale=1.5")
     assert plan.uaq == UaqPlan(scale=1.5, folder="/runs/a-1/scaled") and plan.trained_model == "/runs/a-1/scaled"
     assert "actor_rollout_ref.model.path=/runs/a-1/scaled" in plan.argv
-    assert plan.model.path == planned().model.path == planned().trained_model
+    assert plan.weights.name_or_path == planned().weights.name_or_path == planned().trained_model
     reason = "what a norm feeds is divided by 1.5 once before training, and model/ is folded back"
     assert why(plan, "correction.uaq_scale") == ("1.5", reason)
 

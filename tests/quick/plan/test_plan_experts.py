@@ -57,13 +57,23 @@ def planned(folder: Path, *sets: str, device: str) -> RunPlan:
     return build_plan(load_recipe("arithmetic-tiny-int8", sets=given), run_dir=run_dir, host=HOST)
 
 
+def test_activations_are_recomputed_and_the_plan_says_why(moe: Path) -> None:
+    """No estimate covers experts, so nothing says that there is room."""
+    choices = {choice.key: choice for choice in planned(moe, device="cpu").choices}
+    recomputes = choices["trainer.gradient_checkpointing"]
+    assert (recomputes.value, recomputes.why) == (
+        "true",
+        "activations are recomputed, a third more time: the memory of a forward through experts is not estimated",
+    )
+
+
 def refused(plan: RunPlan, *, shape: ModelShape | None) -> list[tuple[str, str]]:
     """Errors about scheme and experts."""
-    gpus = () if plan.is_cpu else (HostGpu(PRODUCTS[plan.device], 80 << 30),)
-    found = judge(
+    gpus = () if plan.is_cpu else (HostGpu(PRODUCTS[plan.cluster.device], 80 << 30),)
+    findings = judge(
         plan, host=dataclasses.replace(HOST, gpus=gpus), inputs=dataclasses.replace(INPUTS, model_shape=shape)
     )
-    about = [each for each in found if each.severity is Severity.ERROR and each.code in ("scheme", "experts")]
+    about = [each for each in findings if each.severity is Severity.ERROR and each.code in ("scheme", "experts")]
     return [(each.text, each.remedy) for each in about]
 
 
@@ -86,18 +96,18 @@ def test_experts_are_refused_in_fp16(moe: Path) -> None:
 def test_experts_are_refused_with_the_rollouts_forward(moe: Path, forward: str) -> None:
     """Also where engines keep them in BF16, and of a model of the hub, of which preflight alone knows them."""
     asked, refusal = f"trainer.forward={forward}", f"trainer.forward: `{forward}` does not know experts"
-    for kept in ((), (KEPT,)):
+    for kept_setting in ((), (KEPT,)):
         with pytest.raises(RecipeError) as raised:
-            planned(moe, asked, *kept, device="cpu")
+            planned(moe, asked, *kept_setting, device="cpu")
         assert raised.value.problems == [(f"--set {asked}: {refusal}", "use `bf16`")]
-        named = planned(Path("owner/moe"), asked, *kept, f"cluster.run_dir={moe.parent}", device="cpu")
+        named = planned(Path("owner/moe"), asked, *kept_setting, f"cluster.run_dir={moe.parent}", device="cpu")
         assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {refusal}", "use `bf16`")]
 
 
 @pytest.mark.parametrize("device", ["a100", "h100"])
 def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_why(moe: Path, device: str) -> None:
     plan = planned(moe, "rollout.scheme=int8", device=device)
-    assert plan.rollout.eager
+    assert plan.engine.eager
     assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
     assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
     assert plan.guard.scheme_change is SchemeChange.RESTART
@@ -136,15 +146,15 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
         more = (f"cluster.run_dir={moe.parent}",)
         kept = planned(given, *sets, KEPT, *more, device="cpu")
         assert list(guard(kept, inputs.model_shape)) == []
-        (found,) = guard(planned(given, *sets, *more, device="cpu"), inputs.model_shape)
-        assert found.code == "guard-scheme"
+        (finding,) = guard(planned(given, *sets, *more, device="cpu"), inputs.model_shape)
+        assert finding.code == "guard-scheme"
         one = "quantization.ignore=[model.layers.0.mlp.experts]"  # of two layers
-        (found,) = guard(planned(given, *sets, one, *more, device="cpu"), inputs.model_shape)
-        assert found.code == "guard-scheme"
+        (finding,) = guard(planned(given, *sets, one, *more, device="cpu"), inputs.model_shape)
+        assert finding.code == "guard-scheme"
     auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
     assert auto.guard.scheme_change is SchemeChange.LIVE
     assert choices(auto)["rollout.scheme_changes"][1].startswith("engines run eagerly")
-    assert auto.validate_bf16_every == auto.steps
+    assert auto.trainer.validate_bf16_every == auto.trainer.steps
     assert planned(moe, *scheme.split(", "), device="cpu").guard.scheme_change is SchemeChange.RESTART
 
 
@@ -153,7 +163,7 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
 )
 def test_experts_that_stay_in_bf16_keep_their_graphs(moe: Path, sets: tuple[str, ...]) -> None:
     plan = planned(moe, *sets, device="h100")
-    assert not plan.rollout.eager
+    assert not plan.engine.eager
     assert "actor_rollout_ref.rollout.enforce_eager=false" in plan.argv
     assert "rollout.enforce_eager" not in choices(plan)
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
@@ -169,7 +179,7 @@ def test_fp8_experts_on_a_gpu_are_refused_before_the_start(moe: Path, device: st
 
 def test_emulated_experts_are_served_on_a_gpu_too(moe: Path) -> None:
     plan = planned(moe, "rollout.scheme=fp8", "quantization.emulate=true", device="h100")
-    assert plan.rollout.eager
+    assert plan.engine.eager
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
 
 
@@ -194,10 +204,11 @@ def test_auto_takes_what_serves_the_experts(moe: Path, device: str, why: str) ->
 
 def test_auto_goes_by_what_was_measured_of_the_experts(moe: Path) -> None:
     plan = planned(moe, "rollout.scheme=auto", device="h100")
-    key = result_key(device="h100", host=HOST, model=plan.model, pins=plan.pins, tensor_parallel=1)
-    assert model_shapes(plan.model).endswith("-e8")
+    model = {"model": plan.model, "weights": plan.weights}
+    key = result_key(device="h100", host=HOST, **model, pins=plan.pins, tensor_parallel=1)
+    assert model_shapes(**model).endswith("-e8")
     kept = (SchemeResult(Scheme.FP8, 200.0, 2.0, 2.0, 2.0), SchemeResult(Scheme.INT8, 120.0, 1.2, 1.2, 1.2))
-    write_result(key, cache_dir=Path(plan.cache_dir), kept=kept, what="bench", pairs=3, kv_memory_bytes=None)
+    write_result(key, cache_dir=Path(plan.cache_dir), results=kept, what="bench", pairs=3, kv_memory_bytes=None)
     assert planned(moe, "rollout.scheme=auto", device="h100").rollout.scheme is Scheme.INT8  # FP8 cannot have run
 
 

@@ -38,10 +38,10 @@ def test_the_page_has_every_setting_that_differs() -> None:
         differing(overrides(cpu), overrides(gpu)) | differing(dict(cpu.env), dict(gpu.env)) | patches[0] ^ patches[1]
     )
     assert names >= {"enforce_eager", "enable_sleep_mode", "VLLM_ENABLE_V1_MULTIPROCESSING", "cpu-no-amx-tiles"}
-    said = {
+    named = {
         part for quoted in re.findall(r"`([^`]+)`", PAGE.read_text()) for part in {quoted, quoted.rsplit(".", 1)[-1]}
     }
-    assert names - said == set()
+    assert names - named == set()
 
 
 def test_the_page_names_the_families_of_vllms_v2_runner() -> None:
@@ -60,8 +60,8 @@ def test_the_page_names_every_file_of_verl_that_knows_flash_attention() -> None:
         if re.search("flash_attn|flash_attention", file.read_text(), re.IGNORECASE)
     }
     table = PAGE.read_text().partition("## What verl")[2].partition("\n## ")[0]
-    said = {
+    named_files = {
         part if "/" in part else f"models/transformers/{part}" for part in re.findall(r"`([^`]+(?:\.py|/))`", table)
     }
     assert Path("models/transformers/monkey_patch.py") in known
-    assert [file for file in known if not any(file.is_relative_to(each) for each in said)] == []
+    assert [file for file in known if not any(file.is_relative_to(each) for each in named_files)] == []

@@ -142,7 +142,7 @@ def test_a_model_that_turns_out_to_have_experts_is_refused_before_the_start() ->
 def test_validation_in_bf16_is_planned_with_a_reason(given: str, every: str, why: str) -> None:
     plan = planned(f"trainer.validate_bf16_every={given}")
     assert choice(plan, "trainer.validate_bf16_every") == (every, why)
-    assert plan.validate_bf16_every == int(every)
+    assert plan.trainer.validate_bf16_every == int(every)
 
 
 RAISE = "guard.actions=[raise-precision]"

@@ -7,10 +7,20 @@ import json
 from pathlib import Path
 
 import pytest
-from plans import HOST
+from plans import HOST, on
 
 from appliance.plan.build import build_plan
-from appliance.plan.memory import GIB, MIB, Role, cpu_ladder, held, kv_cache_blocks, kv_cache_bytes, peak, shape_on_cpu
+from appliance.plan.memory import (
+    GIB,
+    MIB,
+    Role,
+    cpu_ladder,
+    kv_cache_blocks,
+    kv_cache_bytes,
+    memory_by_role,
+    peak,
+    shape_on_cpu,
+)
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape
@@ -32,14 +42,15 @@ def test_the_trainers_state_is_sixteen_bytes_a_weight_and_the_forward_is_on_top(
     smaller = planned("task.max_response_tokens=56", "batch.micro_batch_sequences=2")
     without = dataclasses.replace(SMALL, layers=12)
     state = 16 * SMALL.weights
-    assert held(plan, SMALL)[Role.TRAINER] > state
-    assert held(plan, SMALL)[Role.TRAINER] - held(plan, without)[Role.TRAINER] >= 16 * (SMALL.weights - without.weights)
+    assert memory_by_role(plan, SMALL)[Role.TRAINER] > state
+    less = memory_by_role(plan, SMALL)[Role.TRAINER] - memory_by_role(plan, without)[Role.TRAINER]
+    assert less >= 16 * (SMALL.weights - without.weights)
     assert (
-        held(plan, SMALL)[Role.TRAINER] == held(smaller, SMALL)[Role.TRAINER]
+        memory_by_role(plan, SMALL)[Role.TRAINER] == memory_by_role(smaller, SMALL)[Role.TRAINER]
     )  # at the save, the whole model counts more
     long = planned("task.max_response_tokens=2040", "batch.micro_batch_sequences=4")
     logits = 4 * 2048 * SMALL.vocab * 12
-    assert held(long, SMALL)[Role.TRAINER] > 760 * MIB + state + logits
+    assert memory_by_role(long, SMALL)[Role.TRAINER] > 760 * MIB + state + logits
 
 
 def test_one_flow_holds_codes_and_packed_weights_on_each_rank_beside_its_forward() -> None:
@@ -51,19 +62,19 @@ def test_one_flow_holds_codes_and_packed_weights_on_each_rank_beside_its_forward
     flow = "trainer.forward=rollout"
     for ranks in (1, 2):
         sets = (f"cluster.gpus_per_node={ranks}", *long)
-        found, usual = held(planned(flow, *sets), SMALL), held(planned(*sets), SMALL)
+        found, usual = memory_by_role(planned(flow, *sets), SMALL), memory_by_role(planned(*sets), SMALL)
         assert found[Role.TRAINER] - usual[Role.TRAINER] == ranks * 2 * SMALL.linear_weights
         assert found[Role.ENGINE] == usual[Role.ENGINE]
-    assert held(planned(flow, *short), SMALL) == held(planned(*short), SMALL)
+    assert memory_by_role(planned(flow, *short), SMALL) == memory_by_role(planned(*short), SMALL)
 
 
 def test_the_engine_holds_its_cache_and_its_weights() -> None:
     one, four = planned(*MANY_TOKENS), planned(*MANY_TOKENS, "rollout.kv_cache_gb=4")
     assert (kv_cache_bytes(one, SMALL), kv_cache_bytes(four, SMALL)) == (GIB, 4 * GIB)
-    assert held(four, SMALL)[Role.ENGINE] - held(one, SMALL)[Role.ENGINE] == 3 * GIB
+    assert memory_by_role(four, SMALL)[Role.ENGINE] - memory_by_role(one, SMALL)[Role.ENGINE] == 3 * GIB
     bf16 = planned(*MANY_TOKENS, "rollout.scheme=bf16")
-    assert held(bf16, SMALL)[Role.ENGINE] - held(one, SMALL)[Role.ENGINE] == SMALL.linear_weights
-    assert held(planned(*MANY_TOKENS, "guard.reserve_bf16=true"), SMALL) == held(bf16, SMALL)
+    assert memory_by_role(bf16, SMALL)[Role.ENGINE] - memory_by_role(one, SMALL)[Role.ENGINE] == SMALL.linear_weights
+    assert memory_by_role(planned(*MANY_TOKENS, "guard.reserve_bf16=true"), SMALL) == memory_by_role(bf16, SMALL)
 
 
 def test_the_cache_is_no_larger_than_all_sequences_need() -> None:
@@ -75,7 +86,7 @@ def test_the_cache_is_no_larger_than_all_sequences_need() -> None:
     shared = plan.replace(rollout=plan.rollout.replace(tensor_parallel=2))
     assert 2 * kv_cache_bytes(shared, SMALL) == kv_cache_bytes(plan, SMALL)
     assert kv_cache_blocks(planned(*MANY_TOKENS), SMALL) is None
-    assert kv_cache_blocks(plan.replace(device="h100-80gb"), SMALL) is None
+    assert kv_cache_blocks(on(plan, "h100-80gb"), SMALL) is None
     assert kv_cache_blocks(plan, dataclasses.replace(SMALL, partial_window=64)) is None
 
 
@@ -88,17 +99,17 @@ def test_the_plan_gives_the_engine_as_many_blocks() -> None:
 
 
 def test_two_ranks_are_two_trainers_and_two_engines_that_share_the_state() -> None:
-    full = [held(planned(*MANY_TOKENS, f"cluster.gpus_per_node={ranks}"), SMALL) for ranks in (1, 2)]
+    full = [memory_by_role(planned(*MANY_TOKENS, f"cluster.gpus_per_node={ranks}"), SMALL) for ranks in (1, 2)]
     assert full[1][Role.ENGINE] == 2 * full[0][Role.ENGINE]
-    one, two = held(planned(), SMALL), held(planned("cluster.gpus_per_node=2"), SMALL)
+    one, two = memory_by_role(planned(), SMALL), memory_by_role(planned("cluster.gpus_per_node=2"), SMALL)
     assert two[Role.TRAINER] - one[Role.TRAINER] < 16 * SMALL.weights
     assert two[Role.DRIVER] == one[Role.DRIVER]
 
 
 def test_two_ranks_of_one_engine_have_a_cache_each_and_share_its_weights() -> None:
     """vLLM gives each worker all of VLLM_CPU_KVCACHE_SPACE."""
-    one = held(planned(*MANY_TOKENS), SMALL)
-    shared = held(planned(*MANY_TOKENS, "cluster.gpus_per_node=2", "rollout.tensor_parallel=2"), SMALL)
+    one = memory_by_role(planned(*MANY_TOKENS), SMALL)
+    shared = memory_by_role(planned(*MANY_TOKENS, "cluster.gpus_per_node=2", "rollout.tensor_parallel=2"), SMALL)
     assert shared[Role.ENGINE] - one[Role.ENGINE] == pytest.approx(180 * MIB + GIB, abs=2)
 
 
@@ -125,7 +136,7 @@ def test_what_cannot_be_counted_is_not_estimated() -> None:
     experts = dataclasses.replace(SMALL, architectures=("Qwen3MoeForCausalLM",))
     assert shape_on_cpu(planned(), None) is None
     assert shape_on_cpu(planned(), experts) is None
-    assert shape_on_cpu(planned().replace(device="a100"), SMALL) is None
+    assert shape_on_cpu(on(planned(), "a100"), SMALL) is None
     assert shape_on_cpu(planned(model=False), None) is not None
 
 
@@ -158,7 +169,7 @@ def test_three_sizes_hold_what_the_estimate_says() -> None:
         moments = [dict(roles) for _, roles in run["peaks"]]
         more = unused(plan, shape, gib=gib)
         assert 0.95 <= (peak(plan, shape) + more) / max(sum(each.values()) for each in moments) <= 1.2
-        estimate = held(plan, shape)
+        estimate = memory_by_role(plan, shape)
         estimate[Role.ENGINE] += more
         for role, estimated in estimate.items():
             assert 0.65 <= estimated / max(each[role] for each in moments) <= 1.65, (run["size"], role)
@@ -171,4 +182,4 @@ def test_an_engine_of_a_real_model_holds_what_the_estimate_says() -> None:
     plan = build_plan(load_recipe("smollm2-int8"), run_dir=Path("/runs/a-1"), host=HOST)
     shape = shape_on_cpu(plan, None)
     assert shape is not None
-    assert held(plan, shape)[Role.ENGINE] + unused(plan, shape) == pytest.approx(2.19e9, rel=0.05)
+    assert memory_by_role(plan, shape)[Role.ENGINE] + unused(plan, shape) == pytest.approx(2.19e9, rel=0.05)

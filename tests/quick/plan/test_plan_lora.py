@@ -10,7 +10,7 @@ from plans import HOST
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
-from appliance.plan.memory import gpu_ladder, held, host_bytes, moments, trained_weights
+from appliance.plan.memory import gpu_ladder, host_bytes, memory_by_role, moments, trained_weights
 from appliance.plan.verl_args import overrides
 from appliance.preflight.disk import needed_bytes
 from appliance.recipe.load import load_recipe
@@ -29,9 +29,9 @@ def planned(recipe: str, *sets: str) -> RunPlan:
 
 def test_verl_merges_and_saves_the_adapter_alone() -> None:
     plan = planned("arithmetic-tiny-lora-int8", "model.lora.targets=[q_proj, down_proj]", "model.lora.alpha=64")
-    told, usual = dict(overrides(plan)), dict(overrides(planned("arithmetic-tiny-int8")))
+    with_lora, usual = dict(overrides(plan)), dict(overrides(planned("arithmetic-tiny-int8")))
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
-    assert {key: value for key, value in told.items() if key not in usual} == {
+    assert {key: value for key, value in with_lora.items() if key not in usual} == {
         f"{model}.lora_rank": 32,
         f"{model}.lora_alpha": 64,
         f"{model}.target_modules": ["q_proj", "down_proj"],
@@ -39,7 +39,7 @@ def test_verl_merges_and_saves_the_adapter_alone() -> None:
         f"{actor}.fsdp_config.model_dtype": "bf16",
         f"+{actor}.checkpoint.save_lora_only": True,
     }
-    assert told[f"{actor}.checkpoint.save_contents"] == ["model", "optimizer", "extra"]
+    assert with_lora[f"{actor}.checkpoint.save_contents"] == ["model", "optimizer", "extra"]
     assert dict(plan.env)[VENDOR_VARIABLE] == ENGINE_VENDOR
 
 
@@ -50,7 +50,7 @@ def test_pefts_word_for_all_linear_layers_is_a_target(targets: str) -> None:
 
 
 def test_without_it_nothing_says_lora() -> None:
-    assert planned("arithmetic-tiny-int8").lora is None
+    assert planned("arithmetic-tiny-int8").model.lora is None
     assert not any("lora" in key for key, _ in overrides(planned("arithmetic-tiny-int8")))
 
 
@@ -117,7 +117,7 @@ def test_its_reference_needs_no_memory() -> None:
     """In the host's of a GPU, and in all that a CPU holds: it is the model without the adapter."""
     asked, tiny = "algorithm.kl=0.1", TINY_MODELS["tiny-arithmetic"].shape
     of_host = [host_bytes(planned("gsm8k-7b-lora-int8", *sets), SHAPE_7B) for sets in ((), (asked,))]
-    on_cpu = [held(planned("arithmetic-tiny-lora-int8", *sets), tiny) for sets in ((), (asked,))]
+    on_cpu = [memory_by_role(planned("arithmetic-tiny-lora-int8", *sets), tiny) for sets in ((), (asked,))]
     assert of_host[0] == of_host[1] and on_cpu[0] == on_cpu[1]
     full = planned("gsm8k-7b-lora-int8", asked, "model.lora=null")
     assert host_bytes(full, SHAPE_7B) == 4 * SHAPE_7B.weights

@@ -12,7 +12,7 @@ from gguf_files import METADATA, write_tiny
 from plans import DISK, HOST, INPUTS
 
 from appliance.errors import RecipeError
-from appliance.finding import Severity
+from appliance.finding import Finding, Severity
 from appliance.gguf.source import gguf_facts
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
@@ -23,8 +23,9 @@ from appliance.preflight.disk import Disks, bytes_to_cache, needed_bytes
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
-from appliance.tasks.library import PACKAGED_MODELS
+from appliance.tasks.library import BUILT_IN_MODELS, PACKAGED_MODELS
 from appliance.tasks.packaged_model import PackageFacts
+from appliance.terms.shapes import ModelShape
 
 SMOLLM2 = PACKAGED_MODELS["smollm2-135m"]
 CONFIG = {  # of its folder
@@ -53,16 +54,62 @@ def with_memory(gib: float) -> HostFacts:
     return dataclasses.replace(HOST, memory_bytes=int(gib * GIB))
 
 
-@pytest.mark.parametrize("gib", [4, 8, 16, 24, 64])
+def config_of(shape: ModelShape) -> dict[str, object]:
+    """The config.json of a model of these sizes."""
+    return CONFIG | {
+        "architectures": list(shape.architectures),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "max_position_embeddings": shape.max_positions,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+@pytest.mark.parametrize("gib", [4, 8, 24, 64])
 @pytest.mark.parametrize("tokens", [16, 480])
-def test_a_built_in_model_and_its_folder_have_the_same_settings(tmp_path: Path, gib: int, tokens: int) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+@pytest.mark.parametrize("name", BUILT_IN_MODELS)
+def test_a_built_in_model_and_its_folder_have_the_same_settings(
+    tmp_path: Path, name: str, gib: int, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(BUILT_IN_MODELS[name].shape)))
     sets = (f"task.max_response_tokens={tokens}",)
     host = with_memory(gib)
-    built_in = planned("model.builtin=smollm2-135m", *sets, host=host)
+    built_in = planned(f"model.builtin={name}", *sets, host=host)
     folder = planned("model.builtin=null", f"model.path={tmp_path}", *sets, host=host)
-    same = ("trainer", "engine", "rollout", "correction", "guard", "env", "steps")
-    assert {name: getattr(built_in, name) for name in same} == {name: getattr(folder, name) for name in same}
+    same = ("trainer", "trainer_memory", "engine", "rollout", "correction", "guard", "env")
+    assert {part: getattr(built_in, part) for part in same} == {part: getattr(folder, part) for part in same}
+    by_name = {"model.builtin"}  # where the weights come from
+    assert set(built_in.choices) - set(folder.choices) == {one for one in built_in.choices if one.key in by_name}
+    assert gaps(built_in) == gaps(folder)
+
+
+def gaps(plan: RunPlan) -> list[Finding]:
+    """What preflight finds about shared memory and speed on a host with 8 MiB of the first."""
+    host = dataclasses.replace(HOST, shm_free_bytes=8 << 20)
+    shape = model_shape(plan.model, weights=plan.weights)
+    found = judge(plan, host=host, inputs=dataclasses.replace(INPUTS, model_shape=shape))
+    return [finding for finding in found if finding.code in ("shared-memory", "gain")]
+
+
+def test_defaults_change_where_a_model_ceases_to_be_tiny(tmp_path: Path) -> None:
+    """Threads, proof and bucket, one layer below 4.2 million weights and one above, and where sizes are not known."""
+    chosen = {}
+    for layers in (5, 6):
+        shape = dataclasses.replace(BUILT_IN_MODELS["tiny-arithmetic"].shape, layers=layers)
+        (tmp_path / "config.json").write_text(json.dumps(config_of(shape)))
+        chosen[shape.weights] = defaults_by_size(of_file(tmp_path, run_dir=tmp_path / "runs/a-1"))
+    assert chosen == {3_756_032: ("1", 1, 64), 4_493_312: (str(HOST.cores), 16, 512)}
+    (tmp_path / "config.json").unlink()
+    assert defaults_by_size(of_file(tmp_path, run_dir=tmp_path / "runs/a-1")) == (str(HOST.cores), 16, 512)
+
+
+def defaults_by_size(plan: RunPlan) -> tuple[str, int, int]:
+    return dict(plan.env)["OMP_NUM_THREADS"], plan.quantization.prove_every, plan.engine.bucket_mib
 
 
 def test_memory_decides_about_the_trainers_forward() -> None:
@@ -72,9 +119,9 @@ def test_memory_decides_about_the_trainers_forward() -> None:
     paces = {}
     for gib in (6, 12, 24, 64):
         plan = planned(*sets, host=with_memory(gib))
-        paces[gib] = (plan.trainer.gradient_checkpointing, plan.trainer.micro_batch_sequences)
+        paces[gib] = pace(plan)
         shape = shape_on_cpu(plan, None)
-        if not plan.trainer.gradient_checkpointing:
+        if not plan.trainer_memory.gradient_checkpointing:
             assert peak(plan, shape) < gib * GIB and forward_bytes(plan, shape) < gib * GIB / 2
     assert paces == {6: (True, 32), 12: (False, 16), 24: (False, 64), 64: (False, 128)}
 
@@ -90,60 +137,61 @@ def test_copies_of_weights_are_kept_on_one_rank_of_a_cpu_where_activations_are(
     small = ("model.builtin=smollm2-135m", *sets)
     plan = planned(*small, host=with_memory(24))
     shape = shape_on_cpu(plan, None)
-    assert plan.trainer.keeps_copies and not plan.trainer.gradient_checkpointing
-    without = plan.replace(trainer=plan.trainer.replace(keeps_copies=False))
+    assert plan.trainer_memory.keeps_copies and not plan.trainer_memory.gradient_checkpointing
+    without = plan.replace(trainer_memory=plan.trainer_memory.replace(keeps_copies=False))
     copies = bytes_per_weight[0] * shape.weights + bytes_per_weight[1] * shape.linear_weights
     assert forward_bytes(plan, shape) - forward_bytes(without, shape) == copies
-    careful = planned(*small, host=with_memory(5)).trainer
+    careful = planned(*small, host=with_memory(5)).trainer_memory
     assert (careful.gradient_checkpointing, careful.keeps_copies) == (True, False)
-    two_ranks = planned(*small, "cluster.gpus_per_node=2", host=with_memory(64)).trainer
+    two_ranks = planned(*small, "cluster.gpus_per_node=2", host=with_memory(64)).trainer_memory
     assert (two_ranks.gradient_checkpointing, two_ranks.keeps_copies) == (False, False)
+
+
+def pace(plan: RunPlan) -> tuple[bool, int]:
+    """(whether activations are recomputed, sequences of a forward)."""
+    return plan.trainer_memory.gradient_checkpointing, plan.batch.micro_batch_sequences
 
 
 def test_the_demo_computes_nothing_twice_on_a_small_laptop() -> None:
     for gib in (6, 8, 24):
-        trainer = planned(host=with_memory(gib)).trainer
-        assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (False, 256), gib
+        assert pace(planned(host=with_memory(gib))) == (False, 256), gib
 
 
 def test_a_gpus_own_memory_decides_there() -> None:
     device = ("cluster.device=h200", "model.builtin=smollm2-135m")
     host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H200", 140 * GIB),), memory_bytes=4 * GIB)
-    trainer = planned(*device, host=host).trainer
-    assert (trainer.gradient_checkpointing, trainer.keeps_copies) == (False, False)
+    memory = planned(*device, host=host).trainer_memory
+    assert (memory.gradient_checkpointing, memory.keeps_copies) == (False, False)
     large = ("cluster.device=h200", "model.builtin=null", "model.path=Qwen/Qwen2.5-7B-Instruct")
-    trainer = planned(*large, host=host).trainer
-    assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (True, 256)
+    assert pace(planned(*large, host=host)) == (True, 256)
 
 
 def test_what_is_not_known_is_forwarded_carefully() -> None:
-    trainer = planned("model.builtin=null", "model.path=some/model").trainer
-    assert (trainer.gradient_checkpointing, trainer.micro_batch_sequences) == (True, 256)
-    long = planned("model.builtin=null", "model.path=some/model", "task.max_response_tokens=504").trainer
-    assert (long.gradient_checkpointing, long.micro_batch_sequences) == (True, 8)
+    assert pace(planned("model.builtin=null", "model.path=some/model")) == (True, 256)
+    assert pace(planned("model.builtin=null", "model.path=some/model", "task.max_response_tokens=504")) == (True, 8)
 
 
 def test_the_plan_says_where_a_fetched_model_is_from() -> None:
     plan = planned("model.builtin=smollm2-135m")
-    assert plan.model.path.startswith("/runs/.cache/models/smollm2-135m-")
-    assert "Apache-2.0, dequantised from Q4_1" in plan.model.provenance
-    assert ("model.builtin", "smollm2-135m", plan.model.provenance) in [
+    assert plan.weights.name_or_path.startswith("/runs/.cache/models/smollm2-135m-")
+    assert "Apache-2.0, dequantised from Q4_1" in plan.weights.provenance
+    assert ("model.builtin", "smollm2-135m", plan.weights.provenance) in [
         (choice.key, choice.value, choice.why) for choice in plan.choices
     ]
-    assert model_shape(plan.model) is SMOLLM2.shape
+    assert model_shape(plan.model, weights=plan.weights) is SMOLLM2.shape
 
 
 def test_a_gguf_file_is_kept_by_its_content(tmp_path: Path) -> None:
     first, second = tmp_path / "a.gguf", tmp_path / "b.GGUF"
     write_tiny(first), write_tiny(second)
     plans = [of_file(path, run_dir=tmp_path / "runs" / "a-1") for path in (first, second)]
-    assert plans[0].model.path == plans[1].model.path
-    assert plans[0].model.path.startswith(str(tmp_path / "runs" / ".cache" / "models" / "gguf-"))
-    assert (plans[0].model.gguf, plans[0].model.hub_name) == (str(first), "")
-    assert plans[0].model.identity == Path(plans[0].model.path).name
+    assert plans[0].weights.name_or_path == plans[1].weights.name_or_path
+    assert plans[0].weights.name_or_path.startswith(str(tmp_path / "runs" / ".cache" / "models" / "gguf-"))
+    assert (plans[0].weights.gguf, plans[0].weights.hub_name) == (str(first), "")
+    assert plans[0].weights.identity == Path(plans[0].weights.name_or_path).name
     write_tiny(second, metadata=METADATA | {"general.name": "Other"})
-    assert of_file(second, run_dir=tmp_path / "runs" / "a-1").model.path != plans[0].model.path
-    assert plans[0].model.provenance == gguf_facts(first).provenance
+    assert of_file(second, run_dir=tmp_path / "runs" / "a-1").weights.name_or_path != plans[0].weights.name_or_path
+    assert plans[0].weights.provenance == gguf_facts(first).provenance
 
 
 def test_a_relative_gguf_file_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +200,7 @@ def test_a_relative_gguf_file_is_no_name_on_the_hub(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     for path in ("models/x.gguf", "missing.gguf"):
         plan = of_file(Path(path), run_dir=tmp_path / "runs" / "a-1")
-        assert (plan.model.gguf, plan.model.hub_name) == (str(tmp_path / path), "")
+        assert (plan.weights.gguf, plan.weights.hub_name) == (str(tmp_path / path), "")
     with pytest.raises(RecipeError, match=r"x\.gguf is not a model on the hub"):
         of_file(Path("models/x.gguf"), "model.revision=main", run_dir=tmp_path / "runs" / "a-1")
 
@@ -167,18 +215,18 @@ def test_preflight_names_what_a_gguf_file_lacks(tmp_path: Path) -> None:
     path, run_dir = tmp_path / "x.gguf", tmp_path / "runs" / "a-1"
     about = {"model-gguf", "chat-template", "context", "model-missing", "model-incomplete"}
 
-    def said() -> list[tuple[str, str, str]]:
+    def gguf_findings() -> list[tuple[str, str, str]]:
         return [found for found in findings(of_file(path, run_dir=run_dir)) if found[0] in about]
 
-    assert said() == [("model-gguf", "model.path", f"{path}: it cannot be read: No such file or directory")]
+    assert gguf_findings() == [("model-gguf", "model.path", f"{path}: it cannot be read: No such file or directory")]
     write_tiny(path)
-    assert said() == []
+    assert gguf_findings() == []
     write_tiny(path, metadata=METADATA | {"llama.context_length": 8})
-    assert [code for code, _, _ in said()] == ["context"]
+    assert [code for code, _, _ in gguf_findings()] == ["context"]
     write_tiny(path, metadata={key: value for key, value in METADATA.items() if key != "tokenizer.chat_template"})
-    assert [code for code, _, _ in said()] == ["chat-template"]
+    assert [code for code, _, _ in gguf_findings()] == ["chat-template"]
     path.write_bytes(path.read_bytes()[:-1])
-    (found,) = said()
+    (found,) = gguf_findings()
     assert found[0] == "model-gguf" and "it was cropped: its tensors take" in found[2]
 
 
@@ -225,3 +273,14 @@ def test_a_model_that_is_made_on_first_use_needs_disk(tmp_path: Path) -> None:
 
     enough = sum(with_it)
     assert [is_short(enough - 1, 0), is_short(enough, 0), is_short(enough - 1, in_bf16)] == [True, False, False]
+
+
+def test_a_model_without_a_row_in_the_list_of_families_gets_no_profile(tmp_path: Path) -> None:
+    """And the plan says so; `auto` makes one for a family of the list."""
+    for architecture, wanted in (("GraniteForCausalLM", "none"), ("LlamaForCausalLM", "auto")):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture]}))
+        sets = ("model.builtin=null", f"model.path={tmp_path}")
+        plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=HOST)
+        (choice,) = (choice for choice in plan.choices if choice.key == "quantization.profile")
+        has_none = choice.value == "none", plan.profile is None, plan.engines[0].profile == ""
+        assert has_none == (wanted == "none",) * 3

@@ -76,7 +76,7 @@ def test_a_thousand_nodes_are_told_from_each_other_in_seconds(tmp_path: Path) ->
     head = NodeReport("n0", "3.11.7", "f" * 64, plan.pins, "word", "a" * 64, "0" * 64, "", facts)
     reports = [dataclasses.replace(head, name=f"n{number}") for number in range(NODES)]
     reports[-1] = dataclasses.replace(reports[-1], canary="")
-    shape = KNOWN[plan.model.source]
+    shape = KNOWN[plan.model.path]
 
     def spent_s() -> float:
         began = time.process_time()

@@ -49,7 +49,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     from appliance.tasks.tiny_model import save_tokenizer
 
-    made = {}
+    folders = {}
     for name, shape in KNOWN.items():
         folder = tmp_path_factory.mktemp("stub") / name.rpartition("/")[2]
         kind = Qwen3Config if "Qwen3" in shape.architectures[0] else Qwen2Config
@@ -66,8 +66,8 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             tie_word_embeddings=shape.tied,
         ).save_pretrained(folder)
         save_tokenizer(folder, max_positions=shape.max_positions)
-        made[name] = folder
-    return made
+        folders[name] = folder
+    return folders
 
 
 def planned(name: str, *sets: str) -> RunPlan:
@@ -90,7 +90,7 @@ def test_verls_own_classes_take_the_plan(name: str, stubs: dict[str, Path]) -> N
         omega_conf_to_dataclass(config.actor_rollout_ref[part]) for part in ("actor", "model", "rollout")
     )
     assert (model.hf_config.num_attention_heads, model.use_remove_padding) == (KNOWN_HEADS[stub.name], True)
-    assert model.hf_config._attn_implementation == plan.trainer.attention
+    assert model.hf_config._attn_implementation == plan.trainer.attention.in_transformers
     assert "attn_implementation" not in model.hf_config.to_dict()  # a model that is saved loads without us
     assert actor.ulysses_sequence_parallel_size == plan.trainer.sequence_parallel
     assert actor.engine.param_offload is plan.trainer.offload_parameters
@@ -177,17 +177,17 @@ def problems(name: str, *sets: str) -> list[str]:
         plan = planned(name, *sets)
     except RecipeError as error:
         return [message for message, _ in error.problems]
-    gpu = GPUS[plan.device]
+    gpu = GPUS[plan.cluster.device]
     host = dataclasses.replace(
         HOST,
-        gpus=(HostGpu(gpu.product, gpu.memory_gib << 30),) * plan.gpus_per_node,
+        gpus=(HostGpu(gpu.product, gpu.memory_gib << 30),) * plan.cluster.gpus_per_node,
         memory_bytes=1 << 41,
     )
     inputs = InputFacts(
         model_folder_exists=False,
         model_missing=(),
         model_bytes=0,
-        model_shape=KNOWN[plan.model.source],
+        model_shape=KNOWN[plan.model.path],
         model_is_cached=True,
         is_offline=False,
         hub_problem="",

@@ -13,7 +13,8 @@ from appliance.plan.bench_results import ResultKey, SchemeResult, model_shapes, 
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import ModelPlan
+from appliance.record.plan import WeightsPlan
+from appliance.settings.sections import Model
 from appliance.terms.schemes import Scheme
 
 KEY = ResultKey(device="h100", processor="h100", shapes="h64-i128-a4-kv2", versions=(("torch", "1"), ("vllm", "2")))
@@ -25,7 +26,7 @@ HOST = dataclasses.replace(plans.HOST, processor="AMD EPYC, family 25, model 1")
 
 
 def keep(folder: Path, *, key: ResultKey = KEY, kv_memory_bytes: int | None = None) -> Path:
-    return write_result(key, cache_dir=folder, kept=KEPT, what="bench", pairs=5, kv_memory_bytes=kv_memory_bytes)
+    return write_result(key, cache_dir=folder, results=KEPT, what="bench", pairs=5, kv_memory_bytes=kv_memory_bytes)
 
 
 def test_a_kept_result_reads_back(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_a_kept_result_reads_back(tmp_path: Path) -> None:
 
 def test_the_last_one_counts(tmp_path: Path) -> None:
     keep(tmp_path)
-    write_result(KEY, cache_dir=tmp_path, kept=KEPT[:1], what="again", pairs=5, kv_memory_bytes=None)
+    write_result(KEY, cache_dir=tmp_path, results=KEPT[:1], what="again", pairs=5, kv_memory_bytes=None)
     stored, _ = read_result(KEY, cache_dir=tmp_path)
     assert stored is not None and (len(stored.ratios), stored.what) == (1, "again")
 
@@ -100,22 +101,22 @@ def test_a_corrupt_file_of_another_one_does_not_count(tmp_path: Path) -> None:
     assert read_result(other, cache_dir=tmp_path) == (None, note)
 
 
-def model_plan(**fields: str) -> ModelPlan:
-    empty = {"path": "", "source": "", "builtin": "", "revision": ""}
-    return ModelPlan(**(empty | fields), trust_remote_code=False)
+def shapes_of(path: str, *, folder: Path | None = None) -> str:
+    return model_shapes(Model(path=path), weights=WeightsPlan(name_or_path=str(folder or path)))
 
 
 def test_shapes_of_a_model(tmp_path: Path) -> None:
     sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert model_shapes(model_plan(path=str(tmp_path))) == "h3584-i18944-a28-kv4"
+    assert shapes_of(str(tmp_path)) == "h3584-i18944-a28-kv4"
     experts = {"num_experts": 128, "moe_intermediate_size": 768}
     (tmp_path / "config.json").write_text(json.dumps(sizes | experts))
-    assert model_shapes(model_plan(path=str(tmp_path))) == "h3584-i768-a28-kv4-e128"
+    assert shapes_of(str(tmp_path)) == "h3584-i768-a28-kv4-e128"
     (tmp_path / "config.json").write_text("[]")
-    assert model_shapes(model_plan(path=str(tmp_path), source="/models/My_Model")) == "models-my-model"
-    assert model_shapes(model_plan(path="Qwen/Qwen2.5-7B", source="Qwen/Qwen2.5-7B")) == "qwen-qwen2.5-7b"
-    assert model_shapes(model_plan(builtin="tiny-arithmetic")) == "h256-i704-a4-kv2"
+    assert shapes_of("/models/My_Model", folder=tmp_path) == "models-my-model"
+    assert shapes_of("Qwen/Qwen2.5-7B") == "qwen-qwen2.5-7b"
+    made = WeightsPlan(name_or_path="/made", is_cached=True)
+    assert model_shapes(Model(builtin="tiny-arithmetic"), weights=made) == "h256-i704-a4-kv2"
 
 
 def automatic(

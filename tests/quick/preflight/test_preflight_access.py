@@ -14,13 +14,13 @@ from plans import make_plan
 
 from appliance.plan.host import Ports
 from appliance.preflight.access import AccessFacts, judge_access, ports_in_use, read_access
-from appliance.record.plan import ClusterPlan, ModelPlan, RunPlan
-from appliance.settings.sections import Logging
+from appliance.record.plan import RunPlan, WeightsPlan
+from appliance.settings.sections import Cluster, Logging
 
 
-def cluster(**changes: object) -> ClusterPlan:
-    fields = {"address": "", "port": 6379, "node_address": "", "token_file": "/nowhere/token", "wait_s": 1.0}
-    return ClusterPlan(**{**fields, **changes})  # type: ignore[arg-type]
+def cluster(**changes: object) -> Cluster:
+    nodes = 1 if changes.get("address") else 2  # a Ray that is there already may have one node, too
+    return Cluster.model_validate({"device": "cpu", "nodes": nodes, "token_file": "/nowhere/token", **changes})
 
 
 def facts(plan: RunPlan, **arguments: bool) -> AccessFacts:
@@ -37,12 +37,10 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from plans import make_plan
-from appliance.record.plan import ModelPlan
+from plans import make_plan, with_model
 from appliance.preflight.access import judge_access, read_access
 os.setgid(65534); os.setuid(65534)
-model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
-plan = make_plan(Path({run!r}), model=model, cache_dir={cache!r})
+plan = with_model(make_plan(Path({run!r}), cache_dir={cache!r}), {model!r})
 for each in judge_access(read_access(plan, ask_network=False)):
     sys.stdout.write(each.text + "\\n")
 """
@@ -114,7 +112,7 @@ def test_a_token_is_judged_as_train_judges_it(tmp_path: Path, text: str, mode: i
     token = tmp_path / "token"
     token.write_text(text)
     token.chmod(mode)
-    plan = make_plan(tmp_path / "runs" / "a-1", cluster=cluster(token_file=str(token), address=address))
+    plan = make_plan(tmp_path / "runs" / "a-1", cluster=cluster(token_file=str(token), address=address or None))
     assert facts(plan, ask_network=False).token_problem == (f"{token}{problem}" if problem else "")
 
 
@@ -201,13 +199,13 @@ def test_where_a_key_of_wandb_cannot_be_told_a_warning_says_why(
 
 
 def test_findings_name_place_and_remedy() -> None:
-    found = AccessFacts(
+    facts = AccessFacts(
         ports_in_use=(6379, 6381),
         head_problem="h:1 does not answer (refused)",
         token_problem="/t: no such file",
         wandb_key=False,
     )
-    assert [(each.text, each.remedy) for each in judge_access(found)] == [
+    assert [(each.text, each.remedy) for each in judge_access(facts)] == [
         (
             "error: cluster.port: in use on this host: 6379, 6381",
             "end what listens there, or set cluster.port to another range",
@@ -225,17 +223,17 @@ def test_findings_name_place_and_remedy() -> None:
 
 
 def test_the_model_of_the_plan_is_what_is_looked_at(tmp_path: Path) -> None:
-    builtin = ModelPlan(path=str(tmp_path), source="", builtin="tiny", revision="", trust_remote_code=False)
-    assert facts(make_plan(tmp_path / "runs" / "a-1", model=builtin)).unreadable == ()
+    of_a_builtin = WeightsPlan(name_or_path=str(tmp_path), is_cached=True)
+    assert facts(make_plan(tmp_path / "runs" / "a-1", weights=of_a_builtin)).unreadable == ()
 
 
 LOOKS_AS_NOBODY = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from plans import make_plan
+from plans import make_plan, with_model
 from appliance.plan.model_source import is_folder
-from appliance.record.plan import ModelPlan, ProfilePlan, UaqPlan
+from appliance.record.plan import ProfilePlan, UaqPlan
 from appliance.plan.bench_results import read_result, result_key
 from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it
 from appliance import hub
@@ -247,18 +245,18 @@ from appliance.preflight.inputs import read_inputs
 from appliance.preflight.probes import read_host
 from appliance.terms.schemes import Scheme
 os.setgid(65534); os.setuid(65534)
-model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
-plan = make_plan(Path({run!r}), model=model, cache_dir={cache!r})
+plan = with_model(make_plan(Path({run!r}), cache_dir={cache!r}), {model!r})
 closed = {cache!r} + "/data"
-task = plan.task.replace(train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
-given = dict(folder="", source=closed, scheme=Scheme.INT8, smoothing=0.5, mismatch_budget=None, ignore=())
-plan = plan.replace(task=task, profile=ProfilePlan(**given))
+parquets = dict(train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
+plan = plan.replace(task_files=plan.task_files.replace(**parquets))
+plan = plan.replace(profile=ProfilePlan(folder="", source=closed, scheme=Scheme.INT8))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
 assert uaq_problem(plan.replace(uaq=UaqPlan(scale=1.5, folder=closed))) == ""
 constants.HF_HUB_CACHE = closed
 assert hub.cached_snapshot("owner/model") is None
-key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins, tensor_parallel=1)
+model = {{"model": plan.model, "weights": plan.weights}}
+key = result_key(device="cpu", host=read_host(Path({cache!r})), **model, pins=plan.pins, tensor_parallel=1)
 assert read_result(key, cache_dir=Path({cache!r})) == (None, "")
 for each in (*checks._model(plan, inputs), *judge_access(inputs.access)):
     sys.stdout.write(each.text + "\\n")

@@ -8,11 +8,13 @@ from plans import DISK, HOST, INPUTS
 from appliance.finding import Finding, Severity, as_json, lines
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.model_shape import model_shape
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.families import FAMILIES, Family
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
@@ -31,11 +33,12 @@ def findings(
     *sets: str,
     recipe: str = "arithmetic-tiny-int8",
     host: HostFacts = HOST,
-    inputs: InputFacts = INPUTS,
+    inputs: InputFacts | None = None,
     **facts: object,
 ) -> list[tuple[str, str]]:
-    """(text, remedy); facts: changes of HOST."""
+    """(text, remedy); facts: changes of HOST.  inputs: None: INPUTS, with the sizes of the plan's model."""
     plan = planned(*sets, recipe=recipe)
+    inputs = inputs or with_inputs(model_shape=model_shape(plan.model, weights=plan.weights))
     found = judge(plan, host=dataclasses.replace(host, **facts), inputs=inputs)
     return [(each.text, each.remedy) for each in found if each.severity is not Severity.INFO]
 
@@ -45,11 +48,17 @@ def with_inputs(**facts: object) -> InputFacts:
 
 
 def test_shared_memory_is_asked_for_by_what_trains():
-    """Docker's default is enough for the tiny model, and for nothing else."""
+    """Docker's default is enough for a tiny model, and for nothing else."""
     docker = {"shm_free_bytes": 64 << 20}
     assert findings(**docker) == []
     cpu = findings("model.path=/nowhere/qwen", "model.builtin=null", recipe="gsm8k-tiny-int8", **docker)
     assert ("error: /dev/shm: 64 MiB free, Ray and the weight updates need about 256", SMALL_SHM_REMEDY) in cpu
+    tiny = TINY_MODELS["tiny-arithmetic"].shape
+    for layers, free, needed in ((5, 64, None), (5, 49, 50), (6, 64, 256)):
+        inputs = with_inputs(model_shape=dataclasses.replace(tiny, layers=layers))
+        message = f"error: /dev/shm: {free} MiB free, Ray and the weight updates need about {needed}"
+        expected = [(message, SMALL_SHM_REMEDY)] if needed else []
+        assert findings(inputs=inputs, shm_free_bytes=free << 20) == expected, (layers, free)
     gpu = findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, **docker)
     assert (
         "error: /dev/shm: 64 MiB free, Ray and the weight updates need about 1024",
@@ -96,7 +105,8 @@ def test_nothing_to_say():
         (
             {"cpu_flags": frozenset({"avx2"})},
             (
-                "warning: rollout.scheme: this processor has no VNNI and no AMX: INT8 runs, no faster than BF16",
+                "warning: rollout.scheme: this processor has none of amx_int8, avx512_vnni, avx_vnni: "
+                "INT8 runs, no faster than BF16",
                 "use `auto` or `bf16`",
             ),
         ),
@@ -163,7 +173,7 @@ def test_the_right_gpu():
 
 def test_a_model_that_uaq_cannot_scale():
     found = findings("correction.uaq_scale=1.5", inputs=with_inputs(uaq_problem="/m: UAQ: no layers"))
-    remedy = "leave out correction.uaq_scale, or use a model of a known family"
+    remedy = "leave out correction.uaq_scale, or use a model of the list of families"
     assert found == [("error: correction.uaq_scale: /m: UAQ: no layers", remedy)]
 
 
@@ -188,10 +198,10 @@ def test_a_model_whose_tokenizer_takes_no_messages():
     ],
 )
 def test_a_model_folder_that_is_incomplete(missing, words):
-    found = findings("model.builtin=null", "model.path=/m", inputs=with_inputs(model_missing=missing))
+    refusals = findings("model.builtin=null", "model.path=/m", inputs=with_inputs(model_missing=missing))
     text = f"error: model.path: /m: the folder has {words}"
     remedy = "point to a complete transformers model; *.bin and *.pt are pickles, which can run code: convert them"
-    assert found == [(text, remedy)]
+    assert refusals == [(text, remedy)]
 
 
 def test_heads_that_vllm_has_no_kernel_for_on_a_cpu():
@@ -282,7 +292,7 @@ def test_words_of_a_token_that_memory_could_not_hold_are_said(
     """12 bytes of each, of 32 * 8 * 3,000 tokens."""
     sets = (*sets, "batch.prompts_per_step=32", "rollout.samples_per_prompt=8", "task.max_response_tokens=3000")
     inputs = with_inputs(model_shape=ModelShape(vocab=50_000))
-    found = [
+    findings_of_words = [
         each for each in findings(*sets, "model.builtin=null", "model.path=/m", inputs=inputs) if "drawn" in each[0]
     ]
     wanted = []
@@ -293,7 +303,7 @@ def test_words_of_a_token_that_memory_could_not_hold_are_said(
             f"so unsure that each token has {words} of them; 20.0 GiB are free"
         )
         wanted = [(text, hint)]
-    assert found == wanted
+    assert findings_of_words == wanted
 
 
 def test_checkpoints_of_a_large_model_need_disk():
@@ -400,11 +410,11 @@ def test_each_disk_is_asked_for_what_goes_to_it():
 
 
 def test_one_disk_is_asked_for_all_of_it():
-    for free, said in ((1 << 29, []), (1 << 27, ["0.1 GiB free at /runs/a-1, the run needs about 0.4 GiB"])):
+    for free, texts in ((1 << 29, []), (1 << 27, ["0.1 GiB free at /runs/a-1, the run needs about 0.4 GiB"])):
         disk = dataclasses.replace(DISK, free_bytes=free)
         found = findings(inputs=with_inputs(disks=Disks(disk, checkpoints=disk)))
         remedy = "free some space, or set cluster.run_dir to a roomier place"
-        assert found == [(f"error: cluster.run_dir: {text}", remedy) for text in said]
+        assert found == [(f"error: cluster.run_dir: {text}", remedy) for text in texts]
 
 
 def test_time_is_estimated_where_it_was_measured():
@@ -490,30 +500,67 @@ def test_a_family_whose_forward_is_not_the_rollouts_is_refused_before_its_model_
     assert findings(*sets, inputs=with_inputs(model_shape=shape)) == [(message, "use `bf16`")]
 
 
-def test_a_model_class_that_the_engine_does_not_know(tmp_path):
-    for scheme in ("int8", "bf16"):
-        sets = ("model.builtin=null", f"model.path={tmp_path}", f"rollout.scheme={scheme}")
-        shape = ModelShape(heads=0, max_positions=0, architectures=("GPT2LMHeadModel",))
-        assert findings(*sets, inputs=with_inputs(model_shape=shape)) == [
-            (
-                f"error: model.path: {tmp_path}: GPT2LMHeadModel is not known to the quantised engine (known are "
-                "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen3MoeForCausalLM); "
-                "missing for it are the list of its layers to quantise, the order of the tensors in its fused layers "
-                "and its row in the engine's matrix test",
-                "use a model of a known family",
-            )
-        ]
+LIST = "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen3MoeForCausalLM"
+
+
+def of_an_unlisted_model(folder, *sets, **sizes):
+    """Findings of a plan for a model whose class has no row in the list of families."""
+    (folder / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]} | sizes))
+    inputs = with_inputs(model_shape=read_shape(folder / "config.json"))
+    return findings("model.builtin=null", f"model.path={folder}", *sets, inputs=inputs)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "bf16"])
+def test_a_dense_model_without_a_row_is_held_when_its_engine_starts(tmp_path, scheme):
+    assert of_an_unlisted_model(tmp_path, f"rollout.scheme={scheme}") == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "sizes", "place", "remedy"),
+    [
+        ((), {"num_experts": 4}, "model.path", "use a model of the list"),
+        (("quantization.profile=/a/profile",), {}, "quantization.profile", "use `none`"),
+        (("trainer.forward=linears",), {}, "trainer.forward", "use `bf16`"),
+        (("optimizer.norm_fed_lr_scale=2",), {}, "optimizer.norm_fed_lr_scale", "leave it out"),
+    ],
+)
+def test_what_needs_a_row_is_refused_without_one(tmp_path, sets, sizes, place, remedy):
+    findings_of_model = of_an_unlisted_model(tmp_path, *sets, **sizes)
+    message = (
+        f"error: {place}: {tmp_path}: GraniteForCausalLM is not in the list of model families ({LIST}): smoothing, "
+        "UAQ, experts and the rollouts' forward in the trainer are for families of the list"
+    )
+    assert (message, remedy) in findings_of_model
+
+
+@pytest.mark.parametrize(("architecture", "is_refused"), [("Gemma3ForCausalLM", False), ("Exaone4ForCausalLM", True)])
+def test_a_window_in_a_part_of_the_layers_needs_a_class_that_was_tried(tmp_path, architecture, is_refused):
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    found = of_an_unlisted_model(tmp_path, architectures=[architecture], **windows)
+    assert any("a part of its layers has a sliding window" in message for message, _ in found) == is_refused
+
+
+def test_one_flow_is_refused_without_a_row(tmp_path):
+    message = f"error: trainer.forward: `rollout` does not know GraniteForCausalLM, which {tmp_path} asks for"
+    assert (message, "use `bf16`") in of_an_unlisted_model(tmp_path, "trainer.forward=rollout")
+
+
+def test_a_model_without_a_class_is_refused(tmp_path):
+    sets = ("model.builtin=null", f"model.path={tmp_path}")
+    message = f"error: model.path: {tmp_path}: the model's configuration names no architecture; known are {LIST}"
+    found = findings(*sets, inputs=with_inputs(model_shape=ModelShape()))
+    assert found == [(message, "use a model of the list")]
 
 
 def test_findings_as_lines_and_as_json():
     """The lines have the worst first; JSON keeps the order in which it was asked."""
-    found = [
+    unordered = [
         Finding(Severity.ERROR, "a", ("x", "z"), "bad", "mend it", "r.yaml:3"),
         Finding(Severity.INFO, "b", ("y",), "so"),
     ]
-    assert lines(found[::-1]) == lines(found)
-    assert lines(found) == ["error: r.yaml:3: x: bad", "hint: mend it", "info: y: so"]
-    assert as_json(found)[0] == {
+    assert lines(unordered[::-1]) == lines(unordered)
+    assert lines(unordered) == ["error: r.yaml:3: x: bad", "hint: mend it", "info: y: so"]
+    assert as_json(unordered)[0] == {
         "severity": "error",
         "code": "a",
         "place": "x",

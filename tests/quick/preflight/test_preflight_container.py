@@ -167,15 +167,15 @@ def test_the_hubs_token_is_a_secret_of_its_user_or_one_that_is_mounted(
     monkeypatch.setenv(IMAGE_VARIABLE, "cpu")
     monkeypatch.setenv(HUB_TOKEN_VARIABLE, str(token))
 
-    def said(mode: int) -> str:
+    def problem_with(mode: int) -> str:
         token.chmod(mode)
         return read_container(Path("/runs")).open_token
 
-    assert said(0o600) == said(0o400) == ""
-    assert said(0o640) == f"{token}: others may read it (mode 0640)"
-    assert said(0o604) == f"{token}: others may read it (mode 0604)"
+    assert problem_with(0o600) == problem_with(0o400) == ""
+    assert problem_with(0o640) == f"{token}: others may read it (mode 0640)"
+    assert problem_with(0o604) == f"{token}: others may read it (mode 0604)"
     monkeypatch.setattr("appliance.preflight.container._SECRETS", str(tmp_path))
-    assert said(0o644) == ""
+    assert problem_with(0o644) == ""
 
 
 def test_a_secret_is_mounted_in_our_image_only(monkeypatch: pytest.MonkeyPatch) -> None:

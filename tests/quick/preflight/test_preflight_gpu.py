@@ -38,7 +38,7 @@ def test_the_package_is_missed_only_by_who_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "shape", "found"),
+    ("sets", "shape", "expected"),
     [
         ((), SHAPE_32B, []),
         (("rollout.tensor_parallel=8",), SHAPE_32B, []),
@@ -53,11 +53,13 @@ def test_the_package_is_missed_only_by_who_asks_for_it() -> None:
         (("rollout.tensor_parallel=8",), None, []),
     ],
 )
-def test_heads_and_widths_divide(sets: tuple[str, ...], shape: ModelShape | None, found: list[tuple[str, str]]) -> None:
+def test_heads_and_widths_divide(
+    sets: tuple[str, ...], shape: ModelShape | None, expected: list[tuple[str, str]]
+) -> None:
     sets = ("trainer.sequence_parallel=1", "rollout.tensor_parallel=1", *sets)
     got = list(device.parallel(planned("dapo-32b-int8", *sets), shape))
-    assert [each.place.split(".")[0] for each in got] == [place for place, _ in found]
-    assert [what in each.message for each, (_, what) in zip(got, found, strict=True)] == [True] * len(found)
+    assert [each.place.split(".")[0] for each in got] == [place for place, _ in expected]
+    assert [what in each.message for each, (_, what) in zip(got, expected, strict=True)] == [True] * len(expected)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_an_engine_holds_a_count_for_each_sequence_and_word_and_its_graphs_while
     rollout, update, *_ = ({part.what: part.size for part in moment.parts} for moment in moments(plan, shape))
     assert rollout["its counts for penalties"] == 1024 * 151936 * 4
     share = sum(size for what, size in rollout.items() if what.startswith(("engine's", "its")))
-    assert share == int(plan.trainer.gpu_memory_utilization * 80 * GIB)
+    assert share == int(plan.rollout.gpu_memory_utilization * 80 * GIB)
     assert update["CUDA and the sleeping engine"] == 2 * rollout["CUDA"] + GIB
     kept = {part.what: part.size for part in engine_share(plan, shape).parts}
     assert kept["counts for penalties"] == rollout["its counts for penalties"]
@@ -107,14 +109,14 @@ def test_weights_that_are_sent_or_saved_lie_beside_the_engines() -> None:
     shape, offload = SHAPE_7B, ("trainer.offload_parameters=true", "trainer.offload_optimizer=true")
     embedding, adapter = 152064 * 3584, 80_740_352
     full, lora = planned("dapo-7b-int8", *offload), planned("gsm8k-7b-lora-int8", *offload)
-    for plan, sent, way, held, gathered in (
+    for plan, sent, way, held_bytes, gathered in (
         (full, 0, 8 * embedding, 4 * shape.weights // full.topology.gpus, 4 * embedding),
         (lora, 2 * shape.weights + 4 * adapter, 4 * embedding, 2 * shape.weights + 4 * adapter, 0),
     ):
         rollout, _, sync, save = ({part.what: part.size for part in each.parts} for each in moments(plan, shape))
         assert sync["engine's weights"] == rollout["engine's weights"] == shape.linear_weights + 4 * embedding
         assert (sync["trainer's state"], sync["weights on their way"]) == (sent, (512 << 20) + way)
-        assert (save["trainer's state"], save["the largest weight"]) == (held, gathered)
+        assert (save["trainer's state"], save["the largest weight"]) == (held_bytes, gathered)
         assert save["its KV cache"] == rollout["its KV cache"] and rollout["trainer's state"] == 0
 
 
@@ -219,14 +221,14 @@ def test_a_recipe_takes_what_makes_it_fit(recipe: str, sets: tuple[str, ...], ch
 
 
 def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
-    found = list(device.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
-    assert [(each.severity, each.place) for each in found] == [(Severity.ERROR, "cluster.device")]
-    assert found[0].message == (
+    findings = list(device.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
+    assert [(each.severity, each.place) for each in findings] == [(Severity.ERROR, "cluster.device")]
+    assert findings[0].message == (
         "394.3 GiB are missing on each GPU while weights are updated: about 534 of 140 GiB on each GPU: weights 122.0, "
         "gradients 122.0, Adam 244.1, gathered layers 4.7, activations 16.5, logits 20.9, CUDA and the sleeping engine "
         "4.0"
     )
-    assert found[0].remedy == "by the same estimate it fits with cluster.gpus_per_node: 8"
+    assert findings[0].remedy == "by the same estimate it fits with cluster.gpus_per_node: 8"
     sets = ("batch.max_tokens_per_gpu=65536",)
     (only,) = device.memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
     assert only.severity is Severity.WARNING
@@ -324,7 +326,7 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
 def test_the_reference_of_a_divergence_is_on_the_host() -> None:
     """In FP32, in verl's FSDP2 always: on the GPUs only the layer that computes."""
     asked = planned("gsm8k-0.5b-int8", "algorithm.kl=0.01")
-    without = asked.replace(algorithm=asked.algorithm.replace(kl=None))
+    without = asked.replace(algorithm=asked.algorithm.replace(kl=0.0))
     shape = KNOWN[SHIPPED["gsm8k-0.5b-int8"]]
     assert moments(asked, shape) == moments(without, shape)
     assert host_bytes(asked, shape) - host_bytes(without, shape) == 4 * shape.weights

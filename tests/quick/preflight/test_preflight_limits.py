@@ -77,10 +77,10 @@ def test_what_a_group_allows_does_not_depend_on_what_is_free(tmp_path: Path, mem
         write(tmp_path, {f"{tree}{group}/memory.{name}": str(limit)})
     ours = tmp_path / "ours"
     ours.write_text(membership)
-    for held in (0, 650):
-        write(tmp_path, {f"{tree}{group}/memory.{used}": str(held) for group in ("a/b", "a")})
+    for used_bytes in (0, 650):
+        write(tmp_path, {f"{tree}{group}/memory.{used}": str(used_bytes) for group in ("a/b", "a")})
         limits = read_limits(tmp_path, membership=ours)
-        assert (limits.memory_bytes, limits.memory_free_bytes) == (700, 700 - held)
+        assert (limits.memory_bytes, limits.memory_free_bytes) == (700, 700 - used_bytes)
 
 
 @pytest.mark.parametrize(("allowed", "total"), [(12 * GIB, 12 * GIB), (1 << 50, 64 * GIB)])

@@ -46,18 +46,29 @@ def warned(
 
 
 def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
-    chosen = dataclasses.replace(
-        FAR, kl=0.009, kept=("a.0.o_proj", "a.0.{q,k,v}_proj", "a.1.{q,k,v}_proj"), without_budget=0.02, budget=0.01
-    )
+    kept_layers = ("a.0.o_proj", "a.0.{q,k,v}_proj", "a.1.{q,k,v}_proj")
+    chosen = dataclasses.replace(FAR, kl=0.009, kept_layers=kept_layers, without_budget=0.02, budget=0.01)
     choice = (
         "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, by "
-        "900 tokens, instead of 0.02, at most 0.01: 2 {{q,k,v}}_proj, 1 o_proj; the run's profile/quantization.yaml "
-        "names them"
+        "900 tokens, instead of 0.02, for a budget of 0.01: 2 {{q,k,v}}_proj, 1 o_proj; `appliance profile` and "
+        "the run's profile/quantization.yaml name them"
     )
     assert warned(expected=chosen) == [(choice.format("`appliance bench` measures what they cost in time"), "")]
     stored = StoredResult(ratios=((Scheme.INT8, 2.0),), what="measured")
     cost = "rollouts 1.60 times as fast as in BF16, not 2.00, by `bench`"
     assert warned(expected=chosen, stored=stored) == [(choice.format(cost), "")]
+
+
+def test_a_budget_that_no_choice_meets_is_a_warning() -> None:
+    chosen = dataclasses.replace(FAR, kl=0.0101, kept_layers=("a.0.o_proj",), without_budget=0.02, budget=0.01)
+    message = (
+        "the budget of 0.01 nats per token is not met: of the choices that were measured the nearest is predicted "
+        "0.0101"
+    )
+    assert warned(expected=chosen)[1:] == [(message, "a smaller budget keeps more layers in BF16")]
+    assert len(warned(expected=dataclasses.replace(chosen, kl=0.01))) == 1
+    nothing_kept = dataclasses.replace(chosen, kept_layers=(), without_budget=None)  # each trial was worse than none
+    assert warned(expected=nothing_kept) == [(message, "a smaller budget keeps more layers in BF16")]
 
 
 def test_a_mismatch_outside_the_guards_bound_names_three_ways_with_their_numbers() -> None:

@@ -14,13 +14,14 @@ from appliance.recipe.load import load_recipe
 from appliance.tasks import task as tasks
 from appliance.tasks.rows import read_file
 
-FIRST = "{cwd}/rows.jsonl:1: the field `{field}` is missing: the row has `question`, `answer`"
+FIRST = "{cwd}/rows.jsonl:1: the field `{field}` is missing: the row has `question`, `answer` (the same in all 3 rows)"
 HINT = "each row is a JSON object with `{}`, text or chat messages, and `{}`"
 NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
 ALL_VALIDATED = "{cwd}/rows.jsonl: each of its problems is in the validation data as well"
 NONE_LEFT = "none is left to train on: validate on others, or leave that file out and give a size"
 WRONG = {
     "a wrong prompt": (["prompt=problem"], FIRST.replace("{field}", "problem"), HINT.format("problem", "answer")),
+    "a misspelt prompt": (["prompt=questions"], FIRST.replace("{field}", "questions"), "did you mean `question`?"),
     "a wrong truth": (["truth=solution"], FIRST.replace("{field}", "solution"), HINT.format("question", "solution")),
     "a path of another folder": (
         ["train_file=data/rows.jsonl"],
@@ -57,8 +58,7 @@ def test_what_a_newcomer_gets_wrong(name: str, tmp_path: Path, monkeypatch: pyte
     task = ("kind=own", "rewards=[{name: exact}]", "train_file=rows.jsonl", "prompt=question", "truth=answer", *sets)
     recipe = load_recipe("arithmetic-tiny-int8", sets=[f"task.{each}" for each in task])
     plan = build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST)
-    found = read_inputs(plan, ask_hub=False).data_problems
-    assert found[0] == (message.format(cwd=tmp_path), hint)
+    assert read_inputs(plan, ask_hub=False).data_problems == ((message.format(cwd=tmp_path), hint),)
 
 
 def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

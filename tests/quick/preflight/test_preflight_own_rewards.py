@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
+from plans import HOST, INPUTS, make_plan, make_reward, with_own_task
 
 from appliance.files import digest_of
 from appliance.finding import Severity
@@ -17,28 +17,28 @@ from appliance.preflight import inputs
 from appliance.preflight.checks import judge
 from appliance.preflight.inputs import RewardProblem, read_inputs, reward_problem
 from appliance.recipe.schema import Recipe
-from appliance.record.plan import CodeFile, RewardPlan, RunPlan
-from appliance.tasks.own import parse_row
+from appliance.record.plan import CodeFile, RunPlan
+from appliance.settings.sections import Reward
+from appliance.tasks.own_task import parse_row
 from appliance.tasks.rows import write_parquet
 from appliance.tasks.user_code import FORMS, ChildOutput
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]
 
 
-def planned(folder: Path, *rewards: RewardPlan, truth: str = "answer", rows: list[dict[str, str]] = ROWS) -> RunPlan:
+def planned(folder: Path, *rewards: Reward, truth: str = "answer", rows: list[dict[str, str]] = ROWS) -> RunPlan:
     data = folder / "d.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in rows))
     files = dict.fromkeys(each.file for each in rewards if each.file)
     code = tuple(CodeFile(path=file, copy_name=Path(file).name, sha256=digest_of(Path(file))) for file in files)
     plan = make_plan(folder / "runs" / "a-1")
-    own = own_plan(*rewards, truth=truth, code=code)
-    return plan.replace(task=plan.task.replace(kind="own", train_file=str(data), own=own, reward_timeout_s=1.0))
+    return with_own_task(plan, *rewards, truth=truth or None, code=code, train_file=str(data), reward_timeout_s=1.0)
 
 
 def of_program(folder: Path, program: str, **changes: object) -> RewardProblem | None:
     file = folder / "rewards.py"
     file.write_text(program)
-    return reward_problem(planned(folder, reward_plan("f", file=file), **changes))
+    return reward_problem(planned(folder, make_reward("f", file=file), **changes))
 
 
 @pytest.mark.slow
@@ -138,29 +138,29 @@ def test_the_time_is_that_of_one_grading(tmp_path: Path, monkeypatch: pytest.Mon
 def test_where_a_judge_is_is_told_before_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
+    printed: list[str] = []
     monkeypatch.setattr(
         inputs,
-        "heard",
-        lambda *_, **__: told.append(capsys.readouterr().err) or ChildOutput({}, 0, is_late=False, printed=""),
+        "run_child",
+        lambda *_, **__: printed.append(capsys.readouterr().err) or ChildOutput({}, 0, is_late=False, printed=""),
     )
-    judges = [reward_plan("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
-    reward_problem(planned(tmp_path, *judges, reward_plan("judge", file="/a/rewards.py")))
+    judges = [make_reward("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
+    reward_problem(planned(tmp_path, *judges, make_reward("judge", file="/a/rewards.py")))
     sends = "note: `judge` sends what it is tried on to {}: the first rows, their truths and responses\n"
-    assert told == [sends.format("http://a/v1") + sends.format("http://b/v1")]
+    assert printed == [sends.format("http://a/v1") + sends.format("http://b/v1")]
 
 
 def test_a_judge_that_fails_has_a_hint_of_its_own(tmp_path: Path) -> None:
-    found = reward_problem(planned(tmp_path, reward_plan("judge", url="http://127.0.0.1:9/v1", model="m")))
+    problem = reward_problem(planned(tmp_path, make_reward("judge", url="http://127.0.0.1:9/v1", model="m")))
     failed = "the reward `judge` failed on the truth of row 1: ConnectError: All connection attempts failed"
     remedy = "see that the API at its url answers and has its model; APPLIANCE_JUDGE_KEY holds the key"
-    assert found == RewardProblem(failed, remedy=remedy)
+    assert problem == RewardProblem(failed, remedy=remedy)
 
 
 def test_a_function_that_is_not_there_is_looked_for_by_its_name(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text("from json import dumps\ndef exact(response): return 1.0\ndef other(response): return 1.0")
-    found = reward_problem(planned(tmp_path, reward_plan("exatc", file=file)))
+    found = reward_problem(planned(tmp_path, make_reward("exatc", file=file)))
     assert found == RewardProblem(f"{file}: there is no function `exatc` in it", remedy="did you mean `exact`?")
 
 
@@ -173,17 +173,16 @@ def test_a_function_of_another_form_is_an_error_that_shows_the_three(tmp_path: P
 def test_with_tools_a_reward_is_asked_with_a_conversation(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text("def f(response, truth, *, messages): return float(messages[1]['content'] == truth)")
-    plan = planned(tmp_path, reward_plan("f", file=file))
-    assert plan.task.own is not None
-    found = reward_problem(plan.replace(task=plan.task.replace(own=plan.task.own.replace(tools="/a/tools.py"))))
+    plan = planned(tmp_path, make_reward("f", file=file))
+    found = reward_problem(plan.replace(task=plan.task.replace(tools="/a/tools.py")))
     assert found is None and reward_problem(plan) is not None
 
 
 def test_a_truth_that_earns_nothing_is_a_warning(tmp_path: Path) -> None:
-    found = of_program(tmp_path, "def f(response, truth): return response == truth.upper() + '.'")
+    problem = of_program(tmp_path, "def f(response, truth): return response == truth.upper() + '.'")
     what = "row 1: the truth `2`, bare and in 8 marks, earns 0 at most, an empty response 0"
     message = f"in 3 of 3 sampled rows the right answer earns no more than an empty response: {what}"
-    assert found == RewardProblem(message, is_rare=True, remedy=OF_WRONG)
+    assert problem == RewardProblem(message, is_rare=True, remedy=OF_WRONG)
 
 
 def test_a_reward_that_wants_the_answer_marked_is_asked_with_its_marks(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_commands_that_are_no_training_do_not_run_it(tmp_path: Path, monkeypatch
     file = tmp_path / "rewards.py"
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(response, truth): return 0.0")
     rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1000)]
-    plan = planned(tmp_path, reward_plan("f", file=file), rows=rows)
+    plan = planned(tmp_path, make_reward("f", file=file), rows=rows)
     assert read_inputs(plan, ask_hub=True).reward_problem is not None and (tmp_path / "ran").exists()
     (tmp_path / "ran").unlink()
     examine_for((plan,), recipe=Recipe(), host=HOST, about=OF_A_PROFILE)
@@ -232,11 +231,11 @@ def test_commands_that_are_no_training_do_not_run_it(tmp_path: Path, monkeypatch
 
 def test_files_that_are_not_there_are_told_before_any_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a child"))
-    plan = planned(tmp_path, reward_plan("f", file="/no/rewards.py"))
-    assert plan.task.own is not None
+    plan = planned(tmp_path, make_reward("f", file="/no/rewards.py"))
     names = ("/no/rewards.py", "/no/tools.py")
     code = tuple(CodeFile(path=name, copy_name=Path(name).name, sha256="") for name in names)
-    plan = plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=code, tools="/no/tools.py")))
+    task, files = plan.task.replace(tools="/no/tools.py"), plan.task_files.replace(code=code)
+    plan = plan.replace(task=task, task_files=files)
     why, remedy = "no such file, or it cannot be read", "correct the path"
     for ask_hub in (True, False):
         found = read_inputs(plan, ask_hub=ask_hub)
@@ -252,41 +251,41 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
         ("1 / 0", "ZeroDivisionError: division by zero (rewards.py, line 1)"),
     ):
         file.write_text(program)
-        plan = planned(tmp_path, reward_plan("f", file=file))
-        found = reward_problem(plan.replace(task=plan.task.replace(train_file="")))
+        plan = planned(tmp_path, make_reward("f", file=file))
+        problem = reward_problem(plan.replace(task=plan.task.replace(train_file=None)))
         failed = RewardProblem(
             f"the import of {file} failed: {message}", remedy=REMEDIES["the import of {file} failed"]
         )
-        assert found == (failed if message else None)
+        assert problem == (failed if message else None)
 
 
 def test_rows_of_the_hub_are_graded_once_a_run_has_made_its_data(tmp_path: Path) -> None:
-    plan = planned(tmp_path, reward_plan("number"))
-    plan = plan.replace(task=plan.task.replace(train_file="", train_parquet=str(tmp_path / "train.parquet")))
-    assert reward_problem(plan) is None and plan.task.own is not None
-    made = [parse_row(each | {"answer": "none"}, plan=plan.task.own) for each in ROWS]
+    plan = planned(tmp_path, make_reward("number"))
+    files = plan.task_files.replace(train_parquet=str(tmp_path / "train.parquet"))
+    plan = plan.replace(task=plan.task.replace(train_file=None), task_files=files)
+    assert reward_problem(plan) is None
+    made = [parse_row(row | {"answer": "none"}, settings=plan.task) for row in ROWS]
     write_parquet({"train": made}, path=tmp_path / "train.parquet", kind="own")
     message = "the reward `number` failed on the truth of row 1: ValueError: the truth `none` has no number"
     assert reward_problem(plan) == RewardProblem(message)
 
 
 def test_rows_of_the_hub_that_are_not_graded_are_told(tmp_path: Path) -> None:
-    plan = planned(tmp_path, reward_plan("exact"))
-    assert plan.task.own is not None
-    from_hub = plan.replace(task=plan.task.replace(train_file="", own=plan.task.own.replace(data="owner/sums")))
+    plan = planned(tmp_path, make_reward("exact"))
+    from_hub = plan.replace(task=plan.task.replace(train_file=None, data="owner/sums"))
     message = "info: task.data: rewards are not tried on rows of owner/sums before a run has made its data of them"
     hint = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
 
-    def found(plan: RunPlan, **facts: object) -> list[tuple[str, str]]:
+    def findings_of(plan: RunPlan, **facts: object) -> list[tuple[str, str]]:
         findings = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, **facts))
         return [(each.text, each.remedy) for each in findings if each.code == "not-scored"]
 
-    assert found(from_hub, has_data=False) == [(message, hint)]
-    assert found(from_hub, has_data=True) == found(plan, has_data=False) == []
+    assert findings_of(from_hub, has_data=False) == [(message, hint)]
+    assert findings_of(from_hub, has_data=True) == findings_of(plan, has_data=False) == []
 
 
 def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:
-    plan = planned(tmp_path, reward_plan("exact"))
+    plan = planned(tmp_path, make_reward("exact"))
     for is_rare, severity in ((True, Severity.WARNING), (False, Severity.ERROR)):
         facts = INPUTS.__class__(**{**vars(INPUTS), "reward_problem": RewardProblem("it is odd", is_rare=is_rare)})
         found = [each for each in judge(plan, host=HOST, inputs=facts) if each.code == "reward"]
@@ -296,18 +295,18 @@ def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:
 
 
 def test_code_of_the_model_is_warned_of(tmp_path: Path) -> None:
-    def found(*rewards: RewardPlan) -> list[tuple[Severity, str]]:
+    def warnings_of(*rewards: Reward) -> list[tuple[Severity, str]]:
         findings = judge(planned(tmp_path, *rewards), host=HOST, inputs=INPUTS)
         return [(each.severity, each.message) for each in findings if each.code == "no-sandbox"]
 
     message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
-    assert found(reward_plan("code"), reward_plan("exact")) == [(Severity.WARNING, message)]
-    assert found(reward_plan("code", file="/a/rewards.py"), reward_plan("exact")) == []
+    assert warnings_of(make_reward("code"), make_reward("exact")) == [(Severity.WARNING, message)]
+    assert warnings_of(make_reward("code", file="/a/rewards.py"), make_reward("exact")) == []
 
 
 def test_where_a_judge_is_is_warned_of(tmp_path: Path) -> None:
-    judges = [reward_plan("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
-    plan = planned(tmp_path, *judges, reward_plan("judge", file="/a/rewards.py"))
+    judges = [make_reward("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
+    plan = planned(tmp_path, *judges, make_reward("judge", file="/a/rewards.py"))
     found = [each for each in judge(plan, host=HOST, inputs=INPUTS) if each.code == "judge"]
     sent = "and the key of APPLIANCE_JUDGE_KEY if it is set"
     assert [each.text for each in found] == [

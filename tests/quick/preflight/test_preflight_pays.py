@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plans import HOST, make_plan, make_rollout
+from plans import HOST, make_plan, make_rollout, with_trainer
 
 from appliance.finding import Severity
 from appliance.plan.bench_results import SchemeResult, result_key, write_result
 from appliance.preflight.device import gain
 from appliance.preflight.inputs import read_inputs
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Forward
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN
@@ -19,10 +21,10 @@ from appliance.terms.shapes import KNOWN
 LARGE, SMALL = KNOWN["Qwen/Qwen2.5-32B"], KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
 
 
-def planned(scheme: Scheme = Scheme.INT8, *, response: int = 8192, builtin: str = "", **rollout: object) -> RunPlan:
+def planned(scheme: Scheme = Scheme.INT8, *, response: int = 8192, **rollout: object) -> RunPlan:
     plan = make_plan(Path("/runs/a-1"), rollout=make_rollout(scheme, **rollout))
     task = plan.task.replace(max_response_tokens=response)
-    return plan.replace(task=task, model=plan.model.replace(builtin=builtin))
+    return plan.replace(task=task)
 
 
 def stored(ratio: float) -> StoredResult:
@@ -58,9 +60,9 @@ def test_a_measurement_decides(ratio: float, severity: Severity, text: str, reme
             "(long ones gain)",
         ),
         (
-            planned(builtin="tiny-arithmetic"),
-            None,
-            "the built-in model's time goes to the sampler and the processes around it",
+            planned(),
+            TINY_MODELS["tiny-arithmetic"].shape,
+            "with 3.0 million weights the time goes to the sampler and the processes around it",
         ),
     ],
 )
@@ -84,10 +86,11 @@ def test_a_result_of_another_scheme_says_nothing() -> None:
 
 def test_what_bench_kept_is_found(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "runs" / "a-1", cache_dir=str(tmp_path))
-    key = result_key(device="cpu", host=HOST, model=plan.model, pins=plan.pins, tensor_parallel=1)
+    model = {"model": plan.model, "weights": plan.weights}
+    key = result_key(device="cpu", host=HOST, **model, pins=plan.pins, tensor_parallel=1)
     kept = (SchemeResult(Scheme.INT8, tokens_per_s=1.0, ratio=0.9, ratio_min=0.8, ratio_max=1.0),)
-    write_result(key, cache_dir=tmp_path, kept=kept, what="5 pairs", pairs=5, kv_memory_bytes=None)
+    write_result(key, cache_dir=tmp_path, results=kept, what="5 pairs", pairs=5, kv_memory_bytes=None)
     assert read_inputs(plan, ask_hub=False, host=HOST).stored == StoredResult(((Scheme.INT8, 0.9),), "5 pairs")
     assert read_inputs(plan, ask_hub=False).stored is None
-    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    one_flow = with_trainer(plan, forward=Forward.ROLLOUT)
     assert read_inputs(one_flow, ask_hub=False, host=HOST).stored is None

@@ -97,7 +97,7 @@ def test_a_folder_without_a_profile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "refusal"),
     [
         (b"{}", "not a safetensors file"),
         (b"", "not a safetensors file"),
@@ -105,10 +105,10 @@ def test_a_folder_without_a_profile(tmp_path):
         ((2).to_bytes(8, "little") + b"{}", "not a profile of schema version 1 or 2"),
     ],
 )
-def test_a_file_that_is_no_profile(tmp_path, content, said):
+def test_a_file_that_is_no_profile(tmp_path, content, refusal):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "profile.safetensors").write_bytes(content)
-    assert problem(tmp_path) == f"{tmp_path}/p/profile.safetensors: {said}"
+    assert problem(tmp_path) == f"{tmp_path}/p/profile.safetensors: {refusal}"
 
 
 def test_a_header_that_lacks_a_part(tmp_path):
@@ -151,26 +151,26 @@ def test_a_profile_of_the_first_version_calls_a_source_a_norm(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("rows", "said"), [(64, ""), (32, "has 64 channels there and [32, 16]")])
-def test_the_rows_of_a_linear_layer_are_its_channels(tmp_path, rows, said):
+@pytest.mark.parametrize(("rows", "refusal"), [(64, ""), (32, "has 64 channels there and [32, 16]")])
+def test_the_rows_of_a_linear_layer_are_its_channels(tmp_path, rows, refusal):
     up = "model.layers.0.mlp.up_proj.weight"
     write_profile(tmp_path / "p", header={**HEADER, "smoothing": [{"source": up, "linears": []}]})
-    assert said in problem(tmp_path, model={NORM: [64], up: [rows, 16]})
+    assert refusal in problem(tmp_path, model={NORM: [64], up: [rows, 16]})
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"), [(128, ""), (64, "o_proj.weight reads 128 channels there and is [8, 64]")]
+    ("columns", "refusal"), [(128, ""), (64, "o_proj.weight reads 128 channels there and is [8, 64]")]
 )
-def test_query_heads_that_share_a_head_are_as_many_as_the_model_has(tmp_path, columns, said):
+def test_query_heads_that_share_a_head_are_as_many_as_the_model_has(tmp_path, columns, refusal):
     values, out = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "vo")
     group = {"source": values, "linears": [out], "head_dim": 16, "readers_of_head": 2}
     write_profile(tmp_path / "p", header={**HEADER, "smoothing": [group]})
-    assert said in problem(tmp_path, model={values: [64, 8], out: [8, columns]})
-    assert bool(problem(tmp_path, model={values: [64, 8], out: [8, columns]})) is bool(said)
+    assert refusal in problem(tmp_path, model={values: [64, 8], out: [8, columns]})
+    assert bool(problem(tmp_path, model={values: [64, 8], out: [8, columns]})) is bool(refusal)
 
 
-@pytest.mark.parametrize(("head_dim", "said"), [(16, ""), (32, "its heads have 16 channels, ")])
-def test_heads_of_the_profile_are_of_the_models_size(tmp_path, head_dim, said):
+@pytest.mark.parametrize(("head_dim", "refusal"), [(16, ""), (32, "its heads have 16 channels, ")])
+def test_heads_of_the_profile_are_of_the_models_size(tmp_path, head_dim, refusal):
     """With others every file has the same sizes, and the folded model is another function."""
     values, out = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "vo")
     group = {"source": values, "linears": [out], "head_dim": 16, "readers_of_head": 2}
@@ -179,7 +179,7 @@ def test_heads_of_the_profile_are_of_the_models_size(tmp_path, head_dim, said):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     found = problem(tmp_path, model={values: [64, 8], out: [8, 128]})
-    assert said in found and bool(found) is bool(said)
+    assert refusal in found and bool(found) is bool(refusal)
 
 
 def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):

@@ -8,18 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from plans import make_plan
+from plans import make_files, make_plan
 
 from appliance.preflight import inputs as sampling
 from appliance.preflight.inputs import RewardProblem, reward_problem
-from appliance.record.plan import RunPlan, TaskPlan
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import Task
 from appliance.tasks.sample import SAMPLES, Verdict, judge_sample
 
 WRONG = "what }\nno mark reads"  # a line of an answer ends it, and a brace ends a box
 
 
-def of(kind: str, file: Path | None = None) -> TaskPlan:
-    return make_plan(Path("/runs/a-1")).task.replace(kind=kind, train_file=str(file or ""))
+def task_of(kind: str, file: Path | None = None) -> Task:
+    return make_plan(Path("/runs/a-1")).task.replace(kind=kind, train_file=str(file) if file else None)
 
 
 def rows(file: Path, *made: dict[str, str]) -> Path:
@@ -32,33 +33,35 @@ def math_rows(*answers: str) -> tuple[dict[str, str], ...]:
 
 
 def test_arithmetic_grades_its_own_problems() -> None:
-    assert judge_sample(of("arithmetic")) == Verdict(SAMPLES, 0, "")
+    assert judge_sample(task_of("arithmetic"), files=make_files()) == Verdict(SAMPLES, 0, "")
 
 
 def test_gsm8k_grades_the_first_rows(tmp_path: Path) -> None:
     made = [{"question": f"{number} + 1?", "answer": f"so #### {number + 1:,}"} for number in range(1234, 1250)]
     file = rows(tmp_path / "d.jsonl", *made)
-    assert judge_sample(of("gsm8k", file)) == Verdict(SAMPLES, 0, "")
+    assert judge_sample(task_of("gsm8k", file), files=make_files()) == Verdict(SAMPLES, 0, "")
 
 
 def test_mathematics_is_graded_as_such(tmp_path: Path) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows("34", "\\frac{1}{2}", "x^2+1"))
-    assert judge_sample(of("dapo-math", file)) == Verdict(3, 0, "")
+    assert judge_sample(task_of("dapo-math", file), files=make_files()) == Verdict(3, 0, "")
 
 
 def test_an_answer_of_several_lines_is_right_in_a_box(tmp_path: Path) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows("\\begin{pmatrix}1\n2\\end{pmatrix}"))
-    assert judge_sample(of("dapo-math", file)) == Verdict(1, 0, "")
+    assert judge_sample(task_of("dapo-math", file), files=make_files()) == Verdict(1, 0, "")
 
 
 def test_an_answer_that_can_never_be_right_is_told(tmp_path: Path) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows("34", WRONG))
-    assert judge_sample(of("dapo-math", file)) == Verdict(2, 1, f"the right answer `{WRONG[:60]}` has 0, not 1")
+    assert judge_sample(task_of("dapo-math", file), files=make_files()) == Verdict(
+        2, 1, f"the right answer `{WRONG[:60]}` has 0, not 1"
+    )
 
 
 def planned(tmp_path: Path, kind: str, file: Path | None, **changes: object) -> RunPlan:
     plan = make_plan(tmp_path / "runs" / "a-1")
-    task = plan.task.replace(kind=kind, train_file=str(file or ""), **changes)
+    task = plan.task.replace(kind=kind, train_file=str(file) if file else None, **changes)
     return plan.replace(task=task)
 
 
@@ -116,9 +119,9 @@ def test_data_that_is_not_here_yet_is_not_graded(tmp_path: Path) -> None:
 
 def test_a_reward_function_that_raises_is_told(tmp_path: Path) -> None:
     """Problems that cannot be made stand in for a reward that fails."""
-    found = reward_problem(planned(tmp_path, "arithmetic", None, difficulty=99))
+    found = reward_problem(planned(tmp_path, "word-problems", None, difficulty=5))
     message = "the rewards of the first problems: its process ended with 1: "
-    assert found is not None and found.message.startswith(message) and "99" in found.message
+    assert found is not None and found.message.startswith(message) and "task.difficulty: 5" in found.message
 
 
 def test_a_reward_function_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from plans import HOST, make_plan
+from plans import HOST, make_plan, on
 
 from appliance import patch
 from appliance.patch import recorded, source_of, why_unfit
@@ -47,30 +47,36 @@ def test_nothing_heavy_is_imported_for_it() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"version": "9.9"}, "made for verl 9.9, 0.9.1 is installed"),
-        ({"distribution": "no-such-thing"}, "made for no-such-thing 0.9.1, nothing is installed"),
+        ({"sources": {"9.8": "", "9.9": ""}}, "made for verl 9.8, 9.9; 0.9.1 is installed"),
+        ({"distribution": "no-such-thing"}, "made for no-such-thing 0.9.1; nothing is installed"),
         ({"target": "verl.nowhere:thing"}, "verl.nowhere:thing does not exist"),
         (
             {"target": "verl.workers.rollout.llm_server:LLMServerManager.gone"},
             "verl.workers.rollout.llm_server:LLMServerManager.gone does not exist",
         ),
         (
-            {"source_sha256": "0" * 64},
+            {"sources": {"0.9.1": "0" * 64}},
             "the source of verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer is not the one "
             "it was made for",
         ),
     ],
 )
-def test_a_record_that_does_not_fit(changed: dict[str, str], why: str) -> None:
+def test_a_record_that_does_not_fit(changed: dict[str, object], why: str) -> None:
+    assert why_unfit(dataclasses.replace(recorded()["no-load-balancer"], **changed)) == why
+
+
+@pytest.mark.parametrize(
+    ("version", "why"), [("0.9.1", ""), ("0.9.1+local", "made for verl 0.9.1+local; 0.9.1 is installed")]
+)
+def test_a_version_without_a_build_stands_for_every_build(
+    monkeypatch: pytest.MonkeyPatch, version: str, why: str
+) -> None:
     record = recorded()["no-load-balancer"]
-    assert (
-        why_unfit(
-            dataclasses.replace(record, version="0.9.1", **changed)
-            if "version" not in changed
-            else (dataclasses.replace(record, **changed))
-        )
-        == why
-    )
+    record = dataclasses.replace(record, sources={version: next(iter(record.sources.values()))})
+    assert why_unfit(record) == why
+    if not why:
+        monkeypatch.setattr(patch, "installed_version", lambda distribution: f"{version}+cpu")
+        assert why_unfit(record) == ""
 
 
 @pytest.mark.parametrize("name", ["recorded", "source_of", "why_unfit"])
@@ -103,7 +109,7 @@ def test_another_version_has_other_sources_which_is_said_once() -> None:
 
 
 def test_a_gpu_plan_is_judged_where_there_is_a_gpu() -> None:
-    plan = PLAN.replace(device="a100")
+    plan = on(PLAN, "a100")
     facts = StackFacts(versions=(("vllm", "0.28.0", "0.28.0+cpu"),))
     assert list(judge_stack(plan, HOST, facts)) == []
     (only,) = judge_stack(plan, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100", 80 << 30),)), facts)

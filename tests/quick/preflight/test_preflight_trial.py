@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from plans import make_plan, own_plan, reward_plan
+from plans import make_files, make_own_task, make_plan, make_reward
 
 from appliance.files import digest_of
 from appliance.preflight.inputs import RewardProblem, _own_problem
-from appliance.record.plan import CodeFile, RewardPlan
+from appliance.record.plan import CodeFile
+from appliance.settings import sections
 from appliance.tasks import sample
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.sample import Verdict, judge_sample
@@ -86,7 +87,7 @@ def test_a_right_answer_is_bare_and_then_marked() -> None:
     assert is_bare("7") and not is_bare("so\n#### 7") and not is_bare("Thus \\boxed{7}")
 
 
-def judged(folder: Path, *rewards: RewardPlan, truths: Sequence[object], program: str = "") -> Verdict:
+def judged(folder: Path, *rewards: sections.Reward, truths: Sequence[object], program: str = "") -> Verdict:
     folder.mkdir(exist_ok=True)
     file = folder / "d.jsonl"
     rows = ({"prompt": f"{number}?", "answer": truth} for number, truth in enumerate(truths))
@@ -96,10 +97,9 @@ def judged(folder: Path, *rewards: RewardPlan, truths: Sequence[object], program
         path = folder / "rewards.py"
         path.write_text(program)
         code = (CodeFile(path=str(path), copy_name="rewards.py", sha256=digest_of(path)),)
-        rewards = (*rewards, reward_plan("f", file=path))
-    own = own_plan(*rewards, truth="answer", code=code)
-    plan = make_plan(folder / "runs" / "a-1").task.replace(kind="own", train_file=str(file), own=own)
-    verdict = judge_sample(plan)
+        rewards = (*rewards, make_reward("f", file=path))
+    task = make_own_task(*rewards, truth="answer", train_file=str(file))
+    verdict = judge_sample(task, files=make_files(*code))
     assert not verdict.failure, verdict.failure
     return verdict
 
@@ -119,13 +119,13 @@ SOLUTIONS = [
 
 @pytest.mark.parametrize("name", ["math", "number"])
 def test_solutions_whose_working_has_decimals_accuse_nobody(tmp_path: Path, name: str) -> None:
-    assert judged(tmp_path, reward_plan(name), truths=SOLUTIONS) == Verdict(3)
+    assert judged(tmp_path, make_reward(name), truths=SOLUTIONS) == Verdict(3)
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_rewards_of_ours_read_each_mark_and_give_nothing_to_a_near_miss(tmp_path: Path, name: str) -> None:
-    assert judged(tmp_path, reward_plan(name), truths=GOOD[name]) == Verdict(3)
-    assert judged(tmp_path, reward_plan(name), truths=[GOOD[name][:2], GOOD[name][2]]) == Verdict(2)
+    assert judged(tmp_path, make_reward(name), truths=GOOD[name]) == Verdict(3)
+    assert judged(tmp_path, make_reward(name), truths=[GOOD[name][:2], GOOD[name][2]]) == Verdict(2)
 
 
 PROGRAMS = {  # of the user's: (program, cannot earn, always earns)
@@ -219,10 +219,10 @@ STYLE = "def f(response, truth, *, row): return -0.1 if len(response) > 20 else 
 def test_beside_code_and_a_judge_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = judged(tmp_path / "a", truths=TESTS, program=STYLE)
     assert alone.wrong == 0  # JSON of lists of objects is no answer
-    assert judged(tmp_path / "b", reward_plan("code"), truths=TESTS, program=STYLE) == Verdict(2)
+    assert judged(tmp_path / "b", make_reward("code"), truths=TESTS, program=STYLE) == Verdict(2)
     scored = dataclasses.replace(BUILT_IN["judge"], grade=lambda _, **__: 0.5)
     monkeypatch.setitem(BUILT_IN, "judge", scored)
-    judges = reward_plan("judge", url="http://127.0.0.1:9/v1", model="m")
+    judges = make_reward("judge", url="http://127.0.0.1:9/v1", model="m")
     truths = ["Oslo", "Rome"]
     assert judged(tmp_path / "c", truths=truths, program=STYLE).wrong == 2
     assert judged(tmp_path / "d", judges, truths=truths, program=STYLE) == Verdict(2)
@@ -231,9 +231,9 @@ def test_beside_code_and_a_judge_nothing_is_compared(tmp_path: Path, monkeypatch
 
 def test_a_pattern_and_what_reads_no_truth_are_not_asked_for_it(tmp_path: Path) -> None:
     truths = ["Oslo", "Rome"]
-    pattern = reward_plan("regex", pattern="^<think>")
+    pattern = make_reward("regex", pattern="^<think>")
     assert judged(tmp_path / "a", pattern, truths=truths) == Verdict(2)
-    assert judged(tmp_path / "b", reward_plan("regex"), truths=["[A-Z]slo", "[A-Z]ome"]) == Verdict(2)
+    assert judged(tmp_path / "b", make_reward("regex"), truths=["[A-Z]slo", "[A-Z]ome"]) == Verdict(2)
     assert judged(tmp_path / "c", truths=truths, program="def f(response): return '!' in response") == Verdict(2)
 
 
@@ -241,7 +241,7 @@ def test_a_reward_that_applies_to_no_right_answer(tmp_path: Path) -> None:
     programs = {"None": 0, "0.0 if not response else None": 2}
     for number, (value, cannot) in enumerate(programs.items()):
         program = f"def f(response, truth): return {value}"
-        verdict = judged(tmp_path / str(number), reward_plan("length", target=9), truths=["12", "5"], program=program)
+        verdict = judged(tmp_path / str(number), make_reward("length", target=9), truths=["12", "5"], program=program)
         assert verdict.wrong == cannot
         earns = "row 1: the truth `12`, bare and in 8 marks, earns nothing, an empty response 0"
         assert verdict.first == (earns if cannot else "")
@@ -282,30 +282,49 @@ def test_what_is_told_names_the_row(tmp_path: Path) -> None:
 
 def test_a_mark_that_a_reward_of_ours_does_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "_READ_IN_EVERY_MARK", ("exact",))
-    verdict = judged(tmp_path, reward_plan("exact"), truths=["12", "so\n#### 5"])
+    verdict = judged(tmp_path, make_reward("exact"), truths=["12", "so\n#### 5"])
     assert (verdict.unread, verdict.first_unread) == (1, "row 1: `#### 12` earns 0")
 
 
 def test_rewards_that_watch_only_or_do_not_judge_are_no_reason(tmp_path: Path) -> None:
-    others = (reward_plan("format"), reward_plan("length", target=9), reward_plan("regex", pattern="."))
+    others = (make_reward("format"), make_reward("length", target=9), make_reward("regex", pattern="."))
     assert judged(tmp_path, *others, truths=["1", "2"]) == Verdict(2)
-    assert judged(tmp_path, reward_plan("number"), *others, truths=["1", "2"]) == Verdict(2)
-    watched = reward_plan("number").replace(weight=0.0)
-    assert judged(tmp_path, watched, reward_plan("regex", pattern="."), truths=["1", "2"]).easy == 0
+    assert judged(tmp_path, make_reward("number"), *others, truths=["1", "2"]) == Verdict(2)
+    watched = make_reward("number").replace(weight=0.0)
+    assert judged(tmp_path, watched, make_reward("regex", pattern="."), truths=["1", "2"]).easy == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "is_doubted"),
+    [
+        ("len(response)", True),
+        ("return None", True),
+        ("return 0.5 if response else None", False),
+        ("return None if truth == '1' else 0", False),
+    ],
+    ids=str,
+)
+def test_a_function_that_never_judges_is_named_beside_a_reward_that_does(
+    tmp_path: Path, body: str, is_doubted: bool
+) -> None:
+    program = f"def f(response, truth):\n    {body}\n"
+    doubt = judged(tmp_path, make_reward("number"), truths=["1", "2"], program=program).doubt
+    meaning = "None means that a reward does not judge a row, and a function without `return` gives it"
+    assert doubt == (f"`f` returned None to each of the 2 sampled rows: {meaning}" if is_doubted else "")
 
 
 def test_a_truth_that_is_no_single_number_is_told_under_number(tmp_path: Path) -> None:
     rows = ["12", "$1,234.50", "-3", "50%", "7 apples", "so 1 and 2\n#### 5", "1e-5", "3 and 4", "2/3", 9]
-    verdict = judged(tmp_path, reward_plan("number"), truths=rows)
+    verdict = judged(tmp_path, make_reward("number"), truths=rows)
     what = "in 1 of 10 rows the truth is no single number, and `number` compares its numbers and nothing else: "
     assert verdict.doubt == f"{what}row 8: `3 and 4`"
-    assert judged(tmp_path, reward_plan("math"), truths=rows).doubt == ""
+    assert judged(tmp_path, make_reward("math"), truths=rows).doubt == ""
 
 
 def test_a_task_of_ours_that_takes_a_wrong_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(tmp_path / "runs" / "a-1").task
-    assert judge_sample(plan) == Verdict(sample.SAMPLES)
+    assert judge_sample(plan, files=make_files()) == Verdict(sample.SAMPLES)
     anything = Reward("arithmetic", 1.0, lambda response: float(bool(response.text)))
     monkeypatch.setattr(Task, "rewards", lambda _: (anything,))
-    verdict = judge_sample(plan)
+    verdict = judge_sample(plan, files=make_files())
     assert verdict.wrong == sample.SAMPLES and " has 1, where `" in verdict.first

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import HOST, INPUTS, make_plan
+from plans import HOST, INPUTS, make_plan, with_model
 
 from appliance.finding import Severity
 from appliance.launch import side_job
@@ -134,7 +134,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def said(program: Path, text: str) -> None:
+def write_child(program: Path, text: str) -> None:
     program.write_text(
         f"import pathlib, sys, os, time\nwith open({str(program) + '.ran'!r}, 'a') as f: f.write('x')\n{text}\n"
     )
@@ -148,7 +148,7 @@ ANSWER = '{"loading": {"problem": "1 is missing (a)", "remedy": "copy it", "doub
 
 
 def test_it_is_asked_once_until_a_file_changes(child: Path, tmp_path: Path) -> None:
-    said(child, f"print('of a library'); print({ANSWER!r})")
+    write_child(child, f"print('of a library'); print({ANSWER!r})")
 
     def ask(*, trust_remote_code: bool = False) -> WeightsFacts:
         with WeightsChild() as one:
@@ -169,7 +169,7 @@ def test_who_does_not_start_it_hears_nothing() -> None:
 
 
 def test_a_child_that_dies_is_an_error_and_is_asked_again(child: Path, tmp_path: Path) -> None:
-    said(child, "sys.exit('no torch here')")
+    write_child(child, "sys.exit('no torch here')")
     for _ in range(2):
         with WeightsChild() as one:
             one.start(tmp_path / "model", trust_remote_code=False)
@@ -185,13 +185,13 @@ def test_a_child_that_takes_too_long_is_ended(
     """It is a host's fault more often than the model's: the run itself says the same later."""
     monkeypatch.setattr(weights, "WITHIN_S", 0.2)
     monkeypatch.setattr(children, "WITHIN_S", 0.2)
-    said(child, "time.sleep(60)")
+    write_child(child, "time.sleep(60)")
     with WeightsChild() as one:
         one.start(tmp_path / "model", trust_remote_code=False)
         facts = one.hear()
         assert facts == WeightsFacts(unproven="its weights could not be held against its config.json within 0.2 s")
         pid = one._child._process.pid
-    (late,) = judge_weights(make_plan(Path("/runs/a-1")).model, facts)
+    (late,) = judge_weights(facts, model="/models/a")
     assert (late.severity, late.code) == (Severity.WARNING, "model-unproven")
     assert capsys.readouterr().err == (
         "note: still holding the model's weights against its config.json, for at most 0.2 s\n"
@@ -202,7 +202,7 @@ def test_a_child_that_takes_too_long_is_ended(
 
 def test_it_is_ended_with_what_waits_for_it(child: Path, tmp_path: Path) -> None:
     """By Ctrl-C, or an error of what is read meanwhile."""
-    said(child, "time.sleep(60)")
+    write_child(child, "time.sleep(60)")
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), WeightsChild() as one:
         one.start(tmp_path / "model", trust_remote_code=False)
@@ -215,7 +215,7 @@ def test_it_is_ended_with_what_waits_for_it(child: Path, tmp_path: Path) -> None
 
 def test_what_a_models_code_left_behind_is_ended_with_the_child(child: Path, tmp_path: Path) -> None:
     left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=open(sys.argv[1] + '/left', 'w'))"
-    said(child, f"{left}; print({ANSWER!r})")
+    write_child(child, f"{left}; print({ANSWER!r})")
     with WeightsChild() as one:
         one.start(tmp_path / "model", trust_remote_code=True)
         assert one.hear().problem
@@ -238,8 +238,7 @@ def test_a_template_that_is_tried_too_long_is_a_warning(
         facts = one.hear()
     assert facts == TemplateFacts(unproven="the model's chat template, tried: no end after 0.2 s")
     assert capsys.readouterr().err == "note: still trying the model's chat template, for at most 0.2 s\n"
-    plan = make_plan(tmp_path / "a")
-    plan = plan.replace(model=plan.model.replace(path=str(tmp_path), source=str(tmp_path)))
+    plan = with_model(make_plan(tmp_path / "a"), tmp_path)
     late = [each for each in judge(plan, host=HOST, inputs=replace(INPUTS, template=facts)) if "template" in each.code]
     assert [(each.severity, each.code, each.message) for each in late] == [
         (Severity.WARNING, "template-unproven", facts.unproven)
@@ -252,8 +251,7 @@ def plan_of_a_folder(folder: Path) -> RunPlan:
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    plan = make_plan(folder / "runs" / "a")
-    return plan.replace(model=plan.model.replace(path=str(folder), source=str(folder)))
+    return with_model(make_plan(folder / "runs" / "a"), folder)
 
 
 def test_ctrl_c_waits_for_neither_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +269,7 @@ def test_ctrl_c_waits_for_neither_child(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(EarlyChild, "start", note)
     monkeypatch.setattr(inputs, "reward_problem", interrupt)
-    monkeypatch.setattr(inputs, "model_shape", lambda _: None)
+    monkeypatch.setattr(inputs, "model_shape", lambda *_, **__: None)
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         inputs.read_inputs(plan_of_a_folder(tmp_path), ask_hub=True)
@@ -296,7 +294,7 @@ def test_a_command_that_is_no_training_starts_no_child_whose_findings_it_does_no
     start = EarlyChild.start
     monkeypatch.setattr(EarlyChild, "start", note)
     monkeypatch.setattr(weights, "_KNOWN", {})
-    monkeypatch.setattr(inputs, "model_shape", lambda _: None)
+    monkeypatch.setattr(inputs, "model_shape", lambda *_, **__: None)
     monkeypatch.setattr(side_job, "judge", lambda *_, **__: [])
     examine_for((plan_of_a_folder(tmp_path),), recipe=Recipe(), host=HOST, about=about)
     assert started == modules
@@ -327,10 +325,10 @@ def is_alive(pid: int) -> bool:
 
 
 def test_what_it_said_is_an_error_or_a_warning() -> None:
-    model = make_plan(Path("/runs/a")).model.replace(source="/models/a")
-    assert [*judge_weights(model, WeightsFacts())] == []
-    (found,) = judge_weights(model, WeightsFacts("1 is missing (a)", "copy it"))
+    model = "/models/a"
+    assert [*judge_weights(WeightsFacts(), model=model)] == []
+    (found,) = judge_weights(WeightsFacts("1 is missing (a)", "copy it"), model=model)
     assert (found.severity, found.code, found.place) == (Severity.ERROR, "model-weights", "model.path")
     assert (found.message, found.remedy) == ("/models/a: 1 is missing (a)", "copy it")
-    (doubt,) = judge_weights(model, WeightsFacts(doubt="two types"))
+    (doubt,) = judge_weights(WeightsFacts(doubt="two types"), model=model)
     assert (doubt.severity, doubt.code) == (Severity.WARNING, "model-types")

@@ -64,7 +64,7 @@ def test_limits_of_the_host_are_judged(tmp_path: Path) -> None:
     low = dataclasses.replace(HOST, limits=Limits(open_files=1))
     inputs = read_inputs(plan, ask_hub=False)
     assert "open-files" in [each.code for each in judge(plan, host=low, inputs=inputs)]
-    many = plan.replace(nodes=1024, gpus_per_node=8)  # with engines on one GPU each
+    many = plan.replace(cluster=plan.cluster.replace(nodes=1024, gpus_per_node=8))  # with engines on one GPU each
     for files, is_told in ((512 + 2 * 8192 - 1, True), (512 + 2 * 8192, False)):
         host = dataclasses.replace(HOST, limits=Limits(open_files=files))
         assert ("open-files" in [each.code for each in judge(many, host=host, inputs=inputs)]) is is_told
@@ -105,11 +105,11 @@ def test_a_change_of_scheme_that_cannot_be_live_is_said_by_check(tmp_path: Path)
 def test_lora_and_experts_of_a_model_of_the_hub_are_refused_by_check(tmp_path: Path) -> None:
     plan = build_plan(load_recipe("gsm8k-7b-lora-int8"), run_dir=tmp_path / "a-1", host=HOST)
     experts = dataclasses.replace(KNOWN["Qwen/Qwen2.5-32B"], architectures=("Qwen3MoeForCausalLM",))
-    said = {}
+    messages = {}
     for shape in (experts, KNOWN["Qwen/Qwen2.5-32B"]):
         inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), model_shape=shape)
-        said[shape] = [each.message for each in judge(plan, host=HOST, inputs=inputs) if each.place == "model.lora"]
-    assert list(said.values()) == [["this model has experts, whose weights are no linear layers"], []]
+        messages[shape] = [each.message for each in judge(plan, host=HOST, inputs=inputs) if each.place == "model.lora"]
+    assert list(messages.values()) == [["this model has experts, whose weights are no linear layers"], []]
 
 
 def test_this_host_can_train_the_demo(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ def test_a_cpu_without_runs_bf16() -> None:
     assert automatic_scheme("cpu", cpu_flags=frozenset({"avx2"})) == (Scheme.BF16, why)
 
 
+def test_int4_runs_on_any_cpu_and_on_no_gpu() -> None:
+    assert why_not(Scheme.INT4, device="cpu", cpu_flags=NONE) == ""
+    reason = "`int4` runs on a CPU only: no weight update of it was ever proven on a GPU"
+    assert {why_not(Scheme.INT4, device=gpu, cpu_flags=NONE) for gpu in GPUS} == {reason}
+
+
 @pytest.mark.parametrize("scheme", [Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK])
 def test_fp8_needs_tensor_cores_for_it(scheme: Scheme) -> None:
     able = {gpu for gpu in GPUS if not why_not(scheme, device=gpu, cpu_flags=NONE)}

@@ -123,3 +123,28 @@ def test_a_folder_is_there_but_no_recipe(tmp_path, monkeypatch, name):
 
 def test_the_line_of_the_reference_is_a_sentence():
     assert library.summary("reference") == "Every key of a recipe with its default, and what it means."
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("mein.yaml", "mine.yaml"),
+        ("mine", "mine.yaml"),
+        ("mine.yaml", "mine.yml"),
+        ("sub/min.yaml", "sub/mine.yml"),
+        ("nowhere/smolm2-int8.yaml", "smollm2-int8"),
+        ("smolm2-int8", "smollm2-int8"),
+        ("\0.yaml", ""),
+        ("notes", ""),
+    ],
+)
+def test_a_file_that_is_not_there_is_answered_with_the_nearest(tmp_path, monkeypatch, typed, meant):
+    """A recipe beside it as it is to be typed, or a shipped one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for file in ("sub/mine.yml", "notes.txt", "mine.yml" if typed == "mine.yaml" else "mine.yaml"):
+        (tmp_path / file).touch()
+    with pytest.raises(RecipeError) as raised:
+        library.find(typed)
+    [(_, hint)] = raised.value.problems
+    assert hint == (f"did you mean `{meant}`?" if meant else "`appliance recipes ls` lists the shipped recipes")

@@ -4,8 +4,8 @@ import pytest
 
 from appliance.corrections.registry import METHODS, CorrectionMethod
 from appliance.errors import RecipeError
+from appliance.finding import error
 from appliance.recipe.load import load_recipe, to_yaml
-from appliance.recipe.schema import SchemeChoice
 
 WRITE = "close brackets and quotes, indent with spaces, put a text with `: ` or ` #` in quotes"
 MINIMAL = "model:\n  builtin: tiny-arithmetic\ntrainer:\n  steps: 3\n"
@@ -32,7 +32,7 @@ def problems_of(name: str, *sets: str) -> list[tuple[str, str]]:
 
 def test_minimal_recipe_takes_defaults_and_the_name_of_its_file(write):
     recipe = load_recipe(write(MINIMAL))
-    assert (recipe.name, recipe.rollout.scheme, recipe.correction.method) == ("r", SchemeChoice.AUTO, "tis")
+    assert (recipe.name, recipe.rollout.scheme, recipe.correction.method) == ("r", "auto", "tis")
 
 
 def test_everything_wrong_is_told_at_once_with_its_line(write):
@@ -64,7 +64,7 @@ guard:
 logging:
   backends: [tensorboard, wanbd]
 """
-    use = "use one of `auto`, `bf16`, `int8`, `fp8`, `fp8-channel`, `fp8-block`"
+    use = "use one of `auto`, `bf16`, `int8`, `int4`, `fp8`, `fp8-channel`, `fp8-block`"
     assert problems_of(write(text)) == [
         (
             "r.yaml:1: name: the text `my recipe` is not a name",
@@ -182,6 +182,25 @@ def test_extends_merges_key_by_key_and_names_the_child(write):
 def test_extends_a_shipped_recipe(write):
     recipe = load_recipe(write("extends: arithmetic-tiny-int8\nrollout:\n  scheme: bf16\n"))
     assert (recipe.model.builtin, recipe.rollout.scheme) == ("tiny-arithmetic", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "sets", "where", "source"),
+    [
+        ("extends: smollm2-int8\n", [], "r.yaml", "(`smollm2-int8` sets it"),
+        ("extends: smollm2-int8\ntrainer:\n  steps: 2\ntask:\n  seed: 1\n", [], "r.yaml:4", "(`smollm2-int8` sets it"),
+        ("extends: smollm2-int8\ntask:\n  train_size: 1700\n", [], "r.yaml:3", ""),
+        ("extends: smollm2-int8\n", ["task.train_size=1700"], "--set task.train_size=1700", ""),
+        ("extends: parent.yaml\n", [], "parent.yaml:2", ""),
+    ],
+)
+def test_a_value_of_a_shipped_recipe_is_placed_where_the_user_would_write_it(write, text, sets, where, source):
+    write("task:\n  train_size: 1200\nmodel: {builtin: tiny-arithmetic}\ntrainer: {steps: 2}\n", name="parent.yaml")
+    recipe = load_recipe(write(text), sets=sets)
+    placed = recipe.placed(error("data", "task.train_size", "1700 is more than there are"))
+    assert placed.where == where
+    assert placed.message.startswith("1700 is more than there are")
+    assert placed.message.endswith(f"{source})" if source else "are")
 
 
 def test_extends_is_relative_to_the_file(write, tmp_path):
@@ -394,7 +413,7 @@ def test_a_parent_that_is_missing_is_the_one_problem(tmp_path):
     assert raised.value.problems == [
         (
             f"{child}:1: extends: nosuch: no shipped recipe has this name, and no file",
-            "`appliance recipes ls` lists them",
+            "`appliance recipes ls` lists the shipped recipes",
         ),
         (f"{child}:6: rollout.sheme: unknown key", "did you mean `rollout.scheme`?"),
     ]

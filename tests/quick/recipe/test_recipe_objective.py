@@ -12,7 +12,8 @@ from appliance.corrections.objective import LOSSES, Advantage, Aggregate, Loss
 from appliance.corrections.registry import METHODS
 from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe, to_yaml
-from appliance.recipe.schema import Algorithm, Recipe
+from appliance.recipe.schema import Recipe
+from appliance.settings.sections import Algorithm
 from appliance.terms.settings import Schedule
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"

@@ -10,6 +10,7 @@ from plans import HOST
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
+from appliance.record.code import with_copies
 from appliance.tasks.rewards import BUILT_IN
 
 RECIPE = """
@@ -150,16 +151,16 @@ def test_each_file_has_a_copy_of_its_own_name_which_is_no_packages(
         )
     )
     plan = build_plan(load_recipe(str(file)), run_dir=tmp_path / "runs" / "own-1", host=HOST)
-    own = plan.task.own
-    assert own is not None
-    assert [(each.path, each.copy_name) for each in own.code] == [
+    files = plan.task_files
+    assert [(file.path, file.copy_name) for file in files.code] == [
         (str(tmp_path / "a" / "r.py"), "0-r.py"),
         (str(tmp_path / "b" / "r.py"), "1-r.py"),
         (str(tmp_path / "c" / "__init__.py"), "2-__init__.py"),
     ]
-    copies = [each.file for each in own.with_copies(plan.run_dir).rewards]
+    copies = [reward.file for reward in with_copies(plan).rewards]
     assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py", "2-__init__.py")]
-    assert own.sha256_of(copies[3]) == own.code[2].sha256 == own.sha256_of(own.code[2].path) != own.sha256_of(copies[0])
+    last = files.code[2]
+    assert files.sha256_of(copies[3]) == last.sha256 == files.sha256_of(last.path) != files.sha256_of(copies[0])
 
 
 def test_turns_are_of_tools(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from plans import HOST
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe, to_yaml
-from appliance.record.plan import RunPlan, ValSetPlan
+from appliance.record.plan import RunPlan
+from appliance.settings.sections import ValSet
 
 OWN = """\
 model: {builtin: tiny-arithmetic}
@@ -50,22 +51,22 @@ def planned(folder: Path, *sets: str) -> RunPlan:
 
 def test_the_plan_has_the_sets_and_says_which_one_counts(recipe: Path) -> None:
     plan = planned(recipe.parent, "rollout.temperature=0.7")
-    assert plan.task.val_sets == (
-        ValSetPlan(name="hard", file=str(recipe.parent / "hard.jsonl"), size=0, samples=4, temperature=0.7),
-        ValSetPlan(name="held_out", file="", size=32, samples=1, temperature=0.0),
-    )
+    assert plan.task.val_sets == {
+        "hard": ValSet(file=str(recipe.parent / "hard.jsonl"), samples=4, temperature=0.7),
+        "held_out": ValSet(size=32, temperature=0.0),
+    }
     (choice,) = [each for each in plan.choices if each.key == "task.val_sets"]
     assert (choice.value, choice.why) == (
         "hard",
         "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward",
     )
-    assert plan.task.files == tuple(str(recipe.parent / name) for name in ("problems.jsonl", "hard.jsonl"))
-    assert [each.name for each in plan.task.own.rewards] == ["exact", "exact-2"]
+    assert plan.task.data_files == tuple(str(recipe.parent / name) for name in ("problems.jsonl", "hard.jsonl"))
+    assert list(plan.task.named_rewards) == ["exact", "exact-2"]
 
 
 def test_what_changes_its_problems_makes_other_data_and_nothing_else_does(recipe: Path) -> None:
     def data(*sets: str) -> str:
-        return planned(recipe.parent, *sets).task.val_parquet
+        return planned(recipe.parent, *sets).task_files.val_parquet
 
     assert data() == data("task.val_sets.hard.samples=8", "task.val_sets.hard.temperature=0.5")
     others = [data(f"task.val_sets.{change}") for change in ("hard.size=3", "held_out.size=31", "more={file: a.jsonl}")]

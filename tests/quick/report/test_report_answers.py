@@ -16,7 +16,7 @@ from appliance.report.answers import answers_table
 PROBLEMS = (("Tom has 7 apples and gets 5 more.", "12"), ("What is 3 eggs plus 4 eggs?", "7"))
 
 
-def said(problem: tuple[str, str], response: str, *, finished: bool = True) -> Sample:
+def sample_of(problem: tuple[str, str], response: str, *, finished: bool = True) -> Sample:
     prompt = f"system\nAnswer with the number alone.\nuser\n{problem[0]}\nassistant\n"
     accuracy = float(response == problem[1])
     return Sample(prompt, response, problem[1], accuracy, None, tokens=3, finished=finished)
@@ -26,13 +26,13 @@ def validated(step: int, *samples: Sample) -> StepSamples:
     return StepSamples(step, "int8", validation=samples)
 
 
-BEFORE = validated(0, said(PROBLEMS[0], "Tom has 7\napples, so", finished=False), said(PROBLEMS[1], "7"))
-BETWEEN = validated(10, said(PROBLEMS[0], "9"), said(PROBLEMS[1], "9"))
-AFTER = validated(20, said(PROBLEMS[1], "7"), said(PROBLEMS[0], "12"))
+BEFORE = validated(0, sample_of(PROBLEMS[0], "Tom has 7\napples, so", finished=False), sample_of(PROBLEMS[1], "7"))
+BETWEEN = validated(10, sample_of(PROBLEMS[0], "9"), sample_of(PROBLEMS[1], "9"))
+AFTER = validated(20, sample_of(PROBLEMS[1], "7"), sample_of(PROBLEMS[0], "12"))
 
 
 def test_the_first_and_the_last_answers_side_by_side() -> None:
-    training = StepSamples(15, "int8", training=(said(PROBLEMS[0], "1"),))
+    training = StepSamples(15, "int8", training=(sample_of(PROBLEMS[0], "1"),))
     assert answers_table([BEFORE, BETWEEN, training, AFTER], is_graded=True).splitlines() == [
         "a problem of the validation        before                           after step 20",
         "Tom has 7 apples and gets 5 more.  Tom has 7 apples, so …  (wrong)  12  (right)",
@@ -46,7 +46,7 @@ def test_rewards_of_the_user_s_own_are_no_grades() -> None:
 
 
 def test_nothing_without_two_validations_of_the_same_problems() -> None:
-    other = validated(20, said(("What is 1 plus 1?", "2"), "2"))
+    other = validated(20, sample_of(("What is 1 plus 1?", "2"), "2"))
     assert [answers_table(samples, is_graded=True) for samples in ([], [BEFORE], [BEFORE, other])] == ["", "", ""]
 
 
@@ -56,8 +56,8 @@ def test_a_run_that_was_not_validated_before_says_after_which_step() -> None:
 
 def test_long_texts_keep_their_beginning_and_their_end() -> None:
     problem = ("What? " * 60 + "End.", "1")
-    before = validated(0, said(problem, "so " * 90 + "the answer is 1"), said(PROBLEMS[0], "5"))
-    after = validated(9, said(problem, "1"), said(PROBLEMS[0], "12"))
+    before = validated(0, sample_of(problem, "so " * 90 + "the answer is 1"), sample_of(PROBLEMS[0], "5"))
+    after = validated(9, sample_of(problem, "1"), sample_of(PROBLEMS[0], "12"))
     (_, row, _) = answers_table([before, after], is_graded=True).splitlines()
     assert len(row) < 250 and row.startswith("What? What?") and "What? End." in row and "the answer is 1" in row
 

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from plans import with_own_task
 
 from appliance.record.events import StepMetrics, parse_metrics
-from appliance.record.plan import OwnPlan, RunPlan, ValSetPlan, read_plan
+from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import Sample
 from appliance.record.state import RunState, fold
 from appliance.report import display, summary
 from appliance.report.folder import read_view
 from appliance.report.page import Answer, page
 from appliance.report.verdicts import Word, verdicts
+from appliance.settings.sections import ValSet
 
 VALIDATED = {"val/hard/avg@4": 0.25, "val/hard/pass@1": 0.2, "val/hard/pass@2": 0.4, "val/hard/pass@4": 0.6}
 OTHER = {"val/held_out/avg@1": -3.5, "val/held_out/pass@1": 0.0}
@@ -24,16 +26,12 @@ REWARDS = {"reward/math": 0.125, "reward/short": -2.5}
 FIRST = {"step": 0, "time_s": 50, "scheme": "int8", "val_reward_mean": 0.125, "val_samples": 30}
 
 
-@pytest.fixture
-def own() -> OwnPlan:
-    texts = dict.fromkeys(("data", "config", "template", "system", "truth", "tools"), "")
-    return OwnPlan(**texts, split="train", prompt="q", rewards=(), max_turns=1, code=())
-
-
-def with_sets(plan: RunPlan, own: OwnPlan) -> RunPlan:
-    sets = (("hard", 4, 1.0), ("held_out", 1, 0.0))
-    val_sets = tuple(ValSetPlan(name=n, file="", size=30, samples=s, temperature=t) for n, s, t in sets)
-    return plan.replace(task=plan.task.replace(own=own, val_sets=val_sets))
+def with_sets(plan: RunPlan) -> RunPlan:
+    val_sets = {
+        "hard": ValSet(size=30, samples=4, temperature=1.0),
+        "held_out": ValSet(size=30, samples=1, temperature=0.0),
+    }
+    return with_own_task(plan, val_sets=val_sets)
 
 
 def before() -> StepMetrics:
@@ -65,10 +63,10 @@ def test_a_step_is_told_with_its_rewards_and_each_validation(step_line: Callable
 
 
 def test_panel_summary_and_status_show_every_validation_and_which_one_counts(
-    tmp_path: Path, small_plan: Callable, step_line: Callable, own: OwnPlan
+    tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     line = step_line(2, val_reward_mean=0.25, val_samples=30, **REWARDS, **VALIDATED, **OTHER)
-    state, plan = folded(before(), line), with_sets(small_plan(tmp_path), own)
+    state, plan = folded(before(), line), with_sets(small_plan(tmp_path))
     sets = {
         "hard": "avg@4 0.250 (0.125 before), pass@4 0.600 (0.300 before)",
         "held_out": "avg@1 -3.500 (-3.500 before), pass@1 0.000 (0.000 before)",
@@ -90,11 +88,11 @@ def test_panel_summary_and_status_show_every_validation_and_which_one_counts(
     [((40.0, 40.5), False), ((40.0, 42.0), True), ((0.001, 0.002), True), ((-4.0, -3.0), True), ((-3.0, -3.5), False)],
 )
 def test_an_own_reward_climbs_by_a_share_of_itself(
-    tmp_path: Path, small_plan: Callable, own: OwnPlan, ends: tuple[float, float], climbed: bool
+    tmp_path: Path, small_plan: Callable, ends: tuple[float, float], climbed: bool
 ) -> None:
     plan = small_plan(tmp_path)
     found = summary.Result(*ends, validated=True)
-    assert found.climbed(plan.replace(task=plan.task.replace(own=own))) is climbed
+    assert found.climbed(with_own_task(plan)) is climbed
     assert summary.Result(0.5, 0.515, validated=True).climbed(plan) is False
     assert summary.Result(0.5, 0.525, validated=True).climbed(plan) is True
 
@@ -107,11 +105,11 @@ def test_nobody_knows_whether_a_number_of_the_users_is_right(accuracy: float) ->
 
 
 def test_the_page_has_a_curve_for_each_name(
-    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable, own: OwnPlan
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
 ) -> None:
     run_dir = make_run(tmp_path, done=4)
     plain = page(read_view(run_dir), now=0.0)
-    with_sets(read_plan(run_dir / "plan.json"), own).write(run_dir / "plan.json")
+    with_sets(read_plan(run_dir / "plan.json")).write(run_dir / "plan.json")
     added = {**REWARDS, **VALIDATED, **OTHER, "val_reward_mean": 0.25, "val_reward_bf16_mean": 0.9, "val_samples": 30}
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics_line(5, **added)) + "\n")
@@ -125,11 +123,11 @@ def test_the_page_has_a_curve_for_each_name(
 
 
 def test_summary_of_a_run_that_had_nothing_left_to_learn(
-    tmp_path: Path, small_plan: Callable, step_line: Callable, own: OwnPlan
+    tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     plan = small_plan(tmp_path, steps=2)
     state = functools.reduce(fold, (step_line(n, reward_mean=0.99) for n in (1, 2)), RunState(steps=2))
-    top, of_own = (summary.try_next(each, state, folder="a")[0] for each in (plan, with_sets(plan, own)))
+    top, of_own = (summary.try_next(each, state, folder="a")[0] for each in (plan, with_sets(plan)))
     assert top == "the reward was at its top from the start: harder problems leave something to learn"
     assert of_own.startswith("the reward did not climb")  # its top is not known
     assert summary.Result(0.99, 0.99, validated=True).stayed_at_top(plan)

@@ -31,7 +31,7 @@ from appliance.report.verdicts import Word, verdicts
 FIGURES = 18  # 6 of learning, 4 of mismatch, 4 of quantisation, 2 of time, 2 over time
 
 
-def made(run_dir: Path) -> tuple[str, Parts]:
+def page_of(run_dir: Path) -> tuple[str, Parts]:
     text = page(read_view(run_dir), now=1000.0)
     return text, Parts(text)
 
@@ -39,8 +39,8 @@ def made(run_dir: Path) -> tuple[str, Parts]:
 def test_the_command_on_a_page_has_its_folder_as_one_word(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, name="r$(touch x) y", state=RunStatus.RUNNING)
     with Session(run_dir, record=RunRecord(RunStatus.RUNNING)):
-        (said,) = (text for text in made(run_dir)[1].texts if "To make it anew: " in text)
-    assert shlex.split(said.partition("To make it anew: ")[2]) == ["appliance", "report", str(run_dir)]
+        (said,) = (text for text in page_of(run_dir)[1].texts if "To rewrite it: " in text)
+    assert shlex.split(said.partition("To rewrite it: ")[2]) == ["appliance", "report", str(run_dir)]
 
 
 def test_files_that_are_hostile_are_left_out(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -52,10 +52,10 @@ def test_files_that_are_hostile_are_left_out(make_run: Callable[..., Path], tmp_
             file.write(f"{line}{deep}\n")
     (run_dir / "attest/deep.json").write_text(deep)
     (run_dir / "attest/wrong.json").write_text('{"patches": 5, "detail": {"kernels": 5}}')
-    found = read_view(run_dir)
-    assert (found.samples, found.attests) == (expected.samples, expected.attests)
-    assert found.memory.curve.points() == expected.memory.curve.points() != []
-    assert all(f"{name}.json is no attestation" in page(found, now=1000.0) for name in ("deep", "wrong"))
+    view = read_view(run_dir)
+    assert (view.samples, view.attests) == (expected.samples, expected.attests)
+    assert view.memory.curve.points() == expected.memory.curve.points() != []
+    assert all(f"{name}.json is no attestation" in page(view, now=1000.0) for name in ("deep", "wrong"))
 
 
 def test_kernels_of_another_kind_are_left_out(
@@ -82,10 +82,10 @@ def words(run_dir: Path) -> dict[str, Word]:
 def test_the_page_of_a_whole_run_has_everything_and_needs_nothing(
     tmp_path: Path, make_run: Callable[..., Path]
 ) -> None:
-    text, parts = made(make_run(tmp_path))
+    text, parts = page_of(make_run(tmp_path))
     assert (parts.links, parts.seen.count("script"), "url(" in text) == ([], 1, False)
     assert parts.seen.count("figure") == FIGURES and "nothing to show yet" not in text
-    said = " ".join(parts.texts)
+    seen_text = " ".join(parts.texts)
     for expected in (
         "0.100 before, 0.900 after",
         "bound 0.015",
@@ -94,12 +94,12 @@ def test_the_page_of_a_whole_run_has_everything_and_needs_nothing(
         "16 × Int8Kernel",
         "Scale drift",
     ):
-        assert expected in said, expected
+        assert expected in seen_text, expected
     assert len(text) < 200_000
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, make_run: Callable[..., Path], hostile: str) -> None:
-    text, parts = made(make_run(tmp_path))
+    text, parts = page_of(make_run(tmp_path))
     assert "img" not in parts.seen and hostile not in text
     assert parts.texts.count(hostile) == 2  # once as an answer of the validation, once of training
 
@@ -119,7 +119,7 @@ def test_verdicts_of_a_good_run_are_fine(tmp_path: Path, make_run: Callable[...,
 def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run_dir = make_run(tmp_path, done=0, state=RunStatus.FAILED, exit_code=4, reason="EngineError: <gone>")
     append_event(run_dir, kind="failure", what="<gone>", error="EngineError", hint="see the log", exit_code=4)
-    _, parts = made(run_dir)
+    _, parts = page_of(run_dir)
     said = " ".join(parts.texts)
     assert "EngineError: <gone>; see the log" in said and "failed, exit code 4" in said
     assert "nothing to show yet" in said and "No sample is written down yet." in said
@@ -129,7 +129,7 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path, make_r
 def test_a_run_without_any_event_has_a_page(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run_dir = make_run(tmp_path, done=0)
     (run_dir / "events.jsonl").unlink()
-    made(run_dir)
+    page_of(run_dir)
 
 
 def test_values_that_are_not_finite_and_a_torn_line_cost_only_themselves(
@@ -141,7 +141,7 @@ def test_values_that_are_not_finite_and_a_torn_line_cost_only_themselves(
         file.write(json.dumps(metrics_line(5, **bad)) + "\nnot JSON\n" + json.dumps(metrics_line(6))[:40])
     view = read_view(run_dir)
     assert [x for x, *_ in view.steps.curves["entropy"].points()] == [1, 2, 3, 4, 5]
-    text, _ = made(run_dir)
+    text, _ = page_of(run_dir)
     assert "nan" not in text.lower() and "infinity" not in text.lower()
 
 
@@ -158,7 +158,7 @@ def test_a_step_that_was_done_again_is_there_once_and_attempts_are_marked(
     assert [x for x, _ in rewards] == [1, 2, 3, 4, 5, 6, 7]
     assert [mean for _, mean in rewards[4:]] == [0.7, 0.7, 0.7]
     assert (view.state.rewards.count, view.steps.judged) == (7, 7)
-    text, _ = made(run_dir)
+    text, _ = page_of(run_dir)
     assert "attempt 2 goes on after step 4" in text and "2 attempts" in text
 
 
@@ -183,14 +183,14 @@ def test_what_the_guard_decided_is_on_the_page_with_its_numbers(tmp_path: Path, 
     plan.replace(guard=make_guard(actions=(Action.WARN, Action.TIGHTEN))).write(run_dir / "plan.json")
     question = "Did the guard act?"
     assert words(run_dir)[question] is Word.FINE
-    told = [f"step {step}: {move}: k3_kl 0.02 above 0.015" for step, move in ((3, "observe -> warn"), (5, "back"))]
-    for step, what in zip((3, 5), told, strict=True):
+    decisions = [f"step {step}: {move}: k3_kl 0.02 above 0.015" for step, move in ((3, "observe -> warn"), (5, "back"))]
+    for step, what in zip((3, 5), decisions, strict=True):
         append_event(run_dir, kind="guard", what=what, why="k3_kl 0.02 above 0.015", step=step)
     (said,) = [each for each in verdicts(read_view(run_dir)) if each.question == question]
-    assert (said.word, said.text) == (Word.WARN, f"2 times, the last: {told[-1]} (k3_kl 0.02 above 0.015)")
-    text, parts = made(run_dir)
+    assert (said.word, said.text) == (Word.WARN, f"2 times, the last: {decisions[-1]} (k3_kl 0.02 above 0.015)")
+    text, parts = page_of(run_dir)
     assert "guard" in parts.texts
-    for what in told:
+    for what in decisions:
         assert parts.texts.count(what) == 1 + 8  # of the events; 4 charts of mismatch, 4 of quantisation
         assert parts.texts.count(f"{what} (k3_kl 0.02 above 0.015)") == 1  # on the axis of time
     assert text.count('class="mark warn"') == 2 * 8
@@ -248,15 +248,15 @@ def test_what_it_was_doing_ends_with_its_attempt(tmp_path: Path, make_run: Calla
 
 def test_only_a_run_with_a_launcher_loads_itself_again(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run_dir = make_run(tmp_path, done=4, state=RunStatus.RUNNING, exit_code=None)
-    assert 'data-reload-s="0"' in made(run_dir)[0]  # nobody holds its lock: stopped
+    assert 'data-reload-s="0"' in page_of(run_dir)[0]  # nobody holds its lock: stopped
     with Session(run_dir, record=RunRecord(RunStatus.RUNNING)):
-        live, _ = made(run_dir)
+        live, _ = page_of(run_dir)
     assert 'data-reload-s="10"' in live and "appliance report" in live
 
 
 @pytest.mark.slow
 def test_a_long_run_has_a_page_of_bounded_size(tmp_path: Path, make_run: Callable[..., Path]) -> None:
-    assert len(made(make_run(tmp_path, steps=3000, done=3000))[0]) < 600_000
+    assert len(page_of(make_run(tmp_path, steps=3000, done=3000))[0]) < 600_000
 
 
 def test_report_writes_the_page_and_says_where(

@@ -19,7 +19,6 @@ from appliance.report.verdicts import Verdict, Word, verdicts
 from appliance.sync.precision import Generation, write_generation
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.terms.schemes import Precision, Scheme
-from appliance.terms.settings import Quantisation
 
 ARRIVED, ATTESTED = "Did the weights arrive?", "Does every process run what it should?"
 Make = Callable[..., Path]
@@ -101,7 +100,7 @@ def test_processes_that_said_what_the_plan_says_are_fine(tmp_path: Path, make_ru
     ("changes", "text"),
     [
         ({"scheme": "bf16"}, "rollout-0-0 runs bf16, the plan says int8"),
-        ({"emulated": True}, "rollout-0-0 says emulated is True, the plan says False"),
+        ({"emulated": True}, "rollout-0-0 reports emulated: True, the plan says False"),
         ({"patches": ()}, "rollout-0-0 has the patches none; the plan says a"),
         ({"versions": {"torch": "2"}}, "rollout-0-0 has torch 2, the plan says 2.13.0"),
         ({"fingerprint": "g"}, "rollout-0-0 runs other sources of this program than the process that asks"),
@@ -120,7 +119,7 @@ def test_a_silent_process_is_named(tmp_path: Path, make_run: Make) -> None:
     run_dir = make_run(tmp_path)
     (run_dir / "attest" / "driver-0.json").unlink()
     text = "1 of 2 processes run the scheme, patches and versions of the plan, by their own word"
-    assert judged(run_dir, ATTESTED) == (Word.WARN, f"{text}; driver rank 0 did not say what it runs")
+    assert judged(run_dir, ATTESTED) == (Word.WARN, f"{text}; driver rank 0 did not report what it runs")
 
 
 def test_an_engine_that_an_update_raised_to_bf16_is_as_it_should_be(
@@ -140,19 +139,20 @@ def test_an_engine_that_an_update_raised_to_a_finer_scheme_is_as_it_should_be(
 ) -> None:
     """One that the guard may ask for; its own word for another one counts for nothing."""
     run_dir = make_run(tmp_path)
-    made = read_plan(run_dir / "plan.json")
+    plan = read_plan(run_dir / "plan.json")
     engine = ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.FP8, patches=("a",), emulated=True)
-    raises = made.replace(
-        rollout=make_rollout(Scheme.FP8, replicas=(Quantisation(scheme=Scheme.FP8, emulated=True),)),
-        guard=made.guard.replace(actions=(Action.RAISE_PRECISION,)),
-        attestations=(engine, *made.attestations[1:]),
+    raises = plan.replace(
+        rollout=make_rollout(Scheme.FP8),
+        quantization=plan.quantization.replace(emulate=True),
+        guard=plan.guard.replace(actions=(Action.RAISE_PRECISION,)),
+        attestations=(engine, *plan.attestations[1:]),
     )
     append_sent(run_dir, Sent(sync=12, replica=0, rank=0, manifest="of 12", digest_s=0.1))
     append_acknowledgement(run_dir, taken(12, scheme="fp8-block", emulated=True, switched=16, layers_proven=16))
     attest(run_dir, scheme="fp8-block", emulated=True)
     raises.write(run_dir / "plan.json")
     assert judged(run_dir, ATTESTED)[0] is Word.FINE
-    raises.replace(guard=made.guard).write(run_dir / "plan.json")
+    raises.replace(guard=plan.guard).write(run_dir / "plan.json")
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs fp8-block, the plan says fp8")
 
 

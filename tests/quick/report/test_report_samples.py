@@ -39,22 +39,22 @@ def responses(samples: Sequence) -> list[str]:
 
 
 def test_the_best_and_the_worst_of_a_prompt_and_the_first_problems(tmp_path: Path) -> None:
-    kept = log(tmp_path)
-    kept.note([group("a", 0.0, 1.0, -1.0), group("b", 1.0)], validate=False)
-    kept.note([group(f"v{number}", 1.0) for number in range(6)], validate=True)
-    kept.note([group("v9", 0.0)], validate=True)  # the same problems again, in BF16
-    kept.write(1, scheme="int8", val_scheme="int8")
-    (found,) = SampleReader(tmp_path).read()
-    assert responses(found.training) == ["r1", "r-1"] and [each.reward for each in found.training] == [1.0, -1.0]
-    assert [sample.prompt for sample in found.validation] == ["v0", "v1", "v2", "v3"]
-    assert found.validation[0].reward is None and found.scheme == "int8"
+    sample_log = log(tmp_path)
+    sample_log.note([group("a", 0.0, 1.0, -1.0), group("b", 1.0)], validate=False)
+    sample_log.note([group(f"v{number}", 1.0) for number in range(6)], validate=True)
+    sample_log.note([group("v9", 0.0)], validate=True)  # the same problems again, in BF16
+    sample_log.write(1, scheme="int8", val_scheme="int8")
+    (samples,) = SampleReader(tmp_path).read()
+    assert responses(samples.training) == ["r1", "r-1"] and [each.reward for each in samples.training] == [1.0, -1.0]
+    assert [sample.prompt for sample in samples.validation] == ["v0", "v1", "v2", "v3"]
+    assert samples.validation[0].reward is None and samples.scheme == "int8"
 
 
 def test_a_validation_after_a_change_of_scheme_has_its_own(tmp_path: Path) -> None:
-    kept = log(tmp_path)
-    kept.note([group("a", 1.0)], validate=False)
-    kept.note([group("v0", 1.0)], validate=True)
-    kept.write(1, scheme="int8", val_scheme="bf16")
+    sample_log = log(tmp_path)
+    sample_log.note([group("a", 1.0)], validate=False)
+    sample_log.note([group("v0", 1.0)], validate=True)
+    sample_log.write(1, scheme="int8", val_scheme="bf16")
     (found,) = SampleReader(tmp_path).read()
     assert (found.scheme, found.val_scheme) == ("int8", "bf16")
 
@@ -70,26 +70,26 @@ def test_a_validation_in_a_line_of_older_code_is_in_its_scheme(tmp_path: Path) -
 
 
 def test_a_second_validation_of_few_problems_adds_nothing(tmp_path: Path) -> None:
-    kept = log(tmp_path)
+    sample_log = log(tmp_path)
     for reward in (1.0, 0.0):
-        kept.note([group("v0", reward)], validate=True)
-    kept.write(1, scheme="int8", val_scheme="int8")
+        sample_log.note([group("v0", reward)], validate=True)
+    sample_log.write(1, scheme="int8", val_scheme="int8")
     assert responses(SampleReader(tmp_path).read()[0].validation) == ["r1"]
 
 
 def test_a_long_run_keeps_a_bounded_number_of_lines(tmp_path: Path) -> None:
-    kept = log(tmp_path, steps=1000)
+    sample_log = log(tmp_path, steps=1000)
     for step in range(1, 1001):
-        kept.note([group("a", 1.0, step=step)], validate=False)
-        kept.write(step, scheme="int8", val_scheme="int8")
+        sample_log.note([group("a", 1.0, step=step)], validate=False)
+        sample_log.write(step, scheme="int8", val_scheme="int8")
     assert [samples.step for samples in SampleReader(tmp_path).read()] == [1, *range(50, 1001, 50)]
 
 
 def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
-    kept = log(tmp_path)
+    sample_log = log(tmp_path)
     for step in (1, 2, 3):
-        kept.note([group("a", 1.0, step=step)], validate=False)
-        kept.write(step, scheme="int8", val_scheme="int8")
+        sample_log.note([group("a", 1.0, step=step)], validate=False)
+        sample_log.write(step, scheme="int8", val_scheme="int8")
     cut_lines(tmp_path / SAMPLES_FILE, after=2, attempt=1)
     assert [samples.step for samples in SampleReader(tmp_path).read()] == [1, 2]
 
@@ -124,11 +124,11 @@ def test_a_long_text_keeps_its_head_and_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "reward", "said"),
+    ("accuracy", "reward", "expected"),
     [(1.0, 0.5, ("fine", "1", "0.5")), (0.25, None, ("warn", "0.25", "0.25")), (None, None, ("", "-", "-"))],
 )
 def test_an_accuracy_that_nobody_measured_is_told_as_none(
-    accuracy: float | None, reward: float | None, said: tuple[str, str, str]
+    accuracy: float | None, reward: float | None, expected: tuple[str, str, str]
 ) -> None:
     answer = Answer(1, Sample("p", "r", "t", accuracy=accuracy, reward=reward, tokens=1, finished=True))
-    assert (answer.grade, answer.accuracy, answer.reward) == said
+    assert (answer.grade, answer.accuracy, answer.reward) == expected

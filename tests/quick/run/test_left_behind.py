@@ -30,12 +30,12 @@ time.sleep(100)
 def test_an_orphan_with_a_title_of_its_own_is_found(tmp_path: Path, wait_until: Callable) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     since = bystanders()
-    said = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     mark = {RUN_VARIABLE: str(tmp_path)}
-    subprocess.run([sys.executable, "-c", ORPHAN, str(said)], env={**os.environ, **mark}, check=True)
+    subprocess.run([sys.executable, "-c", ORPHAN, str(pid_file)], env={**os.environ, **mark}, check=True)
     try:
-        wait_until(lambda: said.exists() and said.read_text())
-        orphan = int(said.read_text())
+        wait_until(lambda: pid_file.exists() and pid_file.read_text())
+        orphan = int(pid_file.read_text())
         (found,) = left_of(tmp_path, since=since)
         assert (found.pid, found.parent, found.name) == (orphan, os.getpid(), "VLLM::EngineCor")
         assert find_processes(f"{RUN_VARIABLE}={tmp_path}") == []  # the mark is gone: it alone proves nothing

@@ -56,11 +56,11 @@ def this_process_lives_on() -> Iterator[None]:
 
 def failed_run(root: Path) -> tuple[Recipe, Path]:
     """A run that failed after its step 3 was saved."""
-    made = recipe("trainer.steps=9", "trainer.max_restarts=3", f"cluster.run_dir={root}")
-    run_dir = stopped(build_plan(made, run_dir=root / "small-1", host=HOST))
-    (run_dir / "recipe.yaml").write_text(to_yaml(made))
+    run_recipe = recipe("trainer.steps=9", "trainer.max_restarts=3", f"cluster.run_dir={root}")
+    run_dir = stopped(build_plan(run_recipe, run_dir=root / "small-1", host=HOST))
+    (run_dir / "recipe.yaml").write_text(to_yaml(run_recipe))
     save(run_dir, 3)
-    return made, run_dir
+    return run_recipe, run_dir
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
@@ -68,10 +68,10 @@ def test_between_two_attempts_the_saved_state_counts(
     number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """While a checkpoint is verified, which takes seconds per gigabyte."""
-    made, run_dir = failed_run(tmp_path)
+    run_recipe, run_dir = failed_run(tmp_path)
     monkeypatch.setattr(command, "find_newest", lambda _: signal.raise_signal(number))
     with pytest.raises(SystemExit) as left:
-        command.Attempts(made).through_faults(5, run_dir)
+        command.Attempts(run_recipe).through_faults(5, run_dir)
     assert left.value.code == code
     assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
     with pytest.raises(Unheard):  # what was there before it holds again
@@ -82,11 +82,11 @@ def test_between_two_attempts_the_saved_state_counts(
 def test_in_the_preflight_of_a_resume_the_saved_state_counts(
     number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    made, run_dir = failed_run(tmp_path)
+    run_recipe, run_dir = failed_run(tmp_path)
     monkeypatch.setattr(command, "examine", lambda *_, **__: signal.raise_signal(number))
-    how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
+    how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "stages": ()}
     with pytest.raises(SystemExit) as left:
-        command.run_train(made, dry_run=False, **how)
+        command.run_train(run_recipe, dry_run=False, **how)
     assert left.value.code == code
     assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
 
@@ -96,12 +96,12 @@ def test_before_the_training_of_a_resumed_run_the_saved_state_counts(
     number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its problems are made again, as where the cache is gone."""
-    made, run_dir = failed_run(tmp_path)
+    run_recipe, run_dir = failed_run(tmp_path)
     monkeypatch.setattr(
         train, "supervise", lambda *_, **__: signal.raise_signal(number) or SubreaperReport(-15, (), ())
     )
-    how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
-    assert command.run_train(made, dry_run=False, **how) == code
+    how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "stages": ()}
+    assert command.run_train(run_recipe, dry_run=False, **how) == code
     reason = f"stopped by {number.name}, the state after step 3 is saved"
     record = read_record(run_dir)
     assert (record.state, record.attempt, record.exit_code) == (RunStatus.STOPPED, 2, code)

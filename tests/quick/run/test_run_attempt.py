@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from plans import with_trainer
 from stopped_runs import events, metric, recipe, resumed, save, steps_in, stopped, target_of
 
 from appliance.errors import PreflightError, RecipeError
@@ -63,13 +64,13 @@ def test_machines_hear_where_an_attempt_goes_on(
         append_event(run_dir, kind="phase", what="start")
         training._tick()
         training._tick()
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(each["type"], each["kind"], each["what"]) for each in said] == [
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["type"], each["kind"], each["what"]) for each in lines] == [
         ("event", "restart", "restart 2 of 2"),
         ("event", "resume", "attempt 2 goes on after step 3"),
         ("event", "phase", "start"),
     ]
-    assert [each.get("step") for each in said] == [3, 3, None]
+    assert [each.get("step") for each in lines] == [3, 3, None]
 
 
 def test_damaged_half_written_and_later_ones_are_set_aside(tmp_path: Path, small_plan: Callable) -> None:
@@ -145,7 +146,7 @@ def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_pat
     folder = save(run_dir, 5, line={"step": 5, "time_s": 5.0})
     start = resumed(run_dir)
     assert owed_line(run_dir, checkpoint=folder, plan=plan) == {"step": 5, "time_s": 5.0}
-    for other in (plan.replace(steps=6), plan.replace(validate_every=0)):
+    for other in (with_trainer(plan, steps=6), with_trainer(plan, validate_every=0)):
         assert owed_line(run_dir, checkpoint=folder, plan=other) is None
     assert owed_line(run_dir, checkpoint=None, plan=plan) is None
     begin_attempt(plan, resume=start, recipe_yaml="").release()
@@ -164,7 +165,7 @@ def test_the_line_comes_back_when_nobody_asks_for_that_validation_now(tmp_path: 
     begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
     assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]  # and this attempt dies before it
     for _ in range(2):
-        begin_attempt(plan.replace(steps=9), resume=resumed(run_dir), recipe_yaml="").release()
+        begin_attempt(with_trainer(plan, steps=9), resume=resumed(run_dir), recipe_yaml="").release()
         assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
 
@@ -245,7 +246,7 @@ def test_a_run_that_is_done_is_not_any_more_once_its_next_attempt_was_cut_off(
     if has_model:
         (run_dir / "model").mkdir()
     assert is_done(target_of(run_dir), steps=5)
-    longer = plan.replace(steps=9)
+    longer = with_trainer(plan, steps=9)
     with monkeypatch.context() as patched, pytest.raises(PreflightError):
         patched.setattr(f"appliance.launch.resume.{cut_off_at}", MagicMock(side_effect=OSError))
         begin_attempt(longer, resume=resumed(run_dir), recipe_yaml="")

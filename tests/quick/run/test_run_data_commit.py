@@ -38,16 +38,15 @@ def planned(tmp_path: Path, **given: str) -> RunPlan:
 
 
 def commit_of(plan: RunPlan) -> str:
-    assert plan.task.own is not None
-    return plan.task.own.commit
+    return plan.task_files.commit
 
 
 def test_the_hub_is_asked_once_and_its_problems_have_a_key_of_their_own(tmp_path: Path, asked: list[str]) -> None:
     plan = examine(recipe(), run_dir=tmp_path / "small-1", ask_hub=True)[0]
     assert (commit_of(plan), asked) == (NEW, [NAME])
-    assert plan.task == plan_in(tmp_path / "small-1", recipe(), host=HOST)[0].task
-    others = {planned(tmp_path, data_commit=each).task.train_parquet for each in ("", OLD, NEW)}
-    assert plan.task.train_parquet in others and len(others) == 3
+    assert plan.task_files == plan_in(tmp_path / "small-1", recipe(), host=HOST)[0].task_files
+    others = {planned(tmp_path, data_commit=each).task_files.train_parquet for each in ("", OLD, NEW)}
+    assert plan.task_files.train_parquet in others and len(others) == 3
     assert commit_of(examine(recipe(), run_dir=tmp_path / "small-1", ask_hub=False)[0]) == ""
 
 
@@ -61,6 +60,6 @@ def test_a_resumed_run_keeps_the_commit_that_it_began_with(tmp_path: Path, asked
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None
     plan = examine(recipe(), run_dir=run_dir, ask_hub=True, original=original_plan(target))[0]
-    assert (plan.task, asked) == (begun.task, [])
+    assert (plan.task_files, asked) == (begun.task_files, [])
     forced = examine(recipe("data=owner/other"), run_dir=run_dir, ask_hub=True, original=original_plan(target))[0]
     assert (commit_of(forced), asked) == (NEW, ["owner/other"])

@@ -56,28 +56,28 @@ def model_in(folder: Path, *, place: str, template: str) -> str:
 )
 def test_a_plan_has_the_day_where_the_template_asks(place: str, tmp_path: Path) -> None:
     asks = planned(model_in(tmp_path / "asks", place=place, template=ASKS), tmp_path / "run")
-    assert asks.task.date == TODAY
+    assert asks.task_files.date == TODAY
     assert [(each.value, each.why) for each in asks.choices if each.key == "task.date"] == [(TODAY, WHY)]
     others = planned(model_in(tmp_path / "other", place=place, template=DOES_NOT_ASK), tmp_path / "run")
-    assert others.task.date == "" and not any(each.key == "task.date" for each in others.choices)
+    assert others.task_files.date == "" and not any(each.key == "task.date" for each in others.choices)
 
 
 def test_a_model_that_is_not_here_yet_may_ask(tmp_path: Path) -> None:
     plan = planned("owner/a-model-that-is-nowhere", tmp_path / "run")
-    assert plan.task.date == TODAY and not any(each.key == "task.date" for each in plan.choices)
+    assert plan.task_files.date == TODAY and not any(each.key == "task.date" for each in plan.choices)
 
 
 def test_a_builtin_model_does_not_ask(tmp_path: Path) -> None:
     plan = build_plan(
         load_recipe("arithmetic-tiny-int8"), run_dir=tmp_path / "run", host=dataclasses.replace(HOST, today=TODAY)
     )
-    assert plan.task.date == ""
+    assert plan.task_files.date == ""
 
 
 def test_a_days_problems_have_a_key_of_their_own(tmp_path: Path) -> None:
     """Which prompts are too long depends on it."""
     model = model_in(tmp_path / "asks", place="chat_template.jinja", template=ASKS)
-    keys = {planned(model, tmp_path / "run", today=day).task.train_parquet for day in (TODAY, TODAY, TOMORROW)}
+    keys = {planned(model, tmp_path / "run", today=day).task_files.train_parquet for day in (TODAY, TODAY, TOMORROW)}
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "1 + 2?", "answer": "#### 3"}\n' * 3)
     read = load_recipe(
@@ -85,7 +85,7 @@ def test_a_days_problems_have_a_key_of_their_own(tmp_path: Path) -> None:
         sets=("model.builtin=null", f"model.path={model}", f"task.train_file={data}", "task.val_size=1"),
     )
     read_keys = {
-        build_plan(read, run_dir=tmp_path / "run", host=dataclasses.replace(HOST, today=day)).task.train_parquet
+        build_plan(read, run_dir=tmp_path / "run", host=dataclasses.replace(HOST, today=day)).task_files.train_parquet
         for day in (TODAY, TODAY, TOMORROW)
     }
     assert (len(keys), len(read_keys)) == (2, 2)
@@ -100,7 +100,7 @@ def test_a_resumed_run_keeps_the_day_on_which_it_began(tmp_path: Path) -> None:
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None
     again = planned(model, run_dir, today=TOMORROW, original=original_plan(target))
-    assert again.task == begun.task and again.task.date == TODAY
+    assert again.task == begun.task and again.task_files.date == TODAY
 
 
 def test_a_run_that_began_without_a_day_goes_on_without_one(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_run_that_began_without_a_day_goes_on_without_one(tmp_path: Path) -> N
     model = model_in(tmp_path / "asks", place="chat_template.jinja", template=ASKS)
     original = OriginalPlan("cpu", None)
     plans = [planned(model, tmp_path / "run", today=day, original=original) for day in (TODAY, TOMORROW)]
-    assert plans[0].task == plans[1].task and plans[0].task.date == ""
+    assert plans[0].task == plans[1].task and plans[0].task_files.date == ""
 
 
 def test_the_host_says_the_day() -> None:

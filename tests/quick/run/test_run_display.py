@@ -4,10 +4,12 @@ import functools
 import io
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from plans import make_rollout, on, with_trainer
 from rich.console import Console
 
 from appliance.guard.policy import Action
@@ -16,7 +18,8 @@ from appliance.record.plan import Choice, RunPlan
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
 from appliance.report.display import JsonProgress, LiveProgress, PlainProgress
-from appliance.terms.schemes import Scheme
+from appliance.settings.sections import Backward, Forward
+from appliance.terms.schemes import Scheme, beside
 from appliance.terms.settings import Dtype, Schedule
 
 FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val_samples": 512, "scheme": "int8"}')
@@ -145,7 +148,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
         "note: 3 problems left out",
         "guard: step 1: observe -> warn: k3_kl 0.02 above 0.015 (1 step in a row)",
         "step 2/2  reward 0.215  validation 0.250  413 tokens/s  took 4.0 s (rollout 2.6, log-probs 0.4, update 0.8,"
-        " sync 0.1, rest 0.1)  int8 (emulated)  mismatch bad: ESS 0.20 is not above 0.3",
+        " sync 0.1, rest 0.1)  int8 (emulated)  mismatch bad: ESS 0.20 is below 0.3",
         "phase export: writing model/",
     ]
 
@@ -234,12 +237,12 @@ def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     plan = small_plan(tmp_path)
-    plan = plan.replace(device="h100", trainer=plan.trainer.replace(one_flow=True, fp8_backward=True))
+    plan = with_trainer(on(plan, "h100"), forward=Forward.ROLLOUT, backward=Backward.FP8_BLOCK)
     rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="runs/a b"))
     assert rows["gradients"] == "of quantised layers in fp8-block"  # on a GPU: these rollouts are not emulated
     command = "FLASHRL_CONFIG='runs/a b'/model/profile/quantization.yaml vllm serve 'runs/a b'/model"
     assert rows["serve it"] == f"as it was trained: {command}"
-    rows = dict(summary.summary_rows(plan.replace(device="cpu"), folded(step_line(1)), seconds=1, folder="runs/a b"))
+    rows = dict(summary.summary_rows(on(plan, "cpu"), folded(step_line(1)), seconds=1, folder="runs/a b"))
     assert rows["serve it"] == f"as it was trained: APPLIANCE_EXACT_GEMMS=1 {command}"
 
 
@@ -248,7 +251,7 @@ def test_summary_says_the_type_of_a_model_that_is_not_in_bf16(
 ) -> None:
     plan = small_plan(tmp_path)
     assert "serve it" not in dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="a"))
-    plan = plan.replace(trainer=plan.trainer.replace(dtype=Dtype.FP16))
+    plan = with_trainer(plan, dtype=Dtype.FP16)
     rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="a"))
     assert rows["serve it"] == "as it was trained: vllm serve a/model --dtype float16"
 
@@ -286,15 +289,14 @@ def test_summary_advises_no_scheme_that_the_recipe_refuses(
     only FP8 is emulated, Blackwell has no INT8; rollouts in BF16 are no remedy for themselves."""
     well, ill = folded(step_line(1)), folded(step_line(1, is_weight_mean=3.0))
     plan = small_plan(tmp_path)
-    one_flow = plan.replace(trainer=plan.trainer.replace(one_flow=True))
-    in_bf16 = plan.rollout.replicas[0].replace(scheme=Scheme.BF16)
-    several = plan.replace(rollout=plan.rollout.replace(replicas=(plan.rollout.replicas[0], in_bf16)))
-    alone = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.BF16, replicas=(in_bf16,)))
+    one_flow = with_trainer(plan, forward=Forward.ROLLOUT)
+    several = plan.replace(rollout=make_rollout(Scheme.INT8, Scheme.BF16))
+    alone = plan.replace(rollout=make_rollout(Scheme.BF16))
     raising = plan.replace(guard=plan.guard.replace(actions=(Action.RAISE_PRECISION,)))
-    in_fp16 = plan.replace(trainer=plan.trainer.replace(dtype=Dtype.FP16))
-    in_fp8 = plan.rollout.replicas[0].replace(scheme=Scheme.FP8, emulated=True)
-    emulated = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.FP8, replicas=(in_fp8,)))
-    on_blackwell = alone.replace(device="b200")
+    in_fp16 = with_trainer(plan, dtype=Dtype.FP16)
+    emulating = plan.quantization.replace(emulate=True)
+    emulated = plan.replace(rollout=make_rollout(Scheme.FP8), quantization=emulating)
+    on_blackwell = on(alone, "b200")
     refusing = (one_flow, several, raising, in_fp16, emulated, on_blackwell)
     for each, state in itertools.product(refusing, (well, ill)):
         assert not any("rollout.scheme" in line for line in summary.try_next(each, state, folder="a"))
@@ -331,13 +333,13 @@ def test_split_bar_fills_its_width() -> None:
 
 
 def test_panel_shows_the_proof_of_the_last_update(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
-    told = {
+    acknowledged = {
         "codes_changed_fraction": 0.1086,
         "saturated_fraction": 0.0028,
         "scale_drift": 0.0031,
         "layer_error_max": 0.01,
     }
-    proven = step_line(1, proof_s=0.081, **told)
+    proven = step_line(1, proof_s=0.081, **acknowledged)
     line = "proven in 0.08 s  codes changed 10.86%  saturated 0.28%  scales moved 0.31%  layer error up to 1.00%"
     assert f"│ sync       {line}" in drawn(small_plan(tmp_path, steps=60), folded(proven), columns=120)
 
@@ -378,3 +380,36 @@ def test_a_step_whose_log_probs_are_not_finite_is_bad(step_line: Callable) -> No
     broken = step_line(2, nonfinite_fraction=0.25, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)
     line = display.plain_step(folded(FIRST), broken, now=0.0)
     assert "mismatch bad: log-probs of 25.00% of the tokens are not finite" in line
+
+
+@pytest.mark.parametrize(
+    ("k3", "ess", "text"),
+    [
+        (0.0149, 0.7, "mismatch fine (k3 1.49e-02, ESS 0.700)"),
+        (0.01499999, 0.30001, "mismatch fine (k3 1.499999e-02, ESS 0.30001)"),
+        (0.0150004, 0.29999, "mismatch bad: k3 0.0150004 is above 0.015, ESS 0.29999 is below 0.3"),
+        (0.0012, 0.7004, "mismatch fine (k3 1.2e-03, ESS 0.700)"),
+    ],
+)
+def test_a_value_is_shown_on_the_side_of_its_bound_that_it_is_on(
+    step_line: Callable, k3: float, ess: float, text: str
+) -> None:
+    line = step_line(2, mismatch_k3_kl=k3, is_ess=ess)
+    assert text in display.plain_step(folded(FIRST), line, now=0.0)
+
+
+def test_the_panel_has_as_many_digits(step_line: Callable) -> None:
+    line = step_line(2, mismatch_k3_kl=0.0149, is_ess=0.7, is_weight_mean=1.9999)
+    shown = "fine  k3 1.49e-02 (below 0.015)  ESS 0.700 (above 0.3)  mean weight 1.9999 (0.5 to 2)"
+    assert display._mismatch_text(line).plain == shown
+
+
+@pytest.mark.parametrize(
+    "value", [0.015, 0.0150000001, 0.0149999999, 0.0, -1e-30, 1e300, math.inf, -math.inf, math.nan]
+)
+@pytest.mark.parametrize("form", [".1e", ".2g", ".3f"])
+def test_digits_beside_a_bound(value: float, form: str) -> None:
+    """The fewest that tell the two apart; no more than usual where these do."""
+    shown = float(beside(value, 0.015, form=form))
+    assert (shown < 0.015, shown > 0.015) == (value < 0.015, value > 0.015)
+    assert beside(0.5, 0.015, form=form) == format(0.5, form)

@@ -15,8 +15,13 @@ from appliance.files import partial_prefix
 from appliance.launch import command
 from appliance.launch.command import run_export
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
+from appliance.record.earlier_plans import with_keys_of_today
+from appliance.record.plan import ProfilePlan, read_plan
 from appliance.record.session import create_session
-from appliance.trainer.export import _export, _writing, export_checkpoint
+from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
+from appliance.trainer import export
+from appliance.trainer.export import _export, _first_engine, _writing, export_checkpoint
 
 
 @pytest.fixture
@@ -48,13 +53,47 @@ def test_the_newest_whole_checkpoint_is_exported(
 def test_a_model_says_where_it_is_from(run_dir: Path, tmp_path: Path) -> None:
     """Licence and quantisation of the file that it was trained from go with the weights."""
     plan = json.loads((run_dir / "plan.json").read_text())
-    plan["model"]["provenance"] = "SmolLM2, licence Apache-2.0, dequantised from Q4_1"
+    plan["weights"]["provenance"] = "SmolLM2, licence Apache-2.0, dequantised from Q4_1"
     (run_dir / "plan.json").write_text(json.dumps(plan))
     _export(run_dir, checkpoint=checkpoint_folder(run_dir, step=2), target=tmp_path / "out")
     assert (tmp_path / "out" / "README.md").read_text() == (
         "# A trained policy\n\n## Where it is from\n\n"
         "It was trained from SmolLM2, licence Apache-2.0, dequantised from Q4_1.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "is_flow"),
+    [
+        ({"forward": "rollout"}, True),
+        ({"forward": "linears"}, False),
+        ({"forward": "bf16"}, False),
+        ({"one_flow": True, "linears": False}, True),  # of an earlier version
+        ({"one_flow": False, "linears": True}, False),
+        ({}, False),
+    ],
+)
+def test_a_model_of_one_flow_goes_with_how_it_is_served(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, object], is_flow: bool
+) -> None:
+    plan = read_plan(run_dir / "plan.json")
+    plan = plan.replace(profile=ProfilePlan(folder=f"{run_dir}/profile", source="", scheme=Scheme.INT8))
+    (run_dir / "plan.json").write_text(json.dumps({**json.loads(plan.to_json()), "trainer": trainer}))
+    exported: list[dict[str, object]] = []
+    monkeypatch.setattr(export, "export_checkpoint", lambda checkpoint, **asked: exported.append(asked))
+    _export(run_dir, checkpoint=checkpoint_folder(run_dir, step=2), target=tmp_path / "out")
+    flow, model = (plan.engines[0], plan.model) if is_flow else (None, None)
+    assert [(asked["flow"], asked["model"]) for asked in exported] == [(flow, model)]
+
+
+def test_the_engine_of_a_flow_is_read_from_an_earlier_plan() -> None:
+    """Whose replicas have their quantisation written out: of the second one, the first is in BF16."""
+    earlier = Path(__file__).parents[1] / "plan" / "earlier" / "one-node.json"
+    raw = json.loads(earlier.read_text())
+    raw["rollout"]["replicas"].reverse()
+    written = raw["rollout"]["replicas"][0]
+    today = json.loads(with_keys_of_today(json.dumps(raw).encode()))
+    assert _first_engine(today) == Quantisation.model_validate(written, strict=False)
 
 
 @pytest.mark.slow

@@ -59,5 +59,5 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(small_disk
     _, _, findings = examine(recipe, run_dir=small_disk / "a-1", ask_hub=False)
     (only,) = (each for each in findings if each.severity is Severity.ERROR)
     assert only.code == "disk"
-    assert only.message == f"0.0 GiB free at {small_disk / 'a-1'}, the run needs about 0.4 GiB"
+    assert only.message == f"0.0 GiB free at {small_disk / 'a-1'}, the run needs about 0.3 GiB"
     assert list(small_disk.iterdir()) == []

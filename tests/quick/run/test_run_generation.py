@@ -9,6 +9,7 @@ from plans import make_plan, make_rollout
 
 from appliance.errors import SyncError
 from appliance.record.plan import ExpectedAttestation
+from appliance.settings.sections import Quantization
 from appliance.sync.precision import (
     Generation,
     attestations_at,
@@ -92,8 +93,6 @@ def test_what_an_engine_is_told_that_starts_in_a_precision(
 
 def test_new_engines_must_attest_what_they_were_started_in(tmp_path: Path) -> None:
     """Two replicas with two ranks each, the second in BF16 as planned; who trains says what it said before."""
-    plan = make_plan(tmp_path, rollout=make_rollout(Scheme.FP8, Scheme.BF16))
-    engines = tuple(each.replace(emulated=each.scheme is Scheme.FP8) for each in plan.rollout.replicas)
     expected = (
         *(
             ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.FP8, patches=("p",), emulated=True)
@@ -102,7 +101,12 @@ def test_new_engines_must_attest_what_they_were_started_in(tmp_path: Path) -> No
         *(ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.BF16, patches=("p",)) for rank in (2, 3)),
         ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16),
     )
-    plan = plan.replace(rollout=plan.rollout.replace(replicas=engines, tensor_parallel=2), attestations=expected)
+    plan = make_plan(
+        tmp_path,
+        rollout=make_rollout(Scheme.FP8, Scheme.BF16, tensor_parallel=2),
+        quantization=Quantization(prove_every=1, emulate=True),
+        attestations=expected,
+    )
     assert attestations_at(plan, AS_PLANNED) == expected
     in_bf16 = tuple(
         ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.BF16, patches=("p",)) for rank in range(4)

@@ -44,7 +44,7 @@ def its_recipe(run_dir: Path) -> Recipe:
 
 def resume(run_dir: Path) -> int:
     return command.run_train(
-        its_recipe(run_dir), resume=str(run_dir), name=None, force=False, dry_run=False, json_mode=False, steps=()
+        its_recipe(run_dir), resume=str(run_dir), name=None, force=False, dry_run=False, json_mode=False, stages=()
     )
 
 
@@ -57,7 +57,7 @@ def test_a_run_of_old_code_with_other_problems_is_refused_in_a_sentence(run_dir:
 
 
 def test_a_run_of_old_code_goes_on_where_its_problems_are_todays(run_dir: Path) -> None:
-    todays = Path(build_plan(its_recipe(run_dir), run_dir=run_dir, host=HOST).task.train_parquet).parent.name
+    todays = Path(build_plan(its_recipe(run_dir), run_dir=run_dir, host=HOST).task_files.train_parquet).parent.name
     plan = run_dir / "plan.json"
     assert todays != PROBLEMS and PROBLEMS in plan.read_text()
     plan.write_text(plan.read_text().replace(PROBLEMS, todays))

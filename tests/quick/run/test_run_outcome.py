@@ -30,7 +30,7 @@ TRACEBACK = """\
 
 
 def outcome(*, returncode: int = 1, failure: Event | None = None, log_tail: str = "") -> Outcome:
-    state = RunState(steps=4, phase="load-engine", failure=failure)
+    state = RunState(steps=4, phase="load-model", failure=failure)
     log = "runs/a/logs/1/train.log"
     return failed(CHILD, returncode=returncode, state=state, log_tail=log_tail, log=log, run="runs/a")
 
@@ -46,7 +46,7 @@ def failure(what: str, *, error: str = "TrainingError", hint: str = "") -> Event
 def test_precise_failure_is_told_as_it_is() -> None:
     said = failure("rollout-0-0 runs bf16, the plan says int8", error="AttestationError", hint="see attest/")
     assert explained(returncode=4, failure=said, log_tail="No space left on device") == (
-        "error: training failed in phase load-engine: rollout-0-0 runs bf16, the plan says int8",
+        "error: training failed in phase load-model: rollout-0-0 runs bf16, the plan says int8",
         "hint: see attest/",
         "log: runs/a/logs/1/train.log",
         "next: appliance logs runs/a",
@@ -56,7 +56,7 @@ def test_precise_failure_is_told_as_it_is() -> None:
 def test_known_symptom_comes_before_a_vague_failure() -> None:
     said = failure("OSError: [Errno 28] No space left on device: 'x'")
     assert explained(failure=said) == (
-        "error: training failed in phase load-engine: the disk is full",
+        "error: training failed in phase load-model: the disk is full",
         "OSError: [Errno 28] No space left on device: 'x'",
         "hint: free some space: df -h",
         "log: runs/a/logs/1/train.log",
@@ -66,7 +66,7 @@ def test_known_symptom_comes_before_a_vague_failure() -> None:
 
 def test_child_without_a_word_is_explained_by_the_end_of_its_log() -> None:
     assert explained(log_tail=TRACEBACK) == (
-        "error: training failed in phase load-engine: ValueError: the shapes 3 and 4 do not fit (exit code 1)",
+        "error: training failed in phase load-model: ValueError: the shapes 3 and 4 do not fit (exit code 1)",
         "log: runs/a/logs/1/train.log",
         "next: appliance logs runs/a",
     )
@@ -74,13 +74,13 @@ def test_child_without_a_word_is_explained_by_the_end_of_its_log() -> None:
 
 def test_silent_child_is_explained_by_its_exit_code() -> None:
     assert explained(returncode=3)[0] == (
-        "error: training failed in phase load-engine: exit code 3, and no word in the log"
+        "error: training failed in phase load-model: exit code 3, and no word in the log"
     )
 
 
 def test_kill_is_explained_by_memory() -> None:
     assert explained(returncode=-9)[:2] == (
-        "error: training failed in phase load-engine: ended by signal 9 (SIGKILL), "
+        "error: training failed in phase load-model: ended by signal 9 (SIGKILL), "
         "most likely by the kernel, for want of memory",
         "hint: sudo dmesg | tail shows it; use a smaller batch",
     )
@@ -153,7 +153,7 @@ WARNING 11-21 cpu.py:1] cannot load libnuma.so.1: Address already in use
 def test_start_up_noise_explains_nothing() -> None:
     """Texts of a run that ended well. They name what a failure would."""
     assert explained(failure=failure("ValueError: cap must be finite"), log_tail=NOISE)[0] == (
-        "error: training failed in phase load-engine: ValueError: cap must be finite"
+        "error: training failed in phase load-model: ValueError: cap must be finite"
     )
     assert outcome(log_tail=NOISE).reason == "exit code 1, and no word in the log"
 

@@ -38,7 +38,7 @@ def planned(run_dir: Path, *sets: str, gib: int, original: OriginalPlan | None =
 
 
 def pace(plan: RunPlan) -> tuple[bool, int]:
-    return plan.trainer.gradient_checkpointing, plan.trainer.micro_batch_sequences
+    return plan.trainer_memory.gradient_checkpointing, plan.batch.micro_batch_sequences
 
 
 def has_forgotten(run_dir: Path, *keys: str) -> None:
@@ -46,7 +46,7 @@ def has_forgotten(run_dir: Path, *keys: str) -> None:
     file = run_dir / "plan.json"
     raw: dict[str, Any] = json.loads(file.read_text())
     for key in keys:
-        del raw["trainer"][key]
+        del raw["batch" if key in raw["batch"] else "trainer_memory"][key]
     file.write_text(json.dumps(raw))
 
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_trains_as_it_began_whatever_memory_its_host_has(tmp_path:
     assert pace(planned(tmp_path / "small-2", *BUILT_IN, gib=8)) != pace(planned(tmp_path / "s", *BUILT_IN, gib=64))
     for gib in (8, 64):
         again = planned(tmp_path / "small-1", *BUILT_IN, gib=gib, original=original)
-        assert (again.trainer, again.correction) == (first.trainer, first.correction), gib
+        assert (again.trainer_memory, again.batch) == (first.trainer_memory, first.batch), gib
         assert again.argv == first.argv
         why = {choice.key: choice.why for choice in again.choices}
         assert why["trainer.gradient_checkpointing"] == "as the run began, whatever memory there is now"
@@ -65,13 +65,13 @@ def test_a_resumed_run_trains_as_it_began_whatever_memory_its_host_has(tmp_path:
 
 
 def test_a_run_that_began_before_copies_were_kept_keeps_none(tmp_path: Path) -> None:
-    """Its memory was chosen without them."""
+    """Its plan does not say whether there was room for all that is kept now."""
     first = planned(tmp_path / "small-1", *BUILT_IN, gib=64)
-    assert first.trainer.keeps_copies
+    assert first.trainer_memory.keeps_copies
     run_dir = stopped(first)
     has_forgotten(run_dir, "keeps_copies")
     again = planned(run_dir, *BUILT_IN, gib=64, original=original_plan(target_of(run_dir)))
-    assert again.trainer == first.trainer.replace(keeps_copies=False)
+    assert again.trainer_memory == first.trainer_memory.replace(keeps_copies=False)
 
 
 def test_a_model_that_has_arrived_since_changes_nothing(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_model_that_has_arrived_since_changes_nothing(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     assert pace(planned(tmp_path / "small-2", *sets, gib=64)) != pace(first)
-    assert planned(tmp_path / "small-1", *sets, gib=64, original=original).trainer == first.trainer
+    assert planned(tmp_path / "small-1", *sets, gib=64, original=original).trainer_memory == first.trainer_memory
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_the_recipe_sets_is_taken(tmp_path: Path) -> None:
     run_dir = stopped(planned(tmp_path / "small-1", *BUILT_IN, gib=8))
     original = original_plan(target_of(run_dir))
     again = planned(run_dir, *BUILT_IN, "batch.micro_batch_sequences=4", gib=64, original=original)
-    assert again.trainer.micro_batch_sequences == 4
+    assert again.batch.micro_batch_sequences == 4
     assert {choice.key: choice.why for choice in again.choices}["batch.micro_batch_sequences"] == "as given"
 
 
@@ -112,4 +112,4 @@ def test_another_batch_or_device_by_force_is_planned_anew(tmp_path: Path) -> Non
     original = original_plan(target_of(run_dir))
     for key in ("batch.prompts_per_step=9", "cluster.device=h200"):
         new = planned(run_dir, *BUILT_IN, key, gib=8)
-        assert planned(run_dir, *BUILT_IN, key, gib=8, original=original).trainer == new.trainer, key
+        assert planned(run_dir, *BUILT_IN, key, gib=8, original=original).trainer_memory == new.trainer_memory, key

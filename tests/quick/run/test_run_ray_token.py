@@ -13,7 +13,7 @@ from trainings import holding
 
 from appliance.errors import PreflightError
 from appliance.launch.train import make_ray_dir, make_ray_token
-from appliance.record.plan import ClusterPlan
+from appliance.settings.sections import Cluster
 from appliance.terms.environment import RAY_DIR_VARIABLE
 
 # What Ray's processes would find, and who could read it.
@@ -34,16 +34,16 @@ raise RuntimeError("bad")
 
 
 @pytest.fixture
-def told(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> Callable[..., dict]:
+def train_and_report(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> Callable[..., dict]:
     """Trains with such a child, and gives what that saw. Everything else is below `runs`."""
 
-    def train(*, number: int = 1, cluster: ClusterPlan | None = None) -> dict:
+    def train(*, number: int = 1, cluster: Cluster | None = None) -> dict:
         (tmp_path / "runs").mkdir(exist_ok=True)
         file = tmp_path / f"told-{number}.json"
         argv = (*python(CHILD), str(file))
         plan = small_plan(tmp_path / "runs", argv=argv, name=f"small-{number}")
         folder = dict(plan.env)[RAY_DIR_VARIABLE]
-        process = launch(plan.replace(cluster=cluster))
+        process = launch(plan.replace(cluster=cluster or plan.cluster))
         out, err = process.communicate(timeout=60)
         assert process.returncode == 5, err
         assert not os.path.exists(folder)
@@ -53,10 +53,12 @@ def told(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callabl
 
 
 @pytest.mark.slow
-def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(tmp_path: Path, told: Callable) -> None:
+def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(
+    tmp_path: Path, train_and_report: Callable
+) -> None:
     tokens = set()
     for number in (1, 2):
-        saw = told(number=number)
+        saw = train_and_report(number=number)
         environment, token = saw["environment"], saw["token"]
         assert len(token) == 64
         assert environment["RAY_AUTH_MODE"] == "token"
@@ -69,13 +71,15 @@ def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(tmp_path:
 
 
 @pytest.mark.slow
-def test_what_a_shell_says_of_rays_token_counts_for_nothing(told: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_shell_says_of_rays_token_counts_for_nothing(
+    train_and_report: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray would take this token before the file's, be without any, or have Kubernetes judge it, which knows none."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere")
     monkeypatch.setenv("RAY_ENABLE_K8S_TOKEN_AUTH", "true")
-    saw = told()
+    saw = train_and_report()
     assert "RAY_ENABLE_K8S_TOKEN_AUTH" not in saw["environment"]
     assert saw["environment"]["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in saw["environment"]
     assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == f"{saw['folder']}/token"
@@ -84,12 +88,12 @@ def test_what_a_shell_says_of_rays_token_counts_for_nothing(told: Callable, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["", "other:6379"])
 def test_the_token_of_a_cluster_is_the_one_that_its_nodes_have(
-    tmp_path: Path, told: Callable, monkeypatch: pytest.MonkeyPatch, address: str
+    tmp_path: Path, train_and_report: Callable, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setenv("RAY_ENABLE_K8S_TOKEN_AUTH", "true")  # one that is there already may have its tokens judged so
     token_file = str(tmp_path / "of-the-cluster")
-    cluster = ClusterPlan(address=address, port=6379, node_address="", token_file=token_file, wait_s=1.0)
-    saw = told(cluster=cluster)
+    cluster = Cluster(device="cpu", nodes=1 if address else 2, address=address or None, token_file=token_file)
+    saw = train_and_report(cluster=cluster)
     assert saw["environment"]["RAY_AUTH_MODE"] == "token"
     assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == token_file
     assert ("RAY_ENABLE_K8S_TOKEN_AUTH" in saw["environment"]) == bool(address)

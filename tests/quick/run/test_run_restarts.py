@@ -53,11 +53,11 @@ class Attempts:
     def __init__(self, run_dir: Path, *ends: tuple[int, int | None]) -> None:
         self.run_dir = run_dir
         self.ends = list(ends)
-        self.found: list[CheckpointSearch | None] = []
+        self.searches: list[CheckpointSearch | None] = []
 
     def __call__(self, found: CheckpointSearch | None = None, restart: str = "") -> int:
         """found: what the restart goes on from, None for the first attempt."""
-        self.found.append(found)
+        self.searches.append(found)
         code, step = self.ends.pop(0)
         if step is not None:
             save(self.run_dir, step)
@@ -65,7 +65,7 @@ class Attempts:
 
 
 @pytest.fixture
-def go_on(tmp_path: Path) -> Callable[..., tuple[int, int]]:
+def resume_run(tmp_path: Path) -> Callable[..., tuple[int, int]]:
     """Attempts as (code, saved step), the first one included. Returns the last code and how many there were."""
 
     def run(*ends: tuple[int, int | None], max_restarts: int = 9) -> tuple[int, int]:
@@ -76,47 +76,47 @@ def go_on(tmp_path: Path) -> Callable[..., tuple[int, int]]:
     return run
 
 
-def test_run_that_ends_well_is_not_restarted(go_on: Callable) -> None:
-    assert go_on((0, 3), (0, None)) == (0, 1)
+def test_run_that_ends_well_is_not_restarted(resume_run: Callable) -> None:
+    assert resume_run((0, 3), (0, None)) == (0, 1)
 
 
-def test_faults_are_answered_until_the_run_is_done(go_on: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    assert go_on((5, 2), (4, 4), (0, 6)) == (0, 3)
+def test_faults_are_answered_until_the_run_is_done(resume_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resume_run((5, 2), (4, 4), (0, 6)) == (0, 3)
     assert capsys.readouterr().err.splitlines() == [
         "restart 1 of 9, from the state after step 2",
         "restart 2 of 9, from the state after step 4",
     ]
 
 
-def test_restarts_are_counted(go_on: Callable) -> None:
-    assert go_on((5, 1), (5, 2), (5, 3), (5, 4), max_restarts=2) == (5, 3)
+def test_restarts_are_counted(resume_run: Callable) -> None:
+    assert resume_run((5, 1), (5, 2), (5, 3), (5, 4), max_restarts=2) == (5, 3)
 
 
-def test_none_are_wanted(go_on: Callable) -> None:
-    assert go_on((5, 1), (0, 2), max_restarts=0) == (5, 1)
+def test_none_are_wanted(resume_run: Callable) -> None:
+    assert resume_run((5, 1), (0, 2), max_restarts=0) == (5, 1)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(
-    go_on: Callable, capsys: pytest.CaptureFixture[str]
+    resume_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert go_on((5, None), (0, 1)) == (5, 1)
+    assert resume_run((5, None), (0, 1)) == (5, 1)
     assert capsys.readouterr().err == "not restarted: there is no whole checkpoint\n"
 
 
-def test_same_fault_at_the_same_step_ends_it(go_on: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    assert go_on((5, 2), (5, None), (0, 3)) == (5, 2)
+def test_same_fault_at_the_same_step_ends_it(resume_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resume_run((5, 2), (5, None), (0, 3)) == (5, 2)
     assert capsys.readouterr().err.splitlines()[-1] == "not restarted: it got no further than step 2 again"
 
 
-def test_stop_of_the_guard_after_a_fault_ends_it(go_on: Callable) -> None:
-    assert go_on((5, 2), (6, 3), (0, 4)) == (6, 2)
+def test_stop_of_the_guard_after_a_fault_ends_it(resume_run: Callable) -> None:
+    assert resume_run((5, 2), (6, 3), (0, 4)) == (6, 2)
 
 
-def test_lasting_fault_is_read_from_the_newest_attempt(go_on: Callable, tmp_path: Path) -> None:
+def test_lasting_fault_is_read_from_the_newest_attempt(resume_run: Callable, tmp_path: Path) -> None:
     append_event(tmp_path, kind="failure", what="a patch does not fit", error="PatchError")
-    assert go_on((4, 2), (0, 3)) == (4, 1)
+    assert resume_run((4, 2), (0, 3)) == (4, 1)
     append_event(tmp_path, kind="resume", what="attempt 2 goes on after step 2")
-    assert go_on((4, 5), (0, 6)) == (0, 2)
+    assert resume_run((4, 5), (0, 6)) == (0, 2)
 
 
 def test_each_attempt_gets_the_checkpoint_that_was_verified_for_it(
@@ -128,5 +128,5 @@ def test_each_attempt_gets_the_checkpoint_that_was_verified_for_it(
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.parent.name) or real(path))
     attempts = Attempts(tmp_path, (5, 2), (5, 3), (0, None))
     assert keep_going(attempts(), run_dir=tmp_path, max_restarts=9, again=attempts) == 0
-    assert attempts.found == [None, *(CheckpointSearch(checkpoint_folder(tmp_path, step=step)) for step in (2, 3))]
+    assert attempts.searches == [None, *(CheckpointSearch(checkpoint_folder(tmp_path, step=step)) for step in (2, 3))]
     assert hashed == ["global_step_2", "global_step_3"]

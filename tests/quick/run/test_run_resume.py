@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
 import subprocess
@@ -163,6 +164,15 @@ def test_what_a_checkpoint_holds_is_not_to_be_forced(tmp_path: Path, small_plan:
     lora = '{"rank": 8, "alpha": null, "targets": null, "dropout": 0.0}'
     assert message == f"--set model.lora={{rank: 8}}: model.lora: the run has null, the recipe {lora}"
     assert hint == REMEDIES[Change.NEVER if checkpoints else Change.FORCED]
+    forced = functools.partial(refuse_changes, target=target_of(run_dir), force=True)
+    forced(recipe("optimizer.learning_rate=1e-3"))
+    for never in ("model.lora={rank: 8}", "optimizer.norm_fed_lr_scale=1.5"):
+        if not checkpoints:
+            forced(recipe(never))
+            continue
+        with pytest.raises(RecipeError) as caught:
+            forced(recipe(never, "optimizer.learning_rate=1e-3"))
+        assert [hint for _, hint in caught.value.problems] == [REMEDIES[Change.NEVER]], never
 
 
 def test_a_run_s_own_recipe_is_not_judged_by_the_rules_of_today(tmp_path: Path, small_plan: Callable) -> None:
@@ -197,14 +207,14 @@ def test_the_keys_that_may_change_are_these_and_no_others() -> None:
         for name, value in recipe().model_dump().items()
         for key in (value if isinstance(value, dict) else ("",))
     }
-    watched = {key for key in keys if key.partition(".")[0] in ("checkpoint", "guard", "logging")}
+    of_the_running = {key for key in keys if key.partition(".")[0] in ("checkpoint", "guard", "logging")}
     free = {key for key in keys if change_of(key) is Change.FREE}
-    assert free - watched == {
+    assert free - of_the_running == {
         *("name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
         *("trainer.steps", "trainer.epochs", "trainer.validate_before", "trainer.validate_every"),
         "trainer.max_restarts",
     }
-    assert watched < free and len(watched) > 10
+    assert of_the_running < free and len(of_the_running) > 10
     assert {key for key in CHANGES if key not in keys} == {"checkpoint", "guard", "logging"}, "these name no key"
 
 
@@ -237,7 +247,7 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
     save(run_dir, 3, profile=(("profile.safetensors", digest),))
     with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
         refuse_misfit(resumed(run_dir), plan=plan)
-    other = plan.replace(task=plan.task.replace(train_parquet="/other/train.parquet"))
+    other = plan.replace(task_files=plan.task_files.replace(train_parquet="/other/train.parquet"))
     with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
         refuse_misfit(resumed(run_dir), plan=other)
 
@@ -296,19 +306,19 @@ def test_a_profile_of_a_key_that_is_gone_is_finished_by_the_version_that_began_i
 def test_a_run_whose_recipe_has_a_key_that_is_gone_is_finished_by_the_version_that_began_it(tmp_path: Path) -> None:
     plan = build_plan(recipe("trainer.steps=9"), run_dir=tmp_path / "small-1", host=HOST)
     run_dir = stopped(plan)
-    kept = run_dir / "recipe.yaml"
-    text = kept.read_text()
+    recipe_file = run_dir / "recipe.yaml"
+    text = recipe_file.read_text()
     for key, value in (("error_budget", "0.02"), ("told_by_a_later_version", "1")):
-        kept.write_text(text.replace("quantization:\n", f"quantization:\n  {key}: {value}\n"))
+        recipe_file.write_text(text.replace("quantization:\n", f"quantization:\n  {key}: {value}\n"))
         with pytest.raises(RecipeError) as caught:
             refuse_changes(recipe("trainer.steps=9"), target=target_of(run_dir), force=False)
         ((message, hint),) = caught.value.problems
-        assert message.endswith(f"quantization.{key}: unknown key") and message.startswith(f"{kept}:")
+        assert message.endswith(f"quantization.{key}: unknown key") and message.startswith(f"{recipe_file}:")
         assert hint == (
             "such a run cannot be resumed by this version: finish it with the version that began it, which its "
             "versions.json names, or start a new run"
         )
-    kept.write_text(text)
+    recipe_file.write_text(text)
     refuse_changes(recipe("trainer.steps=9"), target=target_of(run_dir), force=False)
 
 
@@ -374,7 +384,7 @@ def test_a_run_of_another_version_goes_on_from_what_its_plan_has(tmp_path: Path)
     save(run_dir, 3)
     file, target = run_dir / "plan.json", target_of(run_dir)
     raw = json.loads(file.read_text())
-    for key in ("engine", "optimizer", "validate_before"):
+    for key in ("engine", "optimizer", "shadow"):
         del raw[key]
     file.write_text(json.dumps({**raw, "told_by_another_version": 1}))
     assert without_pace(target) == OriginalPlan("cpu", Scheme.INT8)
@@ -383,10 +393,10 @@ def test_a_run_of_another_version_goes_on_from_what_its_plan_has(tmp_path: Path)
         read_run(run_dir)
     why = "not a plan that this version reads: engine: Field required, and 3 more"
     assert raised.value.message == f"{run_dir}: cannot be read as a run: {why}"
-    file.write_text(json.dumps({**raw, "steps": "nine"}))
+    file.write_text(json.dumps({**raw, "trainer": {"steps": "nine"}}))
     with pytest.raises(RecipeError) as raised:
         original_plan(target)
-    why = "not a plan that this version reads: steps: Input should be a valid integer"
+    why = "not a plan that this version reads: trainer.steps: Input should be a valid integer"
     assert raised.value.message == f"{file}: cannot be read: {why}"
 
 
@@ -401,19 +411,19 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     )
     save(stopped(plan), 3)
     (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
-    made: list[RunPlan] = []
+    plans: list[RunPlan] = []
     hosts: list[Path] = []  # the host is asked once for all of it
-    monkeypatch.setattr(command, "run_training", lambda plan, **_: made.append(plan) or 0)
+    monkeypatch.setattr(command, "run_training", lambda plan, **_: plans.append(plan) or 0)
     monkeypatch.setattr(report, "read_host", lambda root: hosts.append(root) or HOST)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(go_on_command(run_dir))
     assert words == ["appliance", "train", "comparison/small-1/recipe.yaml", "--resume", "comparison/small-1"]
     again = load_recipe(words[2])
-    code = command.run_train(again, resume=words[4], name=None, force=False, dry_run=False, json_mode=False, steps=())
-    assert code == 0 and len(made) == 1 and len(hosts) == 1
-    assert (made[0].rollout.scheme, made[0].rollout.label) == (Scheme.BF16, "bf16")
-    assert (made[0].cache_dir, made[0].run_dir) == (str(cache), str(run_dir))
-    assert Path(made[0].resume_from).name == "global_step_3"
+    code = command.run_train(again, resume=words[4], name=None, force=False, dry_run=False, json_mode=False, stages=())
+    assert code == 0 and len(plans) == 1 and len(hosts) == 1
+    assert (plans[0].rollout.scheme, plans[0].rollout.label) == (Scheme.BF16, "bf16")
+    assert (plans[0].cache_dir, plans[0].run_dir) == (str(cache), str(run_dir))
+    assert Path(plans[0].resume_from).name == "global_step_3"
 
 
 def test_a_dry_run_of_a_resume_prints_its_plan_and_changes_nothing(
@@ -425,11 +435,13 @@ def test_a_dry_run_of_a_resume_prints_its_plan_and_changes_nothing(
     (run_dir / "recipe.yaml").write_text(to_yaml(again))
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     monkeypatch.setattr(command, "run_training", lambda *_, **__: pytest.fail("a training was started"))
-    code = command.run_train(again, resume=str(run_dir), name=None, force=False, dry_run=True, json_mode=True, steps=())
-    said = capsys.readouterr()
+    code = command.run_train(
+        again, resume=str(run_dir), name=None, force=False, dry_run=True, json_mode=True, stages=()
+    )
+    captured = capsys.readouterr()
     assert code == 0
-    assert Path(json.loads(said.out)["plan"]["resume_from"]).name == "global_step_3"
-    assert said.err == "the run small-1 goes on after step 3\n"
+    assert Path(json.loads(captured.out)["plan"]["resume_from"]).name == "global_step_3"
+    assert captured.err == "the run small-1 goes on after step 3\n"
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
@@ -458,12 +470,12 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
     (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
     mib = 1 << 20
     for step in (2, 3, 5):  # the last one is damaged: it is moved aside and stays
-        save(run_dir, step, spare=100 * mib)
+        save(run_dir, step, spare=40 * mib)
     (run_dir / "checkpoints" / "global_step_5" / "data.pt").write_bytes(b"y" * 5)
     (run_dir / "checkpoints" / "damaged").mkdir()
     (run_dir / "checkpoints" / "damaged" / "other").write_bytes(bytes(mib))
     monkeypatch.setattr(command, "run_training", lambda *_, **__: 0)
-    free = [441 * mib]  # a quarter of a GiB, 3 checkpoints of an eighth, less 2 of 100 MiB
+    free = [333 * mib]  # a quarter of a GiB, 3 models of 6 MiB, 3 checkpoints of 46 MiB, less 2 of 40 MiB
     monkeypatch.setattr("appliance.preflight.report.read_host", lambda _: HOST)
 
     def disks(folder: Path) -> Disks:
@@ -474,12 +486,12 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
 
     def attempt() -> int | None:
         return command.run_train(
-            again, resume="auto", name="small-1", force=False, dry_run=False, json_mode=False, steps=()
+            again, resume="auto", name="small-1", force=False, dry_run=False, json_mode=False, stages=()
         )
 
     assert attempt() == 0
     assert command.Attempts(again).through_faults(5, run_dir) == 0
-    free[0] = 438 * mib
+    free[0] = 330 * mib
     with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
         attempt()
 
@@ -492,10 +504,12 @@ def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest
     save(run_dir, 3)
     hashed: list[str] = []
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
-    told: list[bool] = []
-    monkeypatch.setattr(command, "run_training", lambda *_, may_restart, **__: told.append(may_restart) or 0)
+    restarts_allowed: list[bool] = []
+    monkeypatch.setattr(
+        command, "run_training", lambda *_, may_restart, **__: restarts_allowed.append(may_restart) or 0
+    )
     assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 0
-    assert told == [True]
+    assert restarts_allowed == [True]
     assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
 
 
@@ -516,7 +530,7 @@ def test_a_restart_that_preflight_refuses_is_not_told_by_the_resume_after_it(
         full.setattr("appliance.preflight.inputs.read_disks", lambda _: Disks(disk, checkpoints=disk))
         with pytest.raises(PreflightError, match="this host cannot run the plan"):
             command.Attempts(recipe(*sets)).through_faults(5, run_dir)
-    command.Attempts(recipe(*sets)).go_on(target_of(run_dir), force=True)
+    command.Attempts(recipe(*sets)).resume(target_of(run_dir), force=True)
     assert events(run_dir, "restart") == []
     append_event(run_dir, kind="failure", what="an engine died", error="EngineError", exit_code=4)
     assert command.Attempts(recipe(*sets)).through_faults(4, run_dir) == 0

@@ -83,7 +83,7 @@ def test_a_revision_is_the_folder_of_its_commit_for_all_who_load(
 ) -> None:
     plan = planned(tmp_path, f"model.revision={revision}")
     folder = str(cache / "snapshots" / commit)
-    assert (plan.model.path, plan.model.commit, plan.model.hub_name) == (folder, commit, NAME)
+    assert (plan.weights.name_or_path, plan.weights.commit, plan.weights.hub_name) == (folder, commit, NAME)
     assert plan.trained_model == folder
     assert f"actor_rollout_ref.model.path={folder}" in plan.argv
     plan.write(tmp_path / "plan.json")
@@ -93,17 +93,17 @@ def test_a_revision_is_the_folder_of_its_commit_for_all_who_load(
 
 def test_without_a_revision_the_name_is_loaded(tmp_path: Path, cache: Path) -> None:
     plan = planned(tmp_path)
-    assert (plan.model.path, plan.model.commit, plan.model.is_pinned) == (NAME, "", False)
-    assert examine(recipe(), run_dir=tmp_path / "a-1", ask_hub=True)[0].model.commit == NEW
+    assert (plan.weights.name_or_path, plan.weights.commit, plan.weights.is_pinned) == (NAME, "", False)
+    assert examine(recipe(), run_dir=tmp_path / "a-1", ask_hub=True)[0].weights.commit == NEW
     assert versions(plan)["model"] == f"{NAME}@unknown"
 
 
 def test_problems_are_told_apart_by_the_commit_and_not_by_the_place_of_the_cache(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (planned(tmp_path, f"model.revision={each}").task.train_parquet for each in ("v1", "main"))
+    first, second = (planned(tmp_path, f"model.revision={each}").task_files.train_parquet for each in ("v1", "main"))
     set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "elsewhere"))
-    moved = planned(tmp_path, f"model.revision={OLD}").task.train_parquet
+    moved = planned(tmp_path, f"model.revision={OLD}").task_files.train_parquet
     assert first == moved != second
 
 
@@ -166,7 +166,7 @@ def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monk
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
     monkeypatch.setattr("appliance.hub.problem", lambda: "")
     monkeypatch.setattr("appliance.hub.refusal", lambda name, revision: "refused" if revision else "")
-    monkeypatch.setattr("appliance.hub._asked", lambda name, of: ("", "the hub answers 404"))
+    monkeypatch.setattr("appliance.hub._asked", lambda name, wanted: ("", "the hub answers 404"))
     assert errors(planned(tmp_path, "model.revision=v9")) == {
         "model-revision": "it is not known which commit of `owner/model` `v9` is: the hub answers 404"
     }
@@ -175,8 +175,8 @@ def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monk
 def test_data_that_is_made_is_not_missed_because_the_model_is_to_be_fetched(tmp_path: Path, cache: Path) -> None:
     plan = planned(tmp_path, "model.revision=v1", "task.kind=gsm8k")
     assert set(errors(plan)) == {"data-unreachable"}
-    Path(plan.task.train_parquet).parent.mkdir(parents=True)
-    for file in (plan.task.train_parquet, plan.task.val_parquet):
+    Path(plan.task_files.train_parquet).parent.mkdir(parents=True)
+    for file in (plan.task_files.train_parquet, plan.task_files.val_parquet):
         Path(file).touch()
     assert not is_prepared(plan) and errors(plan) == {}
 
@@ -188,12 +188,12 @@ def test_a_commit_that_the_hub_does_not_have_is_named(
     monkeypatch.setattr("appliance.hub.problem", lambda: "")
     monkeypatch.setattr("appliance.hub._status", lambda ask: (404, ""))
     plan = planned(tmp_path, f"model.revision={GONE}")
-    (found,) = [
+    (finding,) = [
         each for each in judge(plan, host=HOST, inputs=read_inputs(plan, ask_hub=True)) if each.place == "model.path"
     ]
     message = f"the hub has no model `{NAME}`, or no revision `{GONE}` of it, or none with a config.json"
     remedy = "correct the name or model.revision; or accept the model's terms on the hub and set HF_TOKEN"
-    assert (found.code, found.message, found.remedy) == ("model-refused", message, remedy)
+    assert (finding.code, finding.message, finding.remedy) == ("model-refused", message, remedy)
 
 
 @pytest.mark.parametrize("name", ["my model", "owner/a--b", "owner/model.git"])
@@ -215,14 +215,14 @@ def test_the_hub_is_asked_for_the_revision_of_the_recipe(
     """A tag that moved counts as the hub has it, but for a run that began with another commit."""
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.hub._asked", lambda name, of: asked.append((name, of)) or (NEW, ""))
+    monkeypatch.setattr("appliance.hub._asked", lambda name, wanted: asked.append((name, wanted)) or (NEW, ""))
     pinned = recipe("model.revision=v1")
     plan = examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True)[0]
-    assert (plan.model.commit, asked) == (NEW, [(NAME, "v1")])
+    assert (plan.weights.commit, asked) == (NEW, [(NAME, "v1")])
     original = OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
-    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=original)[0].model.commit == OLD
+    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=original)[0].weights.commit == OLD
     other = replace(original, revision="v0")
-    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=other)[0].model.commit == NEW
+    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=other)[0].weights.commit == NEW
 
 
 def test_nodes_are_compared_by_the_folder_of_the_commit(tmp_path: Path, cache: Path) -> None:
@@ -270,20 +270,20 @@ def test_the_snapshot_is_fetched_before_anything_loads_it(tmp_path: Path, cache:
     assert prepare(plan) == 3 and not is_prepared(plan)
     gone = planned(tmp_path, f"model.revision={GONE}")
     assert prepare(gone) == 4 and not is_prepared(gone)
-    said = [json.loads(line) for line in (tmp_path / "small-1" / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "small-1" / "events.jsonl").read_text().splitlines()]
     other = f"model.path: {NAME}@{OLD}: the weights are not those of the model in config.json: 12 are missing ("
-    assert sum(each["what"].startswith(other) for each in said) == 1
-    assert said[-1]["what"].startswith(f"{NAME}@{GONE} cannot be had from the hub: ")
+    assert sum(each["what"].startswith(other) for each in events) == 1
+    assert events[-1]["what"].startswith(f"{NAME}@{GONE} cannot be had from the hub: ")
 
 
 def test_a_download_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As huggingface_hub moves its bar; what is fetched holds no pickle, and no code unless it is asked for."""
     import huggingface_hub
 
-    told: list[dict[str, object]] = []
+    downloads: list[dict[str, object]] = []
 
     def moved(name: str, **more: object) -> str:
-        told.append(more)
+        downloads.append(more)
         huggingface_hub.utils.tqdm(total=2, disable=True).update(1)
         return str(tmp_path)
 
@@ -293,9 +293,9 @@ def test_a_download_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / HEARTBEAT_FILE).exists()
     assert hub.download_model(NAME, revision=OLD, beat=Heartbeat().beat) == tmp_path
     hub.download_model(NAME, revision="", beat=Heartbeat().beat, with_code=True)
-    assert [each["revision"] for each in told] == [OLD, None]
-    assert ["*.py" in each["allow_patterns"] for each in told] == [False, True]
-    assert {each["ignore_patterns"] for each in told} == {"consolidated*"}
+    assert [each["revision"] for each in downloads] == [OLD, None]
+    assert ["*.py" in each["allow_patterns"] for each in downloads] == [False, True]
+    assert {each["ignore_patterns"] for each in downloads} == {"consolidated*"}
     assert (tmp_path / HEARTBEAT_FILE).exists()
 
 
@@ -332,7 +332,7 @@ def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(tmp_path: Pat
     begun_run(tmp_path, commit=OLD)
     now = PlannedRun("a", 0, recipe=recipe(), plan=planned(tmp_path, commit=OLD), findings=())
     resumed = resumed_run(now)
-    assert resumed is not None and resumed.plan.model.commit == OLD
+    assert resumed is not None and resumed.plan.weights.commit == OLD
     with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
         resumed_run(replace(now, plan=planned(tmp_path, commit=NEW)))
 
@@ -344,14 +344,14 @@ def test_all_arms_of_a_comparison_get_one_answer_of_the_hub(
     """`main`, or the tag, moves while they are planned."""
     answers, file = iter([OLD, NEW, NEW]), tmp_path / "c.yaml"
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.hub._asked", lambda name, of: (next(answers), ""))
+    monkeypatch.setattr("appliance.hub._asked", lambda name, wanted: (next(answers), ""))
     monkeypatch.chdir(tmp_path)
     model = {"model.builtin": None, "model.path": NAME, "model.revision": revision}
     shared = {**model, "task.long_prompts": "truncate", "trainer.steps": 9}
     arms = {"a": None, "b": ["correction.cap=3"], "c": ["correction.method=none", "correction.cap="]}
     said = {"recipe": "arithmetic-tiny-int8", "set": shared, "arms": arms, "seeds": [0, 1], "baseline": "a"}
     file.write_text(json.dumps(said | {"validation": 16}))
-    assert [run.plan.model.commit for run in plan_runs(load_comparison(str(file)))] == [OLD] * 6
+    assert [run.plan.weights.commit for run in plan_runs(load_comparison(str(file)))] == [OLD] * 6
 
 
 def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cache: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
         with pytest.raises(PreflightError) as caught:
             _todo(list(runs), folder=tmp_path, file=file)
         assert caught.value.message == f"a, seed 0: {NAME}: main is {NEW} on the hub now, the run began with {OLD}"
-        hint = f"to go on with what is there: model.revision: {OLD} in {file}, under `set` or in the arm"
+        hint = f"to continue with what is there: model.revision: {OLD} in {file}, under `set` or in the arm"
         return caught.value.hint == hint
 
     named = f"model.revision={OLD}"
@@ -380,7 +380,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
     assert refused(at(commit=NEW), at(commit=NEW, arm="b", name="small-2"))
     assert _todo([at(commit=NEW)], folder=tmp_path, file=file) == []  # nothing is trained
     (rest,) = _todo([at(named), at(named, arm="b", name="small-2")], folder=tmp_path, file=file)
-    assert (rest.arm, rest.plan.model.commit) == ("b", OLD)
+    assert (rest.arm, rest.plan.weights.commit) == ("b", OLD)
 
 
 def test_a_tag_that_moved_is_refused_by_a_comparison_and_what_is_done_counts(tmp_path: Path, cache: Path) -> None:

@@ -30,7 +30,7 @@ def mark(scale: float = 1.5, model: str = "aa") -> bytes:
     return json.dumps({"scale": scale, "model": "/m", "model_hash": model, "norms": 9, "schema_version": 1}).encode()
 
 
-def go_on(run_dir: Path, plan: RunPlan) -> None:
+def resume_run(run_dir: Path, plan: RunPlan) -> None:
     resume = resumed(run_dir)
     refuse_misfit(resume, plan=plan)
     begin_attempt(plan, resume=resume, recipe_yaml="").release()
@@ -40,7 +40,7 @@ def test_a_profile_and_fits_that_were_lost_come_back(tmp_path: Path, small_plan:
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
     save(run_dir, 3, files={"profile/profile.safetensors": SCALES, "clipping.jsonl": fits(1, 3)}, profile=SEALED)
-    go_on(run_dir, plan)
+    resume_run(run_dir, plan)
     assert (run_dir / "profile" / "profile.safetensors").read_bytes() == SCALES
     assert (run_dir / "clipping.jsonl").read_bytes() == fits(1, 3)
     restored = [each for each in events(run_dir, "note") if "is restored" in each[0]]
@@ -57,7 +57,7 @@ def test_what_is_there_is_left_alone_and_later_fits_are_cut(tmp_path: Path, smal
     (run_dir / "profile" / "profile.safetensors").write_bytes(SCALES)
     (run_dir / "clipping.jsonl").write_bytes(fits(1, 3, 5))
     save(run_dir, 3, files={"profile/profile.safetensors": SCALES, "clipping.jsonl": fits(1, 3)}, profile=SEALED)
-    go_on(run_dir, plan)
+    resume_run(run_dir, plan)
     assert (run_dir / "clipping.jsonl").read_bytes() == fits(1, 3)
     assert (run_dir / "clipping.cut-1.jsonl").read_bytes() == fits(5)
     assert [what for what, _ in events(run_dir, "note") if "restored" in what] == []
@@ -79,7 +79,7 @@ def test_another_profile_is_refused(
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / "profile.safetensors").write_bytes(b"others")
     with pytest.raises(PreflightError) as caught:
-        go_on(run_dir, plan)
+        resume_run(run_dir, plan)
     path = run_dir / "profile" / "profile.safetensors"
     assert caught.value.message == f"{path} is not the one that global_step_3 was trained with"
     assert caught.value.hint == remedy
@@ -90,7 +90,7 @@ def test_a_profile_that_is_gone_and_was_not_copied_is_refused(tmp_path: Path, sm
     run_dir = stopped(plan)
     save(run_dir, 3, profile=SEALED)
     with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
-        go_on(run_dir, plan)
+        resume_run(run_dir, plan)
 
 
 # UAQ: `here` is the mark of the run's scaled model, None: the folder is gone.
@@ -155,7 +155,7 @@ def test_the_adapter_is_the_checkpoints(
     run_dir = stopped(plan)
     files = {"actor/data.pt": b"1"} | ({"actor/adapter/adapter_config.json": saved} if saved else {})
     save(run_dir, 3, files=files)
-    plan = plan.replace(lora=lora)
+    plan = plan.replace(model=plan.model.replace(lora=lora))
     if not why:
         refuse_misfit(resumed(run_dir), plan=plan)
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from plans import with_trainer
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
@@ -58,11 +59,11 @@ def test_name_in_use_is_refused_and_the_run_left_alone(tmp_path: Path, small_pla
     with create(plan) as session:
         session.finish(state=RunStatus.DONE, exit_code=0, reason="")
     with pytest.raises(RecipeError) as caught:
-        create(plan.replace(steps=99))
+        create(with_trainer(plan, steps=99))
     assert caught.value.problems == [
         (f"run name `small-1` is in use: {plan.run_dir}", "choose another --name, or leave it out")
     ]
-    assert read_plan(Path(plan.run_dir) / "plan.json").steps == plan.steps
+    assert read_plan(Path(plan.run_dir) / "plan.json").trainer.steps == plan.trainer.steps
 
 
 def test_losing_a_chosen_name_is_not_the_users_mistake(tmp_path: Path, small_plan: Callable) -> None:

@@ -7,6 +7,9 @@ import pytest
 
 from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import Judgement, RunState, fold, judge, median_tokens_per_s, remaining_s, step_seconds
+from appliance.report.display import PHASES
+from appliance.report.folder import DOING
+from appliance.terms.phases import Phase
 
 
 def folded(*news: Event | StepMetrics, steps: int = 10) -> RunState:
@@ -113,12 +116,16 @@ def test_unknown_events_change_nothing_but_the_start() -> None:
 
 
 def test_verdict_names_every_bound_that_is_left(step_line: Callable) -> None:
-    bad = judge(step_line(1, mismatch_k3_kl=0.015, is_ess=0.3, is_weight_mean=2.01))
+    bad = judge(step_line(1, mismatch_k3_kl=0.016, is_ess=0.29, is_weight_mean=2.01))
     assert bad == Judgement(
         "bad",
-        ("k3 0.015 is not below 0.015", "ESS 0.30 is not above 0.3", "mean weight 2.01 is not within 0.5 to 2"),
+        ("k3 0.016 is above 0.015", "ESS 0.29 is below 0.3", "mean weight 2.01 is not within 0.5 to 2"),
     )
     assert judge(step_line(1)) == Judgement("fine")
+
+
+def test_a_step_on_the_bounds_is_fine_as_it_is_for_the_guard(step_line: Callable) -> None:
+    assert judge(step_line(1, mismatch_k3_kl=0.015, is_ess=0.3, is_weight_mean=2.0)) == Judgement("fine")
 
 
 def test_one_log_prob_that_was_to_be_the_rollouts_is_bad(step_line: Callable) -> None:
@@ -130,3 +137,8 @@ def test_one_log_prob_that_was_to_be_the_rollouts_is_bad(step_line: Callable) ->
 
 def test_verdict_without_signals_is_unknown(step_line: Callable) -> None:
     assert judge(step_line(1, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)) == Judgement("unknown")
+
+
+def test_every_phase_has_words_and_a_place_in_the_report() -> None:
+    assert {*PHASES} == {*Phase}
+    assert {phase for phases in DOING.values() for phase in phases} == {*Phase} - {Phase.DONE}

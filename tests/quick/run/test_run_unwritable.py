@@ -55,10 +55,10 @@ def train(small_plan: Callable, root: Path, code: str) -> tuple[Path, int, list[
 def test_a_child_that_cannot_write_fails_as_the_host_had_it(small_plan: Callable, tmp_path: Path) -> None:
     run_dir, code, lines = train(small_plan, tmp_path, "(run_dir / 'checkpoints').mkdir()")
     assert code == 5
-    told = lines[next(i for i, line in enumerate(lines) if line.startswith("error: ")) :]
-    assert told[0] == "error: training failed in phase starting: a file or folder cannot be written or read"
-    assert told[1] == "hint: let this user write there, and in cluster.run_dir until the run ends"
-    assert told[-2:] == [f"error: {run_dir}: cannot be written: run.json does not say how the run ended", HINT]
+    error_lines = lines[next(i for i, line in enumerate(lines) if line.startswith("error: ")) :]
+    assert error_lines[0] == "error: training failed in phase starting: a file or folder cannot be written or read"
+    assert error_lines[1] == "hint: let this user write there, and in cluster.run_dir until the run ends"
+    assert error_lines[-2:] == [f"error: {run_dir}: cannot be written: run.json does not say how the run ended", HINT]
     assert not list(run_dir.glob(".run.json*"))
 
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plans import own_plan
+from plans import make_files
 
-from appliance.record.code import user_folder
 from appliance.record.plan import CodeFile
 from appliance.tasks.user_code import load_module
 
@@ -116,8 +115,8 @@ def test_the_runs_copy_has_the_neighbours_of_the_users_file(installed: Path, tmp
     beside = write(tmp_path / "mine", utils="WHOSE = 'mine'", rewards="import utils\nfound = utils.WHOSE")
     copy = write(tmp_path / "code", rewards=(beside / "rewards.py").read_text()) / "rewards.py"
     code = CodeFile(path=str(beside / "rewards.py"), copy_name="rewards.py", sha256="")
-    plan = own_plan(code=(code,))
-    assert user_folder(str(copy), own=plan) == user_folder(code.path, own=plan) == str(beside)
+    files = make_files(code)
+    assert files.folder_of(str(copy)) == files.folder_of(code.path) == str(beside)
     assert load_module(str(copy), beside=str(beside)).found == "mine"
 
 

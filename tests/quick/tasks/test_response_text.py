@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from plans import own_plan, reward_plan
+from plans import make_files, make_own_task, make_reward
 
 from appliance.record.plan import CodeFile
 from appliance.tasks.code import program_of
@@ -134,19 +134,19 @@ def test_format_sees_what_the_prompt_had_begun_and_other_trainers_functions_do_n
     )
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     code = (CodeFile(path=str(file), copy_name="rewards.py", sha256=digest),)
-    functions = [reward_plan(name, file=str(file)) for name in ("ours", "verls", "trls")]
-    plan = own_plan(reward_plan("format"), reward_plan("number"), *functions, code=code)
+    functions = [make_reward(name, file=str(file)) for name in ("ours", "verls", "trls")]
+    task = make_own_task(make_reward("format"), make_reward("number"), *functions)
     response = Response(text, "7", json.dumps({"prompt": "1?"}), begun=reader.begun)
-    grades = [reward.value(response) for reward in load_rewards(plan, given=lambda row: (row["prompt"], "7"))]
+    rewards = load_rewards(task, files=make_files(*code), given=lambda row: (row["prompt"], "7"))
+    grades = [reward.value(response) for reward in rewards]
     assert grades == [1.0] * 5
 
 
 def test_length_and_exact_are_of_what_the_model_wrote() -> None:
-    plan = own_plan(reward_plan("length", target=1), reward_plan("exact"))
+    task = make_own_task(make_reward("length", target=1), make_reward("exact"))
     response = Response("<think>\n7", "7", json.dumps({"prompt": "1?"}), begun="<think>\n")
-    assert [reward.value(response) for reward in load_rewards(plan, given=lambda row: (row["prompt"], "7"))] == [
-        1.0
-    ] * 2
+    rewards = load_rewards(task, files=make_files(), given=lambda row: (row["prompt"], "7"))
+    assert [reward.value(response) for reward in rewards] == [1.0] * 2
 
 
 GPT_OSS = "<|channel|>analysis<|message|>It is 5, no, 3.<|end|><|start|>assistant<|channel|>final<|message|>4"

@@ -12,9 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-from plans import own_plan, reward_plan
+from plans import make_files, make_own_task, make_reward
 
-from appliance.record.plan import RewardPlan
 from appliance.tasks import rewards
 from appliance.tasks.maths.notation import joined_numbers, plain_numbers
 from appliance.tasks.rewards import BUILT_IN, load_rewards
@@ -22,8 +21,8 @@ from appliance.tasks.task import Response
 
 
 def graded(name: str, text: str, truth: str = "", **options: object) -> object:
-    plan = own_plan(reward_plan(name, **options))
-    (reward,) = load_rewards(plan, given=lambda row: (row["prompt"], None))
+    task = make_own_task(make_reward(name, **options))
+    (reward,) = load_rewards(task, files=make_files(), given=lambda row: (row["prompt"], None))
     return reward.value(Response(text, truth, json.dumps({"prompt": "1+1?"})))
 
 
@@ -332,13 +331,13 @@ def test_a_key_that_no_header_carries_is_refused_without_quoting_it(
 
 
 def test_each_says_what_it_does_and_gives_a_number_to_anything() -> None:
-    plans = {"length": reward_plan("length", target=9)}
+    with_options = {"length": make_reward("length", target=9)}
     for name, each in BUILT_IN.items():
         assert each.grade.__doc__, name
         if name in ("judge", "code"):
             continue
-        plan: RewardPlan = plans.get(name, reward_plan(name))
-        (reward,) = load_rewards(own_plan(plan), given=lambda row: ("", None))
+        task = make_own_task(with_options.get(name, make_reward(name)))
+        (reward,) = load_rewards(task, files=make_files(), given=lambda row: ("", None))
         for text in ("", "\0", "\\boxed{" * 50, "####" * 50, "<answer>" * 50, "9" * 400, "(" * 300, "A" * 5000):
             value = reward.value(Response(text, "C" if name == "choice" else "7"))
             assert isinstance(value, float) and numbers.isfinite(value), (name, text)

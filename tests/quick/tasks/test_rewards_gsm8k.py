@@ -17,9 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from plans import own_plan
+from plans import make_own_task
 
-from appliance.tasks import own
+from appliance.tasks import own_task
 from appliance.tasks.built_in import gsm8k
 from appliance.tasks.graders import math
 from appliance.tasks.rows import Row
@@ -86,25 +86,25 @@ def made_up() -> list[Row]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [real, made_up])
 def test_rows_have_the_same_grades_but_where_math_reads_more(rows: Callable[[], list[Row]]) -> None:
-    made, draw = rows(), random.Random(0)
-    found: Counter[tuple[str, str]] = Counter()
-    plan = own_plan(prompt="question", truth="answer")
-    for number, row in enumerate(made):
-        mine, theirs = own.parse_row(row, plan=plan), gsm8k.parse_row(row)
+    all_rows, draw = rows(), random.Random(0)
+    counts: Counter[tuple[str, str]] = Counter()
+    settings = make_own_task(prompt="question", truth="answer")
+    for number, row in enumerate(all_rows):
+        mine, theirs = own_task.parse_row(row, settings=settings), gsm8k.parse_row(row)
         assert not isinstance(mine, str) and not isinstance(theirs, str)
         is_right = draw.random() < 0.5
-        text = row["answer"] if is_right else draw.choice(made)["answer"]
-        said = str(gsm8k.final_number(text))
+        text = row["answer"] if is_right else draw.choice(all_rows)["answer"]
+        answer = str(gsm8k.final_number(text))
         kind, forms = ("same", SAME) if number < ANSWERS else ("more", MORE)
         form = draw.choice(sorted(forms))
-        response = forms[form](text, said)
+        response = forms[form](text, answer)
         grades = (gsm8k.score(response=response, truth=theirs.truth), math(Response(response, mine.truth)))
-        is_right = said == theirs.truth
-        found[kind, f"{grades[0]:g}{grades[1]:g}"] += 1
+        is_right = answer == theirs.truth
+        counts[kind, f"{grades[0]:g}{grades[1]:g}"] += 1
         if kind == "same":
             assert grades[0] == grades[1], (form, response, theirs.truth)
         else:
             assert grades == (0.0, float(is_right)), (form, response, theirs.truth)
-    sys.stdout.write(f"{dict(sorted(found.items()))}\n")
-    assert found["same", "11"] + found["same", "00"] == ANSWERS and found.total() == ANSWERS + ODD
-    assert min(found["same", "11"], found["same", "00"]) > 300 and len(made) == ANSWERS + ODD
+    sys.stdout.write(f"{dict(sorted(counts.items()))}\n")
+    assert counts["same", "11"] + counts["same", "00"] == ANSWERS and counts.total() == ANSWERS + ODD
+    assert min(counts["same", "11"], counts["same", "00"]) > 300 and len(all_rows) == ANSWERS + ODD

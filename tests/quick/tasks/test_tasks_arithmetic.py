@@ -50,11 +50,11 @@ def test_pool_sizes_serve_the_shipped_recipe() -> None:
 
 
 def test_splits_are_the_same_for_the_same_seed_and_differ_for_another() -> None:
-    made = [splits(difficulty=2, seed=seed, train_size=100, val_size=500) for seed in (0, 0, 1)]
-    assert made[0] == made[1]
-    assert made[0].train != made[2].train
-    assert set(made[0].val) != set(made[2].val)
-    assert (len(made[0].train), len(made[0].val)) == (100, 500)
+    by_seed = [splits(difficulty=2, seed=seed, train_size=100, val_size=500) for seed in (0, 0, 1)]
+    assert by_seed[0] == by_seed[1]
+    assert by_seed[0].train != by_seed[2].train
+    assert set(by_seed[0].val) != set(by_seed[2].val)
+    assert (len(by_seed[0].train), len(by_seed[0].val)) == (100, 500)
 
 
 def test_every_truth_is_the_sum() -> None:
@@ -77,19 +77,19 @@ def test_splits_refuse_sizes_above_the_pools_all_at_once() -> None:
 
 
 def test_a_large_validation_goes_on_with_what_training_leaves() -> None:
-    made = splits(difficulty=2, seed=0, train_size=192, val_size=2000)
+    problem_sets = splits(difficulty=2, seed=0, train_size=192, val_size=2000)
     small = splits(difficulty=2, seed=0, train_size=192, val_size=998)
-    assert (len(made.train), len(made.val), len(set(made.val))) == (192, 2000, 2000)
-    assert made.val[:998] == small.val
-    assert not operands(made.train) & operands(made.val)
-    assert not {frozenset(pair) for pair in pairs(Pool.WARM_START, difficulty=2)} & operands(made.val)
+    assert (len(problem_sets.train), len(problem_sets.val), len(set(problem_sets.val))) == (192, 2000, 2000)
+    assert problem_sets.val[:998] == small.val
+    assert not operands(problem_sets.train) & operands(problem_sets.val)
+    assert not {frozenset(pair) for pair in pairs(Pool.WARM_START, difficulty=2)} & operands(problem_sets.val)
 
 
 def test_a_validation_above_what_training_leaves_is_refused_with_the_number_that_there_is() -> None:
-    found = check(difficulty=2, seed=0, train_size=192, val_size=2074)
+    problems = check(difficulty=2, seed=0, train_size=192, val_size=2074)
     what = "2073 validation problems of difficulty 2, the 1075 that task.train_size leaves included"
     hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
-    assert found == [(f"task.val_size: 2074 is more than the {what}", hint)]
+    assert problems == [(f"task.val_size: 2074 is more than the {what}", hint)]
     assert check(difficulty=2, seed=0, train_size=192, val_size=2073) == []
 
 

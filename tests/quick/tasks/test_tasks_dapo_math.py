@@ -66,11 +66,11 @@ def aime_file(folder: Path) -> str:
 
 
 def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) -> None:
-    made = TASK.splits(make_task(train_file=train_file(tmp_path), val_file=aime_file(tmp_path)))
-    assert {problem.truth for problem in made.train} == {"0", "2", "4", "6", "8", "12"}
-    assert [problem.truth for problem in made.val] == ["200", "202", "10"]
-    assert made.train[0].prompt.startswith(BEFORE)
-    assert made.notes == (
+    problem_sets = TASK.splits(make_task(train_file=train_file(tmp_path), val_file=aime_file(tmp_path)))
+    assert {problem.truth for problem in problem_sets.train} == {"0", "2", "4", "6", "8", "12"}
+    assert [problem.truth for problem in problem_sets.val] == ["200", "202", "10"]
+    assert problem_sets.train[0].prompt.startswith(BEFORE)
+    assert problem_sets.notes == (
         "train: 701 rows, 7 distinct problems: each counts once",
         "train: 1 rows repeat a problem with another answer: the first one counts",
         "val: 96 rows, 3 distinct problems: each counts once",
@@ -81,10 +81,10 @@ def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) 
 
 def test_the_seed_orders_and_holds_out(tmp_path: Path) -> None:
     path = train_file(tmp_path)
-    made = [TASK.splits(make_task(train_file=path, seed=seed, val_size=2)) for seed in (0, 0, 1)]
-    assert made[0] == made[1] != made[2]
-    assert (len(made[0].train), len(made[0].val)) == (5, 2)
-    assert not set(made[0].train) & set(made[0].val)
+    by_seed = [TASK.splits(make_task(train_file=path, seed=seed, val_size=2)) for seed in (0, 0, 1)]
+    assert by_seed[0] == by_seed[1] != by_seed[2]
+    assert (len(by_seed[0].train), len(by_seed[0].val)) == (5, 2)
+    assert not set(by_seed[0].train) & set(by_seed[0].val)
 
 
 def test_bare_problems_get_the_words_of_the_data_set(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from plans import make_task
 
 from appliance.errors import RecipeError
-from appliance.record.plan import ValSetPlan
+from appliance.settings.sections import ValSet
 from appliance.tasks.built_in.gsm8k import INSTRUCTION, TASK, final_number, score
 from appliance.tasks.rows import Problem
 
@@ -148,17 +148,23 @@ def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
 
 
 def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
+    """Where a row is right: what is wrong with all of them is one fault."""
+    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
+    path = write(tmp_path / "rows.jsonl", *["{}"] * 23, good)
+    faults = TASK.check_rows(path)
+    assert faults[:19] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 20)]
+    assert faults[19:] == [(f"{path}: and 4 more", "")]
+    assert RecipeError(faults).shown == faults  # not cut once more: `and 1 more` would be the line that counts
     path = write(tmp_path / "rows.jsonl", *["{}"] * 23)
-    found = TASK.check_rows(path)
-    assert found[:19] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 20)]
-    assert found[19:] == [(f"{path}: and 4 more", "")]
-    assert RecipeError(found).shown == found  # not cut once more: `and 1 more` would be the line that counts
+    assert TASK.check_rows(path) == [(f"{path}:1: the field `question` is missing (the same in all 23 rows)", HINT)]
+    path = write(tmp_path / "rows.jsonl", *["{}"] * 22, "[]")
+    assert len(TASK.check_rows(path)) == 20
 
 
 def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
     train, val = write(tmp_path / "train.jsonl", "{"), str(tmp_path / "none.jsonl")
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(make_task(train_file=train, val_file=val, val_size=0))
+        TASK.splits(make_task(train_file=train, val_file=val, val_size=2))
     assert caught.value.message.splitlines() == [
         f"{train}:1: not JSON: Expecting property name enclosed in double quotes at column 2",
         f"{val}: no such file",
@@ -167,14 +173,14 @@ def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
 
 def test_splits_hold_out_validation_by_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(50)], row(7))
-    made = [TASK.splits(make_task(train_file=path, seed=seed, val_size=10)) for seed in (0, 0, 1)]
-    assert made[0] == made[1]
-    assert set(made[0].val) != set(made[2].val)
-    assert (len(made[0].train), len(made[0].val)) == (40, 10)
-    assert not set(made[0].train) & set(made[0].val)
+    by_seed = [TASK.splits(make_task(train_file=path, seed=seed, val_size=10)) for seed in (0, 0, 1)]
+    assert by_seed[0] == by_seed[1]
+    assert set(by_seed[0].val) != set(by_seed[2].val)
+    assert (len(by_seed[0].train), len(by_seed[0].val)) == (40, 10)
+    assert not set(by_seed[0].train) & set(by_seed[0].val)
 
 
-@pytest.mark.parametrize("val_size", [0, 5, 6])
+@pytest.mark.parametrize("val_size", [5, 6])
 def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val_size: int) -> None:
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(5)])
     with pytest.raises(RecipeError) as caught:
@@ -213,13 +219,15 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """A row that is there twice counts once, one of both splits is validated."""
     train = [row(1200), row(3), row(1200), row(3, answer=9), row(5)]
     asked = on_the_hub(monkeypatch, tmp_path, train=train, test=[row(5), row(7)])
-    made = TASK.splits(make_task(val_size=0))
+    problem_sets = TASK.splits(make_task(val_size=2))
     files = ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
     assert asked == [("openai/gsm8k", file, "dataset") for file in files]
-    assert {each.truth for each in made.train} == {"1200", "3"} and len(made.train) == 2
-    assert [each.truth for each in made.val] == ["5", "7"]
-    assert made.val[1].prompt == "A baker makes 7 loaves and sells none. How many loaves are left?" + INSTRUCTION
-    assert made.notes == (
+    assert {each.truth for each in problem_sets.train} == {"1200", "3"} and len(problem_sets.train) == 2
+    assert [each.truth for each in problem_sets.val] == ["5", "7"]
+    assert (
+        problem_sets.val[1].prompt == "A baker makes 7 loaves and sells none. How many loaves are left?" + INSTRUCTION
+    )
+    assert problem_sets.notes == (
         "train: 5 rows, 3 distinct problems: each counts once",
         "train: 1 rows repeat a problem with another answer: the first one counts",
         "train: 1 problems are in the validation data as well and are left out",
@@ -231,7 +239,7 @@ def test_of_the_hubs_validation_nothing_is_counted_where_all_sets_are_files(
 ) -> None:
     on_the_hub(monkeypatch, tmp_path, train=[row(3), row(5)], test=[row(9)])
     (tmp_path / "own.jsonl").write_text(row(7))
-    sets = (ValSetPlan(name="own", file=str(tmp_path / "own.jsonl"), size=0, samples=1, temperature=0.0),)
+    sets = {"own": ValSet(file=str(tmp_path / "own.jsonl"), temperature=0.0)}
     made = TASK.splits(make_task(val_sets=sets))
     assert ({each.truth for each in made.train}, made.notes) == ({"3", "5"}, ())
     assert [each.truth for each in made.val_sets["own"]] == ["7"]
@@ -242,7 +250,7 @@ def test_what_the_hub_has_for_validation_is_not_trained_on_where_all_sets_are_fi
 ) -> None:
     on_the_hub(monkeypatch, tmp_path, train=[row(3), row(5), row(9)], test=[row(9)])
     (tmp_path / "own.jsonl").write_text(row(7))
-    sets = (ValSetPlan(name="own", file=str(tmp_path / "own.jsonl"), size=0, samples=1, temperature=0.0),)
+    sets = {"own": ValSet(file=str(tmp_path / "own.jsonl"), temperature=0.0)}
     assert {each.truth for each in TASK.splits(make_task(val_sets=sets)).train} == {"3", "5"}
 
 
@@ -255,7 +263,7 @@ def test_a_connection_that_breaks_is_told_as_a_hub_that_is_away(monkeypatch: pyt
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(make_task(val_size=0))
+        TASK.splits(make_task(val_size=2))
     message = "no data file is given, and openai/gsm8k cannot be had from the hub: reset by peer"
     hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
     assert caught.value.problems == [(message, hint)]
@@ -264,7 +272,7 @@ def test_a_connection_that_breaks_is_told_as_a_hub_that_is_away(monkeypatch: pyt
 def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_the_hub(monkeypatch, tmp_path, train=[json.dumps({"question": "How many?", "answer": "three"}), row(3)])
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(make_task(val_size=0))
+        TASK.splits(make_task(val_size=2))
     assert caught.value.problems == [("openai/gsm8k:1: the field `answer` has no number after `####`", HINT)]
 
 
@@ -274,7 +282,7 @@ def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError) as caught:
-        TASK.splits(make_task(val_size=0))
+        TASK.splits(make_task(val_size=2))
     ((message, hint),) = caught.value.problems
     assert message.startswith("no data file is given, and openai/gsm8k cannot be had from the hub: ")
     assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"

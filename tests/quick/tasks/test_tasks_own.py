@@ -12,28 +12,28 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from plans import make_task, reward_plan
+from plans import make_files, make_own_task, make_reward, make_task
 from three_forms import REWARDS, data_of
 
 from appliance.errors import RecipeError
 from appliance.files import digest_of
-from appliance.record.plan import CodeFile, OwnPlan, RewardPlan
-from appliance.tasks import own
+from appliance.record.plan import CodeFile
+from appliance.settings.sections import Reward, Task
+from appliance.tasks import own_task
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import grade
 from appliance.tasks.library import data_key
-from appliance.tasks.own import as_given, parse_row, template_parts
+from appliance.tasks.own_task import as_given, parse_row, template_parts
 from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
 from appliance.tasks.task import Response
 
-EXACT = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
-OF_A_FILE = RewardPlan(name="f", weight=1.0, function="f", file="/a/rewards.py", options={})
+EXACT = make_reward("exact")
+OF_A_FILE = make_reward("f", file="/a/rewards.py")
 SAID = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 2?"}]
 
 
-def plan_of(**given: Any) -> OwnPlan:
-    usual = {"data": "", "config": "", "split": "train", "prompt": "prompt", "template": "", "system": "", "truth": ""}
-    return OwnPlan(**(usual | {"rewards": (EXACT,), "tools": "", "max_turns": 1, "code": ()} | given))
+def settings_of(rewards: tuple[Reward, ...] = (EXACT,), **given: Any) -> Task:
+    return make_own_task(*rewards, **given)
 
 
 def read(path: Path, *rows: object, **given: Any) -> ProblemSet:
@@ -42,7 +42,7 @@ def read(path: Path, *rows: object, **given: Any) -> ProblemSet:
 
 
 def read_parts(path: Path, **given: Any) -> ProblemSet:
-    source = own.task(plan_of(**given)).source
+    source = own_task.task(settings_of(**given), files=make_files()).source
     assert source is not None
     return read_file(path, source=source, name=path.name)
 
@@ -220,19 +220,19 @@ def test_a_bad_row_is_named(file: Path, name: str) -> None:
 
 def test_a_truth_may_be_blank_where_no_built_in_reward_reads_it(file: Path) -> None:
     rewards = (
-        *(reward_plan("format"), reward_plan("length", target=9), reward_plan("judge", url="http://a", model="m")),
-        *(reward_plan("exact", file="/a/rewards.py"), reward_plan("regex", pattern="x")),
+        *(make_reward("format"), make_reward("length", target=9), make_reward("judge", url="http://a", model="m")),
+        *(make_reward("exact", file="/a/rewards.py"), make_reward("regex", pattern="x")),
     )
     row = {"prompt": "1?", "a": ""}
     (problem,) = read(file, row, truth="a", rewards=rewards).problems
     assert problem.truth == ""
-    message = fault_of(file, row, truth="a", rewards=(*rewards, reward_plan("regex", name="words")))
-    assert message == "own.jsonl:1: the field `a` is empty, and the reward `words` reads it"
+    message = fault_of(file, row, truth="a", rewards=(*rewards, make_reward("regex")))
+    assert message == "own.jsonl:1: the field `a` is empty, and the reward `regex-2` reads it"
 
 
 def test_tests_of_code_that_are_no_lists_are_refused_by_their_row(file: Path) -> None:
     rows = [{"prompt": f"{each}?", "a": {"inputs": each, "outputs": each}} for each in (["1"], "1")]
-    message = fault_of(file, *rows, truth="a", rewards=(reward_plan("code"),))
+    message = fault_of(file, *rows, truth="a", rewards=(make_reward("code"),))
     why = '`inputs` is `"1"`, and with several tests it is a list, one of each'
     assert message == f"own.jsonl:2: the field `a`: {why}"
 
@@ -270,14 +270,14 @@ def test_a_list_in_the_data_is_any_of_its_members(file: Path, value: object, tru
 def test_what_is_no_answer_is_refused_where_a_built_in_reward_reads_it(
     file: Path, value: object, why: str, name: str
 ) -> None:
-    rewards = (OF_A_FILE, reward_plan(name))
+    rewards = (OF_A_FILE, make_reward(name))
     message = fault_of(file, {"prompt": "1?", "a": value}, truth="a", rewards=rewards)
     assert message == f"own.jsonl:1: the field `a` {why}, and the reward `{name}` reads it"
 
 
 @pytest.mark.parametrize("value", [True, {"target": 98}, [], [[1], None], [0, 1], [{"a": 1}]])
 def test_a_function_of_the_users_gets_the_json_that_the_row_has(file: Path, value: object) -> None:
-    rewards = (OF_A_FILE, reward_plan("format"), reward_plan("judge", url="http://a", model="m"))
+    rewards = (OF_A_FILE, make_reward("format"), make_reward("judge", url="http://a", model="m"))
     (problem,) = read(file, {"prompt": "1?", "a": value}, truth="a", rewards=rewards).problems
     assert json.loads(problem.truth) == value
 
@@ -344,8 +344,8 @@ def test_truths_of_two_kinds_are_refused(file: Path) -> None:
     assert message == "own.jsonl:2: its truth is an object, and in the rows before text, a number or a list"
 
 
-@pytest.mark.parametrize("rewards", [(OF_A_FILE,), (OF_A_FILE, reward_plan("exact"))])
-def test_one_answer_and_several_may_be_in_a_file(file: Path, rewards: tuple[RewardPlan, ...]) -> None:
+@pytest.mark.parametrize("rewards", [(OF_A_FILE,), (OF_A_FILE, make_reward("exact"))])
+def test_one_answer_and_several_may_be_in_a_file(file: Path, rewards: tuple[Reward, ...]) -> None:
     rows = ({"prompt": "1?", "a": ["2", "two"]}, {"prompt": "2?", "a": "3"}, {"prompt": "3?", "a": 4})
     problems = read(file, *rows, truth="a", rewards=rewards).problems
     assert [problem.truth for problem in problems] == ['["2", "two"]', "3", "4"]
@@ -364,7 +364,7 @@ def test_one_answer_and_several_may_be_in_a_file(file: Path, rewards: tuple[Rewa
 )
 def test_the_hint_is_against_the_fault_of_the_truth(file: Path, path: str, value: object, hint: str) -> None:
     row = {"prompt": "1?", "a": value} if path else {"prompt": "1?", "reward_model": {"ground_truth": value}}
-    ((_, found),) = read(file, row, truth=path).faults
+    ((_, found),) = read(file, row, truth=path or None).faults
     assert found == f"{hint}judge it with functions of your own alone"
 
 
@@ -437,7 +437,7 @@ def test_what_was_left_out_is_told(tmp_path: Path) -> None:
 
 
 def splits(path: Path, *, val_size: int, seed: int = 0, train_size: int = 0, **given: str) -> Any:
-    task = own.task(plan_of(**given))
+    task = own_task.task(settings_of(**given), files=make_files())
     return task.splits(make_task(train_file=str(path), seed=seed, train_size=train_size, val_size=val_size))
 
 
@@ -486,21 +486,17 @@ def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path
         file = tmp_path / f"{form}.py"
         file.write_text(code)
         files = (CodeFile(path=str(file), copy_name=file.name, sha256=digest_of(file)),)
-        given = {key: "" if value == "null" else value for key, value in data_of(form, tmp_path).items()}
-        reward = RewardPlan(name="right_sum", weight=1.0, function="right_sum", file=str(file), options={})
-        task = own.task(
-            plan_of(
-                **{key: value for key, value in given.items() if key != "train_file"}, rewards=(reward,), code=files
-            )
-        )
-        found = task.splits(make_task(train_file=str(tmp_path / given["train_file"]), val_size=64))
+        given = {key: value for key, value in data_of(form, tmp_path).items() if value != "null"}
+        train_file, reward = given.pop("train_file"), make_reward("right_sum", file=file)
+        task = own_task.task(settings_of(rewards=(reward,), **given), files=make_files(*files))
+        problem_sets = task.splits(make_task(train_file=str(tmp_path / train_file), val_size=64))
         rewards = task.rewards()
         seen[form] = [
             (
                 problem.messages,
                 [grade(rewards, Response(said, problem.truth, problem.row)) for said in ("119", " 119\n", "")],
             )
-            for problem in (*found.train, *found.val)
+            for problem in (*problem_sets.train, *problem_sets.val)
         ]
     assert len(seen["ours"]) == 1200 and any(grades[0][0][2] == 1.0 for _, grades in seen["ours"])
     assert seen["trls"] == seen["ours"]
@@ -509,9 +505,9 @@ def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path
 
 def test_a_row_that_was_taken_is_given_whatever_rewards_came_since() -> None:
     """Problems without a truth, made for a function of the user's; then a built-in reward that reads it is added."""
-    row, alone = {"question": "q", "answer": " "}, plan_of(prompt="question", truth="answer", rewards=())
+    row, alone = {"question": "q", "answer": " "}, settings_of(prompt="question", truth="answer", rewards=())
     added = alone.replace(rewards=(EXACT,))
-    assert isinstance(parse_row(row, plan=alone), Problem) and isinstance(parse_row(row, plan=added), str)
-    assert as_given(row, plan=added) == ("q", " ")
-    keys = {data_key(make_task(kind="own", own=own), model="m") for own in (alone, added)}
+    assert isinstance(parse_row(row, settings=alone), Problem) and isinstance(parse_row(row, settings=added), str)
+    assert as_given(row, settings=added) == ("q", " ")
+    keys = {data_key(settings, files=make_files(), model="m") for settings in (alone, added)}
     assert len(keys) == 2, "so that its problems are made anew, and refused"

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from plans import make_task
+from plans import make_files, make_own_task, make_reward, make_task
 
 from appliance.errors import RecipeError
-from appliance.record.plan import OwnPlan, RewardPlan, ValSetPlan
-from appliance.tasks import own
+from appliance.settings.sections import ValSet
+from appliance.tasks import own_task
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import Fault, Graded, pass_at, set_metrics, tries
 from appliance.tasks.library import splits_of
@@ -21,15 +21,13 @@ from appliance.tasks.task import PromptLimit, Splits, Task
 RIGHT, HALF, WRONG = Graded(1.5, parts=(("math", 1.0), ("short", 0.5))), Graded(0.5), Graded(0.0)
 
 
-def val_set(name: str, *, file: Path | str = "", size: int = 0, samples: int = 1) -> ValSetPlan:
-    return ValSetPlan(name=name, file=str(file), size=size, samples=samples, temperature=0.0)
+def val_set(name: str, *, file: Path | None = None, size: int = 0, samples: int = 1) -> tuple[str, ValSet]:
+    return name, ValSet(file=str(file) if file else None, size=size, samples=samples, temperature=0.0)
 
 
 @pytest.fixture
 def task() -> Task:
-    exact = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
-    texts = dict.fromkeys(("data", "config", "template", "system", "tools"), "")
-    return own.task(OwnPlan(**texts, split="train", prompt="q", truth="a", rewards=(exact,), max_turns=1, code=()))
+    return own_task.task(make_own_task(make_reward("exact"), prompt="q", truth="a"), files=make_files())
 
 
 def file_of(folder: Path, name: str, *, first: int, count: int) -> Path:
@@ -39,8 +37,9 @@ def file_of(folder: Path, name: str, *, first: int, count: int) -> Path:
     return path
 
 
-def splits(task: Task, train: Path | str, *val_sets: ValSetPlan, train_size: int = 0) -> Splits:
-    return task.splits(make_task(train_file=str(train), train_size=train_size, val_sets=val_sets))
+def splits(task: Task, train: Path | None, *val_sets: tuple[str, ValSet], train_size: int = 0) -> Splits:
+    train_file = str(train) if train else None
+    return task.splits(make_task(train_file=train_file, train_size=train_size, val_sets=dict(val_sets)))
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -81,14 +80,14 @@ def test_sets_of_files_and_one_that_is_held_out_share_nothing_with_training(tmp_
     first, second = file_of(tmp_path, "a", first=30, count=20), file_of(tmp_path, "b", first=25, count=30)
     train = file_of(tmp_path, "train", first=0, count=40)
     sets = (val_set("train", file=first, size=12), val_set("held", size=5), val_set("b", file=second))
-    made = splits(task, train, *sets)
-    assert list(made.val_sets) == ["train", "held", "b"] and made.val == []
-    assert [each.truth for each in made.val_sets["train"]] == [str(number) for number in range(30, 42)]
-    assert len(made.val_sets["b"]) == 30 and len(made.val_sets["held"]) == 5
-    seen = {each.prompt for problems in made.val_sets.values() for each in problems}
-    assert len(made.train) == 20 and not seen & {each.prompt for each in made.train}
-    assert made.notes == ("train: 15 problems are in the validation data as well and are left out",)
-    assert splits(task, train, *sets) == made
+    problem_sets = splits(task, train, *sets)
+    assert list(problem_sets.val_sets) == ["train", "held", "b"] and problem_sets.val == []
+    assert [each.truth for each in problem_sets.val_sets["train"]] == [str(number) for number in range(30, 42)]
+    assert len(problem_sets.val_sets["b"]) == 30 and len(problem_sets.val_sets["held"]) == 5
+    seen = {each.prompt for problems in problem_sets.val_sets.values() for each in problems}
+    assert len(problem_sets.train) == 20 and not seen & {each.prompt for each in problem_sets.train}
+    assert problem_sets.notes == ("train: 15 problems are in the validation data as well and are left out",)
+    assert splits(task, train, *sets) == problem_sets
 
 
 def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path, task: Task) -> None:
@@ -108,14 +107,14 @@ def test_long_prompts_count_for_no_size(tmp_path: Path, task: Task) -> None:
     train = file_of(tmp_path, "train", first=0, count=200)
     limit = short(10)
     plan = make_task(train_file=str(train), train_size=64, val_size=20)
-    made = task.splits(plan, limit=limit)
-    assert (len(made.train), len(made.val)) == (64, 20)
-    assert {each.truth for each in (*made.train, *made.val)} <= {str(number) for number in range(100)}
-    assert not {each.prompt for each in made.train} & {each.prompt for each in made.val}
+    problem_sets = task.splits(plan, limit=limit)
+    assert (len(problem_sets.train), len(problem_sets.val)) == (64, 20)
+    assert {each.truth for each in (*problem_sets.train, *problem_sets.val)} <= {str(number) for number in range(100)}
+    assert not {each.prompt for each in problem_sets.train} & {each.prompt for each in problem_sets.val}
     assert limit.notes == ("100 of 200 problems have prompts of more than 10 tokens and are left out",)
-    assert task.splits(plan, limit=short(10)) == made
+    assert task.splits(plan, limit=short(10)) == problem_sets
     alone = task.splits(plan.replace(train_file=str(file_of(tmp_path, "short", first=0, count=100))))
-    assert (alone.train, alone.val) == (made.train, made.val)
+    assert (alone.train, alone.val) == (problem_sets.train, problem_sets.val)
     assert task.splits(plan, limit=short(11)) == task.splits(plan)  # where none is too long
 
 
@@ -123,7 +122,7 @@ def test_sizes_that_short_prompts_do_not_have_are_refused(tmp_path: Path, task: 
     train, file = file_of(tmp_path, "train", first=0, count=20), file_of(tmp_path, "a", first=95, count=10)
     sets = (val_set("a", file=file, size=6), val_set("held", size=10))
     with pytest.raises(RecipeError) as caught:
-        task.splits(make_task(train_file=str(train), val_sets=sets), limit=short(9))
+        task.splits(make_task(train_file=str(train), val_sets=dict(sets)), limit=short(9))
     assert caught.value.problems == [
         (
             f"task.val_sets.held.size: 10 of the 10 problems of at most 9 tokens in {train} leaves none for one side",
@@ -131,11 +130,11 @@ def test_sizes_that_short_prompts_do_not_have_are_refused(tmp_path: Path, task: 
         ),
     ]
     with pytest.raises(RecipeError) as caught:
-        task.splits(make_task(train_file=str(train), val_sets=sets), limit=short(10))
+        task.splits(make_task(train_file=str(train), val_sets=dict(sets)), limit=short(10))
     message = f"task.val_sets.a.size: 6 is more than the 5 problems of at most 10 tokens in {file}"
     assert caught.value.problems == [(message, "use 1 to 5, or 0 for all of them")]
     with pytest.raises(RecipeError) as caught:
-        task.splits(make_task(train_file=str(train), val_sets=sets[:1]), limit=short(9))
+        task.splits(make_task(train_file=str(train), val_sets=dict(sets[:1])), limit=short(9))
     message = "task.max_prompt_tokens: 9 leaves 10 training and 0 validation (a) problems"
     assert caught.value.problems == [(message, "raise it")]
 
@@ -147,14 +146,14 @@ def test_made_problems_that_are_too_long_are_left_out() -> None:
         return int(problem.prompt[:2])
 
     plan = make_task(train_size=64, val_size=32)
-    found, made = arithmetic.TASK.splits(plan), arithmetic.TASK.splits(plan, limit=PromptLimit(50, first))
-    assert 0 < len(made.train) < 64 and 0 < len(made.val) < 32
-    assert made.train == [each for each in found.train if first(each) <= 50]
+    found, shorter = arithmetic.TASK.splits(plan), arithmetic.TASK.splits(plan, limit=PromptLimit(50, first))
+    assert 0 < len(shorter.train) < 64 and 0 < len(shorter.val) < 32
+    assert shorter.train == [each for each in found.train if first(each) <= 50]
     message = (
-        f"task.train_size: 64 is more than the {len(made.train)} problems of at most 50 tokens there are to train on"
+        f"task.train_size: 64 is more than the {len(shorter.train)} problems of at most 50 tokens there are to train on"
     )
     with pytest.raises(RecipeError) as caught:
-        splits_of(plan, limit=PromptLimit(50, first))
+        splits_of(plan, files=make_files(), limit=PromptLimit(50, first))
     assert caught.value.problems == [(message, "lower it, or use 0 for all of them")]
 
 
@@ -187,5 +186,5 @@ def test_bad_rows_of_every_file_are_said_at_once(tmp_path: Path, task: Task) -> 
 
 def test_a_task_that_makes_its_problems_makes_those_of_its_set() -> None:
     plain = arithmetic.TASK.splits(make_task(train_size=64, val_size=32))
-    made = splits(arithmetic.TASK, "", val_set("unseen", size=32), train_size=64)
+    made = splits(arithmetic.TASK, None, val_set("unseen", size=32), train_size=64)
     assert (made.train, made.val_sets, made.val) == (plain.train, {"unseen": plain.val}, [])

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.files import digest_of
 from appliance.tasks.grading import grade, weighed
-from appliance.tasks.own import as_given
+from appliance.tasks.own_task import as_given
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import FORMS, UserCodeError, load_function
@@ -153,13 +153,13 @@ def test_a_file_may_hold_a_dataclass_and_is_imported_once(tmp_path: Path) -> Non
 
 
 def test_the_prompt_of_another_trainers_function_is_what_the_row_has() -> None:
-    from plans import own_plan
+    from plans import make_own_task
 
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    assert as_given(ROW, plan=own_plan(truth="answer")) == ("1+1?", 2)
-    assert as_given(ROW, plan=own_plan(template="Q: {answer}", system="Be brief.")) == ("Q: 2", None)
-    assert as_given(CHAT, plan=own_plan(system="Be brief.")) == (messages, None)
-    assert as_given(VERL, plan=own_plan()) == (VERL["prompt"], [2, "two"])
+    assert as_given(ROW, settings=make_own_task(truth="answer")) == ("1+1?", 2)
+    assert as_given(ROW, settings=make_own_task(template="Q: {answer}", system="Be brief.")) == ("Q: 2", None)
+    assert as_given(CHAT, settings=make_own_task(system="Be brief.")) == (messages, None)
+    assert as_given(VERL, settings=make_own_task()) == (VERL["prompt"], [2, "two"])
 
 
 def test_only_the_file_that_was_planned_runs(tmp_path: Path) -> None:

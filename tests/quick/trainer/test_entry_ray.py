@@ -20,7 +20,6 @@ from ray_from_outside import REFUSED_BY_GRPC, REFUSED_BY_HTTP, look
 
 from appliance.cluster.form import _start_head
 from appliance.launch.train import make_ray_dir, make_ray_token
-from appliance.record.plan import ClusterPlan
 from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
 from appliance.trainer.entry import _start_ray, train
 from appliance.trainer.process_watch import NAMED_AFTER_S
@@ -48,11 +47,10 @@ def test_ray_has_cpus_for_all_that_verl_starts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("ray.init", lambda **options: asked.update(options))
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: asked.update(argv=argv))
     monkeypatch.setenv(RAY_DIR_VARIABLE, str(tmp_path))
-    cluster = ClusterPlan(address="", port=6379, node_address="", token_file=str(tmp_path / "token"), wait_s=1)
     for ranks in (1, 2, 8):
         plan = make_plan(tmp_path, device="H100", gpus_per_node=ranks)
         _start_ray(plan)
-        _start_head(plan, cluster)
+        _start_head(plan)
         assert asked["num_cpus"] >= 3 * ranks + 8 + 1 + 1
         assert f"--num-cpus={asked['num_cpus']}" in asked["argv"]
 

@@ -64,7 +64,7 @@ def watch(_: ModuleType) -> None:
     points = Points(Path(os.environ["KILLED_IN_A_SAVE"]), checkpoints=checkpoints)
     save = torch.save  # writes by C++, of which Python hears nothing
 
-    def told(content: Any, path: Any, *others: Any, **named: Any) -> None:
+    def save_or_die(content: Any, path: Any, *others: Any, **named: Any) -> None:
         if isinstance(path, str | Path) and Path(path).is_relative_to(checkpoints):
 
             def half() -> None:
@@ -74,7 +74,7 @@ def watch(_: ModuleType) -> None:
             points.reach("torch.save", Path(path), half=half)
         save(content, path, *others, **named)
 
-    torch.save = told
+    torch.save = save_or_die
 
 
 if "KILLED_IN_A_SAVE" in os.environ:

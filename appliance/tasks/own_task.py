@@ -1,19 +1,22 @@
 """The user's own task: problems from rows as they come, rewards that are built in or functions of the user's.
 
 A row's prompt is text, chat messages (TRL's, verl's) or a template over its fields. Runs no code of the user's: that is
-`user_code.py`, in a process of its own.
+`user_code.py`, in its own process.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import re
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.record.plan import OwnPlan
+from appliance.record.plan import TaskFiles
+from appliance.settings import sections
 from appliance.tasks.rewards import answer_reader, load_rewards, unread
 from appliance.tasks.rows import Fault, Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, Task
@@ -35,36 +38,45 @@ class _DataSet(DataFile):
     part: str
     """Its own split."""
     commit: str
-    """Empty: of `main`."""
+    """Commit of the data set; empty: of `main`."""
 
     def read(self, source: Source) -> ProblemSet:
-        found = read_data_set(self.hub, config=self.config, split=self.part, commit=self.commit, source=source)
-        return without_faults(found)[0]
+        problem_set = read_data_set(self.hub, config=self.config, split=self.part, commit=self.commit, source=source)
+        return without_faults(problem_set)[0]
 
 
-def task(plan: OwnPlan) -> Task:
+def task(settings: sections.Task, *, files: TaskFiles) -> Task:
+    name, config = settings.data or "", settings.config or ""
+    data_set = _DataSet("own-train", "train", name, "", config, settings.split, files.commit)
+    given = functools.partial(as_given, settings=settings)
+    parse = functools.partial(parse_row, settings=settings, rewards=settings.named_rewards)
     return Task(
         kind=KIND,
         score=_unused,
         answers=in_marks,
-        describe=_describe(plan),
-        source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
-        load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
-        data_sets={plan.data: (_DataSet("own-train", "train", plan.data, "", plan.config, plan.split, plan.commit),)},
+        describe=_describe(settings),
+        source=Source(parse=parse, hint=_hint(settings), knows_verl=True),
+        load_rewards=functools.partial(load_rewards, settings, files=files, given=given),
+        data_sets={name: (data_set,)},
     )
 
 
-def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str | Fault:
-    """The problem of a row, or what is wrong with it, with the field's name and perhaps a hint."""
-    messages = _templated(row, template=plan.template) if plan.template else _said(row, field=plan.prompt)
-    if isinstance(messages, str):
+def parse_row(
+    row: Row, *, settings: sections.Task, rewards: Mapping[str, sections.Reward] | None = None
+) -> Problem | str | Fault:
+    """The problem of a row, or what is wrong with it, with the field's name and perhaps a hint. rewards: that look at
+    its truth, by name; where none are given, those of the settings."""
+    rewards = settings.named_rewards if rewards is None else rewards
+    template, field = settings.template, settings.prompt
+    messages = _templated(row, template=template) if template else _messages_of(row, field=field)
+    if not isinstance(messages, list):
         return messages
     *before, (_, prompt) = messages
-    if plan.system:
+    if settings.system:
         if before and before[0][0] == "system":
-            return f"the field `{plan.prompt}` begins with a system message, and task.system is another one"
-        before.insert(0, ("system", plan.system))
-    path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
+            return f"the field `{field}` begins with a system message, and task.system is another one"
+        before.insert(0, ("system", settings.system))
+    path = settings.truth or (VERLS_TRUTH if "reward_model" in row else "")
     if not path:
         return Problem(prompt, "", tuple(before), json.dumps(row), form_of(None))
     try:
@@ -74,24 +86,24 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str | Fault:
     if is_nothing(value):
         return f"the field `{path}` is {as_text(value)}"
     truth, form = as_text(value), _truth_form(value)
-    if reader := answer_reader(plan.rewards):
+    if reader := answer_reader(rewards):
         try:
-            truth, form = answer_text(value), "an answer"  # a list of answers may stand beside one
+            truth, form = answer_text(value), "an answer"  # some rows may have a list of answers and others one
         except ValueError as error:
             return f"the field `{path}` {error}, and the reward `{reader}` reads it", _how_to_answer(value, path=path)
-    if why := unread(truth, rewards=plan.rewards):
+    if why := unread(truth, rewards=rewards):
         return f"the field `{path}`{why}"
     return Problem(prompt, truth, tuple(before), json.dumps(row), form)
 
 
-def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
+def as_given(row: Row, *, settings: sections.Task) -> tuple[str | list[dict[str, str]], object]:
     """(prompt, truth) for the forms of other trainers: the prompt as text, or where the row has chat messages as all
-    of them that the model reads; the truth as it stands there, None where there is none.  row: a problem's."""
-    problem = parse_row(row, plan=plan.replace(rewards=()))  # which have looked at its truth
+    of them that the model reads; the truth as the row has it, None where there is none.  row: a problem's."""
+    problem = parse_row(row, settings=settings, rewards={})  # which have looked at its truth
     assert isinstance(problem, Problem), "a row that became a problem"
-    path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
+    path = settings.truth or (VERLS_TRUTH if "reward_model" in row else "")
     truth = field_at(row, path) if path else None
-    if plan.template or isinstance(field_at(row, plan.prompt), str):
+    if settings.template or isinstance(field_at(row, settings.prompt), str):
         return problem.prompt, truth
     return [{"role": role, "content": content} for role, content in problem.messages], truth
 
@@ -120,8 +132,8 @@ def template_parts(template: str) -> list[tuple[str, str]]:
     return parts
 
 
-def _said(row: Row, *, field: str) -> list[Message] | str:
-    """What is said up to the answer: the last message is the user's."""
+def _messages_of(row: Row, *, field: str) -> list[Message] | str | Fault:
+    """Return the messages up to the answer, of which the last is the user's; or what is wrong with the row."""
     try:
         value = field_at(row, field)
     except KeyError:
@@ -149,7 +161,7 @@ def _said(row: Row, *, field: str) -> list[Message] | str:
     return messages if messages[-1][1].strip() else f"the last message of the field `{field}` is empty"
 
 
-def _templated(row: Row, *, template: str) -> list[Message] | str:
+def _templated(row: Row, *, template: str) -> list[Message] | str | Fault:
     texts = []
     for text, name in template_parts(template):
         texts.append(text)
@@ -157,23 +169,30 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
             try:
                 value = field_at(row, name)
             except KeyError:
-                return _missing(row, name, of=" of task.template")
+                return _missing(row, name, place=" of task.template")
             if is_nothing(value):
                 return f"the field `{name}` of task.template is {as_text(value)}"
             texts.append(as_text(value))
-    said = "".join(texts)
-    return [("user", said)] if said.strip() else "task.template makes an empty prompt of it"
+    prompt = "".join(texts)
+    return [("user", prompt)] if prompt.strip() else "task.template makes an empty prompt of it"
 
 
-def _missing(row: Row, path: str, *, of: str = "") -> str:
+def _missing(row: Row, path: str, *, place: str = "") -> str | Fault:
     names = [f"`{name[:40]}`" for name in row]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     has = f"the row has {', '.join(names[:_MOST_NAMED])}{more}" if names else "the row is empty"
-    return f"the field `{path}`{of} is missing: {has}"
+    message = f"the field `{path}`{place} is missing: {has}"
+    near = _nearest(path, tuple(row))
+    return (message, f"did you mean `{near}`?") if near else message
+
+
+@functools.lru_cache(maxsize=64)  # a data set may have a million such rows
+def _nearest(name: str, names: tuple[str, ...]) -> str:
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), "")
 
 
 def _truth_form(value: object) -> str:
-    """132 and "132" are the same truth, and a list may stand beside one answer."""
+    """132 and "132" are the same truth, and some rows may have a list and others one answer."""
     form = form_of(value)
     return "text, a number or a list" if form in ("text", "a number", "a list") else form
 
@@ -202,14 +221,15 @@ def _answer_in(value: dict[str, Any]) -> str:
     return ""
 
 
-def _hint(plan: OwnPlan) -> str:
-    wanted = "the fields of task.template" if plan.template else f"`{plan.prompt}`, text or chat messages"
-    return f"each row is a JSON object with {wanted}" + (f", and `{plan.truth}`" if plan.truth else "")
+def _hint(settings: sections.Task) -> str:
+    wanted = "the fields of task.template" if settings.template else f"`{settings.prompt}`, text or chat messages"
+    return f"each row is a JSON object with {wanted}" + (f", and `{settings.truth}`" if settings.truth else "")
 
 
-def _describe(plan: OwnPlan) -> str:
-    asked = f"a template of {len(plan.template)} characters" if plan.template else f"the field `{plan.prompt}`"
-    judged = " + ".join(f"{each.weight:g} x {each.name}" for each in plan.rewards)
+def _describe(settings: sections.Task) -> str:
+    template = settings.template
+    asked = f"a template of {len(template)} characters" if template else f"the field `{settings.prompt}`"
+    judged = " + ".join(f"{reward.weight:g} x {name}" for name, reward in settings.named_rewards.items())
     return f"{asked}, judged by {judged}"
 
 
