@@ -182,6 +182,7 @@ def _assigned_to(path: Path, call: ast.Call) -> str:
 
 TRY_ALL = """
 import importlib, json, sys
+import verl  # first, as in a worker: it imports trainer/worker.py, and that every module with a patch of verl's platform
 from appliance.patch import applied, apply_patch
 for name in json.loads(sys.argv[1]):
     module, constant = name.split(":")
@@ -192,7 +193,7 @@ print("applied", json.dumps(applied()))
 
 @pytest.mark.slow
 def test_every_patch_fits_what_is_installed() -> None:
-    """In a process of its own, as verl's workers start: the platform is chosen before verl is imported."""
+    """In a process of its own, as verl's workers start: the platform is chosen, verl is imported, then all else."""
     records = patch_records()
     assert set(records.values()) >= {"chunked-log-probs", "cpu-process-group", "no-load-balancer", "cpu-no-amx-tiles"}
     environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "appliance.trainer.worker"}
