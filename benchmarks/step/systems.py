@@ -125,7 +125,8 @@ class Bench:
         command = [str(root / ".venv/bin/appliance"), "train", str(recipe), "--name", name]
         sets = (f"cluster.run_dir={self.folder}", *OURS.get(system, ()))
         command += [part for value in sets for part in ("--set", value)]
-        run_command(command, folder=root, name=system)
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # each its own code
+        run_command(command, folder=root, name=system, environment=environment)
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
 
     def _commit(self) -> Path:
