@@ -182,7 +182,7 @@ def _assigned_to(path: Path, call: ast.Call) -> str:
 
 TRY_ALL = """
 import importlib, json, sys
-import verl  # first, as in a worker: it imports trainer/worker.py, and that every module with a patch of verl's platform
+import verl  # first, as in a worker: it imports trainer/worker.py, which imports the other modules
 from appliance.patch import applied, apply_patch
 for name in json.loads(sys.argv[1]):
     module, constant = name.split(":")
