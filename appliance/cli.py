@@ -160,7 +160,7 @@ def accept(
     within: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="MIN", help="In which it ends, done or not; 20 on one GPU, 25 on more; a rehearsal: no end."
+            min=1, metavar="MIN", help="Stop then, done or not; else 24 on one GPU, 28 on more, a rehearsal: never."
         ),
     ] = None,
 ) -> int:

@@ -44,7 +44,7 @@ def run_accept(
 ) -> int:
     """The exit code: 0 where no row failed, else that of the first one that did.
 
-    within: minutes in which it ends, whatever was not done; None: 20 on a GPU, 25 on more, and all that a
+    within: minutes in which it ends, whatever was not done; None: 24 on a GPU, 28 on more, and all that a
     rehearsal takes.
     rehearse: on the CPU, also where there is a GPU.  output: folder of page and archive; None: docs/results where that
     is there and it is no rehearsal, else `run_root`.  run_root: where rows work.
