@@ -70,7 +70,7 @@ WHICH_STEP = Table(
         Metric(
             "scheme",
             "",
-            "The scheme that the step's rollouts were really made in, by the engines' own word; `int8+bf16` where "
+            "The scheme in which the step's rollouts were really made, as the engines report it; `int8+bf16` where "
             "replicas differ",
             "every line",
         ),
@@ -128,16 +128,18 @@ REWARDS = Table(
         Metric("tool_calls_failed_fraction", "fraction", "Calls that ended in an error message, of all calls", TOOLS),
         Metric("tool_tokens_mean", "tokens", "Tokens of a sample that tools and the chat template added", TOOLS),
         Metric(
-            "generated_prompts", "prompts", "Prompts that were answered for the step, with those left out", FILTERED
+            "generated_prompts", "prompts", "Prompts that were answered for the step, those left out included", FILTERED
         ),
         Metric(
             "filtered_prompts", "prompts", "Prompts left out because all of their samples were equally right", FILTERED
         ),
-        Metric("discarded_prompts", "prompts", "Prompts that would have done, when the step was full", FILTERED),
+        Metric(
+            "discarded_prompts", "prompts", "Prompts that passed the filter when the step was full already", FILTERED
+        ),
         Metric(
             "generated_reward_mean",
             "reward",
-            "The mean reward of all that was generated, also of what was left out; the guard judges this one",
+            "The mean reward of all samples that were generated, those left out included; the guard judges this mean",
             "with `algorithm.kind: dapo`, in steps that graded something",
         ),
     ),
@@ -151,7 +153,7 @@ VALIDATION = Table(
             "val_reward_mean",
             "reward",
             "The mean reward of the validation (greedy, unless `task.val_sets` says otherwise), in the scheme that the "
-            "rollouts had at that time; of several validations the first one's",
+            "rollouts had at that time; with several validations that of the first",
             VALIDATED,
         ),
         Metric(
@@ -160,11 +162,11 @@ VALIDATION = Table(
             "The same with all layers in BF16",
             f"{VALIDATED}; null where it was not due (`trainer.validate_bf16_every`)",
         ),
-        Metric("val_samples", "problems", "Problems that the mean is of", VALIDATED),
+        Metric("val_samples", "problems", "The number of problems in that mean", VALIDATED),
         Metric(
             "val_scheme",
             "",
-            "The scheme of `val_reward_mean`; not `scheme` where the weight update of the step brought another",
+            "The scheme of `val_reward_mean`; not `scheme` where the step's weight update changed the scheme",
             VALIDATED,
         ),
         Metric(
@@ -219,9 +221,9 @@ TIMES = Table(
 
 MISMATCH = Table(
     "Mismatch: how far the rollouts' policy is from the trainer's",
-    "Over the response tokens of the step, before any correction. `x = log p_trainer - log p_rollout` of a token, in "
-    "nats, and `w = exp(x)`. [The glossary](glossary.md) says what the names mean, and "
-    "[the governor](governor.md#when-it-moves) which values are bad.",
+    "These numbers are over the response tokens of the step, before any correction. For each token "
+    "`x = log p_trainer - log p_rollout`, in nats, and `w = exp(x)`. [The glossary](glossary.md) says what the names "
+    "mean, and [the governor's page](governor.md#when-it-moves) which values are bad.",
     (
         Metric(
             "mismatch_k3_kl", "nats per token", "The k3 estimate of KL(rollout, trainer): mean of `w - 1 - x`", COMPARED
@@ -265,7 +267,7 @@ MISMATCH = Table(
         Metric(
             "mismatch_top_kl",
             "nats per token",
-            "KL(rollout, trainer) over the engine's most likely words and the rest as one word",
+            "KL(rollout, trainer) over the engine's most likely words, with all other words counted as one",
             "with `rollout.top_log_probs` above 0",
         ),
         Metric(
@@ -278,7 +280,7 @@ MISMATCH = Table(
             "mismatch_by_length",
             "list",
             "The same statistics for responses of up to 16, 64, 256, 1024, 4096, 16384 and more tokens: "
-            "[an object for each](#mismatch_by_length) that holds a response",
+            "[an object for each](#mismatch_by_length) of these ranges that has a response",
         ),
     ),
 )
@@ -363,7 +365,7 @@ UPDATE = Table(
 
 SYNC = Table(
     "What the weight update did to the codes",
-    "From a fixed sample of up to eight rows of each weight.",
+    "These numbers come from a fixed sample of up to eight rows of each weight.",
     (
         Metric(
             "codes_changed_fraction",
@@ -374,7 +376,7 @@ SYNC = Table(
         Metric(
             "saturated_fraction",
             "fraction",
-            "Codes that are the largest there is. Each scale makes at least one: a row of K codes has 1/K at rest",
+            "Codes of the largest value there is. Each scale makes at least one: 1/K is the least for rows of K codes",
             QUANTISED,
         ),
         Metric("scale_drift", "", "The mean of `abs(log(scale / scale at the run's first update))`", QUANTISED),
@@ -409,15 +411,15 @@ BY_LENGTH = Table(
 METRICS = File(
     "metrics.jsonl",
     "One line a step, and one of step 0 for a validation before training. **A number that is not finite is written as "
-    "null.** New keys may come; those that are here keep their names. With `logging.backends` every number of a line "
-    "is also sent as `appliance/<key>`.",
+    "null.** Keys may be added; those on this page keep their names. With `logging.backends` every number of a line is "
+    "also sent as `appliance/<key>`.",
     (WHICH_STEP, REWARDS, VALIDATION, TIMES, MISMATCH, CORRECTION, UPDATE, SYNC),
 )
 
 MEMORY = File(
     "memory.jsonl",
-    "What all processes of the run on the launcher's host take, every 5 s, or more seldom so that measuring takes at "
-    "most a hundredth of the time.",
+    "The memory that all processes of the run on the launcher's host take. It is measured every 5 s, or more seldom so "
+    "that measuring takes at most a hundredth of the time.",
     (
         Table(
             "",
@@ -430,7 +432,7 @@ MEMORY = File(
                     "The sum of their proportional set sizes: a page that several processes share counts once in all",
                     "",
                 ),
-                Metric("processes", "count", "How many processes that are", ""),
+                Metric("processes", "count", "The number of these processes", ""),
             ),
         ),
     ),
@@ -454,10 +456,10 @@ CLIPPING = File(
                 Metric(
                     "unfitted_above",
                     "tokens",
-                    "Those that the recipe's upper bound would clip of the ratio to the rollouts",
+                    "Those that the recipe's upper bound would clip by their ratio to the rollout policy",
                     "",
                 ),
-                Metric("unfitted_below", "tokens", "The same of the lower bound", ""),
+                Metric("unfitted_below", "tokens", "The same for the lower bound", ""),
             ),
         ),
     ),
@@ -465,8 +467,8 @@ CLIPPING = File(
 
 EVENTS = File(
     "events.jsonl",
-    "What happened, as it happens: phases, notes, checkpoints, decisions of the guard, failures. A kind may have "
-    "further keys.",
+    "What happens in a run, written when it happens: phases, notes, checkpoints, decisions of the guard, failures. "
+    "Some kinds have further keys.",
     (
         Table(
             "",
@@ -480,7 +482,7 @@ EVENTS = File(
                     "`cluster`, `sweep`, `resume`, `restart`, `stop`, `stall`, `failure`, `note`",
                     "every line",
                 ),
-                Metric("what", "", "A sentence; of a `phase` its name", "every line"),
+                Metric("what", "", "A sentence; for a `phase` its name", "every line"),
                 Metric(
                     "why", "", "The reason, or the numbers behind a decision", "every line; empty where there is none"
                 ),
