@@ -31,13 +31,14 @@ from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
+    Choice,
     CodeFile,
     ExpectedAttestation,
     RunPlan,
     TaskFiles,
     WeightsPlan,
 )
-from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, ValSet
+from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, Trainer, ValSet
 from appliance.tasks.library import (
     PACKAGED_MODELS,
     builtin_model_key,
@@ -50,6 +51,7 @@ from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_pr
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import CPU_KV_BLOCK, Dtype, OldLogProbs, Schedule
+from appliance.terms.shapes import ModelShape
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -176,10 +178,7 @@ def resolve(
     algorithm = derive.plan_algorithm(recipe, book=book)
     at_a_time = f"{shape.millions} at once" if shape is not None and shape.is_tiny else "of weights at a time"
     book.note("sync.bucket_mib", engine.bucket_mib, f"{at_a_time}; shared memory of this size is held")
-    threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
-    if shape is not None and shape.is_tiny:
-        threads = 1
-        why = f"{shape.millions}: layers this small gain little by a second thread, and on a busy host wait for it"
+    threads, why = _threads(host, shape=shape)
     if is_cpu:
         book.note("threads_per_process", threads, why)
     uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
@@ -197,7 +196,6 @@ def resolve(
     switching = guard.scheme_change
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=switching, steps=steps)
     trainer = trainer.replace(validate_bf16_every=book.note("trainer.validate_bf16_every", validate_bf16_every, why))
-    backends = tuple(str(backend) for backend in recipe.logging.backends)
     draft = RunPlan(
         schema_version=SCHEMA_VERSION,
         name=run_dir.name,
@@ -232,18 +230,8 @@ def resolve(
             threads=threads,
             kv_cache_gb=rollout.kv_cache_gb,
             offline=not is_from_hub(task) and not hub_name(recipe),
-            backends=backends,
-            own_engine=(
-                is_cpu
-                or trainer.quantises
-                or trainer.old_log_probs is OldLogProbs.UPDATE
-                or model.lora is not None
-                or rollout.top_log_probs > 0
-                or rollout.leaves_words_out
-                or trainer.dtype is Dtype.FP16
-                or recipe.optimizer.norm_fed_lr_scale != 1
-                or recipe.optimizer.schedule is Schedule.LINEAR
-            ),
+            backends=tuple(str(backend) for backend in recipe.logging.backends),
+            own_engine=_needs_own_engine(recipe, trainer=trainer, rollout=rollout, is_cpu=is_cpu),
             one_flow=one_flow,
             several_words=rollout.top_log_probs > 0,
             reports_support=rollout.leaves_words_out,
@@ -254,15 +242,33 @@ def resolve(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     before = original.pace if original is not None and original.device == device else None
+    return _with_memory(draft, recipe, shape=shape, host=host, before=before, book=book, of_trainer=of_trainer.choices)
+
+
+def _with_memory(
+    draft: RunPlan,
+    recipe: Recipe,
+    *,
+    shape: ModelShape | None,
+    host: HostFacts,
+    before: derive.Pace | None,
+    book: derive.Book,
+    of_trainer: list[Choice],
+) -> RunPlan:
+    """The whole plan: a draft with what memory decides, its choices and verl's arguments.
+
+    before: how the run that is resumed forwards.  of_trainer: choices of the trainer, listed before memory's.
+    """
     pace = keep_pace(recipe, before=before)
     if pace is None:
         pace = choose_pace(recipe, draft, shape=shape, host=host)
+    engine = draft.engine
     if shape is not None and (blocks := kv_cache_blocks(draft, shape)) is not None:
         why = (
             f"blocks of {CPU_KV_BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
         )
         engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
-    book.choices += of_trainer.choices
+    book.choices += of_trainer
     trainer_memory = derive.plan_trainer_memory(pace, book=book)
     batch = derive.plan_batch(recipe, pace=pace, book=book)
     correction = derive.plan_correction(recipe, book=book)
@@ -276,6 +282,28 @@ def resolve(
         choices=tuple(book.choices),
     )
     return plan.replace(argv=argv(plan))
+
+
+def _threads(host: HostFacts, *, shape: ModelShape | None) -> tuple[int, str]:
+    """(threads of each process on a CPU, why)."""
+    if shape is not None and shape.is_tiny:
+        return 1, f"{shape.millions}: layers this small gain little by a second thread, and on a busy host wait for it"
+    return host.cores, "trainer and engine take turns, so each has all cores of this host"
+
+
+def _needs_own_engine(recipe: Recipe, *, trainer: Trainer, rollout: Rollout, is_cpu: bool) -> bool:
+    """Whether verl's training engine does not do what the recipe asks, and ours takes its place."""
+    return (
+        is_cpu
+        or trainer.quantises
+        or trainer.old_log_probs is OldLogProbs.UPDATE
+        or recipe.model.lora is not None
+        or rollout.top_log_probs > 0
+        or rollout.leaves_words_out
+        or trainer.dtype is Dtype.FP16
+        or recipe.optimizer.norm_fed_lr_scale != 1
+        or recipe.optimizer.schedule is Schedule.LINEAR
+    )
 
 
 def _cluster(recipe: Recipe, *, device: str, root: Path) -> Cluster:
