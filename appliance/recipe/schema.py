@@ -40,11 +40,11 @@ class Recipe(Section):
     """One training, as a user describes it."""
 
     name: str = Field("recipe", pattern=f"^{NAME_PATTERN.pattern}$")
-    """names the run; left out, it is the file's name"""
+    """name of the recipe and of its runs; left out: the file's name"""
     extends: str | None = None
-    """a shipped recipe or a file; its keys hold where this has none"""
+    """shipped recipe or file whose keys are used wherever this file has none"""
     seed: int = Field(0, ge=0, lt=2**31)
-    """of sampling and shuffling"""
+    """seed of sampling and shuffling"""
     model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()
