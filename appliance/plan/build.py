@@ -79,32 +79,32 @@ CPU_ROLLOUT_PATCHES = (
 
 @dataclass(frozen=True)
 class OriginalPlan:
-    """What a run that is resumed was begun with."""
+    """Facts of the plan with which a resumed run began."""
 
     device: str
     automatic: Scheme | None
-    """What `auto` meant for it, None where nothing asked."""
+    """Scheme that `auto` stood for; None where the recipe had no `auto`."""
     model: str = ""
-    """Name on the hub, empty where there was none."""
+    """Name of the model on the hub, empty where it was not from there."""
     revision: str = ""
-    """As the recipe had it."""
+    """Revision of the model, as the recipe had it."""
     commit: str = ""
-    """Of a model of the hub, empty where it was not known."""
+    """Commit of the model on the hub, empty where it was not known."""
     data: str = ""
-    """Data set of the hub of a task of the user's own, empty where there was none."""
+    """Data set on the hub of a task of the user's own, empty where there was none."""
     data_commit: str = ""
-    """Its commit, empty where it was not known."""
+    """Commit of that data set, empty where it was not known."""
     date: str = ""
-    """The `date` of its TaskFiles."""
+    """Date that the chat template gets, from its TaskFiles."""
     pace: derive.Pace | None = None
-    """How its trainer forwards, None where its plan does not have that."""
+    """Pace of its trainer; None where its plan does not have one."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
-    are by now."""
+    """SHA-256 of the run's copies of the user's files, by their names, where the run continues with these copies
+    whatever the files are by now."""
 
 
 def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, **more: Any) -> RunPlan:
-    """The plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows."""
+    """Make the plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows."""
     plan = resolve(recipe, run_dir=run_dir, host=host, **more)
     refuse_faults(judge_plan(recipe, plan, host=host))
     return plan
@@ -122,7 +122,7 @@ def resolve(
     data_commit: str = "",
     date: str | None = None,
 ) -> RunPlan:
-    """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
+    """Make the plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
     resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
@@ -313,12 +313,12 @@ def _cluster(recipe: Recipe, *, device: str, root: Path) -> Cluster:
 
 
 def pins_for(device: str) -> tuple[tuple[str, str], ...]:
-    """distribution -> version that the patches were made for, sorted."""
+    """Return the versions that the patches were made for: (distribution, version), sorted."""
     return tuple(sorted((PINS | (CPU_PINS if device == CPU else GPU_PINS)).items()))
 
 
 def installed_versions() -> dict[str, str | None]:
-    """This program's version and those of the distributions that plans pin; None where one is not installed."""
+    """Return this program's version and those of the distributions that plans pin; None where one is not installed."""
     names = ("flashrl-appliance", *sorted(PINS | CPU_PINS | GPU_PINS))
     return {name: version_of(name) or None for name in names}
 
@@ -410,7 +410,7 @@ def _asks_for_date(model: Model, *, weights: WeightsPlan) -> bool | None:
 
 
 def plan_task(recipe: Recipe) -> Task:
-    """The section with absolute paths, the temperature of each validation set and, with tools, the turns."""
+    """Resolve the section: absolute paths, the temperature of each validation set and, with tools, the turns."""
     task = recipe.task
     return task.replace(
         train_file=_absolute(task.train_file),
@@ -445,7 +445,7 @@ def _reward(reward: Reward) -> Reward:
 
 
 def code_files(task: Task) -> tuple[CodeFile, ...]:
-    """The user's Python files with their SHA-256. Reads them. task: with absolute paths."""
+    """Read the user's Python files and return them with their SHA-256. task: with absolute paths."""
     return tuple(_code_file(file, number=number) for number, file in enumerate(task.code_files))
 
 

@@ -43,15 +43,15 @@ _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.AS
 
 
 def broken_rules(recipe: Recipe) -> list[Finding]:
-    """Every rule the recipe breaks, in the order of the file's sections."""
+    """Return every rule that the recipe breaks, in the order of the file's sections."""
     rules = (_model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
     rules = (*rules, _batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
 def usable(recipe: Recipe) -> tuple[Recipe, frozenset[tuple[str, ...]]] | None:
-    """The recipe with all keys that broken rules concern put back to their defaults, so that it breaks none and the
-    rest of it can be judged; and the keys, or whole sections, that were put back. None where that does not mend it."""
+    """Return a recipe that breaks no rule, so that the rest of it can be judged, and the keys or whole sections that
+    were put back to their defaults for it: all those that broken rules concern. None where that is not enough."""
     put_back = set[tuple[str, ...]]()
     for depth in (2, 2, 1, 1):  # single keys first, then sections
         if not (broken := broken_rules(recipe)):
@@ -335,7 +335,8 @@ def _quantization(recipe: Recipe) -> Iterator[Finding]:
 
 
 def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Finding]:
-    """What only a profile does, where none is made; `plan/rules.py` asks again when `auto` finds a scheme."""
+    """Yield the settings that only a profile carries out, where none is made. `plan/rules.py` asks again when `auto`
+    has chosen a scheme."""
     quantised = [scheme for scheme in schemes if scheme.quantised]
     if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
         return
@@ -392,7 +393,7 @@ def _shadow(recipe: Recipe) -> Iterator[Finding]:
 
 
 def shadow_sequences(recipe: Recipe) -> int:
-    """The sequences of a shadow batch, the same number on each rank."""
+    """Return the number of sequences of a shadow batch, the same on each rank."""
     ranks, whole = recipe.topology.data_parallel, recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
     return int(recipe.correction.shadow_fraction * whole) // ranks * ranks
 
@@ -517,7 +518,7 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
 
 
 def broken_on_cpu(recipe: Recipe) -> Iterator[Finding]:
-    """What a CPU cannot do; `plan/rules.py` asks again when `auto` finds one."""
+    """Yield the settings that a CPU cannot carry out. `plan/rules.py` asks again when `auto` has chosen a CPU."""
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
         yield fault(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
     for key in ("offload_parameters", "offload_optimizer"):

@@ -119,7 +119,7 @@ EXAMPLES = {"name": "reference"} | {f"{name}.{key}": keys[key] for name, keys in
 
 
 def reference() -> str:
-    """`recipes/reference.yaml`, the whole file."""
+    """Return the whole of `recipes/reference.yaml`."""
     keys = {name: field for name, field in Recipe.model_fields.items() if name not in SECTIONS}
     parts = ["\n".join(_lines(keys, section=""))]
     for name, section in SECTIONS.items():
