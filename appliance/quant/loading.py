@@ -56,7 +56,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Loading:
-    """What is wrong with a checkpoint; all of it is empty where nothing is."""
+    """Findings about a checkpoint; all of them are empty where nothing is wrong."""
 
     problem: str = ""
     """Reason why the files do not hold the model that config.json describes."""
@@ -66,7 +66,7 @@ class Loading:
 
 
 def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loading:
-    """Hold the headers of a folder's files of weights against the model that its config.json describes. No values are
+    """Compare the headers of a folder's files of weights with the model that its config.json describes. No values are
     read, but those of a head that is tied and is there all the same.
 
     trust_remote_code: whether code that comes with the model may run.
@@ -106,7 +106,7 @@ _whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # 
 
 
 def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
-    """`auto_class.from_pretrained(name_or_path, **settings)`, of transformers. Raises WeightsError when something of
+    """Call transformers' `auto_class.from_pretrained(name_or_path, **settings)`. Raises WeightsError when something of
     the model was made up, or something of the checkpoint left out or read as another type."""
     from transformers.utils import CONFIG_NAME, cached_file
 

@@ -147,7 +147,7 @@ UNLIKE_WINDOWS = {
     "Qwen3MoeForCausalLM": "neither vLLM nor the trainer goes by layer_types",
 }
 """Differences for a model with a sliding window in a part of its layers, by its architecture: between vLLM, which
-generates, and in transformers, which trains."""
+generates, and transformers, which trains."""
 ALIKE_WINDOWS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM"})
 """Classes of which vLLM and transformers both give the same layers a window (tests/engine/test_engine_structure.py)."""
 NEVER_PARTIAL = "Qwen2ForCausalLM"  # vLLM's class of it asserts that all layers have a sliding window, or none
