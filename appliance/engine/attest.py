@@ -36,7 +36,7 @@ REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
 @dataclass(frozen=True)
 class LiveScheme:
-    """What a model's layers really do."""
+    """Scheme and kernels of a model's layers, as read from the layers themselves."""
 
     scheme: Scheme
     emulated: bool

@@ -44,13 +44,13 @@ _TOKENS = 12  # of the sequence that is computed before and after
 
 
 def is_unlisted(model_config: Any) -> bool:
-    """Whether a model has no row in the list of families. model_config: vLLM's."""
+    """Return whether a model has no row in the list of families. model_config: vLLM's."""
     return bool(unlisted([model_config.architecture]))
 
 
 def require_fit(model: Module, *, vllm_config: Any) -> None:
-    """Raises EngineError, with the first layer that stands against it, for a built model without a row whose structure
-    does not show where each weight belongs."""
+    """Check the structure of a built model without a row. Raises EngineError, with the first layer that stands against
+    it, where the structure does not show where each weight belongs."""
     config = vllm_config.model_config
     if not is_unlisted(config):
         return
