@@ -82,7 +82,7 @@ BEFORE_REQUESTS = Patch(
 
 
 def patch_core() -> None:
-    """Raises PatchError."""
+    """Patch vLLM's core. Raises PatchError."""
     apply_patch(AFTER_CALLS, _follows)
     apply_patch(BEFORE_RESETS, _settles)
     apply_patch(BEFORE_REQUESTS, _refuses_requests)

@@ -58,7 +58,7 @@ def patch_layerwise() -> None:
 
 
 def route() -> None:
-    """Modules that have one of the functions by name get ours, but for our own, which mean vLLM's."""
+    """Replace the functions in modules that hold one of them by name; our own modules keep vLLM's."""
     for name, original in _ORIGINALS.items():
         for module in list(sys.modules.values()):
             held = getattr(module, "__dict__", {})  # not getattr: some modules import what they are asked for

@@ -64,7 +64,7 @@ ADD = Patch(
 
 
 def patch_refusals() -> None:
-    """Raises PatchError."""
+    """Patch what asks the core. Raises PatchError."""
     apply_patch(ASYNC, _says_why)
     apply_patch(STEP, _raises_why)
     apply_patch(ADD, _forgets)
