@@ -144,8 +144,8 @@ class _TellingPool(ProcessPool):
 
 
 class RewardPool:
-    """Grades responses. graded: how many so far.  faults: how many of them could not be graded, by why. last_fault: the
-    newest of them, None when there is none."""
+    """A pool of processes that grade responses. graded: how many so far.  faults: how many of them could not be graded,
+    by why. last_fault: the newest of them, None when there is none."""
 
     def __init__(
         self,
@@ -371,7 +371,7 @@ def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class RewardFaults:
-    """Counts per step, tells once a step and validation, and stops a run whose rewards say too little."""
+    """Counter of failed rewards: reports once a step and validation, and stops a run whose rewards fail too often."""
 
     def __init__(self, run_dir: Path, *, most: float) -> None:
         """most: share of a step's responses that may fail, 0..1."""
