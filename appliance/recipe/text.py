@@ -79,7 +79,7 @@ def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
     """Read the tree and every problem on the way; no tree when the document cannot be read at all. file: how messages
     call the text."""
     if len(raw) > MAX_BYTES:
-        return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe has", "is this a recipe?")]
+        return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe may have", "is this a recipe?")]
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

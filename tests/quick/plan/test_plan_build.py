@@ -420,7 +420,7 @@ def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
     asked = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
     with pytest.raises(RecipeError) as raised:
         planned(*asked, "cluster.device=b200")
-    message = f"--set {asked[1]}: quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
+    message = f"--set {asked[1]}: quantization.mismatch_budget: it is a setting of profiles, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
     assert planned(*asked, "cluster.device=h100").quantization.mismatch_budget == 0.02
 

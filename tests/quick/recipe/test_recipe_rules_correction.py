@@ -149,7 +149,7 @@ CENTERED = "correction:\n  method: score-centering-tis\n"
             "trainer: {sequence_parallel: 2}\ncluster: {device: h100, gpus_per_node: 2}\n",
             (
                 "2: trainer.sequence_parallel: log-probs of the engine's most likely words are not computed where "
-                "sequences are shared out",
+                "GPUs share a sequence",
                 "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none",
             ),
         ),
