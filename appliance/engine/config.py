@@ -132,7 +132,7 @@ class ApplianceConfig(QuantizationConfig):
         super().__init__()
         if quantisation is None:
             raise EngineError(
-                f"quantization={METHOD_NAME} says no scheme",
+                f"quantization={METHOD_NAME} names no scheme",
                 hint="start the engine with everything that Quantisation(...).engine_arguments() gives",
             )
         spec = quantisation.scheme.spec

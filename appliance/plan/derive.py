@@ -107,7 +107,7 @@ def plan_trainer(recipe: Recipe, *, is_cpu: bool, steps: int, book: Book) -> Tra
     engines.py."""
     trainer = recipe.trainer
     if trainer.fp8_backward:
-        emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
+        emulated = "; emulated: for its numbers, not for speed" if recipe.quantization.emulate else ""
         book.note("trainer.backward", str(trainer.backward), f"as given{emulated}")
     if trainer.dtype is Dtype.FP16:
         book.note("trainer.dtype", trainer.dtype, _IN_FP16)
@@ -246,7 +246,8 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> Algorithm:
     if algorithm.filters:
         prompts = recipe.batch.prompts_per_step
         at_a_time = recipe.batch.generation_prompts or prompts
-        why = f"x {prompts} prompts: verl fetches them one by one to replace those that say nothing (gen_batch_size 1)"
+        why = f"x {prompts} prompts: verl fetches them one by one"
+        why = f"{why} to replace those that teach nothing (gen_batch_size 1)"
         book.note("algorithm.generation_batches", at_a_time // prompts, f"{why}, and holds at most so many in flight")
         if batches := algorithm.max_generation_batches:
             why = (

@@ -102,7 +102,7 @@ def plan_eager(rollout: Rollout, *, is_cpu: bool, one_flow: bool, experts: bool,
     experts: whether a quantised engine has experts among what it quantises."""
     eager = any(is_eager(scheme, is_cpu=is_cpu, one_flow=one_flow, experts=experts) for scheme in rollout.replicas)
     if eager and not is_cpu:
-        why = "quantised experts run one by one, which no graph holds"
+        why = "quantised experts run one by one, which no CUDA graph can hold"
         if one_flow:
             why = "the trainer calls the same kernels, one by one, in vLLM's batch-invariant mode: rollouts take longer"
         book.note("rollout.enforce_eager", True, why)
@@ -203,7 +203,7 @@ def plan_guard(
     ):
         switching, why = SchemeChange.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
     else:
-        why = "engines run eagerly: a layer changes with a weight update, proven like any"
+        why = "engines run eagerly: a layer changes with a weight update, proven like any other"
         switching = SchemeChange.LIVE
     if rollout.scheme.quantised:
         book.note("rollout.scheme_changes", switching, why)

@@ -22,7 +22,7 @@ from appliance.terms.shapes import ModelShape
 _SHARE = 2  # the forward has one part of so many of what is free
 _TOKENS = (16384, 8192, 4096, 2048)  # of a forward that keeps its activations
 _TOKENS_OF_THE_CAREFUL = 4096  # of one that does not, or whose memory is not known
-_RECOMPUTED = "activations are recomputed, a third more time"
+_RECOMPUTED = "activations are recomputed, which takes a third more time"
 UNKNOWN = Pace(True, _TOKENS_OF_THE_CAREFUL, _RECOMPUTED)
 
 

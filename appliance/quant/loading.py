@@ -186,7 +186,7 @@ class _Checkpoint:
         named, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
         if not named or built in named or self._model.is_remote_code():
             return None
-        problem = f"config.json names {named[0]}, which vLLM builds, and by its model_type transformers builds {built}"
+        problem = f"config.json names {named[0]}, which vLLM builds, but by its model_type transformers builds {built}"
         return problem, "correct `architectures` or `model_type` in config.json"
 
     def _tensors_problem(self) -> tuple[str, str] | None:
@@ -194,7 +194,7 @@ class _Checkpoint:
         for name, saved in self._names.items():
             by_name[saved].append(name)
         if twice := next((names for names in by_name.values() if len(names) > 1), None):
-            problem = f"the files have one tensor of the model by two names, {' and '.join(sorted(twice))}"
+            problem = f"the files have one tensor of the model under two names, {' and '.join(sorted(twice))}"
             return problem, "leave one of them out, and save the model again"
         sources = {self._names[name] for name in self._usable}
         both = {head for head, source in self._tied.items() if {head, source} <= sources}
@@ -209,7 +209,7 @@ class _Checkpoint:
         others = sorted(name for name, saved in self._names.items() if name != saved)
         if not others:
             return None
-        fact = f"by a name that transformers takes and vLLM does not, first for {self._names[others[0]]}"
+        fact = f"under names that transformers accepts and vLLM does not, the first for {self._names[others[0]]}"
         return _counted(others, fact), "load the model with transformers and save it again"
 
     def _loaded(self, names: Sequence[str]) -> _Report:
@@ -330,7 +330,7 @@ class _Checkpoint:
             wrong = [name for name in rare if known.fit_only_as_other_type(name)]
         if not wrong:
             return None
-        fact = f"by their types other numbers than by the type of {len(usual)} more"
+        fact = f"labelled with a type that does not fit the bits; that of the {len(usual)} other tensors does"
         return _counted([f"{name} is {self._headers[name].type}" for name in wrong], fact), _AGAIN
 
     def _types_of_16_bits(self) -> tuple[list[str], list[str]]:

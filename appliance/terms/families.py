@@ -135,7 +135,7 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
     """Return why a model with these `architectures` gets nothing that needs a row here, or an empty text."""
     known = ", ".join(FAMILIES)
     if not architectures:
-        return f"the model's configuration names no architecture; known are {known}"
+        return f"the model's configuration names no architecture; the known ones are {known}"
     name = unlisted(architectures)
     return f"{name} is not in the list of model families ({known}): {NEEDS_A_ROW}" if name else ""
 

@@ -90,7 +90,7 @@ def rope_conflict(ropes: tuple[Rope, ...], *, longest: int) -> str:
 def unknown_rope(ropes: tuple[Rope, ...]) -> str:
     """Return which way of rotating vLLM or transformers does not have, or an empty text."""
     unknown = [rope.kind for rope in ropes if rope.kind not in _KNOWN]
-    return f"its rope_type is `{unknown[0][:60]}`, and known are {', '.join(sorted(_KNOWN))}" if unknown else ""
+    return f"its rope_type is `{unknown[0][:60]}`; the known ones are {', '.join(sorted(_KNOWN))}" if unknown else ""
 
 
 def _read_rope(parameters: Mapping[str, Any], *, beside: object, otherwise: object) -> Rope:

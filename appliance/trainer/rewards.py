@@ -330,7 +330,8 @@ def _grade(response: Response) -> Graded:
 
 def note_idle_death(run_dir: Path) -> None:
     """Write an event for people: it costs nothing."""
-    append_event(run_dir, kind="note", what=IDLE_DEATH, why="no reward is lost: the next response starts another one")
+    why = "no reward is lost: the next response starts another process"
+    append_event(run_dir, kind="note", what=IDLE_DEATH, why=why)
 
 
 def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:

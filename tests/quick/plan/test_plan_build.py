@@ -258,7 +258,7 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     flow = ("trainer.forward=rollout", "trainer.backward=fp8-block", "rollout.scheme=fp8-block")
     plan = planned(*flow, "quantization.emulate=true")
     assert plan.trainer.fp8_backward
-    assert choice(plan, "trainer.backward") == ("fp8-block", "as given; emulated: its numbers are meant")
+    assert choice(plan, "trainer.backward") == ("fp8-block", "as given; emulated: for its numbers, not for speed")
     assert "; rollouts in fp8-block, emulated; gradients in fp8-block, emulated; " in plan_text(
         plan, needs=[("disk", "1 GiB")]
     )

@@ -63,7 +63,8 @@ def test_activations_are_recomputed_and_the_plan_says_why(moe: Path) -> None:
     recomputes = choices["trainer.gradient_checkpointing"]
     assert (recomputes.value, recomputes.why) == (
         "true",
-        "activations are recomputed, a third more time: the memory of a forward through experts is not estimated",
+        "activations are recomputed, which takes a third more time: the memory of a forward through experts is not "
+        "estimated",
     )
 
 
@@ -109,7 +110,8 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     plan = planned(moe, "rollout.scheme=int8", device=device)
     assert plan.engine.eager
     assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
-    assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
+    why = "quantised experts run one by one, which no CUDA graph can hold"
+    assert choices(plan)["rollout.enforce_eager"] == ("true", why)
     assert plan.guard.scheme_change is SchemeChange.RESTART
     assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []

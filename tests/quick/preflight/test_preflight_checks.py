@@ -547,7 +547,8 @@ def test_one_flow_is_refused_without_a_row(tmp_path):
 
 def test_a_model_without_a_class_is_refused(tmp_path):
     sets = ("model.builtin=null", f"model.path={tmp_path}")
-    message = f"error: model.path: {tmp_path}: the model's configuration names no architecture; known are {LIST}"
+    message = f"error: model.path: {tmp_path}: the model's configuration names no architecture; "
+    message += f"the known ones are {LIST}"
     found = findings(*sets, inputs=with_inputs(model_shape=ModelShape()))
     assert found == [(message, "use a model of the list")]
 

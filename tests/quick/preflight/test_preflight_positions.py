@@ -59,7 +59,7 @@ NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and n
         (
             "Qwen3ForCausalLM",
             {"rope_parameters": {"rope_type": "spiral"}},
-            ["/m: its rope_type is `spiral`, and known are default, linear, llama3, longrope, yarn"],
+            ["/m: its rope_type is `spiral`; the known ones are default, linear, llama3, longrope, yarn"],
         ),
         ("Qwen3ForCausalLM", LAYERS, []),
         (
