@@ -94,7 +94,7 @@ class Measured:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for memory.json and memory.md")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="of these: " + ", ".join(SIZES))
+    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes to measure, some of: " + ", ".join(SIZES))
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)

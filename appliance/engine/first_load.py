@@ -154,7 +154,7 @@ class FirstLoad:
         try:
             return str(rename(name, torch.empty(tensor.shape, device="meta"))[0])
         except RuntimeError as error:
-            fact = f"{name} has the shape {list(tensor.shape)}, which the model's heads have not"
+            fact = f"{name} has the shape {list(tensor.shape)}, which does not fit the model's heads"
             raise WeightsError(f"first load: {fact}", hint=_HINT) from error
 
     def _require_place(self, name: str, tensor: Tensor) -> None:

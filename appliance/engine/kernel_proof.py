@@ -125,7 +125,7 @@ class Mismatch:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
         sides = (self.kernel, self.expected)
         held, wanted = (side if isinstance(side, str) else f"{side:.9g}" for side in sides)
-        return f"{self.what}: there is {held}, the tensor received gives {wanted}{allowed}"
+        return f"{self.what}: the engine has {held}, the tensor received gives {wanted}{allowed}"
 
 
 @dataclass(eq=False)

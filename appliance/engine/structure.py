@@ -67,13 +67,14 @@ def _require_layers(model: Module, *, mixers: Mapping[str, Module]) -> None:
     attention beside the module tree."""
     for name, layer in mixers.items():
         if isinstance(layer, AttentionLayerBase) and type(layer) is not Attention:
-            raise EngineError(f"{name} is a {type(layer).__name__}: of what mixes tokens only plain attention is known")
+            fact = f"{name} is a {type(layer).__name__}"
+            raise EngineError(f"{fact}: among layers that mix tokens only plain attention is known")
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
             raise EngineError(f"{name} has experts, and the model has no row in the list of families: {NEEDS_A_ROW}")
         parameters = [parameter for parameter, _ in layer.named_parameters(recurse=False)]
         if parameters and not hasattr(layer, "quant_method") and any(True for _ in layer.children()):
-            raise EngineError(f"{name} has `{parameters[0]}` beside layers: nothing shows what computes with it")
+            raise EngineError(f"{name} has `{parameters[0]}` beside its layers: nothing shows what computes with it")
         if isinstance(layer, LinearBase) and (why := _otherwise_packed(model, name=name)):
             raise EngineError(why)
 

@@ -42,6 +42,6 @@ def require_known_version() -> None:
     if vllm_version() not in VLLM_VERSIONS:
         *most, last = VLLM_VERSIONS
         raise EngineError(
-            f"vllm {installed} is installed: weight updates are proven in vllm {', '.join(most)} and {last} alone",
+            f"vllm {installed} is installed: weight updates are proven with vllm {', '.join(most)} and {last} alone",
             hint="install one of these versions",
         )

@@ -61,7 +61,7 @@ CALIBRATED = "correction:\n  method: calibrated-clipping\n  "
             "cap: 1.1",
             (
                 "correction.cap: 1/1.1..1.1 leaves out a part of the clip range 0.8..1.2, which can only be widened",
-                "give 1.25 at least",
+                "give at least 1.25",
             ),
         ),
     ],
