@@ -14,8 +14,8 @@ each of `--micro-batches` with and without gradient checkpointing; verl also wit
 many tokens in place of so many sequences. A setting that fails, for want of memory or because its
 training has no end after an hour, is left out and named.
 
-Each training that has ended is a line of `trainings.jsonl` in `--folder`: after an interruption the same command goes
-on with what is missing. Another commit, host or number of steps is refused there and needs a folder of its own.
+Each training that has ended is a line of `trainings.jsonl` in `--folder`: after an interruption the same command
+continues with what is missing. Another commit, host or number of steps is refused there and needs a folder of its own.
 
 `verl` is its own entry point with its documented settings for a small model on one device, in BF16 with vLLM, and
 old log-probs by a pass of their own, verl's default. `verl-bypass` takes the rollouts' log-probs for these
