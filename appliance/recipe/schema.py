@@ -111,8 +111,8 @@ NAMED = {"model": {"builtin": "tiny-arithmetic"}, "trainer": {"steps": 40}}
 
 HEAD = """\
 # Every key of a recipe with its default, and what it means.
-# Only `model.builtin` and `trainer.steps` have no default: one of `model.path` and `model.builtin`, and one of
-# `trainer.steps` and `trainer.epochs`, must be given.
+# Two choices have no default: one of `model.path` and `model.builtin`, and one of `trainer.steps` and
+# `trainer.epochs`, must be given. Here `model.builtin` and `trainer.steps` are.
 # Scalars follow YAML 1.2: `1e-6` is a number, `on` is text. Anchors, aliases and duplicate keys are refused.
 """
 EXAMPLES = {"name": "reference"} | {f"{name}.{key}": keys[key] for name, keys in NAMED.items() for key in keys}
