@@ -58,7 +58,7 @@ class Corrected:
     kept_BT: Tensor | None = None
     """Real tokens that stay. None: all."""
     acted_BT: Tensor | None = None
-    """Real tokens that were cut, weighed 0, dropped or clipped for the quantisation alone. None: none."""
+    """Real tokens that were cut, weighted 0, dropped or clipped for the quantisation alone. None: none."""
     lower_BT: Tensor | None = None
     """Lower bound of the ratio. Only with upper_BT, and only of a method that `clips`."""
     upper_BT: Tensor | None = None
@@ -164,7 +164,7 @@ class Correction:
     @classmethod
     def conflict(cls, loss: Loss) -> str:
         """Return why the method has no meaning beside that loss; empty where it has one."""
-        does = "clips" if cls.clips else "weighs"
+        does = "clips" if cls.clips else "weights"
         if cls.of_tokens and loss.spec.weighs_responses:
             of = "one ratio" if loss.spec.of_sequences else "one product"
             return f"`{cls.name}` {does} a response token by token, and `{loss}` has {of} for all of them"

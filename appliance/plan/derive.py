@@ -168,7 +168,7 @@ def why_a_pass(recipe: Recipe, *, is_cpu: bool) -> str:
     if recipe.algorithm.kl and recipe.algorithm.kl_in is KlPlace.REWARD:
         return "`algorithm.kl` is in the reward, which the advantages are made of"
     if method.reads_step and not one_flow:  # there the engines' are known before the update
-        return f"`{method.name}` weighs a sequence by the whole step"
+        return f"`{method.name}` weights a sequence by the whole step"
     if method.has_shadow_pass:
         return f"`{method.name}` has a shadow pass that compares with them"
     if one_flow and Action.TIGHTEN in (recipe.guard.actions or ()):

@@ -191,7 +191,7 @@ def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
             ("algorithm.kl=0.1", "algorithm.kl_in=reward"),
             "`algorithm.kl` is in the reward, which the advantages are made of",
         ),
-        (("correction.method=adaptive",), "`adaptive` weighs a sequence by the whole step"),
+        (("correction.method=adaptive",), "`adaptive` weights a sequence by the whole step"),
         (
             ("correction.method=calibrated-clipping",),
             "`calibrated-clipping` has a shadow pass that compares with them",

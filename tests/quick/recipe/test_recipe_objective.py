@@ -80,7 +80,7 @@ def test_the_reasons_say_what_would_go_wrong() -> None:
         "a wider one gives back what the cap took"
     )
     assert METHODS["tis"].conflict(Loss.GEO_MEAN) == (
-        "`tis` weighs a response token by token, and `geo-mean` has one product for all of them"
+        "`tis` weights a response token by token, and `geo-mean` has one product for all of them"
     )
 
 

@@ -96,7 +96,7 @@ def test_what_acts_on_single_tokens_does_not_go_with_a_loss_of_responses(tmp_pat
         assert load_recipe("arithmetic-tiny-int8", sets=sets).correction.method == method
         return
     message = (
-        f"`{method}` {does.get(method, 'weighs')} a response token by token, and `tbpo` has one ratio for all of them"
+        f"`{method}` {does.get(method, 'weights')} a response token by token, and `tbpo` has one ratio for all of them"
     )
     if METHODS[method].centers:
         message = f"`{method}` centers the score of each token, and `tbpo` has one ratio for a whole response"
