@@ -113,7 +113,9 @@ def _with_lm_head(quantisation: Quantisation, *, wanted: bool | None) -> Quantis
 def _notes(entry: Entry) -> tuple[str, ...]:
     notes = [f"{entry.name.theirs}: FlashRL: {entry.name.meant}; here: {entry.name.differs}"]
     if entry.backend == EXTERNAL_LAUNCHER:
-        notes.append("distributed_executor_backend: external_launcher of the file is left out, the engine's own holds")
+        notes.append(
+            "distributed_executor_backend: external_launcher of the file is left out; the engine's own setting applies"
+        )
     if entry.load_format != LOAD_FORMATS[0]:
         notes.append("load_format: dummy: the weights are random until the first sync")
     return tuple(notes)

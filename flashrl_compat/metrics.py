@@ -34,7 +34,10 @@ ROUTES = Patch(
 # Of which API servers alone import one, however they are started; in vLLM 0.28 it is the second.
 LAUNCHERS = ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.launcher")
 METRIC = "flashrl:weight_version"
-MEANS = "As in GET /weight_info, 0 before the first update; NaN: no number, or the engine did not answer within 2 s"
+MEANS = (
+    "Version of the weights, as in GET /weight_info: 0 before the first update; "
+    "NaN: it is no number, or the engine did not answer within 2 s"
+)
 ANSWERS_WITHIN_S = 2.0
 
 

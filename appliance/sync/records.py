@@ -178,7 +178,9 @@ def _problem(
     if taken is None or taken.sync != sync:
         return f"{who} has proven {_number(taken)}"
     if not (sent.manifest == taken.manifest == manifest):
-        return f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"
+        return (
+            f"{who} took the weights {taken.manifest}, was sent {sent.manifest}, and the first rank was sent {manifest}"
+        )
     if (taken.switched or is_first) and taken.layers_proven < taken.layers:
         return f"{who} has proven {taken.layers_proven} of {taken.layers} layers"
     # Some are quantised, and in any scheme lm_head's kernel at least is asked.
