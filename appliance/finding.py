@@ -1,4 +1,5 @@
-"""A finding: what is wrong, or worth knowing, about one setting, one file or this host. No other form says it.
+"""A finding: what is wrong, or worth knowing, about one setting, one file or this host. It is reported in this form
+alone.
 
 Rules yield findings, and no rule stops another one: the rules of the recipe (recipe/rules.py), those that need the
 model or the device (plan/rules.py), and those that need this host (preflight/).

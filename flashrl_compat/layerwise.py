@@ -19,7 +19,7 @@ from appliance.patch import Patch, apply_patch
 BEGINS = Patch(
     name="flashrl-reload-begins",
     target="vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
-    why="a reload says nowhere that the weights are half-updated, nor holds what came against what the model has",
+    why="a reload records nowhere that the weights are half-updated, and compares nothing with what the model has",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/reload/layerwise.py",
     distribution="vllm",
     sources={

@@ -1,5 +1,5 @@
-"""Routes of an API server under FLASHRL_CONFIG: `/metrics` says the version of the weights, as `GET /weight_info` does;
-`/weight_checker` compares them.
+"""Routes of an API server under FLASHRL_CONFIG: `/metrics` shows the version of the weights, as `GET /weight_info`
+does; `/weight_checker` compares them.
 
 vLLM's hook for middleware is an option of its command line, and its plugins for endpoints are left out unless
 VLLM_PLUGINS names them: hence a patch.

@@ -1,4 +1,4 @@
-"""For a trainer: digests travel with the weights, so that what arrives is held against what was sent.
+"""For a trainer: digests travel with the weights, so that what arrives is compared with what was sent.
 
 Torch alone: neither vLLM nor verl. Any transport that carries named tensors carries it.
 """

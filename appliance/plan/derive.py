@@ -162,9 +162,9 @@ def why_a_pass(recipe: Recipe, *, is_cpu: bool) -> str:
     if prompts_of_an_update(recipe) != recipe.batch.prompts_per_step:
         return "a step has several updates, and only the first one's forward is of the policy before them"
     if lora is not None and lora.dropout:
-        return "an update's forward drops what `model.lora` says, and the policy does not"
+        return "an update's forward has the dropout of `model.lora`, and the policy has none"
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
-        return "flash-attn may drop in an update, as the model's config.json says, and the policy does not"
+        return "flash-attn may apply dropout in an update, by the model's config.json, and the policy has none"
     if recipe.algorithm.kl and recipe.algorithm.kl_in is KlPlace.REWARD:
         return "`algorithm.kl` is in the reward, which the advantages are made of"
     if method.reads_step and not one_flow:  # there the engines' are known before the update

@@ -1,4 +1,4 @@
-"""The day that a chat template is told. Imports no torch.
+"""The day that a chat template gets. Imports no torch.
 
 transformers gives templates a function `strftime_now`, by which many name today's date in the system message. Two
 renderings of one prompt would then differ, from day to day or from second to second. transformers hands the arguments

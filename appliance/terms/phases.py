@@ -1,4 +1,4 @@
-"""The phases of a run, by the names that stand in its events, in `run.json` and in reports."""
+"""The phases of a run, by their names in its events, in `run.json` and in reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rollout engine is told: its scheme and everything that goes with it. Imports no torch. The value travels to
+"""Settings of one rollout engine: its scheme and everything that goes with it. Imports no torch. The value travels to
 vLLM as `hf_overrides.quantization_config`, together with `quantization=appliance`."""
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
     ranked = ranked or _by_engine(plan)
     if not ranked:
         raise PreflightError(
-            "`raise-precision` has no layer errors to go by: no profile, and no engine tells any (kernels that pack "
+            "`raise-precision` has no layer errors to go by: no profile, and no engine reports any (kernels that pack "
             "their codes, such as Marlin's, do not)",
             hint="give a profile in quantization.profile, or leave `raise-precision` out of guard.actions",
         )

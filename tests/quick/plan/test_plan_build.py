@@ -181,11 +181,11 @@ def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
         ),
         (
             ("model.lora={rank: 4, dropout: 0.1}",),
-            "an update's forward drops what `model.lora` says, and the policy does not",
+            "an update's forward has the dropout of `model.lora`, and the policy has none",
         ),
         (
             ("cluster.device=h100", "trainer.attention=flash_attention_2"),
-            "flash-attn may drop in an update, as the model's config.json says, and the policy does not",
+            "flash-attn may apply dropout in an update, by the model's config.json, and the policy has none",
         ),
         (
             ("algorithm.kl=0.1", "algorithm.kl_in=reward"),
