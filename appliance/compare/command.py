@@ -168,7 +168,7 @@ def _ready(run: PlannedRun, *, state: Existing) -> PlannedRun:
         return run
     resumed = resumed_run(run) if state is Existing.UNFINISHED else None
     if resumed is not None and resumed.resume is not None:
-        console.say(f"{run.label}: goes on after step {resumed.resume.step}")
+        console.say(f"{run.label}: resumes after step {resumed.resume.step}")
         return resumed
     why = "stopped before it saved anything" if state is Existing.UNFINISHED else "of another recipe or other problems"
     console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")

@@ -48,8 +48,10 @@ CHANGES = {
 """By key, or by section for all of its keys; what is not here needs `--force`."""
 
 REMEDIES = {
-    Change.FORCED: "give what the run has, start a new one with another --name, or take the change with --force",
-    Change.NEVER: "give what the run has, or start a new one with another --name: its checkpoints have the other",
+    Change.FORCED: "put it back as the run has it, start a new run with another --name, or take the change "
+    "with --force",
+    Change.NEVER: "put it back as the run has it, or start a new run with another --name: "
+    "this run's checkpoints cannot be loaded with another value",
 }
 _LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks that is not constant
 

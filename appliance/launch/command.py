@@ -104,7 +104,7 @@ class Attempts:
             stop_on_errors(findings)
         if resume is not None:
             has_none = "has no whole checkpoint: it starts from the beginning"
-            console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.search.newest else has_none}")
+            console.say(f"the run {name} {f'resumes after step {resume.step}' if resume.search.newest else has_none}")
         if self.dry_run:
             print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
             raise_on_errors(findings)
@@ -176,7 +176,11 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
         search = find_newest(run_dir)
         step = -1 if search.newest is None else step_of(search.newest) or 0
         if step <= reached:
-            why = f"it got no further than step {step} again" if search.newest else "there is no whole checkpoint"
+            why = (
+                f"two attempts in a row got no further than step {step}"
+                if search.newest
+                else "there is no whole checkpoint"
+            )
             console.say(f"not restarted: {why}")
             return code
         reached = step
@@ -287,12 +291,21 @@ def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
         search = find_newest(run_dir)
         resuming.warn_of_rejected(search)
         if search.newest is None:
-            raise RecipeError([(f"{run_dir} has no whole checkpoint", "see its events.jsonl")])
+            raise RecipeError(
+                [
+                    (
+                        f"{run_dir} has no whole checkpoint",
+                        "its events.jsonl says what was saved, and what was set aside and why",
+                    )
+                ]
+            )
         return search.newest
     folder = checkpoint_folder(run_dir, step=step)
     if not folder.is_dir():
         there = ", ".join(each.name.rpartition("_")[2] for each in in_order(run_dir)) or "none"
-        raise RecipeError([(f"--step {step}: {run_dir} has no checkpoint of it", f"its steps: {there}")])
+        raise RecipeError(
+            [(f"--step {step}: {run_dir} has no checkpoint of that step", f"steps with a checkpoint: {there}")]
+        )
     problems = damage(folder)
     if problems:
         raise PreflightError(f"{folder} is damaged: {problems[0]}", hint="leave --step out for the newest whole one")

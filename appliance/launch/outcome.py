@@ -14,7 +14,7 @@ from appliance.record.state import RunState
 from appliance.signals import code_of, stopped_by
 
 _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
-_NO_RESULT = "TrainingError: it ended without writing its result"
+_NO_RESULT = "TrainingError: the process ended without writing its result"
 _MOST_LINES = 8
 _LONGEST = 300
 _VAGUE = frozenset(
@@ -142,7 +142,8 @@ SYMPTOMS = (
     (
         r"Raylet is terminated",  # Ray adds what may have been the reason, a bus error among others
         "Ray's scheduler (raylet) died",
-        "often the kernel ended it for want of memory (sudo dmesg | tail)",
+        "often the kernel ended it for want of memory (sudo dmesg | tail): close other programs, or use a smaller "
+        "batch",
     ),
     (
         r"CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory",
@@ -194,7 +195,7 @@ SYMPTOMS = (
     (
         r"Address already in use|EADDRINUSE",
         "a port is in use",
-        "end the program that holds it (ss -ltnp lists them), and start again",
+        "end the program that uses it (ss -ltnp shows which), and start again",
     ),
     (
         r"Temporary failure in name resolution|Name or service not known|LocalEntryNotFoundError|OfflineModeIsEnabled"
@@ -230,7 +231,7 @@ _SIGNALS = {
         "most likely by the kernel, for want of memory",
         "sudo dmesg | tail shows it; use a smaller batch",
     ),
-    signal.SIGSEGV: ("in native code", "start again; if it stays, report it with the log"),
+    signal.SIGSEGV: ("in native code", "start again; if it happens again, report it with the log"),
     signal.SIGILL: ("this processor lacks an instruction", "use a processor with AVX2 or AVX-512"),
     signal.SIGBUS: ("shared memory (/dev/shm) may be full", "in a container start it with --shm-size=2g or more"),
 }

@@ -374,7 +374,9 @@ def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> A
     folder = summary.typed_path(log_dir / STACKS_FOLDER)
     hint = f"what {len(dumps)} processes were doing is in {folder}; if they are only slow, raise guard.stall_s"
     kind = EngineError if phase in AT_AN_ENGINE else TrainingError
-    return kind(f"{what}: cut", hint=hint if dumps else "no process said what it was doing: see the log")
+    return kind(
+        f"{what}: ended by the launcher", hint=hint if dumps else "no process reported what it was doing: see the log"
+    )
 
 
 def _child_environment(plan: RunPlan, *, log_dir: Path, ray_dir: Path | None, ray_token: Path | None) -> dict[str, str]:
@@ -396,7 +398,9 @@ def make_ray_dir(wanted: str) -> Path:
         with contextlib.suppress(FileNotFoundError):
             found = folder.lstat()
             if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
-                raise PreflightError(f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR")
+                raise PreflightError(
+                    f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR to another folder"
+                )
             shutil.rmtree(folder, onerror=_unless_gone)
         folder.mkdir(mode=0o700)
     except OSError as error:

@@ -153,7 +153,7 @@ def _spent(view: RunView) -> list[str]:
 def _attempt_marks(view: RunView) -> list[Mark]:
     """Mark where a later attempt resumed: between the last step it found done and its own first one."""
     return [
-        Mark(attempt.after + 0.5, f"attempt {attempt.number} goes on after step {attempt.after}")
+        Mark(attempt.after + 0.5, f"attempt {attempt.number} resumes after step {attempt.after}")
         for attempt in view.attempts[1:]
     ]
 

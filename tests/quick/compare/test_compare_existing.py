@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
         seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
     (folder / "data.pt").write_bytes(b"weight")  # the newest is damaged
     ready = _ready(run, state=look(run))
-    assert capsys.readouterr().err == "a, seed 0: goes on after step 4\n"
+    assert capsys.readouterr().err == "a, seed 0: resumes after step 4\n"
     assert ready.resume is not None and ready.resume.step == 4
     newest = str(checkpoint_folder(run.run_dir, step=4))
     assert ready.plan.resume_from == newest and f"trainer.resume_from_path={newest}" in ready.plan.argv

@@ -143,7 +143,7 @@ def _without_place(message: str) -> str:
     return fact
 
 
-GIVE = "give what the run has, start a new one with another --name, or take the change with --force"
+GIVE = "put it back as the run has it, start a new run with another --name, or take the change with --force"
 
 
 @pytest.mark.parametrize("force", [False, True])
