@@ -456,5 +456,5 @@ def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, j
         console.say(console.table(summary.summary_rows(plan, state, seconds=seconds, folder=folder)))
         _show_answers(plan)
     go_on = "" if outcome.state is RunStatus.DONE else summary.go_on_command(Path(plan.run_dir))
-    for line in (*outcome.advice, *([f"go on: {go_on}"] if go_on else [])):
+    for line in (*outcome.advice, *([f"to resume: {go_on}"] if go_on else [])):
         console.say(line)

@@ -153,4 +153,4 @@ def _differences(
         elif live.versions[name] != version:
             yield f"{process} has {name} {live.versions[name]}, the plan says {version}"
     if live.fingerprint != fingerprint:
-        yield f"{process} runs other sources of this program than the process that asks"
+        yield f"{process} runs other sources of this program than the process that checks it"

@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise ValueError(f"{MANIFEST_FILE} has more than {_LARGEST_MANIFEST >> 20} MiB")
     manifest = parse(path.read_text(), CheckpointManifest, place=MANIFEST_FILE)
     if manifest.sha256 != _own_hash(manifest.facts, manifest.files):
-        raise ValueError(f"{MANIFEST_FILE} does not say what it was written with")
+        raise ValueError(f"{MANIFEST_FILE} was changed after it was written")
     outside = [file.path for file in manifest.files if not _is_inside(file.path)]
     if outside:
         raise ValueError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {outside[0]}")

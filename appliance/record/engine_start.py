@@ -20,7 +20,7 @@ FAILED_TO_START = "failed to start"  # in what both log with the exception
 _ELSEWHERE = ("See root cause above", "See stack trace for root cause")  # in an error that only says that there is one
 _REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 _LONGEST = 600  # characters
-_HINT = "these are vLLM's own words; the log has where it was raised"
+_HINT = "these are vLLM's own words; the log says where the error was raised"
 
 
 class _StartFailures(logging.Handler):

@@ -109,7 +109,7 @@ def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
     except ApplianceError as error:
         return error.exit_code
     except Exception as error:  # every failure becomes an event, whatever it is
-        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the details"))
         raise
     return 0
 

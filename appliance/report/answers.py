@@ -33,7 +33,7 @@ def answers_table(samples: Sequence[StepSamples], *, is_graded: bool) -> str:
         for problem, (before, after) in zip(problems, pairs, strict=True)
     ]
     before_head = "before" if first.step == 0 else f"after step {first.step}"
-    head = ("a problem of the validation", before_head, f"after step {last.step}")
+    head = ("a validation problem", before_head, f"after step {last.step}")
     return console.table(rows, head=head, columns=console.columns())
 
 

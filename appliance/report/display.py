@@ -26,7 +26,7 @@ from appliance.terms.schemes import beside
 
 PHASES = {
     Phase.STARTING: "starting",
-    Phase.PREPARE: "making what the cache lacks",
+    Phase.PREPARE: "preparing model and data",
     Phase.SCALE: "scaling the model (UAQ)",
     Phase.PROFILE: "profiling the model",
     Phase.IMPORT: "importing PyTorch, vLLM and verl",

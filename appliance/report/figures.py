@@ -27,7 +27,7 @@ _LANES = (  # name, class of the frame's style, kinds of events
 def curves(view: RunView) -> list[tuple[str, list[str]]]:
     """Figures by heading."""
     return [
-        ("What it learned", _learned(view)),
+        ("What the run learned", _learned(view)),
         ("How far the rollout policy is from the trainer's", [*_mismatch(view), *_quantised(view)]),
         ("What a step takes", _spent(view)),
     ]
@@ -38,10 +38,10 @@ def _learned(view: RunView) -> list[str]:
     schemes = sorted(validated, key=str(Scheme.BF16).__eq__)  # BF16 last
     validation = [_known(validated[each], name=each, index=index) for index, each in enumerate(schemes)]
     how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
-    clipped = "of the tokens with a negative advantage; where it rises with the entropy, the clip cuts noise"
-    rewards = Chart("Rewards", "each one's mean of a step", marks=marks, legend=True)
+    clipped = "of the tokens with a negative advantage; where this rises with the entropy, clipping removes noise"
+    rewards = Chart("Rewards", "mean of each in a step", marks=marks, legend=True)
     averages = Chart("Validations", "mean reward", marks=marks, legend=True)
-    passed = Chart("Passed", "of several tries one", marks=marks, legend=True)
+    passed = Chart("Passed", "at least one of several tries", marks=marks, legend=True)
     return [
         _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), "reward_mean"),
         *_by_name(view, rewards, _named_rewards(view), dotted=False),
@@ -61,9 +61,12 @@ def _called(view: RunView) -> list[str]:
     if view.steps.curves["turns_mean"].last is None:
         return []
     marks = _attempt_marks(view)
-    chart = Chart("Tool calls", "of a sample, mean", marks=marks, from_zero=True, legend=True)
+    chart = Chart("Tool calls", "per sample, mean", marks=marks, from_zero=True, legend=True)
     calls = [_series(view, "tool_calls_mean", name="all", index=1), _series(view, "calls_right", name="right")]
-    return [line_chart(chart, calls), _curve(view, Chart("Turns", "of the model, mean", marks=marks), "turns_mean")]
+    return [
+        line_chart(chart, calls),
+        _curve(view, Chart("Turns", "of the model per sample, mean", marks=marks), "turns_mean"),
+    ]
 
 
 def _named_rewards(view: RunView) -> dict[str, str]:
@@ -187,8 +190,8 @@ def timeline(view: RunView) -> list[str]:
     doing = list(bands(view))
     there = {band.name for band in doing}
     colours = [(colour, name) for name, colour in _COLOURS.items() if name in there]
-    attempts = f"{len(view.attempts)} attempts; dashed lines are their starts" if marks else ""
-    chart = Chart("What it was doing", attempts, marks=marks, width=_WIDTH)
+    attempts = f"{len(view.attempts)} attempts; dashed lines mark their starts" if marks else ""
+    chart = Chart("What the run was doing", attempts, marks=marks, width=_WIDTH)
     memory = Chart(
         "Memory",
         "GiB, proportional set size of all processes on the launcher's host",

@@ -54,6 +54,7 @@ DOING = {  # the phases of what a run does
 }
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
+_UNREADABLE = "let this user read its files, or name another run"
 _MOST_NAMES = 10
 _MOST_LISTED = 400
 _MOST_BANDS = 4096
@@ -388,7 +389,7 @@ def reading(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", _UNREADABLE)]) from error
 
 
 def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
@@ -396,7 +397,7 @@ def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
     try:
         plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
     except (OSError, ValueError) as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", _UNREADABLE)]) from error
     if record.state in UNFINISHED and not has_launcher(run_dir):
         return plan, RunRecord(RunStatus.STOPPED, phase=record.phase, attempt=record.attempt, reason=_LOST)
     return plan, record

@@ -79,10 +79,10 @@ def _none(run: str, *, folder: Path, which: str | None) -> RecipeError:
     attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
     if attempts and int(folder.name) not in attempts:
         numbers = ", ".join(map(str, attempts))
-        return RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"there are those of: {numbers}")])
+        return RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"attempts with logs: {numbers}")])
     there = [path.stem for path in _logs(folder, which=None)]
     if which is None or not there:
-        return RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
+        return RecipeError([(f"run `{run}`: no logs in {folder} yet", f"appliance status {run} says where the run is")])
     return RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
 
 

@@ -118,7 +118,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         argv=view.plan.argv,
         reload_s=RELOAD_S if view.is_live or awaits_restart else 0,
         written=now,
-        forsaken="This page has not been rewritten for five minutes: its launcher may be gone. To rewrite it: "
+        forsaken="This page has not been rewritten for five minutes: the run's launcher may be gone. To rewrite it: "
         f"appliance report {quoted_path(view.run_dir)}",
     )
 
@@ -143,7 +143,7 @@ def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
         (f"{state.step} / {state.steps}", "steps" + (f", about {draw.duration(left)} left" if left else "")),
         (draw.number(rewards.after), f"reward, {draw.number(rewards.before)} before"),
         (draw.tokens_per_s(median_tokens_per_s(state)).removesuffix(" tokens/s"), "tokens/s of rollout, median"),
-        ("-" if per_step is None else f"{per_step:.1f} s", "a step, median, all included"),
+        ("-" if per_step is None else f"{per_step:.1f} s", "per step, median, all parts included"),
         (draw.duration(took), "in all" if len(view.attempts) < 2 else f"in all, {len(view.attempts)} attempts"),
         ("-" if peak is None else f"{peak / GIB:.1f} GiB", "memory at the peak"),
     ]

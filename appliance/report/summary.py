@@ -226,7 +226,7 @@ def _saved_rows(run_dir: Path, record: RunRecord, *, saved: list[Path]) -> list[
     if saved:
         rows.append(("checkpoint", f"{saved[-1].name}, the newest of {len(saved)}"))
     if record.state in (RunStatus.FAILED, RunStatus.STOPPED) and (command := go_on_command(run_dir)):
-        rows.append(("go on", command))
+        rows.append(("to resume", command))
     return rows
 
 

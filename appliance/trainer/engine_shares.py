@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from appliance.errors import EngineError, last_line
 from appliance.record.liveness import Heartbeat
 
-HINT = "the log has the whole story"
+HINT = "the log has the details"
 
 
 @dataclass(frozen=True)

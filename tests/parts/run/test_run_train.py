@@ -263,7 +263,7 @@ def test_signal_saves_and_stops(
     reason = f"stopped by {number.name}, the state after step 3 is saved"
     note = "note: saving, then stopping (press Ctrl-C again to stop at once)"
     lines = err.splitlines()
-    assert lines[-2:] == [reason, "go on: appliance train small-1/recipe.yaml --resume small-1"]
+    assert lines[-2:] == [reason, "to resume: appliance train small-1/recipe.yaml --resume small-1"]
     assert lines.index(note) < lines.index("phase save: saving a checkpoint")
     assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=reason)
     assert processes_of(run_dir) == []

@@ -309,7 +309,7 @@ def test_a_reward_of_fewer_than_five_steps_is_no_mean_of_five(tmp_path: Path, ma
 def test_a_run_of_one_step_that_is_over_waits_for_no_other(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     view = read_view(make_run(tmp_path, steps=1, done=1))
     (said,) = [each.text for each in verdicts(view) if each.question == "Did the reward climb?"]
-    assert said == "no step to compare with"
+    assert said == "no other step to compare with"
 
 
 def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(
