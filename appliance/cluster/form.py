@@ -157,8 +157,8 @@ class Cluster:
             if overdue := roll.overdue(at=time.monotonic()):
                 names = " and ".join(node.text for node in overdue)
                 raise PreflightError(
-                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {missing(now, needed)}",
-                    hint="its own log says why; start `train` again, and `join` there",
+                    f"{names} died and did not come back within {RETURNS_WITHIN_S:g} s: {missing(now, needed)}",
+                    hint="the log on that host says why; start `train` again here, and `join` there",
                 )
             if time.monotonic() > deadline:
                 raise PreflightError(
@@ -202,7 +202,8 @@ class Cluster:
             except ray.exceptions.RayError as error:
                 last = last_line(error)
                 raise PreflightError(
-                    f"{node.text}: did not report what it runs: {last}", hint="is it started from the same image?"
+                    f"{node.text}: did not report what it runs: {last}",
+                    hint="start that node from the same image as the head",
                 ) from error
         return reports
 
@@ -242,7 +243,11 @@ class Cluster:
     def _loss(self) -> ProcessDied | None:
         gone = not_among(self._members, look_around()[0])
         what = " and ".join(f"node {node.text} left the cluster" for node in gone)
-        return ProcessDied(what, hint="bring the node back; it resumes from the newest checkpoint") if gone else None
+        return (
+            ProcessDied(what, hint="bring the node back, and resume the run: it continues from the newest checkpoint")
+            if gone
+            else None
+        )
 
     def stop(self) -> None:
         """Disconnect, and end the head if it is ours: the nodes that joined it see that and end too."""
@@ -336,7 +341,10 @@ def _connect(plan: RunPlan, *, address: str) -> None:
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:
                 last = last_line(error)
-                raise PreflightError(f"cluster {address}: {last}", hint="is it there, and the token right?") from error
+                raise PreflightError(
+                    f"cluster {address}: {last}",
+                    hint="see that Ray runs there, and that cluster.token_file has its token",
+                ) from error
             time.sleep(_LOOK_EVERY_S)
 
 

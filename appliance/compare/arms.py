@@ -210,7 +210,7 @@ def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
         if began_with := _other_commit(run, _original(run.run_dir)):
             weights, revision = run.plan.weights, run.plan.model.revision or "main"
             message = f"{run.label}: {weights.hub_name}: {revision} is {weights.commit} on the hub now, "
-            hint = f"to continue with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
+            hint = f"to continue with those runs: model.revision: {began_with} in {file}, under `set` or in the arm"
             raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
 
 

@@ -131,7 +131,7 @@ def _known(runs: list[PlannedRun], *, stored: list[StoredResult], results_file: 
         if result is not None:
             results[run.label] = result
         elif differs:
-            others.append(f"{run.label}: not taken: {differs}")
+            others.append(f"{run.label}: its stored result is not used: {differs}")
     output = runs[0].run_dir.parent / f"{runs[0].recipe.name}{SUFFIX}"
     if len(results) < len(stored) and results_file.resolve() == output.resolve():
         message = f"--results {results_file}: {len(stored) - len(results)} of its results are of other runs"

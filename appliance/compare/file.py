@@ -38,8 +38,8 @@ _SUFFIX = ".yaml"
 _GIVEN_ELSEWHERE = {
     "extends": "write it into a recipe file",
     "name": "a run is named by its arm and seed",
-    "seed": "the seeds are `seeds`",
-    "task.val_size": "it is `validation`",
+    "seed": "set `seeds` instead",
+    "task.val_size": "set `validation` instead",
     "task.val_sets": "a comparison validates once, on `validation` problems",
 }
 Seed_ = Annotated[int, Field(ge=0, lt=2**31)]

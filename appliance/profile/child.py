@@ -160,7 +160,7 @@ def ends_of_responses(folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> fr
 
 
 def _named_ends(file: Path) -> list[int]:
-    hint = "mend the file, or take it from where the model is from"
+    hint = "mend the file, or fetch it again from where the model came from"
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -374,7 +374,8 @@ def _smoothing(header: dict[str, Any]) -> str:
         return f"{_sources(header)}, as the donor has it, to the nearest powers of two"
     if not strength:
         return "off"
-    return f"strength {strength:g}: {_sources(header)}, each with all that reads it; others gain nothing by it"
+    extent = "each with every layer that reads it; smoothing others would gain nothing"
+    return f"strength {strength:g}: {_sources(header)}, {extent}"
 
 
 def _sources(header: dict[str, Any]) -> str:

@@ -111,7 +111,7 @@ def model_folder(model: str, *, revision: str) -> Path:
         return download_model(model, revision=revision, beat=Heartbeat().beat)
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise EngineError(
-            f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
+            f"{model}: not a folder with config.json, and the hub does not give it: {error}",
             hint="give a folder, or a name on the hub",
         ) from error
 

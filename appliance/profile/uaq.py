@@ -46,7 +46,10 @@ def is_scaled(plan: RunPlan) -> bool:
     elif saved and saved.model_hash != mark.model_hash:
         wrong = f"made from another model than {resumed.name} was trained with"
     if wrong:
-        raise EngineError(f"{folder}: {wrong}", hint="give back what the run began with, or start another run")
+        raise EngineError(
+            f"{folder}: {wrong}",
+            hint="put correction.uaq_scale and the model back as the run began with them, or start another run",
+        )
     return True
 
 

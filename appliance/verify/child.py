@@ -175,7 +175,8 @@ def _checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:
     without files."""
     files = weight_files(_folder(model_config.model, revision=model_config.revision))
     if not files:
-        raise EngineError(f"verify: {model_config.model} has no safetensors files to read")
+        hint = "give a model whose folder has safetensors files"
+        raise EngineError(f"verify: {model_config.model} has no safetensors files to read", hint=hint)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a mapping

@@ -120,7 +120,9 @@ class Row:
 def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
     """One row per worker. reference: what the BF16 engine said, None for that engine itself or where it failed."""
     if seen.failed or seen.first is None:
-        return [Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "it said nothing",))]
+        return [
+            Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "the check gave no result",))
+        ]
     common = _of_the_engine(asked, seen=seen, reference=reference)
     return [
         Row(
@@ -139,15 +141,15 @@ def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | N
 def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> tuple[str, ...]:
     problems = []
     if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
-        problems.append("the checkpoint's own weights, sent as an update, changed what it says")
+        problems.append("the checkpoint's own weights, sent as an update, changed its output")
     if not math.isfinite(seen.moved):
-        problems.append("it says log-probs that are not finite")
+        problems.append("its log-probs are not finite")
     elif not seen.moved:
         problems.append("the logits did not move with other weights")
     if not seen.returned:
         problems.append("tokens or log-probs did not return with the old weights")
     if asked.scheme.quantised and reference is not None and seen.first == reference:
-        problems.append("it says to the last bit what bf16 says: nothing is quantised")
+        problems.append("its output is bf16's to the last bit: nothing is quantised")
     return tuple(problems)
 
 
@@ -161,7 +163,7 @@ def _of_a_worker(asked: Quantisation, *, worker: Worker) -> tuple[str, ...]:
     if worker.unmoved:
         problems.append(f"{_layers(worker.unmoved)} the same with other weights")
     if worker.unreturned:
-        problems.append(f"{_layers(worker.unreturned)} something else with the old weights back")
+        problems.append(f"{_layers(worker.unreturned)} another output once the old weights are back")
     return tuple(problems)
 
 

@@ -51,7 +51,9 @@ def test_each_worker_of_two_is_looked_at(
 def test_a_scheme_without_kernels_is_refused(settings: tuple[str, ...]) -> None:
     done = verify(settings, "--schemes", "fp8")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.splitlines()[1] == ("hint: leave it out, or check the numbers of an FP8 scheme with --emulate")
+    assert done.stderr.splitlines()[1] == (
+        "hint: leave that scheme out, or check the numbers of an FP8 scheme with --emulate"
+    )
 
 
 def asked(

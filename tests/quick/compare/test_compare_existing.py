@@ -418,7 +418,8 @@ def test_results_that_would_be_overwritten_are_refused(
     assert output.read_bytes() == results_file.read_bytes()
     assert command.run_compare("c.yaml", json_mode=True, results_file=results_file) == 0
     said = capsys.readouterr().err
-    assert "1 of 2 runs have their result in c.results.jsonl\nb, seed 0: not taken: its recipe is another one" in said
+    unused = "b, seed 0: its stored result is not used: its recipe is another one"
+    assert f"1 of 2 runs have their result in c.results.jsonl\n{unused}" in said
 
 
 def test_a_key_that_came_later_counts_as_its_default(planned: list[PlannedRun], results_file: Path) -> None:
