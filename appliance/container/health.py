@@ -64,7 +64,7 @@ def _of_node(folder: Path) -> Health:
     try:
         training = read_notice(folder)
         if training is None:
-            return Health(True, "a node, of no training yet")
+            return Health(True, "a node that has no training yet")
         run_dir = training.run_dir
         record = read_record(run_dir)
     except (OSError, ValueError) as error:

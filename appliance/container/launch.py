@@ -313,7 +313,8 @@ def train_in_container(
         except OSError as error:
             raise cannot_write(written, error) from error
     if _asks_hub(plan) and hub.is_token_in_a_variable():
-        instead = f"it has that of {spec.token}" if spec.token else "write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
+        to_file = "write it to a file (mode 0600), and set HF_TOKEN_PATH=FILE"
+        instead = f"it uses the one in {spec.token}" if spec.token else to_file
         console.say(f"note: the container gets no token from a variable: {instead}")
     return run_in_container(spec)
 

@@ -142,7 +142,7 @@ def read_header(path: Path) -> Header:
         _check_version(reader)
         num_tensors, num_entries = reader.integer("Q"), reader.integer("Q")
         if num_tensors > _MOST_TENSORS or num_entries > _MOST_ENTRIES:
-            raise DamagedGguf(f"it says to have {num_tensors} tensors and {num_entries} entries of metadata")
+            raise DamagedGguf(f"it claims to have {num_tensors} tensors and {num_entries} entries of metadata")
         metadata = _read_metadata(reader, count=num_entries)
         tensors = [_read_tensor(reader) for _ in range(num_tensors)]
         alignment = metadata.get(_ALIGNMENT, _USUAL_ALIGNMENT)

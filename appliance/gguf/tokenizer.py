@@ -25,7 +25,7 @@ _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers, `tokenizer.ggml.m
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # kinds of tokens, `tokenizer.ggml.token_type`
 _PADDING_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
 _SPACE = "▁"
-_WHOLE_MODEL = "take the model's own folder from the hub, in model.path"
+_WHOLE_MODEL = "use the model's own folder from the hub as model.path"
 
 _GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _CL100K = (
@@ -68,7 +68,7 @@ def check_tokenizer(header: Header) -> None:
     if kind == _BYTE_LEVEL:
         _check_merges(header, known=set(tokens))
     elif len(_list(header, "scores", kind=float)) != len(tokens):
-        raise GgufError("it has not one score for each of its tokens", hint=_WHOLE_MODEL)
+        raise GgufError("it does not have one score for each of its tokens", hint=_WHOLE_MODEL)
     end = header.number(f"{_PREFIX}eos_token_id")
     if end is None or not 0 <= end < len(tokens):
         fact = f"it does not say which of its tokens ends an answer ({_PREFIX}eos_token_id)"
@@ -90,7 +90,7 @@ def _check_merges(header: Header, *, known: set[str]) -> None:
     for merge in _list(header, "merges", kind=str):
         left, space, right = merge.partition(" ")
         if not space or not {left, right, left + right} <= known:
-            raise GgufError(f"its merge `{merge[:60]}` is none of its tokens", hint=_WHOLE_MODEL)
+            raise GgufError(f"its merge `{merge[:60]}` is not made of its tokens", hint=_WHOLE_MODEL)
 
 
 def _list(header: Header, name: str, *, kind: type) -> list[Any]:

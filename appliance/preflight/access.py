@@ -144,7 +144,7 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
     if facts.head_problem:
         yield error("no-head", "cluster.address", facts.head_problem, "start Ray there, or leave cluster.address out")
     if facts.token_problem:
-        remedy = "copy the token of that cluster there, readable by you alone; a cluster of this host's own makes one"
+        remedy = "copy that cluster's token file there, readable by you alone; a cluster of this host makes its own"
         yield error("token", "cluster.token_file", facts.token_problem, remedy)
     remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
     if facts.wandb_doubt:

@@ -198,20 +198,22 @@ def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
     if not rows or not words:
         return
     if words > rows:
-        message = f"the tokenizer has {words:,} words and the model {rows:,} rows: a token beyond ends the training"
+        message = (
+            f"the tokenizer has {words:,} words and the model {rows:,} rows: a token without a row ends the training"
+        )
         yield warning("vocabulary", "model.path", message, "use the model's own tokenizer")
     elif rows - words > _PADDING * rows:
         message = (
             f"the model has {rows:,} rows and its tokenizer {words:,} words: rollouts never sample the others, and "
             "what probability the trainer gives them is mismatch"
         )
-        yield warning("vocabulary", "model.path", message, "use the model's own tokenizer, where this is another's")
+        yield warning("vocabulary", "model.path", message, "if this is another model's tokenizer, use the model's own")
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     name, revision = plan.weights.hub_name, plan.model.revision
     if not _HUB_NAME.fullmatch(name):
-        message = f"`{name}` is not a folder, and no name on the hub can be"
+        message = f"`{name}` is neither a folder nor a possible name on the hub"
         yield error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
@@ -274,7 +276,7 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
             outcome = UNLIKE_WINDOWS.get(architecture, outcome)
         if NEVER_PARTIAL in shape.architectures:
             outcome = "vLLM does not start with them"
-        layers = f"a part of its layers has a sliding window, of {shape.partial_window} tokens"
+        layers = f"some of its layers have a sliding window, of {shape.partial_window} tokens"
         message = f"{plan.weights.name_or_path}: {layers}"
         remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
         yield error("window", "model.path", f"{message}: {outcome}", remedy)
@@ -290,7 +292,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if problem := inputs.reward_problem:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"
-        remedy = "mend the rows, or give the task that they are of"
+        remedy = "mend the rows, or set the task that they belong to"
         if plan.task.is_own:
             place, remedy = "task.rewards", problem.remedy
         yield Finding(severity, "reward", (place,), problem.message, remedy)
@@ -304,8 +306,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         )
         yield warning("judge", "task.rewards", message, "train only with an address that may have them")
     if is_from_hub(plan.task) and not inputs.has_data and plan.task.is_own:
-        message = f"rewards are not tried on rows of {plan.task.data} before a run has made its data of them"
-        remedy = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
+        message = f"rewards are not tried on rows of {plan.task.data} before a run has prepared its data"
+        remedy = (
+            "look at its rows with `appliance data preview`; on the rows of a task.train_file rewards are tried at once"
+        )
         yield Finding(Severity.INFO, "not-scored", ("task.data",), message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem

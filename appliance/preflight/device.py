@@ -35,7 +35,8 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that
 def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.is_cpu:
         return
-    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
+    remedy = f"run it on a host with {plan.cluster.gpus_per_node} x `{plan.cluster.device}`"
+    remedy += ", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else ""
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return
@@ -135,7 +136,8 @@ def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     for replica in dict.fromkeys(plan.engines):
         reason = why_not(replica.scheme, device=plan.cluster.device, cpu_flags=host.cpu_flags)
         if replica.emulated:
-            message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
+            emulated = "is emulated by rounding in float: its numbers are right, its speed says nothing"
+            message = f"`{replica.scheme}` {emulated}"
             yield warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
         elif reason:
             emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.spec.can_emulate else ""
@@ -225,8 +227,8 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
             yield error("experts", "rollout.scheme", f"`{scheme}`: {why}", f"use `bf16`, or {_KEEP}")
         elif not plan.engine.eager:
             message = (
-                f"{plan.model.given_name} has experts, and quantised ones need engines without CUDA graphs: the plan "
-                "of a model that is only a name cannot see it"
+                f"{plan.model.given_name} has experts, and quantised ones need engines without CUDA graphs: from a "
+                "name alone the plan cannot see that"
             )
             remedy = f"give the model's folder in model.path, or {_KEEP}"
             yield error("experts", "model.path", message, remedy)

@@ -98,7 +98,8 @@ def judge_disk(
     of bytes_to_cache."""
     if (each := _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)) > plan.guard.save_budget_s * _FAST:
         message = f"a run that is to stop has {plan.guard.save_budget_s:g} s to end its step and save {gib(each)}"
-        remedy = f"a disk that takes 1 GB/s is {each / _FAST:.0f} s at it: raise it, and the grace period of the host"
+        remedy = f"a disk that takes 1 GB/s needs {each / _FAST:.0f} s for the save alone: raise it, and "
+        remedy += "the grace period of the host"
         yield warning("save-budget", "guard.save_budget_s", message, remedy)
     in_run, in_checkpoints = needed_bytes(
         plan, model_bytes=model_bytes, shape=shape, written=written, to_cache=to_cache

@@ -394,7 +394,7 @@ def _problem(output: ChildOutput, *, within_s: float, is_own: bool) -> RewardPro
             remedy = "mend what takes so long, or raise task.reward_timeout_s"
             return RewardProblem(f"{doing}: no end after {within_s:g} s", remedy=remedy)
         message = f"{doing}: its process ended with {output.code}: {output.printed}"
-        return RewardProblem(message, remedy="mend the file: a reward leaves its process alone")
+        return RewardProblem(message, remedy="mend the file: a reward must not end its process")
     verdict = Verdict(**output.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))

@@ -88,8 +88,8 @@ def judge_mismatch(
         yield Finding(Severity.INFO, CODE, ("quantization.mismatch_budget",), _choice(plan, expected, stored))
     if expected is not None and expected.budget is not None and expected.kl > expected.budget:
         message = (
-            f"the budget of {expected.budget:g} nats per token is not met: of the choices that were measured the "
-            f"nearest is predicted {beside(expected.kl, expected.budget)}"
+            f"the budget of {expected.budget:g} nats per token is not met: the nearest of the measured choices has "
+            f"a predicted mismatch of {beside(expected.kl, expected.budget)}"
         )
         yield warning(CODE, "quantization.mismatch_budget", message, "a smaller budget keeps more layers in BF16")
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
@@ -161,4 +161,4 @@ def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
 def _bf16(plan: RunPlan, stored: StoredResult | None) -> Iterator[str]:
     gain = dict(stored.ratios).get(plan.rollout.scheme) if stored else None
     lost = f", and is {gain:.2f} times slower by `bench`" if gain and gain > 1 else ""
-    yield f"`rollout.scheme: bf16` has only what BF16 rounds in other places{lost}"
+    yield f"`rollout.scheme: bf16` leaves only the mismatch that BF16's own rounding makes{lost}"

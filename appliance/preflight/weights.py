@@ -22,7 +22,7 @@ from appliance.record.plan import WeightsPlan
 from appliance.tasks.user_code import voice
 
 _CHILD = "appliance.preflight.weights"
-_HELD = "its weights could not be held against its config.json"
+_HELD = "its weights could not be checked against its config.json"
 
 _Key = tuple[str, bool, tuple[tuple[str, int, int], ...]]
 _KNOWN: dict[_Key, WeightsFacts] = {}
@@ -43,7 +43,7 @@ class WeightsChild:
     """`start` it where there are files to look at, and `hear` it later; it is ended with the block in any case."""
 
     def __init__(self) -> None:
-        self._child = EarlyChild(doing="holding the model's weights against its config.json")
+        self._child = EarlyChild(doing="checking the model's weights against its config.json")
         self._key: _Key | None = None
 
     def __enter__(self) -> WeightsChild:

@@ -401,9 +401,9 @@ _REPLACED = {
     (
         "quantization",
         "error_budget",
-    ): "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are "
-    "predicted to differ by at most, in place of the error of a layer's outputs; a run that began with it is finished "
-    "by the version that began it"
+    ): "use `quantization.mismatch_budget`, such as 0.01: a bound on the predicted mismatch, in "
+    "nats per token, not on the error of a layer's outputs; finish a run that began with the old key with the version "
+    "that began it"
 }
 """Keys of earlier versions, with what to use now."""
 _NESTED = {"rewards": Reward, "val_sets": ValSet, "lora": Lora}  # keys whose values have keys of their own

@@ -138,7 +138,7 @@ def test_preflight_stops_it_before_an_engine_starts(
     assert raised.value.message == "this host cannot run the plan: 2 findings above"
     assert capsys.readouterr().err.splitlines() == [
         "error: --set cluster.device=h200: cluster.device: `h200` is wanted, this host has no GPU",
-        "hint: run it there, or try `--set cluster.device=cpu`",
+        "hint: run it on a host with 1 x `h200`, or try `--set cluster.device=cpu`",
         "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",
     ]

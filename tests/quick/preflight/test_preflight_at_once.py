@@ -70,7 +70,7 @@ def test_faults_of_model_device_and_host_are_told_together_each_with_its_place(
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     for option, fact in WRONG.items():
         assert f"error: --set {option}: {fact.format(folder=model)}" in errors
-    assert "no name on the hub" not in done.stderr  # the folder is judged as a folder
+    assert "possible name on the hub" not in done.stderr  # the folder is judged as a folder
     if "--json" in command:
         findings = json.loads(done.stdout)["findings"]
         where = {each["place"]: (each["where"], each["code"]) for each in findings}

@@ -31,7 +31,7 @@ LONGROPE = {"type": "su", "original_max_position_embeddings": 10}
 LAYERS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
 NO_ROPE = "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) "
 NO_ROPE += 'with a copy whose config.json has "rope_type": "default", or another model'
-WINDOW_OF_8 = "/m: a part of its layers has a sliding window, of 8 tokens"
+WINDOW_OF_8 = "/m: some of its layers have a sliding window, of 8 tokens"
 NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
 
 
@@ -65,12 +65,12 @@ NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and n
         (
             "Qwen2ForCausalLM",
             LAYERS,
-            ["/m: a part of its layers has a sliding window, of 16 tokens: vLLM does not start with them"],
+            ["/m: some of its layers have a sliding window, of 16 tokens: vLLM does not start with them"],
         ),
         (
             "Qwen2ForCausalLM",
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-            ["/m: a part of its layers has a sliding window, of 16 tokens: vLLM does not start with them"],
+            ["/m: some of its layers have a sliding window, of 16 tokens: vLLM does not start with them"],
         ),
         (
             "Qwen3ForCausalLM",
@@ -111,7 +111,7 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
             "the model has 151,936 rows and its tokenizer 259 words: rollouts never sample the others, and what "
             "probability the trainer gives them is mismatch",
         ),
-        (151937, "the tokenizer has 151,937 words and the model 151,936 rows: a token beyond ends the training"),
+        (151937, "the tokenizer has 151,937 words and the model 151,936 rows: a token without a row ends the training"),
     ],
 )
 def test_a_tokenizer_that_is_not_the_models(words: int, message: str) -> None:
