@@ -34,7 +34,7 @@ def truth_alternatives(truth: str) -> tuple[str, ...]:
 def given_alternatives(truth: str) -> tuple[str, ...]:
     """The alternatives of a truth that is there. Raises ValueError where the row has none."""
     if not truth.strip():
-        raise ValueError("the row has no truth to compare with: task.truth names its field")
+        raise ValueError("the row has no truth to compare with: set task.truth to its field")
     return truth_alternatives(truth)
 
 

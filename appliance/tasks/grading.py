@@ -61,7 +61,7 @@ def weighed(values: Values) -> Graded:
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
     if not abs(total) <= LARGEST:
-        return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards come to {total:g}, which is not within ±{LARGEST:g}")
+        return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards add up to {total:g}, which is not within ±{LARGEST:g}")
     return Graded(total, parts=tuple(parts))
 
 

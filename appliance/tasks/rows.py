@@ -127,8 +127,8 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
     try:
         builder = datasets.load_dataset_builder(name, config or None, revision=commit or None)
         if commit and builder.hash != commit:  # the hub does not give it: `datasets` takes what it loaded last
-            message = f"task.data: {name} cannot be had at {commit}: the hub does not give it, here is {builder.hash}"
-            raise RecipeError([(message, "start when the hub gives it, or give task.train_file")])
+            fact = f"{name} cannot be had at {commit}: the hub does not give it, and this host has {builder.hash}"
+            raise RecipeError([(f"task.data: {fact}", "start when the hub gives it, or give task.train_file")])
         with beating(Heartbeat().beat):
             builder.download_and_prepare()
         data = builder.as_dataset(split=split).with_format("arrow")
@@ -153,7 +153,7 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
         if isinstance(problem, Problem):
             form = form or problem.form
             if problem.form != form:
-                problem = f"its truth is {problem.form}, and in the rows before {form}"
+                problem = f"its truth is {problem.form}, but in the rows before it {form}"
         if not isinstance(problem, Problem):
             bad += 1
             message, hint = problem if isinstance(problem, tuple) else (problem, source.hint)

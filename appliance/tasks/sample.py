@@ -93,7 +93,7 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
     if verdict.failure or verdict.wrong:
         return verdict
     if problems and takers and not any(each.truth for each in problems):
-        doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
+        doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: set task.truth to its field"
         return replace(verdict, doubt=doubt)
     doubt = _never_judges(problems, settings=settings, rewards=rewards)
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))

@@ -307,7 +307,8 @@ def _too_few(key: str, val_set: sections.ValSet, problem_set: ProblemSet, *, wor
 def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str, words: str) -> Faults:
     if 0 < val_size < len(problems):
         return []
-    message = f"{key}: {val_size} of the {len(problems)} problems{words} in {path} leaves none for one side"
+    of_all = f"{val_size} of the {len(problems)} problems{words} in {path}"
+    message = f"{key}: {of_all} leave no problem for training or none for validation"
     most = len(problems) - 1
     use = f"use 1 to {most}" if most else "give more problems"
     return [(message, f"{use}, or give {key.removesuffix('size')}file")]

@@ -64,8 +64,8 @@ class TemplateFacts:
         line = self.begin_of_answer.replace("\n", "\\n")
         begin = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
         return (
-            f"the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so "
-            f"the model has to write `{begin}` itself before it answers"
+            "the chat template has no generation prompt: it renders the same with and without add_generation_prompt, "
+            f"so the model has to write `{begin}` itself before it answers"
         )
 
 

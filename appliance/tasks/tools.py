@@ -129,7 +129,7 @@ def _problem(function: Callable[..., object]) -> str:
     if any(each.kind is not each.POSITIONAL_OR_KEYWORD and each.kind is not each.KEYWORD_ONLY for each in parameters):
         return "a tool has named parameters only"
     if bare := [each.name for each in parameters if each.annotation is each.empty]:
-        return f"no type hint of {', '.join(bare)}"
+        return f"no type hint for {', '.join(bare)}"
     if not (function.__doc__ or "").strip():
         return "no docstring: the model reads there what the tool is for"
     return ""

@@ -180,7 +180,7 @@ def load_module(file: str, *, sha256: str | None = None, beside: str = "") -> Mo
     if name not in sys.modules:
         content = Path(file).read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-            raise UserCodeError(f"{file}: it is not the file that was planned, it changed since")
+            raise UserCodeError(f"{file}: it is not the file that was planned: it has changed since")
         spec = importlib.util.spec_from_file_location(name, Path(file))
         assert spec is not None, "a path ends in .py"
         module = importlib.util.module_from_spec(spec)

@@ -77,7 +77,7 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
     """Report every value that the task cannot serve."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
-        return [(message, "it is the number of digits of an operand")]
+        return [(message, "give the number of digits of an operand")]
     faults = []
     train = len(pairs(Pool.TRAIN, difficulty=difficulty))
     if train_size > train:
@@ -91,7 +91,7 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
             of = f"{val + left} validation problems of difficulty {difficulty}"
             also = f", the {left} that task.train_size leaves included" if left else ""
             message = f"task.val_size: {val_size} is more than the {of}{also}"
-            hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
+            hint = "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
             faults.append((message, hint))
     return faults
 

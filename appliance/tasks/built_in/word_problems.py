@@ -125,7 +125,7 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
     """The faults of every value that the task cannot serve."""
     faults = []
     if difficulty != USUAL_DIFFICULTY:
-        message = f"task.difficulty: {difficulty} is of `arithmetic`, these problems have one difficulty"
+        message = f"task.difficulty: {difficulty} is for `arithmetic`; these problems have one difficulty"
         faults.append((message, "remove it"))
     train, validation = pools()
     for side, size, forms in (("train", train_size, train), ("val", val_size, (*validation, *unnamed_pools()))):

@@ -168,7 +168,7 @@ def test_problems_of_all_arms_come_once_with_their_lines(write) -> None:
         ("c.yaml:8: corection: unknown key", "did you mean `correction`?"),
         (
             "c.yaml:11: task.val_size: 5000 is more than the 998 validation problems of difficulty 2",
-            "lower it, or task.train_size, which leaves some for it; or raise task.difficulty",
+            "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty",
         ),
     ]
 

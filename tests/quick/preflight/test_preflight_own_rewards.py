@@ -213,7 +213,7 @@ def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
 def test_a_function_that_takes_a_truth_is_told_that_there_is_none(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(response, truth): return response == truth", truth="")
     assert found == RewardProblem(
-        "`f` takes a `truth`, and the rows have none: task.truth names its field", is_rare=True
+        "`f` takes a `truth`, and the rows have none: set task.truth to its field", is_rare=True
     )
 
 

@@ -126,8 +126,8 @@ def test_what_a_template_does_to_messages_is_found() -> None:
     no_prompt = TemplateFacts(begin_of_answer="<|im_start|>assistant\n")
     assert findings(template=no_prompt) == [
         (
-            "warning: model.path: the chat template has no generation prompt: with add_generation_prompt and without "
-            "it makes the same, so the model has to write `<|im_start|>assistant\\n` itself before it answers",
+            "warning: model.path: the chat template has no generation prompt: it renders the same with and without "
+            "add_generation_prompt, so the model has to write `<|im_start|>assistant\\n` itself before it answers",
             "end the template with what begins an answer, under {% if add_generation_prompt %}",
         )
     ]

@@ -436,7 +436,7 @@ def test_a_rule_stands_where_the_user_wrote_the_key():
 def test_pool_sizes_of_arithmetic():
     message, hint = only("task.val_size=5000")
     assert message.startswith("task.val_size: 5000 is more than the ")
-    assert hint == "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
+    assert hint == "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
 
 
 def test_rules_wait_for_keys_that_are_wrong_themselves():
