@@ -33,11 +33,12 @@ class Process:
     """Clock ticks since boot."""
     name: str
     command: bytes
-    """Its arguments, each ended by a zero."""
+    """Arguments of the process, each ended by a zero byte."""
 
     @property
     def tracker(self) -> bool:
-        """One of Python's resource trackers: it removes shared memory once the processes that used it are gone."""
+        """Whether it is one of Python's resource trackers, which remove shared memory once the processes that used it
+        are gone."""
         return b"resource_tracker" in self.command
 
     def __str__(self) -> str:

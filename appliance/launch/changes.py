@@ -1,7 +1,7 @@
 """What may change between two attempts of one run: a table of the recipe's keys, and the findings for what must not.
 
-Compared is the recipe that the run has kept with the one that is typed now. What a checkpoint itself says against the
-plan (its ranks, its weights, its profile) is asked of it in launch/resume.py.
+The recipe that the run has kept is compared with the one that is typed now. Whether a checkpoint itself fits the plan
+(its ranks, its weights, its profile) is checked in launch/resume.py.
 """
 
 from __future__ import annotations

@@ -79,13 +79,13 @@ def run_train(
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of one run, by what `train` was asked for."""
+    """The attempts of one run, with the options that `train` was given."""
 
     recipe: Recipe
     stages: tuple[Stage, ...] = ()
     json_mode: bool = False
     dry_run: bool = False
-    """Its plan is printed instead."""
+    """Whether only the plan is printed."""
 
     @property
     def most_restarts(self) -> int:
@@ -97,8 +97,8 @@ class Attempts:
     def begin(
         self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
     ) -> int:
-        """Begin an attempt, or print its plan. name: as of run_training.  resume: the run to continue, None for a
-        new one."""
+        """Begin an attempt, or print its plan. name: as for run_training.  resume: the run to continue, None for a new
+        one."""
         refuse_faults(findings)
         if not self.dry_run:
             stop_on_errors(findings)
@@ -121,8 +121,8 @@ class Attempts:
         )
 
     def resume(self, target: resuming.Target, *, force: bool, restart: resuming.Resume | None = None) -> int:
-        """Resume a run, and return the exit code. restart: from where after a fault; None: its checkpoints are still
-        to be looked at."""
+        """Resume a run, and return the exit code. restart: the state to restart from after a fault; None: the
+        checkpoints are still to be checked."""
         resuming.refuse_changes(self.recipe, target=target, force=force)
         if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
             console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
@@ -163,8 +163,8 @@ class Attempts:
 def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch, str], int]) -> int:
     """Start the run again after faults. Returns the last exit code.
 
-    code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and
-    returns its exit code; raises as it does; its second argument: as `restart` of Resume.
+    code: of the first attempt.  again: function that resumes the run from the checkpoints that were found, every byte
+    of which was read just now, and returns the exit code; its second argument is `restart` of Resume.
     """
     reached = -1
     for number in range(1, max_restarts + 1):

@@ -39,12 +39,12 @@ class DataInfo:
     source: str
     source_sha256: str
     rows: int
-    """Of the source."""
+    """Rows of the source."""
     problems: int
     repeated: int
-    """Of the rows, not taken."""
+    """Rows that repeat a problem and were left out."""
     conflicting: int
-    """Of the rows, not taken."""
+    """Rows that repeat a problem with another answer and were left out."""
     schema_version: int = SCHEMA_VERSION
 
 

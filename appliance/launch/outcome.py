@@ -24,14 +24,14 @@ _VAGUE = frozenset(
 
 @dataclass(frozen=True)
 class Child:
-    """One of the two programs of a run."""
+    """One of the programs that a run starts."""
 
     name: str
-    """Of its log file."""
+    """Name of its log file, without the suffix."""
     title: str
     argv: tuple[str, ...]
     default_code: int
-    """When it failed without a code of ours."""
+    """Exit code of a failure for which the child gave no code of ours."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Outcome:
     state: RunStatus
     exit_code: int
     reason: str = ""
-    """One line, empty when done."""
+    """Reason of the end, one line; empty when the run is done."""
     advice: tuple[str, ...] = ()
-    """Lines for the person, empty when done."""
+    """Lines for the person; empty when the run is done."""
 
 
 DONE = Outcome(RunStatus.DONE, exit_code=0)
@@ -53,10 +53,10 @@ def interrupted(
     names: Sequence[str], *, stop: Event | None = None, training: bool = False, saved_step: int = 0
 ) -> Outcome:
     """Return the outcome of a run that signals stopped. names: the signals that came, in their order.  stop: the
-    trainer's last word, if it had one.
+    trainer's `stop` event, if there was one.
 
-    training: the run was in its training, so that there may have been something to save.  saved_step: that the attempt
-    goes on from, 0 for none.
+    training: the run was in its training, so that there may have been something to save.  saved_step: the step that the
+    attempt resumed from, 0 for none.
     """
     if stop is not None:
         code = code_of(names[0], saved_step=stop.step or 0)
@@ -73,7 +73,7 @@ def interrupted(
 
 
 def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
-    """Return the outcome of a child that failed: its own word first, then what its exit and its log tell.
+    """Return the outcome of a child that failed: what it reported first, then what its exit code and its log show.
     returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show."""
     failure, next_line = state.failure, f"next: appliance logs {run}"
     if failure is not None and failure.error == GuardStop.__name__:  # on purpose, after it was saved

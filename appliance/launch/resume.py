@@ -105,7 +105,7 @@ class Resume:
 
     @property
     def step(self) -> int:
-        """The last finished step that is kept; 0 for a start from the beginning."""
+        """Last finished step that is kept; 0 for a start from the beginning."""
         return (step_of(self.search.newest) or 0) if self.search.newest else 0
 
 

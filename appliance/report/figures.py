@@ -25,7 +25,7 @@ _LANES = (  # name, class of the frame's style, kinds of events
 
 
 def curves(view: RunView) -> list[tuple[str, list[str]]]:
-    """Figures by heading."""
+    """Draw the curves of a run, by heading."""
     return [
         ("What the run learned", _learned(view)),
         ("How far the rollout policy is from the trainer's", [*_mismatch(view), *_quantised(view)]),
@@ -75,14 +75,16 @@ def _named_rewards(view: RunView) -> dict[str, str]:
 
 
 def _named_sets(view: RunView, start: str) -> dict[str, str]:
-    """The same for `<set> avg@<n>` or `<set> pass@<k>`. start: of the metric."""
+    """Key in StepHistory.known -> name of the curve, for `<set> avg@<n>` or `<set> pass@<k>`. start: beginning of the
+    metric's name."""
     keys = [key for key in view.steps.known if key.startswith(VALIDATION)]
     split = {key: key.removeprefix(VALIDATION).rpartition("/") for key in keys}
     return {key: f"{name} {metric}" for key, (name, _, metric) in split.items() if metric.startswith(start)}
 
 
 def _by_name(view: RunView, chart: Chart, names: dict[str, str], *, dotted: bool) -> list[str]:
-    """A curve for each; no figure where there is none. dotted: few lines have them."""
+    """Draw a curve for each name; no figure where there is none. dotted: whether few lines of metrics have the
+    values."""
     curves = [
         _known(view.steps.known[key], name=name, index=index, dotted=dotted)
         for index, (key, name) in enumerate(names.items())
@@ -154,7 +156,7 @@ def _spent(view: RunView) -> list[str]:
 
 
 def _attempt_marks(view: RunView) -> list[Mark]:
-    """Mark where a later attempt resumed: between the last step it found done and its own first one."""
+    """Mark where a later attempt resumed: between the last step done before it and its own first step."""
     return [
         Mark(attempt.after + 0.5, f"attempt {attempt.number} resumes after step {attempt.after}")
         for attempt in view.attempts[1:]
@@ -182,7 +184,7 @@ def _known(found: Thinned, *, name: str, index: int, dotted: bool = True) -> Ser
 
 
 def timeline(view: RunView) -> list[str]:
-    """Figures with one axis of time, seconds since the first event. Empty before that."""
+    """Draw the figures over time, in seconds since the first event; none before there is one."""
     if not view.events:
         return []
     seconds = max(view.ended - view.started, 1.0)
@@ -230,7 +232,8 @@ def _words(event: Event) -> str:
 
 
 def event_rows(view: RunView) -> tuple[list[tuple[str, ...]], int]:
-    """(after, kind, what, why), and how many are left out, as of EventHistory.listed."""
+    """Return rows (after, kind, what, why) of the listed events, and how many events are left out
+    (EventHistory.listed)."""
     kept, left_out = view.events.listed()
     rows = [
         (draw.duration(event.time - view.started), event.kind, event.what, event.why or event.note) for event in kept

@@ -29,7 +29,7 @@ def print_logs(
     follow: bool = False,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """The logs on stdout, in the order of the work. which: one of them by name, None for all.  attempt: its number,
+    """Print logs on stdout, in the order of the work. which: the name of one log, None for all.  attempt: its number,
     None for the newest.  follow: until the run ends, through the attempts that come after the newest.  Raises
     RecipeError when there is none."""
     run_dir = find_run(run, run_root=run_root)

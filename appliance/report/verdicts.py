@@ -1,6 +1,6 @@
 """What a run comes to, in a word and a sentence per question.
 
-Two of them rest on what the processes wrote down about themselves, held against the plan: attestations and weight
+Two of them rest on what the processes wrote down about themselves, compared with the plan: attestations and weight
 updates, read again from `attest/` and `sync/`, which hold the newest attempt. A line of metrics says nothing of either.
 """
 
@@ -27,7 +27,7 @@ _MOST_SENTENCES = 3
 
 
 class Word(StrEnum):
-    """OPEN: nothing to judge by, or not yet."""
+    """Answer to a question about a run; OPEN where there is nothing to judge by, or not yet."""
 
     FINE = "fine"
     WARN = "warning"
@@ -36,7 +36,7 @@ class Word(StrEnum):
 
     @property
     def grade(self) -> str:
-        """The class of the pages' style."""
+        """Class of the pages' style."""
         return self.name.lower()
 
 
