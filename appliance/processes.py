@@ -68,8 +68,8 @@ def return_free_memory() -> None:
 
 
 def find_processes(mark: str, *, below: int | None = None) -> list[Process]:
-    """All living processes that carry the mark or descend from `below`, without this one. mark: `NAME=value`.  below: a
-    process id, or None for the mark alone."""
+    """Find all living processes that carry the mark or descend from `below`, without this one. mark: `NAME=value`.
+    below: a process id, or None for the mark alone."""
     pids = (int(entry) for entry in os.listdir(_PROC) if entry.isdigit())
     table = {one.pid: one for one in map(_read, pids) if one is not None}
     found = {pid for pid in table if _carries(pid, mark)}

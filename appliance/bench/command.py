@@ -218,7 +218,7 @@ def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -
 
 
 def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], stored_in: Path | None) -> str:
-    """One line per scheme, then one sentence per scheme but the base: whether it pays."""
+    """Render one line per scheme, then one sentence per scheme but the base: whether it pays."""
     ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
     rows = [
         (

@@ -60,8 +60,8 @@ def save_tokenizer(header: Header, *, folder: Path) -> None:
 
 
 def load_weights(source: Path, *, config: dict[str, Any], is_tied: bool) -> PreTrainedModel:
-    """The model in BF16. config: of model_config, and its special tokens.  is_tied: whether the embedding is the head
-    as well.  Raises GgufError where transformers left a weight out, or one is not finite."""
+    """Load the model in BF16. config: of model_config, and its special tokens.  is_tied: whether the embedding is the
+    head as well.  Raises GgufError where transformers left a weight out, or one is not finite."""
     known = dict(config)
     settings = AutoConfig.for_model(known.pop("model_type"), **known)
     # Alone in a folder: beside the user's file may lie an adapter or a configuration, which transformers would take.

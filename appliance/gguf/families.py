@@ -47,7 +47,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Value, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How llama.cpp writes one family."""
+    """Layout in which llama.cpp writes one family."""
 
     architecture: str
     """Name of the family in `terms.families.FAMILIES`."""
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Entries of config.json that every model of the family has, and a file does not say."""
+        """Entries of config.json that every model of the family has and that are not in a file."""
         # llama.cpp's graph for it divides the chosen experts' weights by their sum.
         return {"norm_topk_prob": True} if self.experts else {}
 
@@ -86,8 +86,8 @@ class _Sizes:
 
 
 def model_config(header: Header, *, rope_factors: tuple[float, ...] = ()) -> dict[str, Any]:
-    """The model's config.json, without its special tokens. rope_factors: of the tensor ROPE_FACTORS, where the file has
-    it.  Raises GgufError for a file that is not read."""
+    """Make the model's config.json, without its special tokens. rope_factors: of the tensor ROPE_FACTORS, where the
+    file has it.  Raises GgufError for a file that is not read."""
     layout = _layout_of(header)
     sizes = _sizes_of(header, layout)
     _check_entries(header, sizes=sizes)
@@ -120,7 +120,7 @@ def model_config(header: Header, *, rope_factors: tuple[float, ...] = ()) -> dic
 
 
 def model_shape(header: Header, *, rope_factors: tuple[float, ...] = ()) -> ModelShape:
-    """Parameters and what it raises as of model_config."""
+    """Return the sizes of the model. Parameters and errors as of model_config."""
     return shape_of(model_config(header, rope_factors=rope_factors))
 
 

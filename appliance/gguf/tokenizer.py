@@ -52,7 +52,8 @@ def chat_template(header: Header) -> str:
 
 
 def check_tokenizer(header: Header) -> None:
-    """Raises GgufError where the file does not say, or not in a form that is known, how text becomes tokens."""
+    """Check the tokenizer of a file. Raises GgufError where the file does not say, or not in a known form, how text
+    becomes tokens."""
     kind = header.text(f"{_PREFIX}model")
     if kind not in (_BYTE_LEVEL, _PIECES):
         stands = f"is `{kind}`; `{_BYTE_LEVEL}` and `{_PIECES}` are read" if kind else "is not there"
@@ -101,8 +102,8 @@ def _list(header: Header, name: str, *, kind: type) -> list[Any]:
 
 
 def special_tokens(header: Header) -> dict[str, str]:
-    """transformers' names of the special tokens, each with its token. header: that check_tokenizer passed.  Raises
-    GgufError where no token is left for padding.
+    """Return the special tokens by the names that transformers has for them. header: that check_tokenizer passed.
+    Raises GgufError where no token is left for padding.
 
     Padding is a token that never ends an answer: what is padding would count as said otherwise. A file often has the
     same for both; then it is another of its control tokens: one of a usual name, else one that the chat template does
@@ -129,7 +130,7 @@ def special_tokens(header: Header) -> dict[str, str]:
 
 
 def load_tokenizer(header: Header) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it, with its chat template. header: that check_tokenizer passed."""
+    """Make the tokenizer as transformers has it, with its chat template. header: that check_tokenizer passed."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(

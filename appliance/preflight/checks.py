@@ -52,7 +52,7 @@ _THREADS_PER_CORE = 64
 
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
-    """What stands against running the plan on this host, and what the user should know."""
+    """Judge a plan on this host: find what prevents it, and what the user should know."""
     model_bytes = bytes_in_bf16(inputs.model_shape, in_files=inputs.model_bytes)
     schemes = list(device.schemes(plan, host))
     is_slow = any(each.code == "scheme-slow" for each in schemes)  # said once, unless `bench` has measured it
@@ -106,7 +106,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
 
 
 def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list[Finding]:
-    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/node_report.py.
+    """Judge another host of a cluster by its facts alone. Its program and GPUs are compared in cluster/node_report.py.
 
     shape: of the model, None where its sizes are not known.
     Not the log backends: only the driver, on the head, writes to them.
@@ -323,7 +323,8 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[Finding]:
-    """Nothing for a GPU's plan where there is none: it would only say that this is another host."""
+    """Judge the installed versions and patches. Nothing is found for a plan of a GPU where there is none: the versions
+    would only show that this is another host."""
     if not plan.is_cpu and not host.gpus:
         return
     remedy = "install the locked requirements: `make demo` does, or the image" + (
@@ -338,7 +339,8 @@ def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[F
 
 
 def judge_limits(limits: Limits, *, cores: int, actors: int = 0) -> Iterator[Finding]:
-    """actors: of the whole run, where its driver is: it has a socket for each."""
+    """Judge the limits of this user's processes. actors: of the whole run, on the host of its driver, which has a
+    socket for each of them."""
     threads = max(_THREADS, _THREADS_PER_CORE * cores)
     files = max(_FILES_OF_A_PROCESS, _FILES_OF_A_PROCESS // 2 + actors)
     if limits.open_files < files:

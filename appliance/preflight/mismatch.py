@@ -26,15 +26,15 @@ class Expected:
     kl: float
     """Predicted mismatch, nats per token, with the layers in BF16 that the profile keeps there."""
     tokens: int
-    """Compared tokens, on which the prediction rests."""
+    """Number of compared tokens, on which the prediction rests."""
     candidates: tuple[Candidate, ...] = ()
-    """The quantised layers whose contributions were measured."""
+    """Quantised layers whose contributions were measured."""
     kept_multiplications: int = 0
-    """Multiplications in BF16 already, of one token."""
+    """Multiplications of one token that are in BF16 already."""
     kept_layers: tuple[str, ...] = ()
     """Layers that stay in BF16 for a mismatch budget."""
     without_budget: float | None = None
-    """Predicted mismatch, nats per token, if they did not; None where no budget keeps any."""
+    """Predicted mismatch, nats per token, if no layer stayed in BF16; None where no budget keeps any."""
     budget: float | None = None
     """Budget that the profile was made for, nats per token."""
 

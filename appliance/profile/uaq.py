@@ -25,7 +25,7 @@ from appliance.terms.phases import Phase
 
 
 def is_scaled(plan: RunPlan) -> bool:
-    """Whether the run needs no scaled model, or has it. Raises EngineError for one of another scale or model."""
+    """Tell whether the run needs no scaled model, or has it. Raises EngineError for one of another scale or model."""
     if plan.uaq is None:
         return True
     folder, source, resumed = Path(plan.uaq.folder), Path(plan.weights.name_or_path), Path(plan.resume_from)
@@ -58,7 +58,8 @@ def _hash(source: Path, plan: RunPlan) -> str:
 
 
 def scaling_child(plan: RunPlan) -> Child | None:
-    """The child that makes the scaled model, None where none is needed or it is there. Raises as is_scaled."""
+    """Return the child that makes the scaled model; None where none is needed or it is there. Raises as is_scaled
+    does."""
     argv = module_argv("appliance.profile.uaq", str(Path(plan.run_dir) / "plan.json"))
     return None if is_scaled(plan) else Child(str(Phase.SCALE), "scaling (UAQ)", argv, default_code=4)
 

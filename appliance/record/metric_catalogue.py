@@ -26,13 +26,13 @@ class Metric:
     """One key of a line."""
 
     key: str
-    """The key as it is written; `<...>` in it is a name of the user's or a number."""
+    """Key as it is written; `<...>` in it is a name of the user's or a number."""
     unit: str
-    """Its unit, `fraction` for 0 to 1, empty for a word or a count without one."""
+    """Unit: `fraction` for 0 to 1, empty for a word or a count without a unit."""
     meaning: str
-    """What it says, as a sentence without its full stop; Markdown."""
+    """Meaning of the value, as a sentence without its full stop; Markdown."""
     when: str = ALWAYS
-    """In which lines it is, and when it is null."""
+    """Lines that have the key, and cases in which it is null."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Table:
 
     title: str
     about: str
-    """The paragraph above the table, empty for none."""
+    """Paragraph above the table, or empty."""
     metrics: tuple[Metric, ...]
 
 
@@ -51,7 +51,7 @@ class File:
 
     name: str
     about: str
-    """The paragraph below its heading."""
+    """Paragraph below the file's heading."""
     tables: tuple[Table, ...]
 
     @property

@@ -75,7 +75,7 @@ class Attempt:
     time: float
     """Time of its first event, Unix s."""
     after: int
-    """Last step that was done when it began."""
+    """Last step that was done when the attempt began."""
 
 
 class StepHistory:

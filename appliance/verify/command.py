@@ -138,7 +138,7 @@ _HEAD = ("scheme", "worker", "moved by", "layers moved", "returned", "from bf16"
 
 
 def table(rows: list[Row], *, columns: int | None = None) -> str:
-    """A line per worker, then a line per problem. columns: as of console.table."""
+    """Render a line per worker, then a line per problem. columns: as for console.table."""
     problems = [
         f"{label(row)}{f' worker {row.worker.rank}' if row.worker else ''}: {problem}"
         for row in rows
