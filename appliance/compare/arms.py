@@ -166,16 +166,16 @@ def _judged(plan: RunPlan) -> tuple[object, ...]:
 
 
 class Existing(Enum):
-    """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
-
-    UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe or other problems (their
-    files changed) or the user's code, or no run at all.
-    """
+    """What a run's folder holds before the comparison starts that run."""
 
     DONE = "done"
+    """The result of this very recipe: a model, or a stop by the guard."""
     NOTHING = "nothing"
+    """No folder yet."""
     UNFINISHED = "unfinished"
+    """An attempt of this very recipe that did not end well."""
     OTHER = "other"
+    """A run of another recipe, or with other problems or other code of the user's, or no run at all."""
 
 
 def look(run: PlannedRun) -> Existing:

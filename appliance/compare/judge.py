@@ -14,17 +14,22 @@ from appliance.corrections.registry import NONE, CorrectionMethod
 
 
 class Verdict(StrEnum):
-    """WITHIN: the whole interval is.  FAILS, BETTER: the whole interval lies beyond.  OPEN: it reaches over a bound.
-    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge, or none to
-    compare it with."""
+    """Verdict on an arm: where the interval of its difference from the baseline lies, measured against the margin."""
 
     BASELINE = "baseline"
+    """The arm is the baseline itself."""
     WITHIN = "within"
+    """The whole interval lies within the margin."""
     FAILS = "fails"
+    """The whole interval lies below the margin."""
     BETTER = "better"
+    """The whole interval lies above the margin."""
     OPEN = "open"
+    """The interval reaches over a bound of the margin."""
     STOPPED = "stopped"
+    """A guard ended at least one run, so not every seed has a model."""
     MISSING = "missing"
+    """There is no run to judge, or none to compare it with."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class CallTest:
 
 @dataclass(frozen=True)
 class StatementTest:
-    """Python that runs after the program, and raises where that is wrong."""
+    """Python that runs after the program, and raises where the program is wrong."""
 
     statements: str
 
@@ -58,7 +58,7 @@ CodeTest = StdinTest | CallTest | StatementTest
 
 @dataclass(frozen=True)
 class _Shared:
-    """What a truth says about all tests in it."""
+    """Settings of a truth that are for all its tests."""
 
     function: str = ""
     kind: str = ""
@@ -66,7 +66,8 @@ class _Shared:
 
 
 def read_tests(truth: str) -> list[CodeTest]:
-    """Raises ValueError for what are none, with the field that is wrong, and where the row has no truth."""
+    """Read the tests of a truth. Raises ValueError for a truth that has none, with the field that is wrong, and where
+    the row has no truth."""
     given_alternatives(truth)
     try:
         value = json.loads(truth)

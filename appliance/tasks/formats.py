@@ -88,13 +88,13 @@ _PYTHON = (
 
 
 def is_parquet(path: Path) -> bool:
-    """Raises OSError."""
+    """Tell whether a file is parquet, by its first bytes. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
 
 
 def foreign_format(path: Path) -> Fault | None:
-    """What a file is that is neither JSON lines nor parquet, or what a folder is; None where it may be one of them.
+    """Say what a file is that is neither JSON lines nor parquet, or what a folder is; None where it may be one of them.
     Raises OSError."""
     if path.is_dir():
         return _folder(path)
@@ -107,7 +107,7 @@ def foreign_format(path: Path) -> Fault | None:
 
 
 def no_such_file(path: str) -> Fault | None:
-    """What a name is that no file has: a pattern or an address; None where it is a name and no more."""
+    """Say what a name is that no file has: a pattern or an address; None where it is only a name."""
     if _ADDRESS.search(path):
         return "an address, and data is not downloaded", "download it; a data set of the hub is task.data"
     if not glob.has_magic(path):

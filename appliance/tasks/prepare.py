@@ -43,12 +43,12 @@ _PROGRESS_EVERY_S = 0.5
 
 
 def is_prepared(plan: RunPlan) -> bool:
-    """Whether the cache has all that the plan names. Imports no torch."""
+    """Tell whether the cache has all that the plan names. Imports no torch."""
     return has_data(plan) and _has_model(plan)
 
 
 def has_data(plan: RunPlan) -> bool:
-    """Whether the cache has the plan's problems."""
+    """Tell whether the cache has the plan's problems."""
     files = plan.task_files
     return all(map(os.path.isfile, filter(None, (files.train_parquet, files.val_parquet, files.schemas_file))))
 
@@ -196,8 +196,8 @@ def prompt_limit(
 def prompt_ids(
     problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = (), date: str = ""
 ) -> list[int]:
-    """The tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template does
-    not take the messages, or loses one of them. date: the day that the template is given, see clock_of."""
+    """Return the tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template
+    does not take the messages, or loses one of them. date: the day that the template is given, see clock_of."""
     import jinja2
 
     if missing := missing_template(tokenizer):
