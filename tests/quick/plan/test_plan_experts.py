@@ -222,8 +222,8 @@ def test_auto_with_the_experts_kept_is_as_without_any(moe: Path) -> None:
 def test_experts_that_a_name_did_not_tell_of_are_refused_with_the_way_out(moe: Path) -> None:
     plan = planned(Path("owner/moe"), "rollout.scheme=int8", f"cluster.run_dir={moe.parent}", device="h100")
     message = (
-        "error: model.path: owner/moe has experts, and quantised ones need engines without CUDA graphs: the plan of a "
-        "model that is only a name cannot see it"
+        "error: model.path: owner/moe has experts, and quantised ones need engines without CUDA graphs: from a name "
+        "alone the plan cannot see that"
     )
     assert refused(plan, shape=read_shape(moe / "config.json")) == [
         (message, f"give the model's folder in model.path, or {KEEP}")

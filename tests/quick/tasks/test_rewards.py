@@ -226,7 +226,7 @@ def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
         ),
         ("code", '{"inputs": "12", "outputs": "34"}', '`inputs` is `"12"`, but must be a list'),
         ("code", '{"inputs": ["1"], "outputs": "3"}', '`outputs` is `"3"`, but must be a list'),
-        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', '`inputs` is `{"1": 2}`, and with several tests it is'),
+        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', '`inputs` is `{"1": 2}`, but must be a list'),
     ],
 )
 def test_a_truth_of_another_kind_is_named(name: str, truth: str, message: str) -> None:
