@@ -292,10 +292,11 @@ _BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB
 _BESIDE_WEIGHTS = 6  # bytes per weight that an engine without a GPU holds beside its weights, measured on four models
 
 
-def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
+def shape_on_cpu(plan: RunPlan, shape: ModelShape | None) -> ModelShape | None:
     """Return the sizes by which a run on a CPU is estimated; None where they are not known, cannot be counted, or the
-    run is on a GPU. found: by the model's config.json."""
-    shape = BUILT_IN_MODELS[plan.model.builtin].shape if plan.model.builtin else found
+    run is on a GPU. shape: by the model's config.json."""
+    if plan.model.builtin:
+        shape = BUILT_IN_MODELS[plan.model.builtin].shape
     return shape if plan.is_cpu and shape is not None and shape.is_dense else None
 
 

@@ -215,10 +215,10 @@ class LayerView:
         errors.add(unit, exact_MN=exact_MN, quantised_MN=self.product(x_MK, part))
 
     @torch.no_grad()
-    def quantised(self, batches: list[Tensor], *, kept: frozenset[str]) -> list[Tensor]:
-        """Run the layer with all units quantised but those in `kept` (first members) and the ignored, and return its
-        outputs."""
-        codes = self.all_codes(kept)
+    def quantised(self, batches: list[Tensor], *, in_bf16: frozenset[str]) -> list[Tensor]:
+        """Run the layer with all units quantised but those of `in_bf16` (first members) and the ignored, and return
+        its outputs."""
+        codes = self.all_codes(in_bf16)
 
         def multiply(
             member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int, sequence_M: Tensor

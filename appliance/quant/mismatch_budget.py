@@ -74,7 +74,7 @@ class MismatchBudget:
                 units = frozenset(
                     unit.members[0] for unit in view.units if in_bf16 & {view.prefix + name for name in unit.layer}
                 )
-                stream = view.quantised(stream, kept=units)
+                stream = view.quantised(stream, in_bf16=units)
                 del view
         predicted = self.predict(stream)
         assert predicted is not None, "only a text with tokens to compare has a budget"
