@@ -1,6 +1,6 @@
-"""The commands, one form for all: what is typed, then one call that returns the exit code, or nothing.
+"""The commands, all in one form: what is typed, then one call that returns the exit code, or nothing.
 
-Each imports what it needs when it runs, so that `--help` starts in a blink. `main` is the one place where an error
+Every command imports what it needs when it runs, so that `--help` is quick. `main` is the one place where an error
 becomes an exit code.
 """
 
@@ -49,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     result_callback=_end,
 )
-recipes = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
+recipes = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
 
 RUN_ROOT = Path("runs")
 _DATA_FORMS = "use `appliance data preview RECIPE`, or `appliance data NAME -o DIR`"
@@ -59,10 +59,15 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key, such as rollout.scheme=bf16.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines: JSON on stdout.")]
-NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; else the recipe's with a number.")]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="Name of the run (default: the recipe's name and a number).")
+]
 ResumeOption = Annotated[
     str,
-    typer.Option(metavar="auto|never|PATH", help="Go on with --name's run, or the recipe's newest; or a run's folder."),
+    typer.Option(
+        metavar="auto|never|PATH",
+        help="Resume: `auto` the run of --name, or else the recipe's newest; PATH that run or checkpoint.",
+    ),
 ]
 
 
@@ -70,7 +75,7 @@ ResumeOption = Annotated[
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
 ) -> None:
-    """Read by `main`, which sees every error."""
+    """Declare the options that `main` reads, which sees every error."""
 
 
 @app.command()
@@ -82,10 +87,12 @@ def train(
     force: Annotated[bool, typer.Option("--force", help="Resume although the recipe changed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop after preflight and plan.")] = False,
     in_container: Annotated[bool, typer.Option("--in-container", help="Start the image and train in it.")] = False,
-    image: Annotated[str | None, typer.Option(help="With --in-container: another image than the flavour's.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="With --in-container: use this image, not flashrl-appliance:cpu or :gpu.")
+    ] = None,
     json_mode: JsonOption = False,
 ) -> int:
-    """Everything, from recipe to trained model."""
+    """Do everything from recipe to trained model."""
     idle = [("--force", "--resume")] if force and resume == "never" else []
     idle += [("--image", "--in-container")] if image and not in_container else []
     if idle:
@@ -107,10 +114,10 @@ def plan(
     recipe: RecipeArgument,
     sets: SetOption = None,
     name: NameOption = None,
-    full: Annotated[bool, typer.Option("--full", help="And the resolved recipe and the exact child.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show the resolved recipe and the exact child, too.")] = False,
     json_mode: JsonOption = False,
 ) -> None:
-    """What would happen, on the hardware that the recipe names, and why. Starts nothing."""
+    """Show what would happen on the hardware that the recipe names, and why. Starts nothing."""
     from appliance.launch.command import run_plan
     from appliance.profile.command import made_before
 
@@ -120,7 +127,10 @@ def plan(
 
 @app.command()
 def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
-    """Can this host do it (of several: its part)? All findings at once; exit code 3 when it cannot."""
+    """Check whether this host can run the recipe (of several hosts: its part). Exit code 3 when it cannot.
+
+    All findings are shown at once.
+    """
     from appliance.launch.command import run_check
     from appliance.profile.command import made_before
 
@@ -131,10 +141,12 @@ def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption 
 def bench(
     recipe: RecipeArgument,
     sets: SetOption = None,
-    schemes: Annotated[str, typer.Option(help="Compared with the first, comma-separated.")] = "bf16,int8",
-    pairs: Annotated[int, typer.Option(min=5, help="Interleaved repetitions.")] = 5,
+    schemes: Annotated[
+        str, typer.Option(help="Schemes to measure, comma-separated; the others are compared with the first.")
+    ] = "bf16,int8",
+    pairs: Annotated[int, typer.Option(min=5, help="Repetitions of each scheme, in turn.")] = 5,
     shapes: Annotated[
-        str | None, typer.Option(help="Random weights of these layer shapes, such as qwen2.5-7b.")
+        str | None, typer.Option(help="Measure random weights in these layer shapes, such as qwen2.5-7b, instead.")
     ] = None,
     kv_memory: Annotated[
         float | None,
@@ -142,7 +154,7 @@ def bench(
     ] = None,
     json_mode: JsonOption = False,
 ) -> int:
-    """The same rollouts by several schemes, interleaved: does quantising pay here?"""
+    """Measure the same rollouts in several schemes, in turn: does quantising pay here?"""
     chosen, loaded = _schemes("--schemes", schemes), _load(recipe, sets)
     from appliance.bench.command import run_bench
 
@@ -151,20 +163,26 @@ def bench(
 
 @app.command()
 def accept(
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="ROW", help="Of these rows alone.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="The rows, and what each should take.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", metavar="DIR", help="Of page and archive; else docs/results, or runs.")
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="ROW", help="Run this row alone; given again, that one too.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Rehearse on the CPU, as without a GPU.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the rows and what each should take; run nothing.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", metavar="DIR", help="Folder for page and archive (on a GPU docs/results, else runs)."),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Rehearse on the CPU, even where there is a GPU.")] = False,
     within: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="MIN", help="Stop then, done or not; else 24 on one GPU, 28 on more, a rehearsal: never."
+            min=1,
+            metavar="MIN",
+            help="Stop after this many minutes even if rows are left "
+            "(default: 24 on one GPU, 28 on several, no limit in a rehearsal).",
         ),
     ] = None,
 ) -> int:
-    """On a host with a GPU: everything that was never run on one, row by row."""
+    """Run on a host with a GPU, row by row, everything that was never run on one."""
     from benchmarks.accept.command import print_rows, run_accept
 
     if show:
@@ -178,14 +196,14 @@ def verify(
     recipe: RecipeArgument,
     sets: SetOption = None,
     schemes: Annotated[
-        str | None, typer.Option(help="Instead of the recipe's, comma-separated; bf16 is always there.")
+        str | None, typer.Option(help="Schemes to check, not the recipe's, comma-separated; bf16 is always checked.")
     ] = None,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="FP8 by rounding in float, where it has no kernels.")
+        bool, typer.Option("--emulate", help="Emulate FP8 by rounding in float, where it has no kernels.")
     ] = False,
     json_mode: JsonOption = False,
 ) -> int:
-    """Is the patch live: change an engine's weights, see its logits move, put them back, see them return."""
+    """Check that the patch is live: change an engine's weights, see its logits move, put them back, see them return."""
     loaded = _load(recipe, sets)
     chosen = _schemes("--schemes", schemes) if schemes else None
     from appliance.verify.command import run_verify
@@ -199,14 +217,14 @@ def profile(
         str | None, typer.Argument(metavar="[RECIPE]", help="A file, or the name of a shipped recipe.")
     ] = None,
     sets: SetOption = None,
-    output: Annotated[Path | None, typer.Option("-o", metavar="DIR", help="Where it goes; else the cache.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", metavar="DIR", help="Folder for it (else the cache).")] = None,
     model: Annotated[str | None, typer.Option(help="FlashRL's form: the BF16 checkpoint.")] = None,
     quantized: Annotated[Path | None, typer.Option(help="FlashRL's form: a W8A8 checkpoint of that model.")] = None,
     scheme: Annotated[
         str | None, typer.Option(help="FlashRL's form: the scheme of the W8A8 checkpoint, int8 by default.")
     ] = None,
 ) -> int:
-    """A model's scales: of a recipe's model, or out of a donor checkpoint."""
+    """Make a model's scales: those of a recipe's model, or those of a donor checkpoint."""
     from appliance.profile.command import run_donor, run_profile
 
     if recipe is not None and model is None and quantized is None:
@@ -227,7 +245,7 @@ def profile(
 def setup(
     recipe: RecipeArgument,
     sets: SetOption = None,
-    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="The YAML file.")] = Path("quantization.yaml"),
+    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="YAML file to write.")] = Path("quantization.yaml"),
 ) -> int:
     """Write quantization.yaml, which FLASHRL_CONFIG takes, with a profile of the recipe's model beside it."""
     from appliance.profile.command import run_setup
@@ -238,7 +256,7 @@ def setup(
 @app.command("convert-profile")
 def convert_profile(
     file: Annotated[Path, typer.Argument(metavar="FILE.pt", help="What `flashrl profile --fn int8` wrote.")],
-    output: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the profile goes.")],
+    output: Annotated[Path, typer.Option("-o", metavar="DIR", help="Folder for the profile.")],
 ) -> int:
     """Turn FlashRL's profile.pt, a pickle, into a profile. Nothing in the pickle is run."""
     from appliance.profile.command import run_convert
@@ -255,7 +273,7 @@ def compare(
     ] = None,
     json_mode: JsonOption = False,
 ) -> int:
-    """One recipe under several settings and seeds, with a table and a page. Started again, it goes on."""
+    """Train one recipe under several settings and seeds, with a table and a page. Started again, it continues."""
     from appliance.compare.command import run_compare
 
     return run_compare(file, json_mode=json_mode, results_file=results)
@@ -263,7 +281,7 @@ def compare(
 
 @app.command(hidden=True)
 def health() -> int:
-    """What a container's health check asks: one line, exit code 0 or 1."""
+    """Print what a container's health check asks for: one line, exit code 0 or 1."""
     from appliance.container.health import look
 
     found = look()
@@ -275,15 +293,15 @@ def health() -> int:
 def join(
     head: Annotated[str, typer.Option(metavar="HOST[:PORT]", help="The host that runs `appliance train`.")],
     token_file: Annotated[
-        Path, typer.Option(help="The head's secret; it lies in the folder of the runs, which all nodes share.")
+        Path, typer.Option(help="File with the head's token (default: in the folder of the runs, which all share).")
     ] = RUN_ROOT / ".cluster-token",
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="What this node offers; without a GPU, ranks. Else all, or 1.")
+        int | None, typer.Option(min=1, help="GPUs that this node offers (default: all); on a CPU ranks (default: 1).")
     ] = None,
     port: Annotated[
         int, typer.Option(min=1024, max=LARGEST_BASE, help="First of this node's ports, see docs/cluster.md.")
     ] = DEFAULT_BASE,
-    node_address: Annotated[str | None, typer.Option(help="By which the others reach this node; else found.")] = None,
+    node_address: Annotated[str | None, typer.Option(help="Address where other nodes reach this one.")] = None,
     wait_s: Annotated[float, typer.Option("--wait", min=1, help="Seconds that the head may take to appear.")] = 900.0,
 ) -> int:
     """Make this host a worker node of another host's training, until that ends."""
@@ -297,25 +315,25 @@ def data(
     name: Annotated[
         str, typer.Argument(metavar="NAME|preview", help="dapo-math-17k, aime-2024 or gsm8k; or `preview`.")
     ],
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Of `preview`.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Recipe of `preview`.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = None,
     source: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="FILE", help="A file of this host instead of the hub; one per file made."),
+        typer.Option("--from", metavar="FILE", help="Read this file, not the hub; one for each file that is made."),
     ] = None,
     sets: SetOption = None,
     json_mode: JsonOption = False,
 ) -> None:
-    """`data preview RECIPE`: what the model will really read. `data NAME -o DIR`: make a data set's parquet files.
+    """Show what the model will really read (`data preview RECIPE`), or make a data set's files (`data NAME -o DIR`).
 
-    They have verl's schema, each problem once. What is there already is left alone.
+    The files are parquet in verl's schema, with each problem once. Files that are there already are left alone.
     """
     from appliance.launch import data as command
 
     is_preview = name == command.PREVIEW
     given = {"RECIPE": recipe, "--set": sets, "--json": json_mode, "-o": output, "--from": source}
     other = ("-o", "--from") if is_preview else ("RECIPE", "--set", "--json")
-    wrong = [(f"{each}: `data {name}` has no such thing", _DATA_FORMS) for each in other if given[each]]
+    wrong = [(f"{each}: `data {name}` does not take it", _DATA_FORMS) for each in other if given[each]]
     wanted = "RECIPE" if is_preview else "-o"
     if not given[wanted]:
         wrong.append((f"data {name}: {wanted} is missing", _DATA_FORMS))
@@ -329,7 +347,7 @@ def data(
 
 @app.command()
 def status(run: RunArgument, json_mode: JsonOption = False) -> None:
-    """Where a run is."""
+    """Show where a run is."""
     from appliance.report.summary import print_status
 
     print_status(run, run_root=RUN_ROOT, json_mode=json_mode)
@@ -339,12 +357,12 @@ def status(run: RunArgument, json_mode: JsonOption = False) -> None:
 def logs(
     run: RunArgument,
     which: Annotated[
-        str | None, typer.Option(help="One of them: prepare, profile, train, or stacks after a stall.")
+        str | None, typer.Option(help="Show one log alone: prepare, profile, train, or stacks after a stall.")
     ] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt; else the newest.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the run ends.")] = False,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt (default: the newest).")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show more as it comes, until the run ends.")] = False,
 ) -> None:
-    """The logs of a run's last attempt."""
+    """Show the logs of a run's newest attempt."""
     from appliance.report.logs import print_logs
 
     print_logs(run, run_root=RUN_ROOT, which=which, attempt=attempt, follow=follow)
@@ -353,9 +371,11 @@ def logs(
 @app.command()
 def report(
     run: RunArgument,
-    output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Instead of RUN/report.html.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", metavar="FILE", help="File to write instead of RUN/report.html.")
+    ] = None,
 ) -> None:
-    """A run's page: one HTML file that needs nothing else. Prints its path."""
+    """Write a run's page, one HTML file that needs nothing else, and print its path."""
     from appliance.report.page import print_report
 
     print_report(run, run_root=RUN_ROOT, output=output)
@@ -365,10 +385,10 @@ def report(
 def export(
     run: RunArgument,
     output: Annotated[Path, typer.Option("-o", metavar="DIR", help="A new folder for the model.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; left out: the newest.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, for PEFT.")] = False,
+    step: Annotated[int | None, typer.Option(min=1, help="Step of the checkpoint (default: the newest).")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write LoRA's adapter alone, for PEFT.")] = False,
 ) -> int:
-    """The trained model of a checkpoint, for plain transformers and plain vLLM."""
+    """Write the trained model of a checkpoint, for plain transformers and plain vLLM."""
     from appliance.launch.command import run_export
 
     return run_export(run, run_root=RUN_ROOT, step=step, output=output, adapter=adapter)
@@ -376,7 +396,7 @@ def export(
 
 @app.command()
 def schema() -> None:
-    """The JSON schema of a recipe, for editors."""
+    """Print the JSON schema of a recipe, for editors."""
     import json
 
     from appliance.recipe.schema import Recipe
@@ -386,7 +406,7 @@ def schema() -> None:
 
 @app.command()
 def version(json_mode: JsonOption = False) -> None:
-    """This program's version and those of what it drives."""
+    """Print the versions of this program and of what it drives."""
     import json
 
     from appliance.plan.build import installed_versions
@@ -404,7 +424,7 @@ app.add_typer(recipes, name="recipes")
 
 @recipes.command("ls")
 def recipes_ls() -> None:
-    """The shipped recipes, one a line, with what they do."""
+    """List the shipped recipes, one a line, with what they do."""
     from appliance.recipe import library
 
     console.out(console.table((name, library.summary(name)) for name in library.names()))
@@ -412,7 +432,7 @@ def recipes_ls() -> None:
 
 @recipes.command("show")
 def recipes_show(name: RecipeArgument) -> None:
-    """The text of a recipe."""
+    """Print the text of a recipe."""
     from appliance.recipe import library
 
     console.out(library.text(name).rstrip("\n"))
@@ -452,7 +472,7 @@ def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, .
 
 
 def main() -> None:
-    """The program: `appliance` and `python -m appliance`. Ends the process with one of the exit codes of errors.py."""
+    """Run the program, `appliance` or `python -m appliance`; end the process with an exit code of errors.py."""
     from appliance.signals import report_interruptions
 
     console.open_closed()
@@ -466,7 +486,7 @@ def main() -> None:
 
 
 def _is_of_library(error: Exception) -> bool:
-    """Whether what draws help could not write it."""
+    """Whether a library that draws help raised the error, because it could not write."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -474,7 +494,7 @@ def _is_of_library(error: Exception) -> bool:
 
 
 def _report(error: Exception) -> int:
-    """Tell it, with its traceback where --debug asks. Returns the exit code."""
+    """Print the error, with its traceback where --debug asks for one. Returns the exit code."""
     if "--debug" in sys.argv[1:]:
         import traceback
 

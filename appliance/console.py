@@ -38,7 +38,7 @@ class ReaderGone(BrokenPipeError):
 
 
 class StdoutError(OSError):
-    """What stdout says when it cannot be written, as on a full disk or a closed terminal."""
+    """Stdout cannot be written, as on a full disk or a closed terminal."""
 
     exit_code = PreflightError.exit_code
 
@@ -63,7 +63,8 @@ class _Lossy:
 
 
 class _People(Console):
-    """On stderr. What cannot be written there is lost, and nothing else is: no run ends by it, no exit code changes."""
+    """The console on stderr. Text that cannot be written there is lost, and nothing else: no run ends because of it,
+    and no exit code changes."""
 
     @property
     def file(self) -> IO[str]:
@@ -72,12 +73,12 @@ class _People(Console):
 
 @functools.cache
 def err_console() -> Console:
-    """The console for people, on stderr. NO_COLOR is honoured by rich."""
+    """Return the console for people, on stderr. NO_COLOR is honoured by rich."""
     return _People(stderr=True, highlight=False, emoji=False)  # else `r.yaml:100:` has one
 
 
 def is_live(console: Console) -> bool:
-    """Whether a display that redraws itself makes sense: a real terminal that can move its cursor."""
+    """Tell whether a display that redraws itself makes sense: a real terminal that can move its cursor."""
     return console.file.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
@@ -87,17 +88,18 @@ def columns() -> int | None:
 
 
 def say(text: str) -> None:
-    """Text for people on stderr: no markup, no line breaks of ours, and nothing that a terminal takes for a command."""
+    """Print text for people on stderr: without markup or line breaks of ours, and without anything that a terminal
+    takes for a command."""
     err_console().print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
-    """The text with control characters, halves of a character and changes of writing direction as `\\x1b`."""
+    """Return the text with control characters, halves of a character and changes of writing direction as `\\x1b`."""
     return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def plain_text(renderable: RenderableType, *, columns: int) -> str:
-    """What rich draws, as text of so many columns without colours, for a file or for stdout."""
+    """Render what rich draws as text without colours, for a file or for stdout. columns: width of the text."""
     text = io.StringIO()
     Console(file=text, width=columns, no_color=True, highlight=False, emoji=False).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -106,7 +108,7 @@ def plain_text(renderable: RenderableType, *, columns: int) -> str:
 def table(
     rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), numbers: Sequence[int] = (), columns: int | None = None
 ) -> str:
-    """Cells in columns, as text without colours or borders, printable as it is.
+    """Render cells in columns, as text without colours or borders that can be printed as it is.
 
     head: names of the columns.  numbers: places of those that are aligned to the right.  columns: of a terminal, into
     which texts are folded, where that is enough; None: nothing is folded.
@@ -130,7 +132,7 @@ def table(
 
 
 def out(text: str) -> None:
-    """One piece of data on stdout, written at once; a character that its encoding lacks as `\\xe9`.
+    """Write one piece of data to stdout at once; a character that its encoding lacks becomes `\\xe9`.
 
     Raises ReaderGone when nobody reads any more, StdoutError when it cannot be written.
     """
@@ -145,7 +147,7 @@ def out(text: str) -> None:
 
 
 def open_closed() -> None:
-    """Streams for a process that was started without (`>&-`): stdout cannot be written, stderr is lost."""
+    """Open streams for a process that was started without them (`>&-`): writing to stdout fails, stderr is lost."""
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     if sys.stderr is None:
@@ -153,7 +155,8 @@ def open_closed() -> None:
 
 
 def drop_unwritten() -> None:
-    """What stdout and stderr did not take is lost. Else Python tries again as it ends, and ends with 120."""
+    """Drop what stdout and stderr could not take. Otherwise Python tries to write it again as it ends, and ends with
+    120."""
     for file in (sys.stdout, sys.stderr):
         try:
             file.flush()
@@ -162,5 +165,5 @@ def drop_unwritten() -> None:
 
 
 def show(text: str) -> None:
-    """Text for people on stdout, as `say` has it on stderr. Raises as `out` does."""
+    """Print text for people on stdout, as `say` does on stderr. Raises as `out` does."""
     out(printable(text))

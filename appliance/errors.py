@@ -46,7 +46,7 @@ class ApplianceError(Exception):
 
     @classmethod
     def retold(cls, message: str, *, hint: str) -> ApplianceError:
-        """The error that another process wrote down, as it was there."""
+        """Make the error that another process wrote down."""
         return cls(message, hint=hint)
 
 
@@ -67,7 +67,7 @@ class RecipeError(ApplianceError):
 
     @property
     def shown(self) -> list[tuple[str, str]]:
-        """The first twenty of them, and how many more there are."""
+        """The first twenty problems, and how many more there are."""
         more = len(self.problems) - MOST_SHOWN
         return [*self.problems[:MOST_SHOWN], *([(f"and {more} more", "")] if more > 0 else [])]
 
@@ -84,11 +84,12 @@ class EngineError(ApplianceError):
 
 
 class EngineNotStarted(EngineError):
-    """vLLM met a fault while an engine started."""
+    """An engine could not start, because of a fault that vLLM met."""
 
 
 class EngineRefused(EngineNotStarted):
-    """vLLM does not take the model or its settings, and would not the next time."""
+    """An engine could not start, because vLLM refuses the model or its settings, and would refuse them the next time as
+    well."""
 
     restartable = False
 
@@ -110,7 +111,7 @@ class SyncError(EngineError):
 
 
 class AttestationError(EngineError):
-    """A worker's attestation is missing or says something else than the plan."""
+    """A worker's attestation is missing, or differs from the plan."""
 
     restartable = False
 
@@ -152,7 +153,8 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The same of its last line, for a message that has its kind: in a traceback it is what was raised."""
+    """Describe another library's error by the last line of its text, which in a traceback is what was raised; for a
+    message that already names the kind of the error."""
     return (str(error).strip().splitlines() or ["no message"])[-1].strip()
 
 
@@ -163,13 +165,13 @@ def _classes(root: type[ApplianceError]) -> Iterator[type[ApplianceError]]:
 
 
 def error_class(name: str) -> type[ApplianceError] | None:
-    """The class of the tree that an event names, None for another name."""
+    """Return the class of the tree with this name, as an event has it; None for another name."""
     return next((each for each in _classes(ApplianceError) if each.__name__ == name), None)
 
 
 def is_restartable(code: int, *, error: str) -> bool:
-    """Whether another attempt may fare better than one that ended with this exit code. error: the name of its error's
-    class, empty where nobody said what went wrong."""
+    """Tell whether another attempt may fare better than one that ended with this exit code. error: the name of its
+    error's class, empty where no error was reported."""
     named = error_class(error)
     codes = {each.exit_code for each in _classes(ApplianceError) if each.restartable}
     return code in codes and (named is None or named.restartable)

@@ -28,18 +28,19 @@ _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether something could not be written for want of space. safetensors' errors, and Ray's, have no number."""
+    """Tell whether something could not be written for want of space. safetensors' errors, and Ray's, have no number."""
     said = any(os.strerror(number) in str(error) for number in _FULL)
     return said or getattr(error, "errno", None) in _FULL
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether something may not be written, by its rights or because its file system is read-only."""
+    """Tell whether something may not be written, by its rights or because its file system is read-only."""
     return getattr(error, "errno", None) in _REFUSED
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits; empty where it cannot be read, or is none: a pipe might be read for ever."""
+    """Compute the SHA-256 of a file, 64 hex digits; empty where it cannot be read, or is no file: a pipe might be read
+    for ever."""
     try:
         if not path.is_file():
             return ""
@@ -57,7 +58,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Gives the name to write to, which becomes `path` when the block ends well, and is removed when it does not.
+    """Give the name to write to, which becomes `path` when the block ends well, and is removed when it does not.
 
     durable: it is on the disk, name and content, when this returns. Else a crash of the host may leave it empty: for
     what is of no use after one, or is made again.  Raises OSError.
@@ -102,8 +103,8 @@ def whole_folder(target: Path, *, for_cache: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def working_folder(prefix: str, *, cache: Path) -> Iterator[Path]:
-    """Gives an empty folder in a folder of the cache, which is removed at the end; so is what processes that were
-    killed left of the same prefix.  Raises OSError."""
+    """Give an empty folder in a folder of the cache, which is removed at the end; so is what processes that were killed
+    left of the same prefix.  Raises OSError."""
     prefix = f"{prefix}{_host()}-"
     _remove_abandoned_folders(prefix, parent=cache)
     with _new_folder(prefix, parent=cache) as folder:
@@ -182,10 +183,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 class Frozen(BaseModel):
-    """Frozen, nothing extra, no coercion (the text `3` is not the number 3)."""
+    """A model that is frozen, takes no extra fields and coerces nothing (the text `3` is not the number 3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def replace(self, **changes: object) -> Self:
-        """The same with these fields changed, checked as a new one is."""
+        """Return a copy with these fields changed, checked as a new one is."""
         return self.model_validate({**dict(self), **changes})

@@ -1,4 +1,5 @@
-"""A finding: what is wrong, or worth knowing, about one setting, one file or this host. No other form says it.
+"""A finding: what is wrong, or worth knowing, about one setting, one file or this host. It is reported in this form
+alone.
 
 Rules yield findings, and no rule stops another one: the rules of the recipe (recipe/rules.py), those that need the
 model or the device (plan/rules.py), and those that need this host (preflight/).
@@ -16,8 +17,8 @@ FAULT = "recipe"  # the code of an error that is the recipe's: exit code 2
 
 
 class Severity(StrEnum):
-    """An error stops `check` and `train`, with exit code 2 where it is the recipe's and 3 where it is this host's; the
-    others are said and nothing more."""
+    """An error stops `check` and `train`, with exit code 2 where it is the recipe's and 3 where it is this host's; a
+    warning or an info is shown and stops nothing."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -28,7 +29,7 @@ class Severity(StrEnum):
 class Finding:
     severity: Severity
     code: str
-    """Stable name of its kind, for scripts."""
+    """Stable name of this kind of finding, for scripts."""
     keys: tuple[str, ...]
     """Dotted keys of the recipe that it concerns, the one to change first; or one file, folder or limit."""
     message: str
@@ -70,7 +71,7 @@ def warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
 
 
 def fault(keys: tuple[str, ...], message: str, remedy: str = "") -> Finding:
-    """An error that is the recipe's. keys: as of Finding; it is placed at the first one that the user wrote."""
+    """Make an error that is the recipe's. keys: as of Finding; it is placed at the first one that the user wrote."""
     return Finding(Severity.ERROR, FAULT, keys, message, remedy)
 
 
@@ -86,7 +87,8 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def lines(findings: Iterable[Finding]) -> list[str]:
-    """`severity: where: place: message`, the worst first, each followed by its `hint:` line where there is a remedy."""
+    """Yield `severity: where: place: message`, the worst first, each followed by its `hint:` line where there is a
+    remedy."""
     shown = []
     for finding in sorted(findings, key=lambda finding: list(Severity).index(finding.severity)):
         shown += [finding.text, f"hint: {finding.remedy}"] if finding.remedy else [finding.text]
@@ -94,7 +96,7 @@ def lines(findings: Iterable[Finding]) -> list[str]:
 
 
 def as_json(findings: Iterable[Finding]) -> list[dict[str, object]]:
-    """The documents of `--json`. `place` is the first of `keys`."""
+    """Return the documents of `--json`. `place` is the first of `keys`."""
     return [
         {
             "severity": finding.severity,

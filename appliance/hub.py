@@ -31,7 +31,8 @@ _ANSWERS_WITHIN_S = 5
 
 
 def snapshot(name: str, *, commit: str) -> Path:
-    """The folder of one commit of a model, there or not. Without links, as huggingface_hub gives paths."""
+    """Return the folder of one commit of a model, whether it is there or not. Without links, as huggingface_hub gives
+    paths."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -40,7 +41,7 @@ def snapshot(name: str, *, commit: str) -> Path:
 
 
 def cached_snapshot(name: str, *, revision: str = "") -> Path | None:
-    """The folder of a branch, tag or commit as it was downloaded last, complete or not; None where there is none.
+    """Find the folder of a branch, tag or commit as it was downloaded last, complete or not; None where there is none.
     revision: empty: `main`."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -53,12 +54,13 @@ def cached_snapshot(name: str, *, revision: str = "") -> Path | None:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether it is a whole commit, which never moves."""
+    """Tell whether a revision is a whole commit, which never moves."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def commit_in_cache(name: str, *, revision: str) -> str:
-    """The commit of a branch or tag when it was downloaded last; a commit is its own. Empty when there is none."""
+    """Return the commit that a branch or tag was when it was downloaded last; a commit is its own. Empty when there is
+    none."""
     if is_commit(revision):
         return revision
     folder = cached_snapshot(name, revision=revision)
@@ -76,12 +78,13 @@ def missing_parts(folder: Path) -> tuple[str, ...]:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a model's tokenizer says how messages are put to it, in one of the places that transformers reads."""
+    """Tell whether a model's tokenizer says how messages are put to it, in one of the places that transformers
+    reads."""
     return any(os.path.isfile(folder / name) for name in _CHAT_TEMPLATES) or bool(_template_in_config(folder))
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """The texts of a model's chat templates, wherever transformers reads them."""
+    """Read the texts of a model's chat templates, wherever transformers reads them."""
     files = [folder / _CHAT_TEMPLATES[0], *folder.glob("additional_chat_templates/*.jinja")]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if os.path.isfile(file)]
     in_config = _template_in_config(folder)
@@ -98,12 +101,12 @@ def _template_in_config(folder: Path) -> object:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of the files of weights in a folder; 0 when there are none, or this user may not look."""
+    """Compute the size of the files of weights in a folder; 0 when there are none, or this user may not look."""
     return sum(os.path.getsize(file) for file in weight_files(folder))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Sorted; none where this user may not look."""
+    """List the files of weights in a folder, sorted; none where this user may not look."""
     found = folder.glob(_WEIGHTS) if os.path.isdir(folder) else ()  # Path.glob raises where this user may not look
     return sorted(file for file in found if os.path.isfile(file) and not file.name.startswith(_MISTRALS))
 
@@ -112,7 +115,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_offline() -> bool:
-    """Whether the hub's own variable forbids to ask it."""
+    """Tell whether the hub's own variable (HF_HUB_OFFLINE) forbids asking the hub."""
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode()
@@ -147,8 +150,8 @@ def refusal(name: str, *, revision: str = "") -> str:
 
 
 def revision(name: str, *, wanted: str = "") -> tuple[str, str]:
-    """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's. of: a
-    commit, which is its own, a tag or a branch; empty: `main`."""
+    """Return (commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's.
+    wanted: a commit, which is its own, a tag or a branch; empty: `main`."""
     if is_commit(wanted):
         return wanted, ""
     commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, wanted=wanted)
@@ -159,7 +162,7 @@ def revision(name: str, *, wanted: str = "") -> tuple[str, str]:
 
 
 def data_commit(name: str) -> str:
-    """The commit that `main` of a data set is on the hub now; empty where the hub does not say."""
+    """Return the commit that `main` of a data set is on the hub now; empty where the hub does not say."""
     return "" if is_offline() else _asked(name, kind="dataset")[0]
 
 
@@ -222,7 +225,7 @@ def is_token_in_a_variable() -> bool:
 
 
 def token_file() -> str:
-    """The file with the hub's token, absolute; empty where there is none."""
+    """Return the file with the hub's token, absolute; empty where there is none."""
     from huggingface_hub import constants
 
     file = os.path.abspath(constants.HF_TOKEN_PATH)
@@ -242,7 +245,7 @@ def _token_problem() -> str:
 
 
 def download_model(name: str, *, revision: str, beat: Callable[[], None], with_code: bool = False) -> Path:
-    """The folder of a model's snapshot in the cache; what is there already is not fetched again.
+    """Download a model's snapshot into the cache and return its folder; what is there already is not fetched again.
 
     revision: commit, tag or branch, empty: the hub's `main`.  with_code: the Python files that come with it, too.
     beat: called as bytes arrive.
@@ -270,8 +273,8 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
 
 
 def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
-    """One file of a data set, in the cache; a download that broke off resumes where it was. Raises OSError. beat:
-    called as bytes arrive."""
+    """Download one file of a data set into the cache; a download that broke off resumes where it was. Raises OSError.
+    beat: called as bytes arrive."""
     import httpx
     from huggingface_hub import hf_hub_download
 

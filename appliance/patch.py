@@ -44,7 +44,7 @@ _APPLIED: dict[str, Patch] = {}
 
 
 def applied() -> tuple[str, ...]:
-    """Names of the patches that are live in this process, sorted."""
+    """List the names of the patches that are live in this process, sorted."""
     return tuple(sorted(_APPLIED))
 
 
@@ -67,12 +67,13 @@ def apply_patch(patch: Patch, replacement: Callable[[Callable[..., Any]], Callab
 
 
 def source_hash(target: Callable[..., Any]) -> str:
-    """sha256 of the source text of a function or class."""
+    """Return the SHA-256 of the source text of a function or class."""
     return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
 
 
 def installed_version(distribution: str) -> str:
-    """The version with its build, such as `0.28.0+cpu`; `nothing` where the distribution is not installed."""
+    """Return the installed version with its build, such as `0.28.0+cpu`; `nothing` where the distribution is not
+    installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -107,7 +108,7 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
 
 @functools.cache
 def recorded() -> dict[str, Patch]:
-    """Every patch record of this program by its name."""
+    """Return every patch record of this program by its name."""
     texts = (file.read_text() for file in sorted(_PACKAGE.rglob("*.py")))
     trees = (ast.parse(text) for text in texts if "Patch(" in text)
     calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -133,7 +134,8 @@ def why_unfit(patch: Patch) -> str:
 
 
 def source_of(target: str) -> str | None:
-    """What inspect.getsource gives for `module:qualified.name`, from the file; None where there is no such thing."""
+    """Return what inspect.getsource gives for `module:qualified.name`, read from the file; None where there is no such
+    thing."""
     module, _, qualified = target.partition(":")
     top, *inner = module.split(".")
     spec = importlib.util.find_spec(top)  # of a top package: imports nothing

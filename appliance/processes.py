@@ -33,11 +33,12 @@ class Process:
     """Clock ticks since boot."""
     name: str
     command: bytes
-    """Its arguments, each ended by a zero."""
+    """Arguments of the process, each ended by a zero byte."""
 
     @property
     def tracker(self) -> bool:
-        """One of Python's resource trackers: it removes shared memory once the processes that used it are gone."""
+        """Whether it is one of Python's resource trackers, which remove shared memory once the processes that used it
+        are gone."""
         return b"resource_tracker" in self.command
 
     def __str__(self) -> str:
@@ -67,8 +68,8 @@ def return_free_memory() -> None:
 
 
 def find_processes(mark: str, *, below: int | None = None) -> list[Process]:
-    """All living processes that carry the mark or descend from `below`, without this one. mark: `NAME=value`.  below: a
-    process id, or None for the mark alone."""
+    """Find all living processes that carry the mark or descend from `below`, without this one. mark: `NAME=value`.
+    below: a process id, or None for the mark alone."""
     pids = (int(entry) for entry in os.listdir(_PROC) if entry.isdigit())
     table = {one.pid: one for one in map(_read, pids) if one is not None}
     found = {pid for pid in table if _carries(pid, mark)}

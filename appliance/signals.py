@@ -16,8 +16,8 @@ _THAT_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def handled(take: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """`take` gets the signals that come inside the block. A SIGHUP that is ignored (nohup) stays ignored. Call it from
-    the main thread."""
+    """Give the signals that come inside the block to `take`. A SIGHUP that is ignored (nohup) stays ignored. Call it
+    from the main thread."""
     before = {number: signal.getsignal(number) for number in _THAT_END}
     for number, handler in before.items():
         if number != signal.SIGHUP or handler != signal.SIG_IGN:
@@ -50,8 +50,8 @@ class Interrupts(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def report_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """A signal inside the block ends it with SystemExit, and is reported. saved_step: the newest step of the run that
-    is saved, 0 where there is none.  One such block may be in another one."""
+    """Report a signal inside the block and end it with SystemExit. saved_step: the newest step of the run that is
+    saved, 0 where there is none.  One such block may be in another one."""
     signal_lines: list[str] = []
 
     def take(number: int, frame: FrameType | None) -> None:
@@ -71,12 +71,12 @@ def report_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[
 
 
 def stopped_by(name: str, *, saved_step: int) -> str:
-    """One line. name: of the signal.  saved_step: 0 for none."""
+    """Return one line about the signal. name: of the signal.  saved_step: 0 for none."""
     kept = f"the state after step {saved_step} is saved" if saved_step else "there was nothing to save"
     return f"stopped by {name}, {kept}"
 
 
 def code_of(name: str, *, saved_step: int) -> int:
-    """The exit code: another attempt can resume from what is saved, or there is nothing to resume. Parameters as of
-    stopped_by."""
+    """Return the exit code: another attempt can resume from what is saved, or there is nothing to resume. Parameters as
+    of stopped_by."""
     return SavedAndStopped.exit_code if saved_step and name != "SIGINT" else Interrupted.exit_code

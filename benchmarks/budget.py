@@ -124,7 +124,7 @@ def table(profile: Profile, *, measure: Callable[[frozenset[str]], Predicted]) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="plan.json of a run")
-    parser.add_argument("--tokens", type=int, default=2048, help="of prompts and responses together, at most")
+    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of prompts and responses together")
     parser.add_argument("-o", "--output", type=Path, help="folder for budget.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -69,7 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for demo.json and demo.md")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--settings", default=";".join(SETTINGS), help="of these: " + ";".join(SETTINGS))
+    parser.add_argument(
+        "--settings", default=";".join(SETTINGS), help="settings to measure, some of: " + ";".join(SETTINGS)
+    )
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)

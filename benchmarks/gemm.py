@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("-o", "--output", type=Path, help="a file for the table")
+    parser.add_argument("-o", "--output", type=Path, help="file for the table")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)

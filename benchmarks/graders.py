@@ -1,10 +1,10 @@
-"""Whom graders pay: `python -m benchmarks.graders FILE... [-o FOLDER]`. Ours beside those that others use.
+"""Which answers graders reward: `python -m benchmarks.graders FILE... [-o FOLDER]`. Ours beside those that others use.
 
 Each FILE has answers: a TSV as in tests/quick/tasks/grades (what, reward, truth, response, grade), of which the lines
 of `math` count, or JSON lines with `truth`, `response` and, where it is known, `grade`. Of each grader: right answers
 that earn nothing, wrong answers that earn 1, milliseconds a grade; where no grade is known, how many earn and how many
-of these are graded otherwise by ours. A grader that raises has given 0. mathruler is measured where it can be imported.
-Into FOLDER goes `graders.json`.
+of these are graded otherwise by ours. A grader that raises an error counts as 0. mathruler is measured where it can
+be imported. Into FOLDER goes `graders.json`.
 """
 
 from __future__ import annotations

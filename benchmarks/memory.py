@@ -1,8 +1,8 @@
-"""The estimate of a CPU run's memory, held against real runs: `python -m benchmarks.memory -o FOLDER`.
+"""The estimate of a CPU run's memory, compared with real runs: `python -m benchmarks.memory -o FOLDER`.
 
 Makes models of three sizes with random weights, trains each for two steps as a user would, and samples what every
 process holds: proportional set size, in which a shared page counts in parts. Writes `memory.json` (every number, which
-a test holds against the estimate) and `memory.md` (the table).
+a test compares with the estimate) and `memory.md` (the table).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Measured:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for memory.json and memory.md")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="of these: " + ", ".join(SIZES))
+    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes to measure, some of: " + ", ".join(SIZES))
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -571,7 +571,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--response-tokens", type=int, default=240)
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward in training")
-    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048), help="of log-prob passes")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048), help="tokens of each log-prob pass")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="folder for one-flow-speed.md")

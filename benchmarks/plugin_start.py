@@ -1,4 +1,4 @@
-"""How much later an engine of vLLM's is there with the plugin: `python -m benchmarks.plugin_start [-o docs/results]`.
+"""How much later an engine of vLLM's starts with the plugin: `python -m benchmarks.plugin_start [-o docs/results]`.
 
 Two kinds of process start the same small engine in turns: one that is set to load no plugin, and one under
 FLASHRL_CONFIG=bf16 with this environment's plugins. From the process's start to the engine's, by the wall and by

@@ -1,9 +1,9 @@
 """What rewards cost of a step: `python -m benchmarks.rewards RUN [-o FOLDER]`, the folder of a run that ended well.
 
 Two things, in a pool of as many processes as the run had. 10,000 trivial responses are graded at once, and the time is
-held against that of as many of the run's own steps as make 10,000 samples: medians, without the first step, as if
+compared with that of as many of the run's own steps as make 10,000 samples: medians, without the first step, as if
 nothing overlapped. And 100 responses come one after the other, as from an engine that is as fast as the pool, each to
-be graded by a reward that takes 0.2 s: the time is held against that of generating all of them and then grading all of
+be graded by a reward that takes 0.2 s: the time is compared with that of generating all of them and then grading all of
 them. Into FOLDER goes `rewards.md`.
 """
 

@@ -307,11 +307,13 @@ def _shares_table(shares: dict[str, dict[str, dict[str, float]]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollouts", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*CASES, SHARES], help="measure these; the page is of all files")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*CASES, SHARES], help="measure only these; the page has the results of all files"
+    )
     parser.add_argument("--shares-of", type=Scheme, help=argparse.SUPPRESS)  # a process for each engine
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of the recipe"
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="setting of the recipe"
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/results"), help="folder of the files")
     given = parser.parse_args()

@@ -179,7 +179,7 @@ def table(*, turns: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5, help="of each way; medians count")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each way, of which the median counts")
     parser.add_argument("-o", "--output", type=Path, help="folder for rotation_sync.md")
     arguments = parser.parse_args()
     load_kernels()

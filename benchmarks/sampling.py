@@ -136,9 +136,16 @@ def table_row(name: str, shapes: Shapes, *, rows: int, steps: Sequence[Step]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
-    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="default: all")
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        action="append",
+        help="model to measure, may be given several times (default: all)",
+    )
     parser.add_argument("--rows", type=int, default=128, help="sequences at once")
-    parser.add_argument("--steps", type=int, default=20, help="of each model, both samplers together")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="decoding steps of each model, with both samplers together"
+    )
     parser.add_argument("--scheme", type=Scheme, default=Scheme.INT8)
     parser.add_argument("-o", "--output", type=Path, help="folder for sampling.md")
     given = parser.parse_args()

@@ -167,7 +167,7 @@ def updates(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=6, help="of a prompt")
+    parser.add_argument("--samples", type=int, default=6, help="samples of each prompt")
     parser.add_argument("--prompt-tokens", type=int, default=33)
     parser.add_argument("--response-tokens", type=int, default=16)
     parser.add_argument("--micro-batch", type=int, default=12, help="sequences of one forward")

@@ -115,7 +115,9 @@ def cells(row: Row, *, loaded: bool) -> tuple[str, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--loaded", action="store_true", help="other processes worked beside it: mark its minutes")
+    parser.add_argument(
+        "--loaded", action="store_true", help="other processes worked beside the runs: mark their minutes"
+    )
     parser.add_argument("--head", action="store_true", help="print the head of the table, too")
     arguments = parser.parse_args()
     rows = [cells(read_row(run), loaded=arguments.loaded) for run in arguments.runs]

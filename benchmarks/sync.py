@@ -256,7 +256,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
     parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--layers", type=int, default=12)  # 178 million parameters
-    parser.add_argument("--pairs", type=int, help="default: a whole round of proofs, 8 times --prove-every")
+    parser.add_argument(
+        "--pairs", type=int, help="updates of each scheme (default: a whole round of proofs, 8 times --prove-every)"
+    )
     parser.add_argument("--prove-every", type=int, default=16)  # as runs of models that are not tiny have it
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--schemes", default=",".join(SCHEMES))

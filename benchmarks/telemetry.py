@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("recipe", nargs="?", default=RECIPE)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
-    parser.add_argument("--run", type=Path, help="folder of a run: train nothing")
+    parser.add_argument("--run", type=Path, help="folder of a run to read, in place of a new training")
     parser.add_argument("-o", "--output", type=Path, help="folder for telemetry.json and telemetry.md")
     arguments = parser.parse_args()
     if arguments.run is not None:

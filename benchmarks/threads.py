@@ -105,7 +105,9 @@ def seconds_of(function: Callable[[], None], *, turns: int) -> tuple[float, floa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5, help="with each number of threads; medians count")
+    parser.add_argument(
+        "--turns", type=int, default=5, help="measurements with each number of threads, of which the median counts"
+    )
     parser.add_argument("-o", "--output", type=Path, help="folder for threads.md")
     arguments = parser.parse_args()
     load_kernels()

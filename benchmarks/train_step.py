@@ -194,7 +194,7 @@ def timed(data: TensorDict, *, sides: tuple[str, str], turns: int, layers: int) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--prompt-tokens", type=int, default=33)
     parser.add_argument("--response-tokens", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward")
@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--compare", choices=COMPARED, default="prompts", help="the two sides (default: prompts)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("-o", "--output", type=Path, help="a file for the page")
+    parser.add_argument("-o", "--output", type=Path, help="file for the page")
     given = parser.parse_args()
     import torch
 

@@ -134,11 +134,11 @@ def table(seconds: Counter[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward")
     parser.add_argument("--layers", type=int, default=PACKAGED_MODELS["smollm2-135m"].shape.layers)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("-o", "--output", type=Path, help="a file for the page")
+    parser.add_argument("-o", "--output", type=Path, help="file for the page")
     given = parser.parse_args()
     import torch
     from tensordict import NonTensorStack

@@ -142,7 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     gemm, mismatch = commands.add_parser("gemm"), commands.add_parser("mismatch")
-    mismatch.add_argument("model", type=Path, help="folder with a Llama")
+    mismatch.add_argument("model", type=Path, help="folder of a Llama model")
     mismatch.add_argument("problems", type=Path, help="file with a JSON line for each question")
     gemm.add_argument("--turns", type=int, default=15)
     for command in (gemm, mismatch):

@@ -23,7 +23,7 @@ find_client() {
         "$client" buildx version >/dev/null 2>&1 && return
         case $("$client" version --format '{{.Client.Version}}' 2>/dev/null) in 19.* | 20.* | 22.*) return ;; esac
     done
-    fail "no Docker client here can use BuildKit" "install the buildx plugin (Debian: docker.io, of itself)"
+    fail "no Docker client here can use BuildKit" "install the buildx plugin; Debian's docker.io can do it without"
 }
 
 # torch's +cpu build where pip's own sources have it; elsewhere the build asks PyTorch's index.
@@ -65,7 +65,7 @@ DOCKER_BUILDKIT=1 "$client" build --progress plain --target "$flavour" "${argume
     --tag "$name:$flavour" --tag "$name:$version-$flavour" . || {
     code=$?
     "$client" version >/dev/null 2>&1 && exit "$code"
-    fail "the Docker engine ended under the build" "start it and build again; 20.10's BuildKit can crash (moby/buildkit#2861)"
+    fail "the Docker engine ended during the build" "start it and build again; 20.10's BuildKit can crash (moby/buildkit#2861)"
 }
 "$client" image inspect --format '{{.Size}}' "$name:$flavour" |
     awk -v name="$name:$flavour" -v s="$SECONDS" '{ printf "build: %s has %.2f GB, made in %d s\n", name, $1 / 1e9, s }' >&2

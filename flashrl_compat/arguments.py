@@ -63,7 +63,7 @@ _PAST_THE_LOADERS = frozenset({"sparse_nccl", "sharded_rdt", "nccl_m2n"})
 
 
 def patch_engine_arguments() -> None:
-    """Raises PatchError."""
+    """Patch vLLM's engine arguments. Raises PatchError."""
     apply_patch(ENGINE_ARGUMENTS, _with_flashrl)
 
 

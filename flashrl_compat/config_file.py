@@ -42,7 +42,7 @@ class Entry:
     name: Name
     quantisation: Quantisation
     load_format: str
-    """One of LOAD_FORMATS."""
+    """Format in which the model is loaded: one of LOAD_FORMATS."""
     model: str
     """Model as the file has it, or empty."""
     backend: str
@@ -57,15 +57,15 @@ class EngineSettings:
     backend: str
     """Backend; empty where the engine's own setting applies."""
     reload: tuple[str, ...]
-    """Checkpoints, in order."""
+    """Checkpoints to reload, in order."""
     same_for_all: bool
-    """Whether every rank gets the same."""
+    """Whether every rank gets the same settings."""
     notes: tuple[str, ...]
     """Differences from FlashRL, for the log."""
 
 
 def engine_settings(variables: Variables, *, rank: int) -> EngineSettings:
-    """rank: data-parallel, in verl the replica's. Raises RecipeError."""
+    """Return the settings of one engine. rank: data-parallel, in verl the replica's. Raises RecipeError."""
     assert variables.config is not None  # the caller asked
     entries = _entries_of(variables.config)
     entry = entry_of_rank(entries, rank=rank)
@@ -113,14 +113,16 @@ def _with_lm_head(quantisation: Quantisation, *, wanted: bool | None) -> Quantis
 def _notes(entry: Entry) -> tuple[str, ...]:
     notes = [f"{entry.name.theirs}: FlashRL: {entry.name.meant}; here: {entry.name.differs}"]
     if entry.backend == EXTERNAL_LAUNCHER:
-        notes.append("distributed_executor_backend: external_launcher of the file is left out, the engine's own holds")
+        notes.append(
+            "distributed_executor_backend: external_launcher of the file is left out; the engine's own setting applies"
+        )
     if entry.load_format != LOAD_FORMATS[0]:
         notes.append("load_format: dummy: the weights are random until the first sync")
     return tuple(notes)
 
 
 def read_config(path: Path, *, shown: str = "") -> tuple[Entry, ...]:
-    """The entries, in order; at least one. `profile:` is a folder relative to the file.
+    """Read the entries, in order; at least one. `profile:` is a folder relative to the file.
 
     shown: how messages call the file.  Raises RecipeError with all problems.
     """
@@ -139,7 +141,8 @@ def read_config(path: Path, *, shown: str = "") -> tuple[Entry, ...]:
 
 
 def entry_of_rank(entries: tuple[Entry, ...], *, rank: int) -> Entry:
-    """FlashRL's rule: rank r takes entry r mod n. rank: data-parallel, in verl the replica's."""
+    """Choose the entry of a rank by FlashRL's rule: rank r takes entry r mod n. rank: data-parallel, in verl the
+    replica's."""
     return entries[rank % len(entries)]
 
 

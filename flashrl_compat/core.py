@@ -40,7 +40,7 @@ AFTER_CALLS = Patch(
 BEFORE_RESETS = Patch(
     name="flashrl-core-settles-updates",
     target="vllm.v1.engine.core:EngineCore.reset_prefix_cache",
-    why="trainers that load tensor by tensor say no end but this one",
+    why="trainers that load tensor by tensor mark the end of an update by nothing but this call",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
     distribution="vllm",
     sources={
@@ -82,7 +82,7 @@ BEFORE_REQUESTS = Patch(
 
 
 def patch_core() -> None:
-    """Raises PatchError."""
+    """Patch vLLM's core. Raises PatchError."""
     apply_patch(AFTER_CALLS, _follows)
     apply_patch(BEFORE_RESETS, _settles)
     apply_patch(BEFORE_REQUESTS, _refuses_requests)

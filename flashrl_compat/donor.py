@@ -41,7 +41,7 @@ _MOST_PROBLEMS = 10
 
 
 def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Profile:
-    """The scales that made a donor out of a model, both as folders with safetensors.
+    """Recover the scales that made a donor out of a model, both as folders with safetensors.
 
     donor: W8A8 of compressed-tensors: int8 `weight`, `weight_scale` per channel, symmetric.
     Raises RecipeError with what is different when the two are not a pair, or the scheme is not int8.
@@ -73,8 +73,8 @@ def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Prof
 
 
 def smoothing_of_scales(input_scales: Mapping[str, Tensor]) -> Smoothing:
-    """What smoothed the donor, as powers of two: of a norm 1 / r, from FlashRL's input scale r = q_norm / norm; between
-    up_proj and down_proj the input scale of down_proj itself. Other input scales follow from these."""
+    """Return what smoothed the donor, as powers of two: of a norm 1 / r, from FlashRL's input scale r = q_norm / norm;
+    between up_proj and down_proj the input scale of down_proj itself. Other input scales follow from these."""
     groups = []
     for name, input_scale_K in input_scales.items():
         prefix, _, kind = name.removesuffix(".weight").rpartition(".")
@@ -116,7 +116,7 @@ def _recover_layer(
 
 
 def predicted_codes(weight_NK: Tensor, *, output_scale_N: Tensor, input_scale_K: Tensor | None) -> Tensor:
-    """[N, K] float32, integers in [-128, 127]: what FlashRL's sync makes of a weight."""
+    """Return what FlashRL's sync makes of a weight: [N, K] float32, integers in [-128, 127]."""
     scaled_NK = weight_NK.float() * output_scale_N.view(-1, 1)
     if input_scale_K is not None:
         scaled_NK = scaled_NK * input_scale_K.view(1, -1)

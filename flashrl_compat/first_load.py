@@ -1,5 +1,5 @@
-"""The first load of an engine under FLASHRL_CONFIG, held against what the model needs, by whichever format it is read
-that vLLM's own loader knows. Engines of ours have a loader of their own for it (appliance/engine/first_load.py)."""
+"""The first load of an engine under FLASHRL_CONFIG, compared with what the model needs, in whichever format of vLLM's
+own loader it is read. Engines of ours have their own loader for it (appliance/engine/first_load.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIRST_LOAD = Patch(
 
 
 def patch_first_load() -> None:
-    """Raises PatchError."""
+    """Patch the first load. Raises PatchError."""
     apply_patch(FIRST_LOAD, _checked)
 
 

@@ -19,7 +19,7 @@ from appliance.patch import Patch, apply_patch
 BEGINS = Patch(
     name="flashrl-reload-begins",
     target="vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
-    why="a reload says nowhere that the weights are half-updated, nor holds what came against what the model has",
+    why="a reload records nowhere that the weights are half-updated, and compares nothing with what the model has",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/reload/layerwise.py",
     distribution="vllm",
     sources={
@@ -58,7 +58,7 @@ def patch_layerwise() -> None:
 
 
 def route() -> None:
-    """Modules that have one of the functions by name get ours, but for our own, which mean vLLM's."""
+    """Replace the functions in modules that hold one of them by name; our own modules keep vLLM's."""
     for name, original in _ORIGINALS.items():
         for module in list(sys.modules.values()):
             held = getattr(module, "__dict__", {})  # not getattr: some modules import what they are asked for

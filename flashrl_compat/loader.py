@@ -40,8 +40,8 @@ class SmoothingLoader(DefaultModelLoader):
         super().__init__(dataclasses.replace(load_config, load_format="auto"))
 
     def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
-        """(name, tensor) of the checkpoint, after smoothing; an update's as they are, as it smooths them itself. Raises
-        EngineError for a profile of another model."""
+        """Yield (name, tensor) of the checkpoint, after smoothing; the tensors of an update are not changed, as the
+        update smooths them itself. Raises EngineError for a profile of another model."""
         from appliance.engine.ways_in import ways_into  # slow, and where there is an update it is there
 
         smoothing = Smoothing() if ways_into(model) else smoothing_of(model_config)

@@ -1,5 +1,5 @@
-"""Routes of an API server under FLASHRL_CONFIG: `/metrics` says the version of the weights, as `GET /weight_info` does;
-`/weight_checker` compares them.
+"""Routes of an API server under FLASHRL_CONFIG: `/metrics` shows the version of the weights, as `GET /weight_info`
+does; `/weight_checker` compares them.
 
 vLLM's hook for middleware is an option of its command line, and its plugins for endpoints are left out unless
 VLLM_PLUGINS names them: hence a patch.
@@ -34,7 +34,10 @@ ROUTES = Patch(
 # Of which API servers alone import one, however they are started; in vLLM 0.28 it is the second.
 LAUNCHERS = ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.launcher")
 METRIC = "flashrl:weight_version"
-MEANS = "As in GET /weight_info, 0 before the first update; NaN: no number, or the engine did not answer within 2 s"
+MEANS = (
+    "Version of the weights, as in GET /weight_info: 0 before the first update; "
+    "NaN: it is no number, or the engine did not answer within 2 s"
+)
 ANSWERS_WITHIN_S = 2.0
 
 

@@ -10,7 +10,8 @@ import os
 
 
 def register() -> None:
-    """Raises RecipeError for values that mean nothing, EngineError when vLLM is none that we know.
+    """Prepare a process of vLLM. Raises RecipeError for values that mean nothing, EngineError for a version of vLLM
+    that we do not know.
 
     vLLM calls plugins in no order to rely on and may be set to leave some out: the engine's own is called here, too.
     """

@@ -21,7 +21,8 @@ _NORM_WEIGHTS = tuple(f"{norm}.weight" for norm in LLAMA_NORMS)
 
 
 def from_flashrl(scales: Path, *, source: str) -> Profile:
-    """scales: safetensors with `input_scale.<parameter>` and `output_scale.<parameter>`, flat, 1.0 left out.
+    """Make a profile of FlashRL's scales. scales: safetensors with `input_scale.<parameter>` and
+    `output_scale.<parameter>`, flat, 1.0 left out.
 
     source: how the pickle was called.  Raises RecipeError when no norm's ratio is in it, or one is not positive.
     """

@@ -22,7 +22,7 @@ from flashrl_compat.core import settle
 ASYNC = Patch(
     name="flashrl-server-says-why",
     target="vllm.v1.engine.async_llm:AsyncLLM.generate",
-    why="vLLM keeps from who asks why its core took no request",
+    why="vLLM does not tell the caller why its core refused a request",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/async_llm.py",
     distribution="vllm",
     sources={
@@ -64,7 +64,7 @@ ADD = Patch(
 
 
 def patch_refusals() -> None:
-    """Raises PatchError."""
+    """Patch what asks the core. Raises PatchError."""
     apply_patch(ASYNC, _says_why)
     apply_patch(STEP, _raises_why)
     apply_patch(ADD, _forgets)

@@ -1,4 +1,4 @@
-"""For a trainer: digests travel with the weights, so that what arrives is held against what was sent.
+"""For a trainer: digests travel with the weights, so that what arrives is compared with what was sent.
 
 Torch alone: neither vLLM nor verl. Any transport that carries named tensors carries it.
 """
@@ -17,8 +17,8 @@ from appliance.terms.schemes import AS_PLANNED
 def with_manifest(
     weights: Iterable[tuple[str, Tensor]], *, number: int, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[tuple[str, Tensor]]:
-    """One whole weight update: (name, tensor) of each weight, FP32 rounded to `dtype`, the engine's (or left as it is,
-    by torch.float32, where the engine keeps a part in FP32), and two tensors of bytes, first and last.
+    """Yield one whole weight update: (name, tensor) of each weight, FP32 rounded to `dtype`, the engine's (or left as
+    it is, by torch.float32, where the engine keeps a part in FP32), and two tensors of bytes, first and last.
 
     weights: all of a checkpoint's, each once, on any device.  number: of the update, from 1: how many this engine has
     had, and one.  An engine under FLASHRL_CONFIG generates nothing until all of it has arrived as it was sent.

@@ -39,22 +39,23 @@ SEGMENTS = Path("/dev/shm")
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """Arguments of a transfer's start: nothing has to be agreed on."""
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
     segment: str
-    """Its name in shared memory."""
+    """Name of the segment in shared memory."""
     names: list[str] = field(default_factory=list)
     """Names of the tensors in it, one behind the other, as in the other lists."""
     dtypes: list[str] = field(default_factory=list)
-    """torch's names, without `torch.`."""
+    """Data types of the tensors by torch's names, without `torch.`."""
     shapes: list[list[int]] = field(default_factory=list)
 
 
 class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """In a worker. Under FLASHRL_CONFIG the reload that it enters is a proven update (engine/ways_in.py)."""
+    """Receiving end, in a worker. Under FLASHRL_CONFIG the reload that it enters is a proven update
+    (engine/ways_in.py)."""
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
@@ -101,7 +102,8 @@ class ShmTrainerInitInfo(TrainerInitInfo):
 
 
 class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
-    """In the trainer: `WeightTransferTrainerFactory.trainer_init(ShmTrainerInitInfo(rank=0), client=.., source=..)`."""
+    """Sending end, in the trainer: `WeightTransferTrainerFactory.trainer_init(ShmTrainerInitInfo(rank=0), client=..,
+    source=..)`."""
 
     init_info_cls = ShmTrainerInitInfo
 
@@ -122,7 +124,7 @@ class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         return cls(client=client, source=source, is_sender=init_info.is_sender, chunk_bytes=init_info.chunk_bytes)
 
     def send_weights(self) -> None:
-        """One whole update. A rank that does not send drives the collectives of the source all the same."""
+        """Send one whole update. A rank that does not send drives the collectives of the source all the same."""
         if self.is_sender:
             self.client.start_weight_update()
         for chunk in self._chunks():

@@ -43,7 +43,8 @@ class NotAProfile(ValueError):
 
 
 def read(file: io.BufferedReader) -> bytes:
-    """The profile as safetensors. Raises pickle.UnpicklingError for a forbidden pickle, NotAProfile for another."""
+    """Read the profile as safetensors. Raises pickle.UnpicklingError for a forbidden pickle, NotAProfile for another
+    file."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except _TORCH_SAYS as error:
@@ -82,7 +83,7 @@ def _plain(value: Tensor, *, name: str) -> Tensor:
 
 
 def give_up_rights(*, room: Path, file_bytes: int) -> None:
-    """Everything that reading a file does not need. room: an empty folder, the only place to write."""
+    """Give up every right that reading a file does not need. room: an empty folder, the only place to write."""
     libc = ctypes.CDLL(None, use_errno=True)
     os.chdir(room)
     is_root = os.geteuid() == 0

@@ -39,7 +39,7 @@ class HubFile:
     repo: str
     """`user/repo`."""
     path: str
-    """Inside the repository."""
+    """Path of the file inside the repository."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Variables:
     config: Name | Path | HubFile | None
     """A name of the table, a file, or a file on the hub; None: FlashRL is off."""
     lm_head_fp32: bool | None = None
-    """Head in FP32; None where the variable says nothing."""
+    """Whether the head is in FP32; None where the variable says nothing."""
     log_level: int = logging.INFO
     """Level of `logging`."""
     log_file: Path | None = None
-    """Or None."""
+    """File for the log, or None."""
     reload: tuple[str, ...] = ()
     """Checkpoints, each a folder or a model on the hub, in order."""
 
@@ -64,7 +64,7 @@ class Variables:
 
 
 def read_variables(environ: Mapping[str, str]) -> Variables:
-    """The settings in `environ`; an empty value is none. Raises RecipeError with all problems.
+    """Read the settings in `environ`; an empty value is none. Raises RecipeError with all problems.
 
     Without FLASHRL_CONFIG the others are not judged: nothing asks for them.
     """
@@ -85,7 +85,7 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
 
 
 def idle_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables of FlashRL's that are set and do nothing, because FLASHRL_CONFIG is not."""
+    """List the variables of FlashRL's that are set and do nothing, because FLASHRL_CONFIG is not set."""
     return () if environ.get(CONFIG_VARIABLE) else tuple(name for name in VARIABLES if environ.get(name))
 
 
@@ -150,7 +150,8 @@ def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def start_logging(variables: Variables) -> None:
-    """Once per process; a second call changes nothing. Raises RecipeError when the file cannot be opened."""
+    """Start the log, once per process; a second call changes nothing. Raises RecipeError when the file cannot be
+    opened."""
     if LOGGER.handlers:
         return
     handlers: list[logging.Handler] = [logging.StreamHandler()]

@@ -30,7 +30,7 @@ async def check_weights(
     action: Annotated[Literal["checksum", "reset", "compare"], Body(embed=True)],
     baseline: Annotated[dict[str, str] | None, Body(embed=True)] = None,
 ) -> dict[str, Any]:
-    """baseline: digests of an earlier `checksum`, which `compare` needs."""
+    """Answer a request. baseline: digests of an earlier `checksum`, which `compare` needs."""
     engine = raw_request.app.state.engine_client
     if engine.vllm_config.parallel_config.data_parallel_size > 1:
         raise _refusal(HTTPStatus.BAD_REQUEST, "with --data-parallel-size the first engine alone would answer")

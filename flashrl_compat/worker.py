@@ -67,7 +67,8 @@ class ProvenWorker(Worker):
             drain()
 
     def compile_or_warm_up_model(self) -> Any:
-        """The last step of an engine's start: memory is measured, and CUDA graphs hold the addresses of the weights."""
+        """Take the last step of an engine's start: memory is measured, and CUDA graphs hold the addresses of the
+        weights."""
         times = super().compile_or_warm_up_model()
         config = self.vllm_config.additional_config
         for checkpoint in config.get(RELOAD_KEY, ()) if isinstance(config, dict) else ():
@@ -80,7 +81,8 @@ class ProvenWorker(Worker):
         weights_path: str | None = None,
         is_checkpoint_format: bool = True,
     ) -> None:
-        """vLLM's, as one proven update. The profile's smoothing is folded in once, by the update. Raises SyncError."""
+        """Reload the weights as vLLM does, as one proven update. The profile's smoothing is folded in once, by the
+        update. Raises SyncError."""
         if not is_checkpoint_format:
             raise SyncError(
                 "weight update: weights in a kernel's own format cannot be proven", hint="send checkpoints'"
@@ -100,7 +102,7 @@ class ProvenWorker(Worker):
         runner.reset_lora_state()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Raises SyncError while an update is open, and for good after one that failed."""
+        """Generate as vLLM does. Raises SyncError while an update is open, and for good after one that failed."""
         if scheduler_output.total_num_scheduled_tokens:
             self.appliance_ways_in.require_whole()
         return super().execute_model(scheduler_output)

@@ -17,8 +17,8 @@ _NAME = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
 
 
 def modules() -> set[str]:
-    """Full names of all that the roots import, at any depth, or name in a text, as vLLM's settings name a worker.
-    Ends the build where the packages are not there, which would else be a wheel of nothing."""
+    """List the full names of all modules that the roots import, at any depth, or name in a text, as vLLM's settings
+    name a worker. Ends the build where the packages are not there: it would make an empty wheel."""
     if missing := [name for name in PACKAGES if not file_of(name)]:
         sys.exit(
             f"error: {Path(TREE).resolve()}: {', '.join(missing)}: not there; flashrl-compat is made of the modules "
@@ -36,7 +36,8 @@ def modules() -> set[str]:
 
 
 def named(tree: ast.Module) -> Iterator[str]:
-    """What may be a module: of `from a import b` both `a` and `a.b`, of a text with dots its longest beginnings."""
+    """List what may be a module: of `from a import b` both `a` and `a.b`, of a text with dots its longest
+    beginnings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -158,7 +158,7 @@ def _write(line: Measurement | EngineFacts, *, path: str) -> None:
 
 
 def qwen2_config(shapes: Shapes) -> Qwen2Config:
-    """A Qwen2 of these layer shapes: untied, BF16."""
+    """Make the configuration of a Qwen2 of these layer shapes: untied, BF16."""
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=shapes.vocabulary,
@@ -174,11 +174,11 @@ def qwen2_config(shapes: Shapes) -> Qwen2Config:
 
 
 class BudgetWorker(DeviceWorker):
-    """Named in `worker_cls`."""
+    """vLLM's worker with a budget for weights and KV cache together; vLLM is given its name in `worker_cls`."""
 
     def determine_available_memory(self) -> int:
-        """vLLM calls it when the model is loaded and the KV cache is not allocated yet. Raises EngineError when no room
-        is left."""
+        """Set the KV cache to what the weights leave of the budget. vLLM calls this when the model is loaded and the KV
+        cache is not allocated yet. Raises EngineError when no room is left."""
         budget = self.vllm_config.additional_config[MEMORY_KEY]
         if budget is not None:
             weights = weight_bytes(self.model_runner.get_model())
@@ -191,7 +191,7 @@ class BudgetWorker(DeviceWorker):
         return super().determine_available_memory()
 
     def bench_facts(self) -> str:
-        """EngineFacts of this worker as JSON, which every way to reach a worker can carry."""
+        """Return EngineFacts of this worker as JSON, which every way of calling a worker can carry."""
         runner = self.model_runner
         live = live_scheme(runner.get_model())
         cache = runner.kv_cache_config
@@ -205,7 +205,7 @@ class BudgetWorker(DeviceWorker):
 
 
 def weight_bytes(model: Module) -> int:
-    """Bytes of a loaded model's weights, each once, in the form that is multiplied.
+    """Count the bytes of a loaded model's weights, each once, in the form that is multiplied.
 
     A CPU kernel that packs a weight leaves nothing of it in the layer. What it holds is counted from the shape that
     vLLM recorded before loading: by the scheme's bytes where the layer is quantised, else by the recorded type. Scales

@@ -105,7 +105,7 @@ def _refuse_without_memory(shapes: Shapes, *, engines: int, kv_bytes: int, host:
         raise PreflightError(
             f"bench: {engines} engines of {shapes.layers} layers and {shapes.vocabulary:,} words take "
             f"{needed / GIB:.1f} GiB, this host has {free / GIB:.1f} GiB free",
-            hint="measure fewer layers or words: `layers=1`; with `vocabulary=1024` it is the layers' ratio alone",
+            hint="measure fewer layers or words: `layers=1`, or `vocabulary=1024`, which compares the layers alone",
         )
 
 
@@ -207,18 +207,18 @@ def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -
     if plan.trainer.one_flow:
         return "trainer.forward: rollout has engines of its own, and `auto` chooses for the usual ones"
     if other:
-        return f"{', '.join(other)} installed in another version than runs use"
+        return f"{', '.join(other)}: installed in another version than runs use"
     if any(engine.ignore for engine in job.engines):
         return "quantization.ignore leaves layers in BF16"
     if any(engine.lm_head_fp32 for engine in job.engines):
-        return "rollout.lm_head_fp32 makes every engine another one"
+        return "with rollout.lm_head_fp32 every engine differs from the usual ones"
     if not plan.is_cpu and not host.gpus_of(plan.cluster.device):
         return f"it was not measured on `{plan.cluster.device}`"
     return ""
 
 
 def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], stored_in: Path | None) -> str:
-    """One line per scheme, then one sentence per scheme but the base: whether it pays."""
+    """Render one line per scheme, then one sentence per scheme but the base: whether it pays."""
     ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
     rows = [
         (
@@ -246,7 +246,7 @@ def _sentence(verdict: SchemeResult, *, base: SchemeResult) -> str:
     speeds = f"{verdict.tokens_per_s:.0f} against {base.tokens_per_s:.0f} tokens/s"
     return (
         f"{verdict.scheme} {verdict_text} here for these rollouts: {verdict.ratio:.2f} times {base.scheme} ({speeds}; "
-        f"from {PAYS_FROM} on it does)"
+        f"it pays from {PAYS_FROM} on)"
     )
 
 

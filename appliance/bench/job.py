@@ -22,8 +22,9 @@ PROMPT_WORDS = 500  # of a vocabulary, from word 1 on: prompts of `shapes` are m
 class Shapes(Frozen):
     """A Qwen2 of these dimensions with random weights.
 
-    With the usual vocabulary, which is small, layers are what is measured. That of a model adds its embedding, head and
-    sampling, which weigh more on few layers than on all of the model's: `parse_shapes` gives a name the model's own.
+    With the default vocabulary, which is small, layers are what is measured. A model's own vocabulary adds its
+    embedding, head and sampling, which weigh more beside a few layers than beside all of the model's: `parse_shapes`
+    gives a name the model's own.
     """
 
     hidden: int
@@ -41,7 +42,7 @@ class Shapes(Frozen):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in BF16; embedding and head are two."""
+        """Bytes of all weights in BF16, in which embedding and head count separately."""
         sizes = {"layers": self.layers, "vocab": self.vocabulary, "head_size": self.hidden // self.heads}
         return 2 * dataclasses.replace(self.model, **sizes).weights
 
@@ -51,7 +52,7 @@ class Shapes(Frozen):
 
 
 class Workload(Frozen):
-    """The rollouts that every engine makes. The defaults are those of `shapes`, which have no checkpoint."""
+    """Rollouts that every engine makes. The defaults are those of `shapes`, which have no checkpoint."""
 
     model_path: str = ""
     trust_remote_code: bool = False
@@ -64,7 +65,7 @@ class Workload(Frozen):
     max_prompt_tokens: int = PROMPT_TOKENS
     new_tokens: int
     temperature: float = 1.0
-    """> 0 samples, 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """Likeliest words that are drawn from; 0: all."""
@@ -72,7 +73,7 @@ class Workload(Frozen):
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences that are generated at once when there is room."""
+        """Number of sequences that are generated at once when there is room."""
         whole = self.num_prompts * self.samples_per_prompt
         return min(whole, self.most_at_once or whole)
 
@@ -99,22 +100,23 @@ NAMED_SHAPES = {short: _layers_of(name, layers=layers) for short, (name, layers)
 class Job(Frozen):
     workload: Workload
     engines: tuple[Quantisation, ...]
-    """The first is the base of every ratio."""
+    """Engines to measure; the first is the base of every ratio."""
     eager: tuple[Scheme, ...]
-    """Those whose engines have no CUDA graphs and no torch.compile, as in a run."""
+    """Schemes whose engines have no CUDA graphs and no torch.compile, as in a run."""
     dtype: Dtype = Dtype.BF16
     tensor_parallel: int
     pairs: int
-    """Interleaved repetitions, after one warm-up of each."""
+    """Interleaved repetitions, after one warm-up of each engine."""
     kv_bytes: int
-    """KV cache of each engine, per worker."""
+    """KV cache of each engine, bytes per worker."""
     memory_bytes: int | None
-    """Per worker: the KV cache is what the weights leave of it. None: it is `kv_bytes`."""
+    """Memory of each worker, bytes, of which the KV cache gets what the weights leave. None: the KV cache is
+    `kv_bytes`."""
     seed: int
     results: str
-    """The file where measurements go."""
+    """File that measurements are written to."""
     facts: str
-    """The file where each engine says what it holds."""
+    """File that each engine writes its EngineFacts to."""
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -122,7 +124,7 @@ class Job(Frozen):
 
 
 class EngineFacts(Frozen):
-    """What the workers of an engine hold, summed."""
+    """Contents of an engine's memory, summed over its workers."""
 
     scheme: Scheme
     weight_bytes: int
@@ -131,19 +133,19 @@ class EngineFacts(Frozen):
     sequences: int
     """Number of the longest sequences that fit into the KV cache at once."""
     kernels: tuple[tuple[str, int], ...]
-    """Name and number of layers, of one worker."""
+    """Kernels of one worker: name and number of layers."""
 
 
 class Measurement(Frozen):
-    """One repetition of one scheme: generated tokens, and the seconds they took."""
+    """One repetition of one scheme: tokens that were generated, and the seconds they took."""
 
     pair: int
     scheme: Scheme
     tokens: int
     seconds: float
     processor_s: float
-    """Processor time of the measuring process, of all its threads: on a CPU that of its engine, without the waiting for
-    other work on the host."""
+    """Processor time of the measuring process, over all its threads: on a CPU that is its engine's time, without the
+    waiting for other work on the host."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -154,13 +156,14 @@ Line = TypeVar("Line", Measurement, EngineFacts)
 
 
 def read_lines(path: str, kind: type[Line]) -> list[Line]:
-    """Whole lines only: the child may be writing the last one."""
+    """Read the whole lines of a file: the child may be writing the last one."""
     text = Path(path).read_text() if Path(path).exists() else ""
     return [kind.model_validate_json(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[SchemeResult]:
-    """One verdict per scheme, in order; its ratios are to the first. Only complete pairs count; there must be one."""
+    """Judge the schemes: one verdict for each, in order, with ratios to the first. Only complete pairs count; there
+    must be one."""
     speed = {(m.pair, m.scheme): m.tokens_per_s for m in measured}
     pairs = [p for p in sorted({m.pair for m in measured}) if all((p, scheme) in speed for scheme in schemes)]
     verdicts = []
@@ -179,8 +182,9 @@ def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[S
 
 
 def parse_shapes(text: str) -> Shapes:
-    """`qwen2.5-7b`, or `hidden=...,intermediate=...,heads=...,kv_heads=...,layers=...`, or a name and changes:
-    `qwen2.5-7b,layers=1,batch=16`. A name has its model's vocabulary. Raises RecipeError with every problem."""
+    """Parse shapes: `qwen2.5-7b`, or `hidden=...,intermediate=...,heads=...,kv_heads=...,layers=...`, or a name and
+    changes: `qwen2.5-7b,layers=1,batch=16`. A name has its model's vocabulary. Raises RecipeError with every
+    problem."""
     first, *rest = text.split(",")
     base = NAMED_SHAPES.get(first)
     fields = Shapes.model_fields

@@ -60,9 +60,10 @@ class Node:
     name: str
     address: str
     gpus: int
-    """Number of Ray's resource `GPU`."""
+    """Amount of Ray's resource `GPU`."""
     program: str = ""
-    """Label with the fingerprint of the program that made the node, empty for a node that somebody else made."""
+    """Label with the fingerprint of the program that started the node; empty for a node that another program
+    started."""
 
     @property
     def text(self) -> str:
@@ -75,7 +76,7 @@ def useful(nodes: Sequence[Node], needed: Topology) -> list[Node]:
 
 
 def missing(nodes: Sequence[Node], needed: Topology) -> str:
-    """What is there and what is not, as one line."""
+    """Describe in one line which nodes are there and which are not."""
     have = len(useful(nodes, needed))
     gpus = "a GPU" if needed.gpus_per_node == 1 else f"{needed.gpus_per_node} GPUs"
     there = f"{have} of {needed.nodes} nodes with {gpus}"
@@ -91,9 +92,9 @@ def not_among(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
 @dataclass(frozen=True)
 class Roll:
     present: tuple[Node, ...] = ()
-    """Who was there at the last look, as they came."""
+    """Nodes that were there at the last look, in the order in which they came."""
     absent: tuple[tuple[Node, float], ...] = ()
-    """Who died since the first look and is not back, with the time when it was missed."""
+    """Nodes that died since the first look and are not back, each with the time when it was missed."""
 
     def overdue(self, *, at: float) -> list[Node]:
         return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
@@ -102,7 +103,7 @@ class Roll:
 def call(
     roll: Roll, now: Sequence[Node], *, deaths: Mapping[str, str], needed: Topology, at: float
 ) -> tuple[Roll, list[str]]:
-    """The roll after one more look, and a line about each who came or went.
+    """Return the roll after one more look, and a line about each node that came or went.
 
     deaths: by id, Ray's words for the end of nodes that nobody stopped.  at: s, of a clock that only goes forward.
     A host that starts again is another node, with the same `text`. Of several nodes on one host any will do.
@@ -157,8 +158,8 @@ class Cluster:
             if overdue := roll.overdue(at=time.monotonic()):
                 names = " and ".join(node.text for node in overdue)
                 raise PreflightError(
-                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {missing(now, needed)}",
-                    hint="its own log says why; start `train` again, and `join` there",
+                    f"{names} died and did not come back within {RETURNS_WITHIN_S:g} s: {missing(now, needed)}",
+                    hint="the log on that host says why; start `train` again here, and `join` there",
                 )
             if time.monotonic() > deadline:
                 raise PreflightError(
@@ -168,7 +169,7 @@ class Cluster:
             time.sleep(_LOOK_EVERY_S)
 
     def compare(self) -> None:
-        """Every node runs the same program on the same files. Raises PreflightError with all differences."""
+        """Check that every node runs the same program on the same files. Raises PreflightError with all differences."""
         head = describe_node(self._plan)
         # Ray gives the driver's paths to its workers: what joined speaks for itself, in a label.
         problems = [
@@ -202,12 +203,14 @@ class Cluster:
             except ray.exceptions.RayError as error:
                 last = last_line(error)
                 raise PreflightError(
-                    f"{node.text}: did not report what it runs: {last}", hint="is it started from the same image?"
+                    f"{node.text}: did not report what it runs: {last}",
+                    hint="start that node from the same image as the head",
                 ) from error
         return reports
 
     def watch_head(self, on_loss: Callable[[ApplianceError], None]) -> None:
-        """The same for the head alone, from its start on: connecting to one that died ends this process wordless."""
+        """Call `on_loss` when the head ends, from its start on: connecting to a head that died ends this process
+        without a word."""
         if (head := self._head) is None:
             return
 
@@ -231,7 +234,8 @@ class Cluster:
         threading.Thread(target=watch, name="cluster-watch", daemon=True).start()
 
     def lost(self) -> ProcessDied | None:
-        """The error that names the lost node for which something may have failed just now."""
+        """Return the error that names the lost node because of which something may have failed just now; None where no
+        node is lost."""
         deadline = time.monotonic() + _KEPT_FOR_S
         while time.monotonic() < deadline:
             if (error := self._loss()) is not None:
@@ -242,7 +246,11 @@ class Cluster:
     def _loss(self) -> ProcessDied | None:
         gone = not_among(self._members, look_around()[0])
         what = " and ".join(f"node {node.text} left the cluster" for node in gone)
-        return ProcessDied(what, hint="bring the node back; it resumes from the newest checkpoint") if gone else None
+        return (
+            ProcessDied(what, hint="bring the node back, and resume the run: it continues from the newest checkpoint")
+            if gone
+            else None
+        )
 
     def stop(self) -> None:
         """Disconnect, and end the head if it is ours: the nodes that joined it see that and end too."""
@@ -265,7 +273,7 @@ class Cluster:
 
 
 def look_around() -> tuple[list[Node], dict[str, str]]:
-    """The nodes that live, and of those that died without having been stopped Ray's words for it, by id."""
+    """Return the nodes that live, and, by id, Ray's words about the nodes that died without having been stopped."""
     import ray
 
     table = ray.nodes()
@@ -286,8 +294,8 @@ def look_around() -> tuple[list[Node], dict[str, str]]:
 
 @contextlib.contextmanager
 def cluster_of(plan: RunPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[Cluster]:
-    """Connected, complete and compared; stopped at the end. Raises PreflightError. on_loss: called once, on another
-    thread, when the head or a node of the training is gone."""
+    """Connect to the cluster, wait until it is complete, and compare its nodes; stop it at the end. Raises
+    PreflightError. on_loss: called once, on another thread, when the head or a node of the training is gone."""
     wanted = plan.cluster
     token_file = Path(wanted.token_file)
     if wanted.address:
@@ -336,7 +344,10 @@ def _connect(plan: RunPlan, *, address: str) -> None:
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:
                 last = last_line(error)
-                raise PreflightError(f"cluster {address}: {last}", hint="is it there, and the token right?") from error
+                raise PreflightError(
+                    f"cluster {address}: {last}",
+                    hint="see that Ray runs there, and that cluster.token_file has its token",
+                ) from error
             time.sleep(_LOOK_EVERY_S)
 
 
@@ -351,25 +362,26 @@ def _of_workers(plan: RunPlan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What a node brings."""
+    """Resources that a node offers."""
 
     gpus: int | None
     """Number of GPUs; None lets Ray count them, and on a CPU one "GPU" is one rank."""
     cpus: int
-    """See cpus_for_ray."""
+    """CPUs that Ray may count on (cpus_for_ray)."""
     object_store_bytes: int | None
     address: str = ""  # the one that other nodes reach this host by; empty: Ray's choice
 
 
 def cpus_for_ray(cores: int, *, ranks: int, is_cpu: bool) -> int:
-    """What a node offers as CPUs: processes that Ray may start, which share the cores of a small host. cores: of the
-    host.  ranks: of the trainer, here.  With fewer than they ask for, verl waits for ever, wordless."""
+    """Compute the CPUs that a node offers: processes that Ray may start, which share the cores of a small host. cores:
+    of the host.  ranks: of the trainer, here.  With fewer than the ranks need, verl waits for ever and says nothing."""
     return max(cores, _CPUS_OF_SERVICES + STORAGE_UNITS[is_cpu] + _CPUS_OF_A_RANK * ranks)
 
 
 def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
-    """The head runs until its processes end. Its own are the control store and Ray's client server, which `ray start`
-    cannot leave out: it gets a port of ours, and the token guards it. The dashboard is off."""
+    """Make the command that starts the head, which runs until its processes end. Its own processes are the control
+    store and Ray's client server, which `ray start` cannot leave out: it gets a port of ours, and the token guards it.
+    The dashboard is off."""
     return (
         *_ray_start(offer, ports=ports, ray_dir=ray_dir),
         "--head",
@@ -381,7 +393,7 @@ def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ..
 
 
 def worker_argv(offer: NodeOffer, *, ports: Ports, head: str, ray_dir: Path) -> tuple[str, ...]:
-    """head: `host:port`."""
+    """Make the command that starts a worker node. head: `host:port`."""
     return (*_ray_start(offer, ports=ports, ray_dir=ray_dir), f"--address={head}")
 
 
@@ -404,7 +416,7 @@ def _ray_start(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, .
 
 
 def label_of(fingerprint: str) -> str:
-    """A label's value has 63 characters at most."""
+    """Shorten a fingerprint to a label's value, which has 63 characters at most."""
     return fingerprint[:32]
 
 

@@ -182,23 +182,24 @@ class NodeHealth:
     silent_s: float = 0.0
     """Seconds for which the head has not answered, 0 while it does."""
     ended: bool = False
-    """The head's training did, by run.json."""
+    """Whether the head's training ended, by run.json."""
     without_scheduler: int = 0
     """Number of checks in a row, the last one included, that found no scheduler."""
 
 
 def is_over(health: NodeHealth) -> bool:
-    """A head that is silent may only be slow, but not when its training ended."""
+    """Tell whether this node can do no more work. A head that is silent may only be slow, but not when its training
+    ended."""
     is_gone = health.silent_s >= RECONNECT_S or (health.silent_s > 0 and health.ended)
     return is_gone or health.without_scheduler >= _LOOKS_WITHOUT
 
 
 class NodeWatch:
-    """Whether a node that joined is still of use, looked after from beside Ray, which may wait for ever.
+    """Watches from outside of Ray, which may wait for ever, whether a node that joined is still of use.
 
     `ray start --block` keeps running when its scheduler ended without an error, and a scheduler hears nothing of a head
-    whose host went silent. So `join` looks for itself, on its own thread, for a host that went silent takes
-    seconds to not answer: does the head's port answer, is there a scheduler, what does run.json say?
+    whose host went silent. So `join` looks for itself whether the head's port answers, whether there is a scheduler,
+    and what run.json says. It does so on its own thread, because a host that went silent takes seconds to not answer.
 
     folder: of `join`, the mark of the node's processes.  log: of Ray.
     """
@@ -215,7 +216,7 @@ class NodeWatch:
 
     @property
     def was_silent(self) -> bool:
-        """Whether the head was silent a moment ago: one that was restarted ends the nodes of the one before."""
+        """Whether the head was silent a moment ago: a head that was restarted ends the nodes of the head before."""
         return time.monotonic() - self._silent_at < RECONNECT_S
 
     def __enter__(self) -> NodeWatch:

@@ -1,4 +1,4 @@
-"""What each node of a cluster says of itself, and whether they can train together.
+"""What each node of a cluster reports about itself, and whether the nodes can train together.
 
 Ray compares nothing but its own version. Nodes with other sources, another Python, other GPUs, another model or another
 file system would fail late, or would not fail at all. And each is judged as `check` judges the head's host.
@@ -45,26 +45,26 @@ _SHOWN = 12  # characters of a hash
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The answer."""
+    """Report of a node about itself."""
 
     name: str
-    """The host's."""
+    """Name of the host."""
     python: str
     fingerprint: str
     versions: tuple[tuple[str, str], ...]
-    """(distribution, version or empty)."""
+    """Versions that are installed: (distribution, version or empty)."""
     canary: str
-    """Text that it read, or empty."""
+    """Text that the node read from the canary file, or empty."""
     plan: str
     """Hash of the run's plan.json, or empty."""
     model: str
     """Hash of the folder's config.json, or the commit on the hub that loading would take, or empty."""
     model_problem: str
-    """Reason why it is empty, or what the model's folder lacks."""
+    """Reason why `model` is empty, or what the model's folder lacks."""
     facts: HostFacts
     """Facts of the host."""
     patches: tuple[tuple[str, str], ...] = ()
-    """(name, why it cannot be applied there)."""
+    """Patches that cannot be applied there: (name, reason)."""
 
 
 def plant_canary(run_dir: Path) -> str:
@@ -128,8 +128,8 @@ def differences(
 def warnings(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, shape: ModelShape | None = None
 ) -> list[str]:
-    """What other hosts than the head's are warned of: what preflight says there (the head's own was said before), and
-    that they have fewer cores than the plan's threads."""
+    """List what other hosts than the head's are warned of: what preflight finds there (the head's own findings were
+    shown before), and that they have fewer cores than the plan's threads."""
     return [
         f"{report.name}: {warning}"
         for report in reports
@@ -224,7 +224,7 @@ def read_notice(folder: Path) -> RunNotice | None:
 
 
 def record_of(run_dir: Path) -> RunRecord | None:
-    """The run's run.json; None where there is none, or none that can be read just now."""
+    """Read the run's run.json; None where there is none, or it cannot be read just now."""
     try:
         return read_record(run_dir)
     except (OSError, ValueError):
@@ -240,6 +240,6 @@ def end_of(training: RunNotice) -> RunRecord | None:
 
 
 def is_resumed(training: RunNotice) -> bool:
-    """Whether the run has a newer attempt than the one that this node was part of."""
+    """Tell whether the run has a newer attempt than the one that this node was part of."""
     record = record_of(training.run_dir)
     return record is not None and record.attempt > training.attempt

@@ -30,7 +30,7 @@ from appliance.record.session import RunRecord, RunStatus, cannot_write, has_lau
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed."""
+    """A run of a comparison: one arm with one seed."""
 
     arm: str
     seed: int
@@ -39,7 +39,7 @@ class PlannedRun:
     findings: tuple[Finding, ...]
     """Findings that preflight let pass."""
     resume: Resume | None = None
-    """Place where it resumes, None: a new run."""
+    """State from which the run resumes; None: a new run."""
 
     @property
     def label(self) -> str:
@@ -51,8 +51,8 @@ class PlannedRun:
 
 
 def plan_runs(comparison: Comparison, *, date: str | None = None) -> list[PlannedRun]:
-    """All runs, seed by seed: after the first seed every arm has one. Raises RecipeError with all problems of all arms.
-    date: the day that prompts are given where no run here has one; None: today.
+    """Plan all runs, seed by seed: after the first seed every arm has one. Raises RecipeError with all problems of all
+    arms.  date: the day that prompts are given where no run here has one; None: today.
 
     The cache is that of the recipe's `cluster.run_dir`, which the comparison's folder lies in: model, data and
     profiles are made once, for all runs and for those of `train`.
@@ -85,7 +85,7 @@ def plan_runs(comparison: Comparison, *, date: str | None = None) -> list[Planne
 
 
 def _date_begun(recipes: Mapping[tuple[str, int], Recipe], *, folder: Path) -> str | None:
-    """The day that the prompts of the comparison were given when it began, None where none of its runs is there.
+    """Return the day that prompts were given when the comparison began, None where none of its runs is there.
 
     Which prompts are too long may depend on it, and rewards are compared problem by problem: so a run that starts days
     later has the same day as those that are done.
@@ -166,20 +166,20 @@ def _judged(plan: RunPlan) -> tuple[object, ...]:
 
 
 class Existing(Enum):
-    """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
-
-    UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe or other problems (their
-    files changed) or the user's code, or no run at all.
-    """
+    """What a run's folder holds before the comparison starts that run."""
 
     DONE = "done"
+    """The result of this very recipe: a model, or a stop by the guard."""
     NOTHING = "nothing"
+    """No folder yet."""
     UNFINISHED = "unfinished"
+    """An attempt of this very recipe that did not end well."""
     OTHER = "other"
+    """A run of another recipe, or with other problems or other code of the user's, or no run at all."""
 
 
 def look(run: PlannedRun) -> Existing:
-    """Raises PreflightError when the run is being made by another program at this moment."""
+    """Find out what is there of a run. Raises PreflightError when another program is training it at this moment."""
     folder = run.run_dir
     if not folder.exists():
         return Existing.NOTHING
@@ -204,26 +204,27 @@ def look(run: PlannedRun) -> Existing:
 
 
 def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
-    """Rewards are compared, so all runs train one commit of a model on the hub. Raises PreflightError with the way on.
-    runs: that are there already.  file: of the comparison."""
+    """Refuse runs that began with another commit of a model on the hub: rewards are compared, so all runs must train
+    one commit. Raises PreflightError whose hint says how to continue.  runs: that are there already.  file: of the
+    comparison."""
     for run in runs:
         if began_with := _other_commit(run, _original(run.run_dir)):
             weights, revision = run.plan.weights, run.plan.model.revision or "main"
             message = f"{run.label}: {weights.hub_name}: {revision} is {weights.commit} on the hub now, "
-            hint = f"to continue with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
+            hint = f"to continue with those runs: model.revision: {began_with} in {file}, under `set` or in the arm"
             raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
 
 
 def _original(run_dir: Path) -> OriginalPlan:
-    """What the run that is there began with. Raises RecipeError when its plan cannot be read."""
+    """Return what the run that is there began with. Raises RecipeError when its plan cannot be read."""
     original = original_plan(Target(run_dir, RunRecord()), alone=True)
     assert original is not None, "the record is one of a run that has begun"
     return original
 
 
 def _other_commit(run: PlannedRun, original: OriginalPlan) -> str:
-    """The commit that the run began with, where the same revision is another one now. Empty where it is not, or nobody
-    knows: an offline hub."""
+    """Return the commit that the run began with, where the same revision is another commit now. Empty where it is the
+    same, or not known, as with an offline hub."""
     weights = run.plan.weights
     if original.model != weights.hub_name or not weights.commit or original.commit == weights.commit:
         return ""
@@ -231,7 +232,8 @@ def _other_commit(run: PlannedRun, original: OriginalPlan) -> str:
 
 
 def _as_begun(recipe: Recipe, original: OriginalPlan) -> Recipe:
-    """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
+    """Return the recipe as the run has it: where it names the very commit that the run began with, the run may have
+    named a tag or nothing."""
     model = recipe.model
     if model.revision and original.commit == model.revision:
         model = model.model_copy(update={"revision": original.revision or None})
@@ -239,12 +241,13 @@ def _as_begun(recipe: Recipe, original: OriginalPlan) -> Recipe:
 
 
 def has_result(record: RunRecord) -> bool:
-    """Done, or stopped by a guard, which is what the recipe asked for."""
+    """Tell whether a run has a result: it is done, or a guard stopped it, which is what the recipe asked for."""
     return record.state is RunStatus.DONE or record.exit_code == GuardStop.exit_code
 
 
 def resumed_run(run: PlannedRun) -> PlannedRun | None:
-    """The run from its newest whole checkpoint, or None where it has none. Raises as find_start and refuse_misfit."""
+    """Plan a run from its newest whole checkpoint; None where it has none. Raises as find_start and refuse_misfit
+    do."""
     target = Target(run.run_dir, read_record(run.run_dir))
     start = find_start(target)
     newest = start.search.newest

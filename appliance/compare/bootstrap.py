@@ -42,7 +42,8 @@ def paired_interval(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """arm_SP, baseline_SP: [S, P] rewards, rows by the same seeds, columns by the same problems; finite.
+    """Compute the interval of the mean difference of two arms. arm_SP, baseline_SP: [S, P] rewards, rows by the same
+    seeds, columns by the same problems; finite.
 
     confidence: 0..1.  seed: of the draws, so that the same rewards give the same interval.
     Raises ValueError for other shapes, for none, and for values that are not finite.

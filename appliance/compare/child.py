@@ -48,8 +48,9 @@ def validate(job: Job) -> None:
 
 
 def rewards(responses: list[Response], *, pool: RewardPool, most_failures: float) -> list[float]:
-    """One per problem, in their order. A failed one counts 0, or the least of all where that is below 0, as in every
-    validation. most_failures: share of them.  Raises TrainingError where more fail."""
+    """Grade responses: one reward per problem, in their order. A failed reward counts 0, or the least of all where that
+    is below 0, as in every validation. most_failures: share of the rewards that may fail.  Raises TrainingError where
+    more fail."""
 
     async def grades() -> list[Graded]:
         return list(await asyncio.gather(*map(pool.grade, responses)))
@@ -64,7 +65,7 @@ def rewards(responses: list[Response], *, pool: RewardPool, most_failures: float
 
 
 def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Response]:
-    """One per problem, in the order of the rows: as in training (trainer/rollouts.py)."""
+    """Generate one response per problem, in the order of the rows, as in training (trainer/rollouts.py)."""
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 

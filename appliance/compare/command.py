@@ -68,7 +68,7 @@ assert CONFIDENCE == 0.95  # in the heading
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What every form of the output starts from."""
+    """Values that every form of the output is made from."""
 
     comparison: Comparison
     rows: list[ArmResult]
@@ -78,8 +78,8 @@ class ComparisonReport:
 
 
 def run_compare(name_or_path: str, *, json_mode: bool, results_file: Path | None = None) -> int:
-    """The exit code: 0, or that of the first run that failed. results_file: of an earlier comparison; runs whose result
-    is in it are not trained again.
+    """Run a comparison and return the exit code: 0, or that of the first run that failed. results_file: of an earlier
+    comparison; runs whose result is in it are not trained again.
 
     Raises RecipeError with all problems of the file and of all arms, PreflightError for what this host cannot do,
     EngineError when the final validation fails, Interrupted after a signal.
@@ -131,7 +131,7 @@ def _known(runs: list[PlannedRun], *, stored: list[StoredResult], results_file: 
         if result is not None:
             results[run.label] = result
         elif differs:
-            others.append(f"{run.label}: not taken: {differs}")
+            others.append(f"{run.label}: its stored result is not used: {differs}")
     output = runs[0].run_dir.parent / f"{runs[0].recipe.name}{SUFFIX}"
     if len(results) < len(stored) and results_file.resolve() == output.resolve():
         message = f"--results {results_file}: {len(stored) - len(results)} of its results are of other runs"
@@ -168,7 +168,7 @@ def _ready(run: PlannedRun, *, state: Existing) -> PlannedRun:
         return run
     resumed = resumed_run(run) if state is Existing.UNFINISHED else None
     if resumed is not None and resumed.resume is not None:
-        console.say(f"{run.label}: goes on after step {resumed.resume.step}")
+        console.say(f"{run.label}: resumes after step {resumed.resume.step}")
         return resumed
     why = "stopped before it saved anything" if state is Existing.UNFINISHED else "of another recipe or other problems"
     console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
@@ -262,7 +262,7 @@ def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
 
 
 def table(shown: ComparisonReport, *, columns: int | None = None) -> str:
-    """A line per arm, then notes. columns: as of console.table."""
+    """Render a line per arm, then notes. columns: as for console.table."""
     rows = [_cells(row, margin=shown.comparison.margin) for row in shown.rows]
     return "\n".join([console.table(rows, head=_HEAD, numbers=_NUMBERS, columns=columns), *_notes(shown)])
 
@@ -303,7 +303,7 @@ def _schemes(run: RunResult) -> str:
 
 
 def as_json(shown: ComparisonReport) -> str:
-    """Numbers and curves of every run; the rewards of single problems stay in the runs' folders."""
+    """Write numbers and curves of every run as JSON; the rewards of single problems stay in the runs' folders."""
     return json.dumps(
         {
             "schema_version": 1,
@@ -351,7 +351,7 @@ def _run(run: RunResult) -> dict[str, object]:
 
 
 def markdown(shown: ComparisonReport) -> str:
-    """The page for a repository."""
+    """Render the page for a repository, in Markdown."""
     comparison = shown.comparison
     lines = [
         f"# {comparison.name}",
@@ -415,7 +415,7 @@ def _share(value: float | None) -> str:
 
 
 def page(shown: ComparisonReport) -> str:
-    """One HTML file that needs nothing else. Everything that a user wrote is escaped."""
+    """Render the page as one HTML file that needs nothing else. Everything that a user wrote is escaped."""
     comparison, rows = shown.comparison, shown.rows
     intervals = [
         (row.arm, row.difference.mean, row.difference.low, row.difference.high, index)

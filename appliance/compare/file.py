@@ -38,15 +38,16 @@ _SUFFIX = ".yaml"
 _GIVEN_ELSEWHERE = {
     "extends": "write it into a recipe file",
     "name": "a run is named by its arm and seed",
-    "seed": "the seeds are `seeds`",
-    "task.val_size": "it is `validation`",
+    "seed": "set `seeds` instead",
+    "task.val_size": "set `validation` instead",
     "task.val_sets": "a comparison validates once, on `validation` problems",
 }
 Seed_ = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _File(Frozen):
-    """The keys and what they may hold; the settings in `set` and `arms` are read from the tree, with their lines."""
+    """Keys of the file and what they may hold; the settings in `set` and `arms` are read from the tree, with their
+    lines."""
 
     recipe: str = Field(min_length=1)
     set: Any = None
@@ -67,7 +68,7 @@ class Arm:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The settings as `dotted.key=value`; of a key that is given twice, the one that holds."""
+        """Settings as `dotted.key=value`; of a key that is given twice, the value that counts."""
         values = {".".join(setting.path): _plain(setting.node) for setting in self.settings}
         return tuple(
             f"{dotted}={value if isinstance(value, str) else json.dumps(value)}" for dotted, value in values.items()
@@ -79,7 +80,7 @@ class Comparison:
     name: str
     file: Path
     recipe: Path
-    """The file of the recipe."""
+    """File of the recipe."""
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     baseline: str
@@ -91,7 +92,8 @@ class Comparison:
 
 
 def find(name_or_path: str) -> Path:
-    """The file of a shipped comparison's name, or of a path. Raises RecipeError when there is none."""
+    """Find the file of a comparison by its name, where it is a shipped one, or by its path. Raises RecipeError when
+    there is none."""
     shipped = library.folder().parent / FOLDER / f"{name_or_path}{_SUFFIX}"
     if "/" not in name_or_path and os.path.isfile(shipped):  # unlike Path.is_file it takes any text
         return shipped
@@ -103,7 +105,8 @@ def find(name_or_path: str) -> Path:
 
 
 def load_comparison(name_or_path: str) -> Comparison:
-    """Raises RecipeError with all problems of the file, in the order of its lines. The arms are not looked into."""
+    """Load a comparison. Raises RecipeError with all problems of the file, in the order of its lines. The recipes of
+    the arms are not loaded."""
     path = find(name_or_path)
     problems: list[Problem] = []
     tree = read_tree(path, problems, what="comparison", hint="see docs/experiments.md")
@@ -242,5 +245,5 @@ def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[
 
 
 def run_name(arm: str, *, seed: int) -> str:
-    """The run's folder in the comparison's."""
+    """Return the name of a run's folder in the comparison's."""
     return f"{arm}-seed{seed}"

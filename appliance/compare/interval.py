@@ -13,6 +13,6 @@ class Interval:
 
     mean: float
     low: float
-    """The lower one of the bounds that hold the true mean with CONFIDENCE."""
+    """Lower bound: with CONFIDENCE the true mean lies between the two."""
     high: float
-    """The upper one."""
+    """Upper bound."""

@@ -14,22 +14,27 @@ from appliance.corrections.registry import NONE, CorrectionMethod
 
 
 class Verdict(StrEnum):
-    """WITHIN: the whole interval is.  FAILS, BETTER: the whole interval lies beyond.  OPEN: it reaches over a bound.
-    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge, or none to
-    compare it with."""
+    """Verdict on an arm: where the interval of its difference from the baseline lies, measured against the margin."""
 
     BASELINE = "baseline"
+    """The arm is the baseline itself."""
     WITHIN = "within"
+    """The whole interval lies within the margin."""
     FAILS = "fails"
+    """The whole interval lies below the margin."""
     BETTER = "better"
+    """The whole interval lies above the margin."""
     OPEN = "open"
+    """The interval reaches over a bound of the margin."""
     STOPPED = "stopped"
+    """A guard ended at least one run, so not every seed has a model."""
     MISSING = "missing"
+    """There is no run to judge, or none to compare it with."""
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """One row of the table."""
+    """Result of one arm: a row of the table."""
 
     arm: str
     method: CorrectionMethod
@@ -37,11 +42,11 @@ class ArmResult:
     final: float | None
     """Mean reward of the final validation, 0..1 for exact answers."""
     trainer_final: float | None
-    """The same by the trainer's last validation, in the run's scheme."""
+    """Mean reward of the trainer's last validation, in the run's scheme."""
     difference: Interval | None
     """Difference to the arm `against`, over the seeds that both have."""
     by_seed: tuple[tuple[int, Interval], ...]
-    """The same for each seed by itself."""
+    """Difference to the arm `against` for each seed by itself."""
     verdict: Verdict
     failing: tuple[int, ...]
     """Seeds whose whole interval is below -margin, or that a guard stopped."""
@@ -50,23 +55,23 @@ class ArmResult:
     truncated_max: float | None
     """Truncated share of the worst step."""
     inactive: bool
-    """A correction that never acted."""
+    """Whether there is a correction and it never acted."""
     k3_kl: float | None
-    """Nats, median over all steps."""
+    """Mismatch k3 in nats, median over all steps."""
     k3_max: float | None
-    """Nats, largest over all steps."""
+    """Mismatch k3 in nats, largest over all steps."""
     codes_changed: float | None
-    """Median share per weight update."""
+    """Share of codes that a weight update changed, median."""
     step_s: float | None
-    """Median."""
+    """Seconds of a step, median."""
     seconds: float | None
-    """Mean of whole runs."""
+    """Seconds of a whole run, mean."""
     busy: bool
-    """Times are no measurements."""
+    """Whether other work was on the machine, so that the times are no measurements."""
     asked: int = 0
-    """Seeds it was to have."""
+    """Number of seeds that the arm was to have."""
     against: str = ""
-    """The arm that it is compared with, empty for the baseline."""
+    """Arm that it is compared with, empty for the baseline."""
 
 
 def judge(
@@ -78,8 +83,8 @@ def judge(
     seeds: int = 0,
     against: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ArmResult]:
-    """A row for each arm, in their order, also for one without runs. against: as of Comparison.  margin: of a mean
-    reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so."""
+    """Judge the arms: a row for each, in their order, also for an arm without runs. against: as in Comparison.  margin:
+    of a mean reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so."""
     by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
     rows = []
     for arm, runs in by_arm.items():
@@ -159,7 +164,7 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
 
 
 def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float, float]]:
-    """(step, mean, smallest, largest) over the runs that have the step. field: of Step."""
+    """Return (step, mean, smallest, largest) over the runs that have the step. field: of Step."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.steps:

@@ -38,7 +38,8 @@ _LOOK_S = 3.0
 
 
 class Step(NamedTuple):
-    """Of a line of metrics what a comparison asks for, as of StepMetrics: 300 bytes, where a whole line takes 2 KiB."""
+    """The part of a line of metrics that a comparison needs, as in StepMetrics: 300 bytes, where a whole line takes 2
+    KiB."""
 
     step: int
     scheme: str = ""
@@ -57,7 +58,7 @@ _of_step = attrgetter(*Step._fields)
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run."""
+    """Result of one run."""
 
     arm: str
     seed: int
@@ -70,13 +71,13 @@ class RunResult:
     rewards: tuple[float, ...]
     """Rewards of the final validation in BF16, problem by problem, empty where there is no model."""
     seconds: float
-    """Seconds of its attempts, each from its first event to its last; pauses between them do not count."""
+    """Seconds of the run's attempts, each from its first event to its last; pauses between them do not count."""
     busy: float | None
-    """Share of the cores that others kept busy before it started, None: not known."""
+    """Share of the cores that other work kept busy before the run started; None: not known."""
     ended: float = 0.0
-    """Unix s of its last event, 0 for one without."""
+    """Time of the run's last event, Unix s; 0 where there is none."""
     host: str = ""
-    """Processor, cores and GPUs of the machine that it ran on."""
+    """Processor, cores and GPUs of the machine that the run was on."""
 
     @property
     def final(self) -> float | None:
@@ -84,12 +85,12 @@ class RunResult:
 
     @property
     def trainer_final(self) -> float | None:
-        """The same mean by the trainer's last validation, in the run's scheme."""
+        """Mean reward of the trainer's last validation, in the run's scheme."""
         return self.steps[-1].val_reward_mean if self.steps else None
 
     @property
     def is_busy(self) -> bool:
-        """Whether other work was on the machine, so that its times are no measurements."""
+        """Whether other work was on the machine, so that the run's times are no measurements."""
         return self.busy is None or self.busy > _BUSY
 
 
@@ -146,8 +147,8 @@ def note_busy(run_dir: Path, *, share: float) -> None:
 
 
 def busy_share() -> float:
-    """Share of all cores that are busy now, 0..1, over a few seconds. No load average: that of the last minute has the
-    run before in it."""
+    """Measure the share of all cores that are busy now, 0..1, over a few seconds. The load average of the last minute
+    would have the run before in it."""
     return psutil.cpu_percent(interval=_LOOK_S) / 100
 
 
@@ -155,12 +156,12 @@ def busy_share() -> float:
 
 
 class Job(Frozen):
-    """What the child (compare/child.py) is to do."""
+    """Work of the child (compare/child.py)."""
 
     run_dirs: tuple[str, ...]
     """Folders of runs, each with `model/`."""
     parquet: str
-    """The problems."""
+    """File of the problems."""
     task: Task
     """Task whose rewards judge: with the first run's copies of the user's files."""
     task_files: TaskFiles
@@ -175,7 +176,7 @@ class Job(Frozen):
 
 
 def write_final(run_dir: Path, rewards: list[float]) -> None:
-    """The rewards of the final validation, in the order of the problems. Appears whole or not at all."""
+    """Write the rewards of the final validation, in the order of the problems, whole or not at all."""
     write_whole(run_dir / FINAL_FILE, json.dumps({"schema_version": 1, "scheme": "bf16", "rewards": rewards}) + "\n")
 
 
@@ -197,7 +198,7 @@ def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None
 
 
 def _has_model(run_dir: Path) -> bool:
-    """Whether it counts as a result: a run that failed may be resumed and end with another result."""
+    """Whether the run's model counts as a result: a run that failed may be resumed and end with another one."""
     try:
         return has_result(read_record(run_dir)) and (run_dir / "model").is_dir()
     except (OSError, ValueError):

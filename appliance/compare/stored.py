@@ -20,18 +20,18 @@ SUFFIX = ".results.jsonl"  # after the comparison's name
 
 @dataclass(frozen=True)
 class StoredResult:
-    """A line of the file: one run, and all by which it is known as that run again."""
+    """A line of the file: the result of one run, and everything by which the run is recognised."""
 
     recipe: dict[str, Any]
-    """Every key, as the run's `recipe.yaml` has it."""
+    """Recipe with every key, as the run's `recipe.yaml` has it."""
     problems: str
     """Hash of all that makes the problems, in the name of their folder."""
     code: dict[str, str]
     """SHA-256 of each file of the user's code, by its name in the run."""
     date: str
-    """The day that the prompts were given, ISO; empty where they do not ask."""
+    """Day that the prompts were given, ISO; empty where the chat template does not ask for it."""
     commit: str
-    """Commit of the model on the hub, empty where it is not of the hub or nobody knew."""
+    """Commit of the model on the hub, empty where the model is not from the hub or the commit was not known."""
     result: RunResult
     schema_version: Literal[1] = 1
 
@@ -57,7 +57,8 @@ def _problems(run: PlannedRun) -> str:
 
 
 def read_results(file: Path) -> list[StoredResult]:
-    """Raises RecipeError where the file cannot be read, or a line of it is not one that this program writes."""
+    """Read stored results. Raises RecipeError where the file cannot be read, or a line of it is not one that this
+    program writes."""
     try:
         lines = file.read_text().splitlines()
         return [parse(line, StoredResult, place=f"{file}:{number}") for number, line in enumerate(lines, start=1)]
@@ -67,12 +68,13 @@ def read_results(file: Path) -> list[StoredResult]:
 
 
 def date_of(stored: list[StoredResult]) -> str | None:
-    """The day that prompts were given there, None where none asks for it."""
+    """Return the day that prompts were given in the stored runs; None where no chat template asks for it."""
     return next((line.date for line in stored if line.date), None)
 
 
 def result_of(run: PlannedRun, *, stored: list[StoredResult]) -> tuple[RunResult | None, str]:
-    """The stored result of this very run, and where its arm and seed have only another one, what differs."""
+    """Return the stored result of this very run; where its arm and seed have only the result of another run, None and
+    what differs."""
     differs = ""
     for line in stored:
         if (line.result.arm, line.result.seed) == (run.arm, run.seed):

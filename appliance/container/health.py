@@ -26,18 +26,18 @@ _TOLD_IN = ("events.jsonl", "metrics.jsonl", "logs/*/*.log")
 class Health:
     is_healthy: bool
     what: str
-    """One line for `docker inspect`."""
+    """Description for `docker inspect`, one line."""
 
 
 def look(proc: Path = Path("/proc")) -> Health:
-    """The health of this container's run or node, or of the one that is worst off where there are several."""
+    """Judge the health of this container's run or node, or of the worst one where there are several."""
     runs, nodes = marked(proc)
     judged = [*(_of_run(folder) for folder in runs), *(_of_node(folder) for folder in nodes)]
     return min(judged, key=lambda each: each.is_healthy, default=Health(True, "no run yet"))
 
 
 def marked(proc: Path) -> tuple[list[Path], list[Path]]:
-    """The folders of the runs, and of the joined nodes, whose processes live here. proc: as /proc."""
+    """Find the folders of the runs, and of the joined nodes, whose processes live here. proc: as /proc."""
     runs, nodes = set(), set()
     for file in proc.glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone, or somebody else's
@@ -64,7 +64,7 @@ def _of_node(folder: Path) -> Health:
     try:
         training = read_notice(folder)
         if training is None:
-            return Health(True, "a node, of no training yet")
+            return Health(True, "a node that has no training yet")
         run_dir = training.run_dir
         record = read_record(run_dir)
     except (OSError, ValueError) as error:
@@ -82,7 +82,8 @@ def _of_run(run_dir: Path) -> Health:
 
 
 def judge(name: str, record: RunRecord, *, launched: bool, quiet_s: float) -> Health:
-    """launched: its launcher lives.  quiet_s: since a process of the run wrote anything."""
+    """Judge a run. launched: whether its launcher lives.  quiet_s: seconds since a process of the run wrote
+    anything."""
     where = f"{name}: attempt {record.attempt}, {phase_text(record.phase)}"
     if record.state in (RunStatus.FAILED, RunStatus.STOPPED):
         return Health(False, f"{name}: {record.state}: {record.reason}")

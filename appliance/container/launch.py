@@ -61,7 +61,7 @@ _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 
 @dataclass(frozen=True)
 class ContainerSpec:
-    """The arguments that `docker run` would get."""
+    """Settings of a container, as `docker run` would get them."""
 
     image: str
     argv: tuple[str, ...]
@@ -70,10 +70,10 @@ class ContainerSpec:
     gpus: bool
     shm_bytes: int
     folders: tuple[tuple[str, bool], ...] = ()
-    """(folder or file, read-only), each at its own path."""
+    """Mounts, each at its own path: (folder or file, whether it is read-only)."""
     network: str = ""  # empty: Docker's own
     token: str = ""
-    """The file with the hub's token, where the run asks the hub and there is one, or empty."""
+    """File with the hub's token, where the run asks the hub and there is such a file; or empty."""
     variables: tuple[tuple[str, str], ...] = ()
     """Variables of this process that the program inside gets."""
 
@@ -94,9 +94,9 @@ def container_spec(
     user: str,
     resume: str = "never",
 ) -> ContainerSpec:
-    """argv: of the program inside.  typed: the recipe's name or file.  image: None: the one that the device needs.
-    folder: the current one, absolute.  resume: as `train` has it.
-    Raises RecipeError where the folder cannot be mounted: it would hide the image's own."""
+    """Make the settings of the container of a training. argv: of the program inside.  typed: the recipe's name or file.
+    image: None: the one that the device needs.  folder: the current one, absolute.  resume: as `train` has it. Raises
+    RecipeError where the folder cannot be mounted: it would hide the image's own."""
     if _hides_the_images_own(folder):
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
@@ -169,7 +169,7 @@ def _hides_the_images_own(path: Path) -> bool:
 
 
 def run_in_container(spec: ContainerSpec) -> int:
-    """Start, follow and outlive one container; returns the program's exit code.
+    """Start one container, follow it to its end and return the program's exit code.
 
     The first SIGINT, SIGTERM or SIGHUP stops it as `docker stop` does, with the time that a save takes; the second
     kills it. Raises PreflightError where no engine answers, the image is missing, or the container cannot start.
@@ -281,8 +281,9 @@ def stop_without(findings: Sequence[Finding]) -> None:
 def examine_and_train(
     recipe: Recipe, *, typed: str, name: str | None, resume: str, dry_run: bool, json_mode: bool, image: str | None
 ) -> int:
-    """`appliance train --in-container`. typed: the recipe's name or file.  Raises as the functions below and above.
-    Rewards and tools are not asked here: the program inside asks them, the user's code runs in the container only."""
+    """Examine a recipe on this host and train it in the image (`appliance train --in-container`). typed: the recipe's
+    name or file.  Raises as the functions below and above. Rewards and tools are not asked here: the program inside
+    asks them, the user's code runs in the container only."""
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
     plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)
@@ -313,13 +314,15 @@ def train_in_container(
         except OSError as error:
             raise cannot_write(written, error) from error
     if _asks_hub(plan) and hub.is_token_in_a_variable():
-        instead = f"it has that of {spec.token}" if spec.token else "write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
+        to_file = "write it to a file (mode 0600), and set HF_TOKEN_PATH=FILE"
+        instead = f"it uses the one in {spec.token}" if spec.token else to_file
         console.say(f"note: the container gets no token from a variable: {instead}")
     return run_in_container(spec)
 
 
 def without_home(recipe: Recipe) -> Iterator[str]:
-    """`--set` for each path of the recipe that begins with `~`, as it reads outside: inside it means another home."""
+    """Yield a `--set` for each path of the recipe that begins with `~`, written out as it is outside: inside `~` is
+    another folder."""
     for key in PATHS:
         value = attrgetter(key)(recipe)
         if value and value.startswith("~"):
@@ -334,7 +337,7 @@ def without_home(recipe: Recipe) -> Iterator[str]:
 
 
 def inner_argv(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Our own command line for the program inside: the same without what chooses the container."""
+    """Return our own command line for the program inside, without the options that choose the container."""
     passed_on, skip = [], False
     for argument in arguments:
         if skip or argument == "--in-container" or argument.startswith("--image="):

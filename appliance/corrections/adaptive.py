@@ -39,7 +39,7 @@ K3_SCALE = 0.005  # nats: at 0.015, where others call a mismatch bad, the severi
 class Adaptive(Correction):
     name = "adaptive"
     compared = "`w` of a token, and the whole step"
-    effect = "weighed by `1 + share * (min(w, cap) - 1)`, with one share of 0 to 1 for each step"
+    effect = "weighted by `1 + share * (min(w, cap) - 1)`, with one share of 0 to 1 for each step"
     usual_cap = 2.0
     source = "the cap of tis"
     cuts_tokens = True

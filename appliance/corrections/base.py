@@ -51,14 +51,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of some sequences. None, from `Correction.act`: left as it is."""
+    """Correction of some sequences. None, from `Correction.act`: left as it is."""
 
     weights_BT: Tensor | None = None
     """Factor of each token's loss, 0 at padding. None: 1."""
     kept_BT: Tensor | None = None
     """Real tokens that stay. None: all."""
     acted_BT: Tensor | None = None
-    """Real tokens that were cut, weighed 0, dropped or clipped for the quantisation alone. None: none."""
+    """Real tokens that were cut, weighted 0, dropped or clipped for the quantisation alone. None: none."""
     lower_BT: Tensor | None = None
     """Lower bound of the ratio. Only with upper_BT, and only of a method that `clips`."""
     upper_BT: Tensor | None = None
@@ -77,17 +77,17 @@ class Correction:
     source: ClassVar[str] = ""
     """Origin of the usual limit."""
     cuts_tokens: ClassVar[bool] = False
-    """Whether `cap` is where a single token's `w` itself is cut, so that the share above it is the governor's: the caps
-    of others are of other things (of a root, of a sequence)."""
+    """Whether `cap` is where a single token's `w` itself is cut, so that the guard judges the share of tokens above it.
+    The caps of other methods are of other quantities (a root, a whole sequence)."""
     clips: ClassVar[bool] = False
-    """Whether the bounds of the ratio are the method's, token by token, in place of the recipe's."""
+    """Whether the method, and not the recipe, sets the bounds of the ratio, token by token."""
     ratio_to: ClassVar[str] = "old_log_probs"
-    """The field of the batch with the policy that the probability ratio is to."""
+    """Field of the batch with the policy that the probability ratio is relative to."""
     has_shadow_pass: ClassVar[bool] = False
     reads_step: ClassVar[bool] = False
     """Whether `for_step` reads the step's sequences, so that no part of them can be corrected before all are known."""
     of_tokens: ClassVar[bool] = False
-    """Whether it weighs or clips the tokens of a response one by one."""
+    """Whether the method weights or clips the tokens of a response one by one."""
     centers: ClassVar[bool] = False
     """Whether the loss gets the term of score centering (centering.py), with `cap` as the cap of its weights."""
 
@@ -164,7 +164,7 @@ class Correction:
     @classmethod
     def conflict(cls, loss: Loss) -> str:
         """Return why the method has no meaning beside that loss; empty where it has one."""
-        does = "clips" if cls.clips else "weighs"
+        does = "clips" if cls.clips else "weights"
         if cls.of_tokens and loss.spec.weighs_responses:
             of = "one ratio" if loss.spec.of_sequences else "one product"
             return f"`{cls.name}` {does} a response token by token, and `{loss}` has {of} for all of them"

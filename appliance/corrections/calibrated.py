@@ -94,7 +94,7 @@ class CalibratedClipping(Correction):
             span = f"{1 - clip.low:g}..{1 + clip.high:g}"
             message = f"1/{cap:g}..{cap:g} leaves out a part of the clip range {span}, which can only be widened"
             keys = ("correction.cap", "algorithm.clip_high", "correction.method")
-            yield keys, message, f"give {least:.4g} at least"
+            yield keys, message, f"give at least {least:.4g}"
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What recipe, plan and corrections know of a loss."""
+    """Properties of a loss that recipe, plan and corrections have to know."""
 
     clip: ClipRange = ClipRange()
-    """Where the recipe gives none."""
+    """Clip range where the recipe gives none."""
     dual_clip: float = 3.0
     """Bound of the ratio where the advantage is negative and the recipe gives none, > 1."""
     source: str = ""
@@ -84,7 +84,7 @@ class LossSpec:
     in_nats: bool = False
     """Whether its bounds are of the logarithm of the ratio: exp(-clip_low), exp(clip_high)."""
     correction: str = ""
-    """Correction that the loss's source has with it."""
+    """Correction that the loss's source uses with it."""
     of_sequences: bool = False
     """Whether its ratio is one number for a response, the geometric mean of its tokens' ratios."""
     weighs_responses: bool = False
@@ -92,11 +92,11 @@ class LossSpec:
     keeps_gradient: bool = False
     """Whether a token outside of the bounds still learns."""
     fixed_bounds: str = ""
-    """Why a correction cannot move the clip bounds of single tokens; empty where it can."""
+    """Reason why a correction cannot move the clip bounds of single tokens; empty where it can."""
     aggregate: Aggregate = Aggregate.TOKEN_MEAN
-    """Where the recipe gives none."""
+    """Aggregation where the recipe gives none."""
     own_aggregate: bool = False
-    """Whether it has no other."""
+    """Whether the loss has no other aggregation."""
 
 
 LOSSES: dict[Loss, LossSpec] = {

@@ -1,4 +1,4 @@
-"""The published corrections: none, those that weigh each token's loss, and those that drop a sequence whole.
+"""The published corrections: none, those that weight each token's loss, and those that drop a sequence whole.
 
 ACR (adaptive clipping range) is `tis` with a wider upper clip bound where a weight was cut. R = p_theta / p_trainer of
 a token, w = p_trainer / p_rollout, A its advantage, C the cap, e the clip range. To truncate w at C is to replace
@@ -60,7 +60,7 @@ class NoCorrection(Correction):
 class Tis(Correction):
     name = "tis"
     compared = "`w` of a token"
-    effect = "the loss is weighed by `min(w, cap)`"
+    effect = "the loss is weighted by `min(w, cap)`"
     usual_cap = 2.0
     source = "the cap in most published runs"
     cuts_tokens = True
@@ -102,7 +102,7 @@ class Acr(Tis):
 class TisSequence(Correction):
     name = "tis-sequence"
     compared = "product of a sequence's `w`"
-    effect = "every token of it is weighed by `min(product, cap)`"
+    effect = "every token of it is weighted by `min(product, cap)`"
     usual_cap = 2.0
     source = "published caps of a whole sequence are 2 to 10"
 
@@ -114,7 +114,7 @@ class TisSequence(Correction):
 class TisGeometric(Correction):
     name = "tis-geometric"
     compared = "geometric mean of a sequence's `w`"
-    effect = "every token of it is weighed by `min(mean, cap)`"
+    effect = "every token of it is weighted by `min(mean, cap)`"
     usual_cap = 2.0
     source = "the cap of TBPO's weight"
 
@@ -127,7 +127,7 @@ class TisGeometric(Correction):
 class IcePop(Correction):
     name = "icepop"
     compared = "`w` of a token"
-    effect = "weighed by `w` inside, 0 outside"
+    effect = "weighted by `w` inside, 0 outside"
     usual_bounds = (0.5, 5.0)
     source = "the bounds of IcePop"
     of_tokens = True

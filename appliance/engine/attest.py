@@ -36,7 +36,7 @@ REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
 @dataclass(frozen=True)
 class LiveScheme:
-    """What a model's layers really do."""
+    """Scheme and kernels of a model's layers, as read from the layers themselves."""
 
     scheme: Scheme
     emulated: bool
@@ -58,7 +58,7 @@ def live_scheme(model: Module) -> LiveScheme:
         fallen = [name for name, method in methods.items() if _has_fallen(method, model.get_submodule(name), name=name)]
         if fallen:
             raise EngineError(
-                f"{len(fallen)} layers are not {schemes[0]} and were not to be left out, first {fallen[0]}"
+                f"{len(fallen)} layers are not {schemes[0]} and are not to be left out, the first is {fallen[0]}"
             )
     kernels = [
         method.kernel_name if isinstance(method, Quantising) else type(method).__name__ for method in methods.values()

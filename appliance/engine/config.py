@@ -102,7 +102,8 @@ class Fp32HeadMethod(UnquantizedEmbeddingMethod):
         """Do nothing: vLLM's CPU backend would pack a BF16 copy that only its own `apply` reads."""
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[M, V] float32. layer.weight: [V, K]; V: this rank's part of the vocabulary, padding included."""
+        """Multiply by the head, to [M, V] float32. layer.weight: [V, K]; V: this rank's part of the vocabulary, padding
+        included."""
         x_MK = x.reshape(-1, x.shape[-1])
         if x.is_cuda:  # products of BF16 values are exact in float32, and so are sums in it: no copy needed (read only)
             out_MV = torch.mm(x_MK, layer.weight.t(), out_dtype=torch.float32)
@@ -125,13 +126,13 @@ def _widened_product(x_MK: Tensor, weight_VK: Tensor) -> Tensor:
 
 @register_quantization_config(METHOD_NAME)
 class ApplianceConfig(QuantizationConfig):
-    """One per engine. Made by vLLM from `hf_overrides.quantization_config`, see `terms/settings.py`."""
+    """Settings of one engine. vLLM makes them from `hf_overrides.quantization_config`, see `terms/settings.py`."""
 
     def __init__(self, quantisation: Quantisation | None = None) -> None:
         super().__init__()
         if quantisation is None:
             raise EngineError(
-                f"quantization={METHOD_NAME} says no scheme",
+                f"quantization={METHOD_NAME} names no scheme",
                 hint="start the engine with everything that Quantisation(...).engine_arguments() gives",
             )
         spec = quantisation.scheme.spec
@@ -149,7 +150,7 @@ class ApplianceConfig(QuantizationConfig):
         return METHOD_NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What codec, proof and trainer round to."""
+        """Return the types to which codec, proof and trainer round."""
         return [torch.bfloat16, *([torch.float16] if self.quantisation.scheme.spec.in_fp16 else [])]
 
     @classmethod
@@ -163,7 +164,8 @@ class ApplianceConfig(QuantizationConfig):
     @staticmethod
     @functools.cache
     def get_cache_scale_mapper() -> Any:
-        """vLLM's own, made once: it compiles its patterns at each `load_weights`, and ours are of one tensor."""
+        """Return vLLM's own mapper, made once: it compiles its patterns at each `load_weights`, and ours are of one
+        tensor."""
         return QuantizationConfig.get_cache_scale_mapper()
 
     @classmethod
@@ -171,8 +173,8 @@ class ApplianceConfig(QuantizationConfig):
         return cls(quantisation_from_config(config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """vLLM calls it with the model's configuration, in the process that starts the engine. Raises EngineError for
-        a model without an architecture, and for a profile of a family that has no row in the list."""
+        """Check the model's configuration, with which vLLM calls this in the process that starts the engine. Raises
+        EngineError for a model without an architecture, and for a profile of a family that has no row in the list."""
         architectures = getattr(hf_config, "architectures", None) or ()
         if not architectures:
             raise EngineError(f"{model_name}: {why_unknown(architectures)}", hint=HINT)
@@ -192,7 +194,7 @@ class ApplianceConfig(QuantizationConfig):
         return None
 
     def quantises(self, layer: Module, *, name: str) -> bool:
-        """Whether a layer of any model is one that these settings quantise. name: of the module."""
+        """Return whether a layer of any model is one that these settings quantise. name: of the module."""
         if not self.quantisation.scheme.quantised or self._is_ignored(layer_name(layer, name=name)):
             return False
         return isinstance(layer, RoutedExperts) or (isinstance(layer, LinearBase) and not is_router(layer, prefix=name))
@@ -241,7 +243,7 @@ def _holding_layers(model: Module) -> Iterator[tuple[str, Module]]:
 
 
 def require_known_layers(model: Module) -> None:
-    """Raises EngineError for a layer of another class than KNOWN_LAYERS."""
+    """Check the classes of a model's layers. Raises EngineError for a layer of another class than KNOWN_LAYERS."""
     for name, layer in _holding_layers(model):
         _require_known_layer(layer, name=name)
 
@@ -263,7 +265,9 @@ def _holds_vectors_alone(layer: Module) -> bool:
 
 
 def require_ignored_layers(model: Module, config: object) -> None:
-    """Every entry of `ignore` that a user wrote names a layer: one that is misspelt would quantise what was to be kept.
+    """Check that every entry of `ignore` that a user wrote names a layer: one that is misspelt would quantise what was
+    to be kept. config: vLLM's quantisation config of the engine; another one than ours has nothing to check.  A
+    profile's own entries are not checked: it names each part that is there.  Raises EngineError.
 
     config: vLLM's quantisation config of the engine; another one than ours has nothing to check.  A profile's own
     entries are not checked: it names each part that is there.  Raises EngineError.
@@ -281,5 +285,5 @@ def require_ignored_layers(model: Module, config: object) -> None:
 
 
 def is_router(layer: Module, *, prefix: str) -> bool:
-    """Whether a linear layer decides which experts a token goes to (or how much of the shared one)."""
+    """Return whether a linear layer decides which experts a token goes to (or how much of the shared one)."""
     return isinstance(layer, ReplicatedLinear) and prefix.rsplit(".", 1)[-1] in ROUTER_NAMES

@@ -60,7 +60,8 @@ class ExpertGemm(Module):
             self.register_parameter(name, None)
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
-        """absmax: of the whole weight, where this one is a part that does not show it. Raises NumericsError."""
+        """Quantise one of an expert's weights. absmax: of the whole weight, where this one is a part that does not show
+        it. Raises NumericsError."""
         self.quant_method.require_shape(self.prefix, rows=len(weight_NK), length=weight_NK.shape[1])
         self.length = weight_NK.shape[1]
         self.logical_widths = [len(weight_NK)]
@@ -74,7 +75,7 @@ class ExpertGemm(Module):
 
 
 class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
-    """One object per layer of experts. `gemms` has two entries per expert of this rank: w13, then w2."""
+    """The method of one layer of experts. `gemms` has two entries per expert of this rank: w13, then w2."""
 
     provable = False  # each of `gemms` is a separate layer
     supports_eplb = False
@@ -145,7 +146,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     def apply_monolithic(
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
-        """Routed as vLLM's BF16 experts on a CPU are."""
+        """Route tokens as vLLM's BF16 experts on a CPU do, and compute the experts' outputs."""
         weights_MT, ids_MT = select_experts(
             hidden_states=x,
             router_logits=router_logits,

@@ -1,4 +1,4 @@
-"""The first load of a vLLM model, held against what the model needs, as each later update is (update.py).
+"""The first load of a vLLM model, compared with what the model needs, as every later update is (update.py).
 
 vLLM itself counts a fused layer as loaded once one of its parts has come, and any layer with a quantisation method as
 loaded without asking; what nobody wrote is memory as it was found. Here the elements are counted that each layer gets.
@@ -52,9 +52,10 @@ _HINT = "the checkpoint is not the model of its config.json: copy or download it
 
 @contextmanager
 def checked_first_load(model: Module, *, model_config: Any, needs_places: bool = False) -> Iterator[None]:
-    """Check the one call of the model's `load_weights` within it, its first load. Raises WeightsError for a checkpoint
-    that is not the model's, which becomes an event here: whoever started the engine gets no error of its processes. A
-    draft model is left alone, which has layers of another one's, and so is a later update, which proves itself.
+    """Check the first load of a model: the one call of its `load_weights` while this is open. Raises WeightsError for a
+    checkpoint that is not the model's. The error is written as an event of the run here, since whoever started the
+    engine gets no error from its processes. A draft model is not checked, as it has layers of another model's, and
+    neither is a later update, which is proven.
 
     model_config: vLLM's.  needs_places: refuse a model whose structure does not show where each tensor belongs, as
     engines that quantise do (EngineError).
@@ -86,8 +87,9 @@ def checked_first_load(model: Module, *, model_config: Any, needs_places: bool =
 
 @register_model_loader(LOAD_FORMAT)
 class WholeLoader(DefaultModelLoader):
-    """vLLM's own for checkpoints on disk, with a held first load: what a plan's engines are started with. It reads
-    transformers' files and no others: Mistral's `consolidated*.safetensors` beside them has all weights once more."""
+    """vLLM's own loader for checkpoints on disk, with the check of the first load; a plan's engines are started with
+    it. It reads transformers' files and no others: Mistral's `consolidated*.safetensors` beside them hold all weights
+    once more."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="hf"))
@@ -109,7 +111,7 @@ class WholeLoader(DefaultModelLoader):
 
 
 class FirstLoad:
-    """Counts the elements that each layer of a model gets."""
+    """Counter of the elements that each layer of a model gets."""
 
     def __init__(self, model: Module, *, model_config: Any, needs_places: bool) -> None:
         """model_config: vLLM's.  needs_places: as in checked_first_load, which has looked at the structure."""
@@ -132,7 +134,7 @@ class FirstLoad:
         return place.parameter == "weight" if layer is None else getattr(layer, place.parameter, None) is not None
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
-        """The same tensors. Raises WeightsError for one that is none of the model's."""
+        """Yield the same tensors. Raises WeightsError for one that is not the model's."""
         for name, tensor in weights:
             usual_name = self._rename(name, tensor)
             if usual_name in self._came:
@@ -152,7 +154,7 @@ class FirstLoad:
         try:
             return str(rename(name, torch.empty(tensor.shape, device="meta"))[0])
         except RuntimeError as error:
-            fact = f"{name} has the shape {list(tensor.shape)}, which the model's heads have not"
+            fact = f"{name} has the shape {list(tensor.shape)}, which does not fit the model's heads"
             raise WeightsError(f"first load: {fact}", hint=_HINT) from error
 
     def _require_place(self, name: str, tensor: Tensor) -> None:
@@ -182,7 +184,7 @@ class FirstLoad:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Have every parameter's loader count for its layer meanwhile."""
+        """Count, while this is open, what each parameter's loader writes into its layer."""
         put: list[tuple[Tensor, Callable[..., Any] | None, Callable[..., Any]]] = []
         for name, layer in self._layers.items():
             for key, parameter in layer.named_parameters(recurse=False):
@@ -215,8 +217,8 @@ class FirstLoad:
         return counted_loader
 
     def require_whole(self, loaded: set[str] | None) -> None:
-        """Raises WeightsError for layers that did not get all of their elements. loaded: names of the model's own
-        parameters, as its class returns them."""
+        """Check that the layers got all of their elements. loaded: names of the model's own parameters, as its class
+        returns them. Raises WeightsError for layers that did not."""
         missing = []
         for name, layer in self._layers.items():
             is_complete = name in self._online and not get_layerwise_info(layer).can_load()  # and quantised by now

@@ -52,7 +52,7 @@ _READ_ROWS = frozenset(
 
 
 class NativeFp8Method(Quantising):
-    """Ours of a method of vLLM's, whose class comes after this one."""
+    """One of vLLM's methods, with what our proof asks of it. vLLM's class comes after this one."""
 
     proof = NativeFp8Proof
 
@@ -67,7 +67,7 @@ class NativeFp8Method(Quantising):
             self.on_quantised(layer, sampled(weight_NK), held)
 
     def held_weight(self, layer: Module) -> QuantisedWeight | None:
-        """Codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""
+        """Return codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""
         scale = self.held_scale(layer) if type(self.fp8_linear) in _READ_ROWS else None
         rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
         block = weight_block(self.scheme, shape=(rows, columns))
@@ -95,7 +95,7 @@ class NativeFp8Method(Quantising):
 
     @property
     def kernel_name(self) -> str:
-        """One that only widens the weights (Marlin) shows here."""
+        """Name of the kernel, which also shows one that only widens the weights (Marlin)."""
         return type(self.fp8_linear).__name__
 
 
@@ -125,12 +125,13 @@ _METHODS = {kind.scheme: kind for kind in (NativeTensorMethod, NativeChannelMeth
 
 
 def native_fp8_method(scheme: Scheme) -> NativeFp8Method:
-    """scheme: one of FP8. vLLM raises ValueError where the GPU has no kernel for it."""
+    """Return vLLM's method with our proof. scheme: one of FP8. vLLM raises ValueError where the GPU has no kernel for
+    it."""
     return _METHODS[scheme]()
 
 
 class EmulatedLinearMethod(OnlineLinearMethod):
-    """One per layer. layer.weight: float8 codes [N, K].  layer.weight_scale: float32, see the codec."""
+    """The method of one layer. layer.weight: float8 codes [N, K].  layer.weight_scale: float32, see the codec."""
 
     emulated = True
     proof = EmulatedProof

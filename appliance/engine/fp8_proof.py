@@ -233,7 +233,7 @@ class NativeFp8Proof(Fp8Proof):
         return TOKENS
 
     def probe_TK(self) -> Tensor:
-        """[T, K] float32 on the CPU."""
+        """Return the probe, [T, K] float32 on the CPU."""
         probe_TK = torch.zeros((len(self.columns_T), self.shape.length), dtype=torch.float32, device="cpu")
         probe_TK[torch.arange(len(probe_TK), device="cpu"), self.columns_T] = self._values_T.float()
         return probe_TK

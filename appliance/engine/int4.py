@@ -111,15 +111,15 @@ class Int4Proof(KernelProof):
 
 
 def quantise(weight_NK: Tensor) -> QuantisedWeight:
-    """The codec's result, bit for bit. Raises NumericsError."""
+    """Quantise to the codec's result, bit for bit. Raises NumericsError."""
     from appliance.quant.numba_int4 import quantise_int4_numba  # a compiler that other schemes do not need
 
     return quantise_int4_numba(weight_NK)
 
 
 class Int4LinearMethod(OnlineLinearMethod):
-    """One per layer. gemm: what multiplies; None before the first load. It is this object's and not the layer's, as
-    INT8's."""
+    """The method of one layer. gemm: what multiplies; None before the first load. It is this object's and not the
+    layer's, as INT8's."""
 
     proof = Int4Proof
 

@@ -37,7 +37,7 @@ _CUTLASS = 16
 
 
 class Int8LinearMethod(OnlineLinearMethod):
-    """One per layer. gemm: on a CPU, what multiplies.  dtype: of activations and answers.
+    """The method of one layer. gemm: on a CPU, what multiplies.  dtype: of activations and answers.
 
     A row's codes depend on that row alone: on a CPU, on one rank, a layer's tensors are quantised where they lie, each
     into its rows, and no weight is assembled of them.
@@ -158,8 +158,8 @@ def _rows(widths: list[int], shard: str | int | tuple[int, ...] | None = None) -
 
 
 def refuse_ragged(name: str, codes_NK: Tensor) -> None:
-    """vLLM gives such a layer to a Triton kernel that rounds before it adds the bias: no proof holds it. Raises
-    EngineError."""
+    """Refuse a layer that vLLM would give to a Triton kernel, which rounds before it adds the bias: no proof covers
+    that. Raises EngineError."""
     if any(size % _CUTLASS for size in codes_NK.shape):
         raise EngineError(
             f"{name}: {codes_NK.shape[0]} x {codes_NK.shape[1]} on this rank; on a GPU `int8` needs multiples of "
@@ -171,7 +171,7 @@ def refuse_ragged(name: str, codes_NK: Tensor) -> None:
 def quantise_for_kernel(
     weight_NK: Tensor, *, absmax: Tensor | None = None, known_finite: bool = False, into_NK: Tensor | None = None
 ) -> QuantisedWeight:
-    """The codec's result bit for bit, by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
+    """Quantise to the codec's result, bit for bit: by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
 
     weight_NK: [N, K].  absmax: [N, 1] float32, of the whole rows where these are a part.  into_NK: on a CPU, memory for
     the codes of whole rows.

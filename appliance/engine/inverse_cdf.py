@@ -45,13 +45,14 @@ _LN2_HIGH, _LN2_LOW = float32(0.693145751953125), float32(1.42860677e-06)  # the
 
 
 def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """[B] float64 in (0, 1).  seeds_B: any 64 bits.  positions_B: of the token in its sequence."""
+    """Return one number per row, [B] float64 in (0, 1).  seeds_B: any 64 bits.  positions_B: of the token in its
+    sequence."""
     bits_B = _mixed(_mixed(seeds_B) + (positions_B + uint64(1)) * _GOLDEN)
     return ((bits_B >> uint64(12)).astype(float64) + 0.5) * 2.0**-52
 
 
 def draw(logits_BV: Tensor, uniform_B: NDArray[np.float64]) -> Tensor:
-    """The drawn words, [B] int64.
+    """Draw one word per row, [B] int64.
 
     logits_BV: float32 on a CPU, after temperature; -inf where a word may not be drawn.  uniform_B: in [0, 1).
     A row with a NaN or +inf, or with -inf alone, gives word 0, as vLLM's own sampler does: its log-probs are NaN, and

@@ -76,19 +76,19 @@ _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
 
 @dataclass(frozen=True)
 class ProofRequest:
-    """Of one layer at one sync."""
+    """Request to prove one layer at one sync."""
 
     sync: int
     round: int
-    """Number of times that n syncs went by; the part that is checked follows from it."""
+    """Number of rounds of n syncs that are over; it decides which part is checked."""
     full: bool
     thorough: bool
-    """A full proof in which it is this layer's turn for what is dear."""
+    """Whether this is a full proof in which it is the layer's turn for the checks that cost most."""
     parts: int = 1
-    """INT8 looks at one row in so many, and of experts in BF16 one in so many is compared."""
+    """Number of parts, of which one is looked at: of INT8's rows, and of the experts in BF16."""
 
     def takes(self, number: int) -> bool:
-        """Whether it is the turn of this row or expert."""
+        """Return whether it is the turn of this row or expert."""
         return number % self.parts == self.round % self.parts
 
 
@@ -111,7 +111,7 @@ def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = Fa
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a kernel has or gives, and what the tensor received gives."""
+    """Difference between what a kernel has or answers and what the tensor received gives."""
 
     what: str
     kernel: float | str
@@ -125,12 +125,12 @@ class Mismatch:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
         sides = (self.kernel, self.expected)
         held, wanted = (side if isinstance(side, str) else f"{side:.9g}" for side in sides)
-        return f"{self.what}: there is {held}, the tensor received gives {wanted}{allowed}"
+        return f"{self.what}: the engine has {held}, the tensor received gives {wanted}{allowed}"
 
 
 @dataclass(eq=False)
 class KernelProof(ABC):
-    """Of one layer in one sync: `take` every tensor of its weight, then `check`.
+    """Proof of one layer in one sync: `take` every tensor of its weight, then `check`.
 
     What it keeps is on the CPU, whatever torch's default device is.
     """
@@ -146,11 +146,11 @@ class KernelProof(ABC):
 
     @abstractmethod
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        """tensor: whole, as received.  Raises NumericsError."""
+        """Take a tensor of the layer's weight. tensor: whole, as received.  Raises NumericsError."""
 
     @abstractmethod
     def check(self, layer: Module) -> Mismatch | None:
-        """What differs first, or None."""
+        """Return the first difference, or None."""
 
     def _signs(self, count: int) -> Tensor:
         return self._integers(0, 2, count=count) * 2 - 1
@@ -265,14 +265,15 @@ class Bf16Proof(KernelProof):
 
 
 def rounds_once() -> bool:
-    """Whether a product that is not quantised gets its bias before it is rounded: oneDNN's does."""
+    """Return whether a product that is not quantised gets its bias before it is rounded, as oneDNN's does."""
     return current_platform.is_cpu()
 
 
 def first_answer(
     layer: Module, probe_K: Tensor, *, exact_N: Tensor, bound_N: Tensor, dtype: torch.dtype
 ) -> Mismatch | None:
-    """What the layer answers otherwise than it must. bound_N: before the rest is rounded to `dtype`, the layer's."""
+    """Return the first wrong answer of a layer, or None. bound_N: before the rest is rounded to `dtype`, the
+    layer's."""
     bias_N = -exact_N.to(dtype)
     rest_N = answer(layer, probe_K[None], bias_N=bias_N, dtype=dtype)[0]
     wanted_N = exact_N + bias_N.double()
@@ -286,7 +287,7 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: tor
 
 
 def ask_kernel(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[M, N] where the layer is: what its method makes of a probe, with a bias of ours in place of its own."""
+    """Return [M, N] where the layer is: what its method makes of a probe, with a bias of ours in place of its own."""
     device = torch.get_default_device()
     bias_N = None if bias_N is None else bias_N.to(device)
     out_MN: Tensor = layer.quant_method.apply(layer, probe_MK.to(device, dtype), bias_N)
@@ -294,7 +295,7 @@ def ask_kernel(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype:
 
 
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
-    """All samples of an update together. Raises SyncError where the quantiser's numbers are not the codec's."""
+    """Check all samples of an update together. Raises SyncError where the quantiser's numbers are not the codec's."""
     by_length = defaultdict(list)
     for name, proof in proofs.items():
         for rows, weight_NK, codes in proof.samples if isinstance(proof, Int8Proof) else ():
@@ -312,14 +313,14 @@ def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
 
 
 def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
-    """[N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000."""
+    """Return [N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000."""
     if codes_NK.device.type == "cpu":
         return torch._int_mm(codes_NK.contiguous(), probe_K[:, None].contiguous())[:, 0].double()
     return torch.mv(codes_NK.double(), probe_K.double()).cpu()  # vLLM's batch-invariant matmul wants two matrices
 
 
 def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch | None:
-    """The channel that is furthest beyond its bound. What is not finite is beyond any."""
+    """Find the channel that is furthest beyond its bound. What is not finite is beyond any."""
     excess_N = torch.nan_to_num((kernel_N - expected_N).abs() / bound_N, nan=torch.inf)
     worst = int(excess_N.argmax())
     if float(excess_N[worst]) <= 1:
@@ -330,7 +331,8 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
 
 
 def first_scale(actual: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:
-    """Bit for bit, or `within` so much of the one expected: freed memory may hold anything, NaN too."""
+    """Find the first scale that is not the expected one, bit for bit or `within` such a part of it: freed memory may
+    hold anything, NaN too."""
     if actual.shape != expected.shape:
         return Mismatch("number of scales", float(actual.numel()), float(expected.numel()))
     fits = actual.view(torch.int32) == expected.view(torch.int32)

@@ -41,7 +41,7 @@ class ExpertSlot(Slot):
     dtype: torch.dtype = torch.bfloat16
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """[N, K] as it must lie there."""
+        """Cut the expert's part out of a tensor, [N, K] as it must be stored."""
         own_NK = super().cut(tensor)
         if not self.isa:
             return own_NK
@@ -54,8 +54,8 @@ class ExpertSlot(Slot):
 
 
 def expert_slots(model: Module, *, dtype: torch.dtype) -> Iterator[tuple[str, ExpertSlot]]:
-    """(name of a checkpoint's tensor, its place), of the experts that are not quantised and whose order is known here.
-    dtype: the engine's."""
+    """Yield (name of a checkpoint's tensor, its place) of the experts that are not quantised and whose order is known
+    here. dtype: the engine's."""
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(layer, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):

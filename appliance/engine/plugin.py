@@ -51,8 +51,8 @@ def register() -> None:
 
 
 def require_one_distribution() -> None:
-    """Raises EngineError where both are installed: they bring the same files, perhaps of two versions, and removing
-    one takes files of the other."""
+    """Refuse an installation that has both distributions: they bring the same files, perhaps of two versions, and
+    removing one takes files of the other. Raises EngineError."""
     from importlib.metadata import distributions
 
     from appliance.errors import EngineError

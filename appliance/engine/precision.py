@@ -52,7 +52,7 @@ _config = functools.lru_cache(maxsize=1)(ApplianceConfig)  # reads the profile
 
 
 def read_directive(tensor: Tensor) -> Precision:
-    """The inverse of sync/manifest.py's `directive`. Raises SyncError when the bytes are none."""
+    """Read a directive: the inverse of sync/manifest.py's `directive`. Raises SyncError when the bytes are none."""
     try:
         return precision_of(tensor.cpu().numpy().tobytes().decode())
     except ValueError as error:
@@ -74,8 +74,9 @@ class PrecisionSwitch:
         self._changed: list[Module] = []
 
     def change(self, wanted: Precision) -> tuple[str, ...]:
-        """The names of the layers that are now another way than before. Raises SyncError, before anything changed. An
-        engine without quantised layers has nothing to change, whatever is wanted."""
+        """Change the layers' precision, and return the names of those that are now another way than before. Raises
+        SyncError, before anything changed. An engine without quantised layers has nothing to change, whatever is
+        wanted."""
         if self._fixed and not wanted.is_planned:
             raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
         goals = {name: wanted.scheme or _quantised_method(layer).planned for name, layer in self._layers.items()}
@@ -109,7 +110,8 @@ class PrecisionSwitch:
         return names
 
     def release(self) -> None:
-        """What the old kernels of the changed layers held. Their new tensors stay, and are not copied into old ones."""
+        """Release what the old kernels of the changed layers held. Their new tensors stay, and are not copied into old
+        ones."""
         for layer in self._changed:
             get_layerwise_info(layer).kernel_tensors = None
             if isinstance(layer.quant_method, RaisedLinearMethod):

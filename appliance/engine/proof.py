@@ -1,4 +1,4 @@
-"""The proof of one weight update on one rank: every tensor taken is one that the model now computes with.
+"""The proof of one weight update on one rank: the model now computes with every tensor that was received.
 
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
 by a mapping (tensor_slots.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for
@@ -35,18 +35,19 @@ Place = tuple[str, str, int]  # a layer's name, its parameter, number of the par
 
 @dataclass(frozen=True)
 class Proven:
-    """As in an Acknowledgement."""
+    """Numbers of what an update has proven; fields as of an Acknowledgement."""
 
     layers: int
     layers_proven: int
     parameters_proven: int
     unproven: int
-    """Weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers of two, experts in BF16
-    that lie in an order that is not known here, and tensors that no layer of ours has."""
+    """Number of tensors that could not be proven: weights that a kernel of vLLM's own FP8 methods packs its own way or
+    rescales by powers of two, experts in BF16 whose order in memory is not known here, and tensors that no layer of
+    ours has."""
 
 
 class SyncProof:
-    """`begin`, `take` every tensor, and when vLLM has finished `check`."""
+    """Proof of a weight update: call `begin`, `take` with every tensor, and `check` when vLLM has finished."""
 
     def __init__(
         self, model: Module, *, tied_head: bool, rank: int, every: int, parts: int = 1, dtype: torch.dtype
@@ -84,8 +85,8 @@ class SyncProof:
         self._sources: dict[str, dict[int, str]] = {}  # of a layer's rows: where a tensor begins, and its name
 
     def begin(self, sync: int, *, changed: bool = False) -> None:
-        """sync: number of the update, from 1.  changed: layers have another precision than at the update before, so
-        all are asked, as at the first."""
+        """Begin the proof of an update. sync: number of the update, from 1.  changed: whether layers have another
+        precision than at the update before; then all layers are asked, as at the first update."""
         self._sync = sync
         if changed:
             self._provable = _provable(self._model, dtype=self._dtype)
@@ -103,20 +104,20 @@ class SyncProof:
         self._missing = {(slot.layer, slot.part) for slot in weights if slot.layer in self._kernels}
 
     def layers_of(self, name: str) -> list[Module]:
-        """The layers that a checkpoint's tensor has a part in, each once."""
+        """Return the layers that a checkpoint's tensor has a part in, each of them once."""
         return self._layers_of.get(name, [])
 
     def rounds(self, name: str) -> bool:
-        """Whether what this tensor is loaded into has the engine's dtype, and no other."""
+        """Return whether all parameters that this tensor is loaded into have the engine's dtype."""
         return name in self._slots and name not in self._wide
 
     def has_some_of(self, name: str) -> bool:
-        """Whether a place of this tensor has been taken, by it or by another that is fused with it."""
+        """Return whether the place of this tensor has been filled, by it or by another one that is fused with it."""
         return not self._taken.isdisjoint(self._places.get(name, ()))
 
     def notices(self, name: str) -> bool:
-        """Whether `check` will see, and name, a value of this tensor that is not finite, so that nobody has to look. On
-        a CPU: elsewhere no kernel was asked whether it skips what is multiplied by zero."""
+        """Return whether `check` will notice, and name, a value of this tensor that is not finite, so that no other
+        check is needed. Only on a CPU: no kernel of a GPU was tried for whether it skips what is multiplied by zero."""
         places = self._slots.get(name, ())
         return bool(places) and current_platform.is_cpu() and all(self._sees_all(slot) for slot in places)
 
@@ -125,12 +126,12 @@ class SyncProof:
         return slot.parameter == "weight" and isinstance(proof, Bf16Proof) and not proof.shape.is_cut
 
     def source_of(self, layer: str) -> str:
-        """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
+        """Return the checkpoint's name of the tensor that a layer's weight comes from, or an empty text."""
         return next((name for name, places in self._slots.items() if any(slot.layer == layer for slot in places)), "")
 
     def take(self, name: str, tensor: Tensor, *, known: str = "") -> bool:
-        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised. Returns
-        False, and expects nothing, where it is not as large as its layers want it."""
+        """Expect this tensor. known: its digest, or empty. Returns False, and expects nothing, where its size is not
+        what its layers have. Raises NumericsError where it cannot be quantised."""
         slots = self._slots.get(name, ())
         if not all(slot.fits(tensor) for slot in slots):
             return False
@@ -163,7 +164,8 @@ class SyncProof:
             self._expected.append((slot, known if known and same else digest(part)))
 
     def check(self) -> Proven:
-        """Raises SyncError with the layer, the rank and both numbers for the first layer that is not as received."""
+        """Compare the model with what was received. Raises SyncError for the first layer that differs, with its name,
+        the rank and both numbers."""
         for layer, part in sorted(self._missing):
             raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
         for slot, received in self._expected:

@@ -38,27 +38,27 @@ class Quantising:
     """Scheme of weights and activations, together with `emulated`."""
     emulated: bool = False
     proof: Callable[..., Any]
-    """The KernelProof of a layer with it."""
+    """Class of the KernelProof for layers with this method."""
     provable: bool = True
-    """Whether that can be asked."""
+    """Whether the kernel of such a layer can be proven."""
     on_quantised: QuantisedHook | None = None
-    """Called with (layer, `sampled` rows of a weight, codes and scales of all its rows) after each quantisation. Set it
-    on an object, or with `staticmethod` on a class."""
+    """Function that is called with (layer, `sampled` rows of a weight, codes and scales of all its rows) after each
+    quantisation. Set it on an object, or with `staticmethod` on a class."""
     known_finite: bool = False
-    """Whether each tensor of a weight was looked at before it came."""
+    """Whether somebody has checked before that all tensors of a weight are finite."""
 
     @property
     @abstractmethod
     def kernel_name(self) -> str:
-        """What multiplies, for the attestation."""
+        """Name of what multiplies, for the attestation."""
 
     @abstractmethod
     def held_scale(self, layer: Module) -> Tensor | None:
-        """The very memory that the kernel reads the weight's scales from, or None before the first load."""
+        """Return the memory itself from which the kernel reads the weight's scales, or None before the first load."""
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):
-    """One object per layer. planned: its scheme when it was made; `scheme` may become another one (precision.py)."""
+    """The method of one layer. planned: its scheme when it was made; `scheme` may become another one (precision.py)."""
 
     uses_meta_device = True
 
@@ -114,11 +114,12 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         return quantised
 
     def require_shape(self, name: str, *, rows: int, length: int) -> None:
-        """Raises EngineError where this method has no kernel for a weight of this shape. name: of the layer."""
+        """Check that this method has a kernel for a weight of this shape. name: of the layer. Raises EngineError where
+        it has none."""
 
     @abstractmethod
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
-        """The codec's result, bit for bit."""
+        """Quantise to the codec's result, bit for bit."""
 
     @abstractmethod
     def install(self, layer: Module, quantised: QuantisedWeight) -> None:
@@ -132,8 +133,8 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
 
 
 def sampled(weight_NK: Tensor, *, start: int = 0, count: int | None = None) -> Tensor:
-    """A copy of those of up to _SAMPLED_ROWS evenly spread rows of a weight that a part of it has. start: the part's
-    first row.  count: of all rows, where these are a part."""
+    """Copy a sample of a weight: those rows that this part has of up to _SAMPLED_ROWS evenly spread ones. start: the
+    part's first row.  count: of all rows, where these are a part."""
     step = sampling_step(len(weight_NK) if count is None else count)
     return weight_NK[-start % step :: step].clone()
 
@@ -143,7 +144,8 @@ def sampling_step(count: int) -> int:
 
 
 def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
-    """Whether a rank's part of a weight can have another absmax than the whole weight where they share a scale.
+    """Return whether a rank's part of a weight can have another absmax than the whole weight where they share a scale.
+    Rows are cut when a layer is row-parallel. Blocks of 128 are never cut: a layer where they would be is refused.
 
     Rows are cut when a layer is row-parallel. Blocks of 128 are never cut: a layer where they would be is refused.
     """
@@ -153,7 +155,8 @@ def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
 
 
 def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks: int, what: str = "channels") -> None:
-    """Blocks are counted from the start of a rank's part: cut ones would differ with the number of ranks.
+    """Refuse a layer whose blocks would be cut: they are counted from the start of a rank's part, so that cut ones
+    would differ with the number of ranks. sizes: of a layer's cut dimensions, on this rank.  Raises EngineError.
 
     sizes: of a layer's cut dimensions, on this rank.  Raises EngineError.
     """
@@ -167,7 +170,7 @@ def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks:
 
 
 class WholeAbsmax:
-    """The absmax of a layer's whole tensors, taken when a loader cuts this rank's part out of them.
+    """Absmax of a layer's whole tensors, taken when a loader cuts this rank's part out of them.
 
     Every rank receives every tensor of the checkpoint, so no communication is needed: one rank that fails does not
     leave another one waiting in the middle of a sync.
@@ -178,7 +181,7 @@ class WholeAbsmax:
         self._by_part: dict[tuple[object, object], Tensor] = {}  # by number of the expert, and part
 
     def recording(self, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """loader: a bound method of the layer."""
+        """Wrap a loader, so that the absmax of what it gets is recorded. loader: a bound method of the layer."""
         signature = inspect.signature(loader)
 
         @functools.wraps(loader)

@@ -14,7 +14,7 @@ _VALUES_OF_A_THREAD = 1 << 18  # fewer are counted before another thread has wok
 
 
 def count_at_least(values_BV: Tensor, threshold_B1: Tensor) -> Tensor:
-    """[B] int64: values that are at least the row's threshold; a NaN is not.  Both float32, on a CPU."""
+    """Count the values that are at least the row's threshold, [B] int64; a NaN is not.  Both float32, on a CPU."""
     counts_B = torch.empty(len(values_BV), dtype=torch.int64)
     values, threshold, counts = values_BV.contiguous().numpy(), threshold_B1.contiguous().numpy(), counts_B.numpy()
     rows, vocabulary = values.shape

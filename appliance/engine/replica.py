@@ -42,18 +42,18 @@ ENGINE_ENDS_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One response."""
+    """One response of an engine."""
 
     token_ids: list[int]
-    """One entry per generated token."""
+    """Ids of the generated tokens."""
     log_probs: list[float]
-    """Nats, after temperature; one entry per generated token."""
+    """Log-probs of the generated tokens, nats, after temperature."""
     finished: bool
-    """The model ended it itself; otherwise it was cut at the length limit."""
+    """Whether the model ended the response itself; otherwise it was cut at the length limit."""
     top: TopWords | None = None
-    """The most likely words at each generated token; None where they were not asked for."""
+    """Most likely words at each generated token; None where they were not asked for."""
     support: Support | None = None
-    """The words that each generated token was drawn from; None where the engine does not report them."""
+    """Words that each generated token was drawn from; None where the engine does not report them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Group:
 
 
 def quantisation_of_replica(plan: RunPlan, *, replica: int, precision: Precision = AS_PLANNED) -> Quantisation:
-    """What an engine is started with. Its profile is named by its content: see `by_content`."""
+    """Return the quantisation with which an engine is started. Its profile is named by its content: see
+    `by_content`."""
     quantisation = quantisation_at(plan.engines[replica], precision)
     if not quantisation.profile:
         return quantisation
@@ -74,22 +75,24 @@ def quantisation_of_replica(plan: RunPlan, *, replica: int, precision: Precision
 
 
 def reportable(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the same distribution that an engine accepts which reports supports. vLLM then wants a temperature
-    and a `top_k`: the most likely word is drawn as the only one (one of several where their logits are equal)."""
+    """Return settings with the same distribution that an engine which reports supports accepts. vLLM then wants a
+    temperature and a `top_k`: the most likely word is drawn as the only one (one of several where their logits are
+    equal)."""
     if not sampling["temperature"]:
         return sampling | {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
     return sampling if sampling["top_k"] > 0 else sampling | {"top_k": _ALL_WORDS}
 
 
 def support_of(words: Sequence[Sequence[int]]) -> Support:
-    """words: of each token."""
+    """Make a Support. words: of each token."""
     size_T = np.fromiter(map(len, words), np.int32, len(words))
     return Support(np.fromiter(chain.from_iterable(words), np.int32, int(size_T.sum())), size_T)
 
 
 @contextlib.asynccontextmanager
 async def standing_still(engine: Any, *, one: asyncio.Lock) -> AsyncIterator[None]:
-    """one: at a time, of this engine: a pause that another call ends before the engine is idle gets no answer."""
+    """Pause an engine while this is open. one: lock of this engine, since a pause that another call ends before the
+    engine is idle gets no answer."""
     async with one:
         await engine.pause_generation(mode="keep", clear_cache=False)
         try:
@@ -99,7 +102,8 @@ async def standing_still(engine: Any, *, one: asyncio.Lock) -> AsyncIterator[Non
 
 
 def load_replica() -> type[RolloutReplica]:
-    """verl's replica whose servers can answer `generate_groups`. Imports vLLM, so only on use."""
+    """Return verl's replica, with servers that answer `generate_groups`. Imports vLLM, so call it only where it is
+    needed."""
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
     from vllm import SamplingParams, TokensPrompt

@@ -66,7 +66,7 @@ class _Route:
 
 
 class Routes:
-    """Of one model, by the names of its checkpoint's tensors."""
+    """Routes of one model, by the names of its checkpoint's tensors."""
 
     def __init__(self, model: Module, *, records: bool) -> None:
         """records: of a model whose `load_weights` is known to do nothing but find places; others are asked always."""
@@ -74,7 +74,7 @@ class Routes:
         self._known: dict[str, _Route] = {}
 
     def give(self, name: str, tensor: Tensor, *, layers: Sequence[Module]) -> bool:
-        """Whether vLLM took the tensor, or skipped it. layers: those that have a part of it.
+        """Give a tensor to vLLM, and return whether vLLM took it or skipped it. layers: those that have a part of it.
 
         Remembered is a tensor that one loader got as it is. What vLLM skips, changes, cuts or gives to several goes by
         the model at each update, and so do experts, whose GEMMs have no loader.  Raises what vLLM's loaders raise.

@@ -83,8 +83,8 @@ class PositionedGenerator(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """vLLM winds a generator back when it throws a sample away, after a part of a prompt: the number of the same
-        position is the same again."""
+        """Do nothing. vLLM winds a generator back when it throws a sample away, after a part of a prompt; here the
+        number of the same position is the same again."""
 
 
 def seeded_requests(original: Callable[..., int]) -> Callable[..., int]:
@@ -124,7 +124,8 @@ def seeded_sampling(
 
 
 def row_uniforms(generators: dict[int, torch.Generator], *, rows: int) -> NDArray[np.float64]:
-    """[B] float64 in [0, 1): by seed and position where a row has a seed, else by PyTorch's own generator."""
+    """Return one number per row, [B] float64 in [0, 1): by seed and position where a row has a seed, else by PyTorch's
+    own generator."""
     from appliance.engine.inverse_cdf import uniforms
 
     uniform_B = torch.rand(rows, dtype=torch.float64).numpy() if len(generators) < rows else np.empty(rows)

@@ -44,13 +44,13 @@ _TOKENS = 12  # of the sequence that is computed before and after
 
 
 def is_unlisted(model_config: Any) -> bool:
-    """Whether a model has no row in the list of families. model_config: vLLM's."""
+    """Return whether a model has no row in the list of families. model_config: vLLM's."""
     return bool(unlisted([model_config.architecture]))
 
 
 def require_fit(model: Module, *, vllm_config: Any) -> None:
-    """Raises EngineError, with the first layer that stands against it, for a built model without a row whose structure
-    does not show where each weight belongs."""
+    """Check the structure of a built model without a row. Raises EngineError, with the first layer that stands against
+    it, where the structure does not show where each weight belongs."""
     config = vllm_config.model_config
     if not is_unlisted(config):
         return
@@ -67,13 +67,14 @@ def _require_layers(model: Module, *, mixers: Mapping[str, Module]) -> None:
     attention beside the module tree."""
     for name, layer in mixers.items():
         if isinstance(layer, AttentionLayerBase) and type(layer) is not Attention:
-            raise EngineError(f"{name} is a {type(layer).__name__}: of what mixes tokens only plain attention is known")
+            fact = f"{name} is a {type(layer).__name__}"
+            raise EngineError(f"{fact}: among layers that mix tokens only plain attention is known")
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
             raise EngineError(f"{name} has experts, and the model has no row in the list of families: {NEEDS_A_ROW}")
         parameters = [parameter for parameter, _ in layer.named_parameters(recurse=False)]
         if parameters and not hasattr(layer, "quant_method") and any(True for _ in layer.children()):
-            raise EngineError(f"{name} has `{parameters[0]}` beside layers: nothing shows what computes with it")
+            raise EngineError(f"{name} has `{parameters[0]}` beside its layers: nothing shows what computes with it")
         if isinstance(layer, LinearBase) and (why := _otherwise_packed(model, name=name)):
             raise EngineError(why)
 

@@ -70,7 +70,7 @@ class _Sums:
 
 
 class TelemetryTap:
-    """Listens to the quantised layers of a model: `begin`, the update, `read`.
+    """Listener to the quantised layers of a model: `begin`, the update, `read`.
 
     A layer's sample is copied when the layer comes, and measured with many others: it is so small that the number of
     operations is what costs.
@@ -97,7 +97,8 @@ class TelemetryTap:
                 method.on_quantised = self._take
 
     def begin(self, switched: tuple[str, ...] = ()) -> None:
-        """switched: layers that change their precision with this update, and have no codes to compare with."""
+        """Begin the telemetry of an update. switched: layers that change their precision with this update, and have no
+        codes to compare with."""
         self._sums, self.seconds = _Sums(), 0.0
         self._forget_waiting()
         self._weights_of.clear()
@@ -212,7 +213,7 @@ def _read(file: Path) -> FirstScales:
 
 
 def write_first_scales(run_dir: Path, first: FirstScales, *, replica: int, rank: int) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write the scales of the first update, as a whole file or not at all. Raises OSError."""
     path = _scales_file(run_dir, replica, rank)
     path.parent.mkdir(exist_ok=True)
     named = {

@@ -66,17 +66,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class LocalShape:
-    """Of a rank's weight: N output channels, padding of a vocabulary included, K input channels."""
+    """Shape of a rank's weight: N output channels, padding of a vocabulary included, K input channels."""
 
     channels: int
     length: int
     is_cut: bool
-    """Other ranks have other parts of the checkpoint's tensors."""
+    """Whether other ranks have other parts of the checkpoint's tensors."""
 
 
 def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
-    """Name of a checkpoint's tensor -> its places in this rank's layers. tied_head: lm_head is the embedding, and no
-    tensor of its own is used.  Raises EngineError for a linear layer whose class is unknown here."""
+    """Map the name of each of a checkpoint's tensors to its places in this rank's layers. tied_head: lm_head is the
+    embedding, and no tensor of its own is used.  Raises EngineError for a linear layer whose class is unknown here."""
     slots_by_source: dict[str, list[Slot]] = defaultdict(list)
     heads = {name for name, layer in model.named_modules() if isinstance(layer, ParallelLMHead)}
     embeddings = (name for name, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding))
@@ -102,7 +102,7 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
 
 
 def part_names(name: str) -> list[str]:
-    """A layer's names in a checkpoint: those of its parts where it is fused."""
+    """Return a layer's names in a checkpoint: those of its parts where it is fused."""
     parent, _, leaf = name.rpartition(".")
     return [f"{parent}.{part}" for part in families.FUSED_LAYERS.get(leaf, ())] or [name]
 
@@ -166,7 +166,7 @@ def _experts(layer: RoutedExperts) -> Iterator[tuple[str, Slot]]:
 
 
 def expert_gemms(model: Module) -> dict[str, tuple[RoutedExperts, ExpertGemm]]:
-    """The GEMMs of quantised experts, by names of ours: they are no modules of the model."""
+    """Return the GEMMs of quantised experts, by names of ours: they are no modules of the model."""
     layers = [
         layer for layer in model.modules() if isinstance(getattr(layer, "quant_method", None), OnlineExpertsMethod)
     ]
@@ -181,7 +181,7 @@ def expert_shape(layer: RoutedExperts, gemm: ExpertGemm) -> LocalShape:
 
 
 def local_shape(layer: Module) -> LocalShape:
-    """layer: linear, or lm_head."""
+    """Return the shape of a layer's weight on this rank. layer: linear, or lm_head."""
     if isinstance(layer, VocabParallelEmbedding):
         return LocalShape(layer.num_embeddings_per_partition, layer.embedding_dim, is_cut=layer.tp_size > 1)
     if isinstance(layer, RowParallelLinear | ColumnParallelLinear):
@@ -191,8 +191,8 @@ def local_shape(layer: Module) -> LocalShape:
 
 
 def is_wide(layer: Module | None, parameter: str, *, dtype: torch.dtype) -> bool:
-    """Whether a model in that type loads this parameter in FP32, as some do with their routers. layer: None: experts,
-    which are not."""
+    """Return whether a model in that type loads this parameter in FP32, as some do with their routers. layer: None:
+    experts, which are not."""
     if layer is None or dtype is torch.float32:
         return False
     created = get_layerwise_info(layer).restore_metadata[0].get(parameter)  # what is packed may be another one

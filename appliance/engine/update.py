@@ -68,7 +68,7 @@ class WeightState(StrEnum):
 
 @dataclass
 class _Running:
-    """The update that is under way, from its first bucket."""
+    """State of the update that is under way, from its first bucket."""
 
     smoothing: Smoothing
     started: float = field(default_factory=time.perf_counter)
@@ -79,7 +79,7 @@ class _Running:
     manifest: Manifest | None = None
     waiting: dict[Module, int] = field(default_factory=dict)
     waiting_most: int = 0
-    """Bytes at once, for the rest of a layer."""
+    """Most bytes that waited at once for the rest of a layer."""
     bytes: int = 0
     digest_s: float = 0.0
     proof_s: float = 0.0

@@ -31,16 +31,17 @@ def let_vllm_pass_llvmlite() -> None:
 
 
 def vllm_version() -> str:
-    """The installed version without its build, such as `0.28.0`; `nothing` where vLLM is not installed."""
+    """Return the installed version without its build, such as `0.28.0`; `nothing` where vLLM is not installed."""
     return installed_version("vllm").partition("+")[0]
 
 
 def require_known_version() -> None:
-    """Raises EngineError that names the versions where another one is installed."""
+    """Check the installed version of vLLM. Raises EngineError that names the versions where another one is
+    installed."""
     installed = installed_version("vllm")
     if vllm_version() not in VLLM_VERSIONS:
         *most, last = VLLM_VERSIONS
         raise EngineError(
-            f"vllm {installed} is installed: weight updates are proven in vllm {', '.join(most)} and {last} alone",
+            f"vllm {installed} is installed: weight updates are proven with vllm {', '.join(most)} and {last} alone",
             hint="install one of these versions",
         )

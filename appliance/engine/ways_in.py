@@ -38,7 +38,7 @@ RESET = "a reset by /weight_checker"
 
 @dataclass(frozen=True)
 class WeightReport:
-    """Weights of one worker, as the engine's core hears of them."""
+    """State of one worker's weights, as reported to the engine's core."""
 
     version: int
     """Number of updates that have been proven."""

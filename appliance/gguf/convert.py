@@ -54,14 +54,14 @@ def save_tokenizer(header: Header, *, folder: Path) -> None:
     for text in _PROBES:
         if loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
             message = (
-                f"for a model of `{header.architecture}` transformers cuts text into words otherwise than the file"
+                f"for a model of `{header.architecture}` transformers cuts text into words differently from the file"
             )
-            raise GgufError(message, hint="take the model's own folder of safetensors from the hub, in model.path")
+            raise GgufError(message, hint="use the model's own folder of safetensors from the hub as model.path")
 
 
 def load_weights(source: Path, *, config: dict[str, Any], is_tied: bool) -> PreTrainedModel:
-    """The model in BF16. config: of model_config, and its special tokens.  is_tied: whether the embedding is the head
-    as well.  Raises GgufError where transformers left a weight out, or one is not finite."""
+    """Load the model in BF16. config: of model_config, and its special tokens.  is_tied: whether the embedding is the
+    head as well.  Raises GgufError where transformers left a weight out, or one is not finite."""
     known = dict(config)
     settings = AutoConfig.for_model(known.pop("model_type"), **known)
     # Alone in a folder: beside the user's file may lie an adapter or a configuration, which transformers would take.
@@ -73,7 +73,7 @@ def load_weights(source: Path, *, config: dict[str, Any], is_tied: bool) -> PreT
     left_out = set(loading["missing_keys"]) - ({"lm_head.weight"} if is_tied else set())
     if left_out:
         message = f"transformers does not read {len(left_out)} of its weights, {min(left_out)} first"
-        raise GgufError(message, hint="take the model's own folder of safetensors from the hub, in model.path")
+        raise GgufError(message, hint="use the model's own folder of safetensors from the hub as model.path")
     for name, weights in model.named_parameters():
         if not weights.isfinite().all():
             raise DamagedGguf(f"weights of {name} are not finite")

@@ -30,7 +30,7 @@ _COMMON = (
     *("attn_norm.weight", "attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"),
     "ffn_norm.weight",
 )
-_OTHERS_WEIGHTS = "take the model's own folder of safetensors from the hub, in model.path"
+_OTHERS_WEIGHTS = "use the model's own folder of safetensors from the hub as model.path"
 
 # What a family may say beyond its sizes, with the values that say nothing.
 _WITHOUT_EFFECT: Mapping[str, tuple[Value, ...]] = {
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Value, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How llama.cpp writes one family."""
+    """Layout in which llama.cpp writes one family."""
 
     architecture: str
     """Name of the family in `terms.families.FAMILIES`."""
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Entries of config.json that every model of the family has, and a file does not say."""
+        """Entries of config.json that every model of the family has and that are not in a file."""
         # llama.cpp's graph for it divides the chosen experts' weights by their sum.
         return {"norm_topk_prob": True} if self.experts else {}
 
@@ -86,8 +86,8 @@ class _Sizes:
 
 
 def model_config(header: Header, *, rope_factors: tuple[float, ...] = ()) -> dict[str, Any]:
-    """The model's config.json, without its special tokens. rope_factors: of the tensor ROPE_FACTORS, where the file has
-    it.  Raises GgufError for a file that is not read."""
+    """Make the model's config.json, without its special tokens. rope_factors: of the tensor ROPE_FACTORS, where the
+    file has it.  Raises GgufError for a file that is not read."""
     layout = _layout_of(header)
     sizes = _sizes_of(header, layout)
     _check_entries(header, sizes=sizes)
@@ -120,7 +120,7 @@ def model_config(header: Header, *, rope_factors: tuple[float, ...] = ()) -> dic
 
 
 def model_shape(header: Header, *, rope_factors: tuple[float, ...] = ()) -> ModelShape:
-    """Parameters and what it raises as of model_config."""
+    """Return the sizes of the model. Parameters and errors as of model_config."""
     return shape_of(model_config(header, rope_factors=rope_factors))
 
 
@@ -167,7 +167,9 @@ def _sizes_of(header: Header, layout: Layout) -> _Sizes:
     if size("attention.value_length", head_size) != head_size:
         raise GgufError("the heads of its values have another width than those of its keys", hint=_OTHERS_WEIGHTS)
     if rotated != head_size or head_size % 2:
-        message = f"{rotated} of the {head_size} channels of a head are rotated; what is read rotates all"
+        message = (
+            f"{rotated} of the {head_size} channels of a head are rotated; only models that rotate all of them are read"
+        )
         raise GgufError(message, hint=_OTHERS_WEIGHTS)
     if heads % sizes.kv_heads:
         raise GgufError(f"{sizes.kv_heads} KV heads do not divide {heads} heads", hint="convert the model again")
@@ -206,7 +208,7 @@ def _check_tensors(header: Header, layout: Layout, *, sizes: _Sizes) -> None:
     for name, tensor in header.tensors.items():
         sizes_there = wanted.get(name) or optional.get(name)
         if sizes_there is None:
-            message = f"tensor {name[:60]} is none that a model of `{header.architecture}` is read with"
+            message = f"tensor {name[:60]} is not one that a model of `{header.architecture}` has"
             raise GgufError(message, hint=_OTHERS_WEIGHTS)
         if tensor.shape != sizes_there:
             message = f"tensor {name} has the sizes {list(tensor.shape)}, by its metadata {list(sizes_there)}"
@@ -264,7 +266,7 @@ def _rope(header: Header, *, sizes: _Sizes, factors: tuple[float, ...]) -> dict[
     }
     expected = _llama3_factors(scaled, head_size=sizes.head_size)
     if not all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(factors, expected, strict=True)):
-        message = f"its {ROPE_FACTORS} scales positions otherwise than Llama 3.1 does"
+        message = f"its {ROPE_FACTORS} scales positions differently from Llama 3.1"
         raise GgufError(message, hint=_OTHERS_WEIGHTS)
     return scaled
 

@@ -79,7 +79,7 @@ class GgufError(Exception):
 
 
 class DamagedGguf(GgufError):
-    """A file that is no whole GGUF file."""
+    """A file that is not a whole GGUF file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, hint="fetch the file again, and compare its SHA-256 with the publisher's")
@@ -96,7 +96,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Size in the file, bytes."""
         return math.prod(self.shape) // self.type.block * self.type.block_bytes
 
 
@@ -109,11 +109,11 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the model's family, empty where there is none."""
+        """Name that llama.cpp gives the model's family, empty where there is none."""
         return self.text("general.architecture")
 
     def text(self, key: str) -> str:
-        """A text of the metadata, empty where there is none."""
+        """Return a text of the metadata, empty where there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
@@ -135,14 +135,15 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Raises GgufError for a file that is damaged, cropped or of another format, OSError where it cannot be read."""
+    """Read the header of a GGUF file. Raises GgufError for a file that is damaged, cropped or of another format,
+    OSError where it cannot be read."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         reader = _Reader(file, size=size)
         _check_version(reader)
         num_tensors, num_entries = reader.integer("Q"), reader.integer("Q")
         if num_tensors > _MOST_TENSORS or num_entries > _MOST_ENTRIES:
-            raise DamagedGguf(f"it says to have {num_tensors} tensors and {num_entries} entries of metadata")
+            raise DamagedGguf(f"it claims to have {num_tensors} tensors and {num_entries} entries of metadata")
         metadata = _read_metadata(reader, count=num_entries)
         tensors = [_read_tensor(reader) for _ in range(num_tensors)]
         alignment = metadata.get(_ALIGNMENT, _USUAL_ALIGNMENT)

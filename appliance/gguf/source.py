@@ -33,12 +33,13 @@ class GgufFacts:
 
 
 def is_gguf(path: str) -> bool:
-    """Whether `model.path` means a GGUF file."""
+    """Tell whether `model.path` means a GGUF file."""
     return path.lower().endswith(SUFFIX) and not os.path.isdir(path)
 
 
 def gguf_facts(path: Path) -> GgufFacts:
-    """Facts about the file as it is now. It is read in full once in this process, and again when it changes."""
+    """Return facts about the file as it is now. The file is read in full once in this process, and again when it
+    changes."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -70,7 +71,8 @@ def _facts(path: Path, *_stamp: int) -> GgufFacts:
 
 
 def check_gguf(path: Path) -> Header:
-    """The header of a file that can be read. Raises GgufError for another one, OSError where it cannot be read."""
+    """Check a GGUF file and return its header. Raises GgufError for a file that is refused, OSError where it cannot be
+    read."""
     header = read_header(path)
     model_shape(header, rope_factors=read_rope_factors(path, header))
     check_tokenizer(header)
@@ -78,8 +80,8 @@ def check_gguf(path: Path) -> Header:
 
 
 def read_rope_factors(path: Path, header: Header) -> tuple[float, ...]:
-    """Values of the tensor that frequencies are divided by, empty where the file has none. Raises GgufError where they
-    are no float32."""
+    """Read the tensor that frequencies are divided by; empty where the file has none. Raises GgufError where they are
+    no float32."""
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return ()

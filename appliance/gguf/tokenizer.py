@@ -25,7 +25,7 @@ _BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers, `tokenizer.ggml.m
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # kinds of tokens, `tokenizer.ggml.token_type`
 _PADDING_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
 _SPACE = "▁"
-_WHOLE_MODEL = "take the model's own folder from the hub, in model.path"
+_WHOLE_MODEL = "use the model's own folder from the hub as model.path"
 
 _GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _CL100K = (
@@ -52,7 +52,8 @@ def chat_template(header: Header) -> str:
 
 
 def check_tokenizer(header: Header) -> None:
-    """Raises GgufError where the file does not say, or not in a form that is known, how text becomes tokens."""
+    """Check the tokenizer of a file. Raises GgufError where the file does not say, or not in a known form, how text
+    becomes tokens."""
     kind = header.text(f"{_PREFIX}model")
     if kind not in (_BYTE_LEVEL, _PIECES):
         stands = f"is `{kind}`; `{_BYTE_LEVEL}` and `{_PIECES}` are read" if kind else "is not there"
@@ -68,7 +69,7 @@ def check_tokenizer(header: Header) -> None:
     if kind == _BYTE_LEVEL:
         _check_merges(header, known=set(tokens))
     elif len(_list(header, "scores", kind=float)) != len(tokens):
-        raise GgufError("it has not one score for each of its tokens", hint=_WHOLE_MODEL)
+        raise GgufError("it does not have one score for each of its tokens", hint=_WHOLE_MODEL)
     end = header.number(f"{_PREFIX}eos_token_id")
     if end is None or not 0 <= end < len(tokens):
         fact = f"it does not say which of its tokens ends an answer ({_PREFIX}eos_token_id)"
@@ -90,7 +91,7 @@ def _check_merges(header: Header, *, known: set[str]) -> None:
     for merge in _list(header, "merges", kind=str):
         left, space, right = merge.partition(" ")
         if not space or not {left, right, left + right} <= known:
-            raise GgufError(f"its merge `{merge[:60]}` is none of its tokens", hint=_WHOLE_MODEL)
+            raise GgufError(f"its merge `{merge[:60]}` is not made of its tokens", hint=_WHOLE_MODEL)
 
 
 def _list(header: Header, name: str, *, kind: type) -> list[Any]:
@@ -101,8 +102,8 @@ def _list(header: Header, name: str, *, kind: type) -> list[Any]:
 
 
 def special_tokens(header: Header) -> dict[str, str]:
-    """transformers' names of the special tokens, each with its token. header: that check_tokenizer passed.  Raises
-    GgufError where no token is left for padding.
+    """Return the special tokens by the names that transformers has for them. header: that check_tokenizer passed.
+    Raises GgufError where no token is left for padding.
 
     Padding is a token that never ends an answer: what is padding would count as said otherwise. A file often has the
     same for both; then it is another of its control tokens: one of a usual name, else one that the chat template does
@@ -129,7 +130,7 @@ def special_tokens(header: Header) -> dict[str, str]:
 
 
 def load_tokenizer(header: Header) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it, with its chat template. header: that check_tokenizer passed."""
+    """Make the tokenizer as transformers has it, with its chat template. header: that check_tokenizer passed."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(

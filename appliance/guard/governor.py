@@ -36,7 +36,7 @@ class Rung(StrEnum):
 
     @property
     def action(self) -> Action | None:
-        """What stepping onto it does; nothing is done by observing."""
+        """Action that stepping onto the rung takes; None for observing."""
         return None if self is Rung.OBSERVE else Action(self.value)
 
 
@@ -72,8 +72,9 @@ class Measures:
 
 
 def ladder(policy: Policy) -> tuple[Level, ...]:
-    """The levels of a run, lowest first: OBSERVE and what the policy allows. BF16 rollouts have no precision to raise.
-    Each level of precision keeps what those below it gained: a finer scheme comes with as many layers in BF16."""
+    """Return the levels of a run, lowest first: OBSERVE and what the policy allows. BF16 rollouts have no precision to
+    raise. Each level of precision keeps what those below it gained: a finer scheme comes with as many layers in
+    BF16."""
     scheme, actions = policy.scheme, policy.actions
     levels = [Level(Rung.OBSERVE, scheme)]
     levels += [Level(rung, scheme) for rung in (Rung.WARN, Rung.TIGHTEN) if rung.action in actions]
@@ -99,7 +100,7 @@ def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
 
 
 def measures(level: Level | None, *, policy: Policy) -> Measures:
-    """What a level asks for, with what the allowed levels below it ask for. None: the foot of the ladder."""
+    """Return the measures of a level, with those of the allowed levels below it. None: the foot of the ladder."""
     levels = ladder(policy)
     at = place(level, levels=levels)
     return Measures(
@@ -133,7 +134,7 @@ class Decision:
     after: Level
     causes: tuple[Cause, ...]
     steps: int
-    """Number of steps that spoke for it, of the last `judged_steps`."""
+    """Number of the last `judged_steps` steps that led to the decision."""
     judged_steps: int
     guard: Guard | None = None
     """Guard that decided, None for the ladder."""
@@ -157,16 +158,16 @@ class GovernorState:
     level: Level | None = None
     """Level of the ladder; None before the first move, which is its foot."""
     recent_bad: tuple[bool, ...] = ()
-    """Whether each step was bad, of the last judged steps since the last move, oldest first."""
+    """Verdicts of the last judged steps since the last move, oldest first: whether each of them was bad."""
     fine_steps: int = 0
     """Fine steps in a row."""
     cooling: int = 0
-    """Steps left that are not judged."""
+    """Number of coming steps that are not judged."""
     descended: bool = False
-    """The last move was down; on trial while recent_bad is shorter than the window, so a resume with a larger one tries
-    again."""
+    """Whether the last move was down; on trial while recent_bad is shorter than the window, so a resume with a larger
+    one tries again."""
     relapses: int = 0
-    """Climbs right after one."""
+    """Number of climbs that came right after a descent."""
     watches: Watches = field(default_factory=Watches)
     schema_version: Literal[2] = 2
 
@@ -176,8 +177,8 @@ class GovernorState:
 
 
 def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, tuple[Decision, ...]]:
-    """The state after one more step, and what is decided; at most one move on the ladder and one decision per guard.
-    Same input, same answer. A stopped governor decides nothing more."""
+    """Return the state after one more step, and what is decided; at most one move on the ladder and one decision per
+    guard. Same input, same answer. A stopped governor decides nothing more."""
     if state.stopped:
         return state, ()
     watches, reports = watch(state.watches, signals, limits=policy.collapse, calm_after=max(1, policy.cooling_steps))
@@ -194,8 +195,8 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
 
 
 def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
-    """The state that another attempt of the run begins with: as it was, but one that had stopped the run is one
-    level lower and counts from the start. A stopped run that is resumed shall continue, and still be guarded."""
+    """Return the state with which another attempt of the run begins: as it was, but one that had stopped the run is one
+    level lower and counts from the start. A stopped run that is resumed has to continue, and still be guarded."""
     if not state.stopped:
         return state
     levels = ladder(policy)

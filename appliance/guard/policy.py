@@ -21,7 +21,7 @@ TRUNCATED_FRACTION = 0.05  # of tokens [ours]
 
 
 class Action(StrEnum):
-    """What may be done about steps that are not well, the mild ones first."""
+    """Action against steps that are not well, the mild ones first."""
 
     WARN = "warn"
     TIGHTEN = "tighten"  # the correction's tightened form: cap down, rejection on
@@ -52,7 +52,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Patience:
-    """How many steps in a row a guard's condition holds before it warns, and before it stops the run; at least 1."""
+    """Numbers of steps in a row on which a guard's condition holds before it warns, and before it stops the run; at
+    least 1."""
 
     warn_after: int
     stop_after: int
@@ -60,7 +61,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class MismatchBounds:
-    """When a step's mismatch is bad; a field per signal of that name."""
+    """Bounds beyond which a step's mismatch is bad; a field per signal of that name."""
 
     differing_fraction: Bounds = field(default=Bounds.below(0.0))
     k3_kl: Bounds = field(default=Bounds.below(K3_KL))
@@ -84,18 +85,20 @@ class Collapse:
     """
 
     gradient: Patience = Patience(warn_after=1, stop_after=3)
-    """A gradient norm that is not finite; verl leaves out such an update."""
+    """Patience with a gradient norm that is not finite; verl leaves out such an update."""
     log_probs: Patience = Patience(warn_after=1, stop_after=3)
-    """A log-probability that is not finite, of rollouts or trainer; the step is not learned from."""
+    """Patience with log-probabilities, of rollouts or trainer, that are not finite; the step is not learned from."""
     reward: Patience = Patience(warn_after=1, stop_after=20)
-    """The mean of the last reward_window steps has lost reward_lost_fraction of what the best such mean had above the
-    floor. A best mean within reward_least_gain of the range cannot collapse."""
+    """Patience with a lost reward: the mean of the last reward_window steps has lost reward_lost_fraction of what the
+    best such mean had above the floor. A best mean within reward_least_gain of the range cannot collapse."""
     entropy: Patience = Patience(warn_after=5, stop_after=40)
-    """Below entropy_left_fraction of its mean over the first entropy_window steps."""
+    """Patience with an entropy below entropy_left_fraction of its mean over the first entropy_window steps."""
     equal_samples: Patience = Patience(warn_after=5, stop_after=20)
-    """More than equal_above of the prompts got samples that are all the same: nothing to learn from."""
+    """Patience with equal samples: more than equal_above of the prompts got samples that are all the same, from which
+    nothing can be learned."""
     runaway_length: Patience = Patience(warn_after=5, stop_after=20)
-    """The mean response is longer than runaway_above of max_response_tokens (0: unknown, not judged)."""
+    """Patience with long responses: their mean is longer than runaway_above of max_response_tokens (0: unknown, not
+    judged)."""
     reward_window: int = 10
     reward_lost_fraction: float = 0.5
     reward_least_gain: float = 0.1
@@ -116,13 +119,13 @@ class Policy:
     scheme: Scheme
     """Scheme of the run's rollouts, the foot of the ladder."""
     actions: frozenset[Action] = frozenset({Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP})
-    """No other one is ever taken."""
+    """Actions that may be taken; no other one ever is."""
     climb_bad: int = 3  # [ours]
-    """So many of the last climb_window judged steps must be bad to climb. Of the first climb_window judged steps after
-    a descent one bad one is enough."""
+    """Number of bad steps among the last climb_window judged steps at which the governor climbs. Of the first
+    climb_window judged steps after a descent one bad one is enough."""
     climb_window: int = 5  # [ours]
     descend_fine: int = 20  # [ours]
-    """So many fine ones in a row lead down, twice as many after each relapse."""
+    """Number of fine steps in a row after which the governor goes down, twice as many after each relapse."""
     cooling_steps: int = 5  # [ours] 1 is the delay of a change, the rest lets the optimizer follow
     """Steps after a climb that are not judged. A change takes effect at the next sync, so the next step's rollouts were
     made before it; after a descent only that one is not judged."""

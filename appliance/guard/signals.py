@@ -18,37 +18,38 @@ from appliance.terms.schemes import beside
 
 @dataclass(frozen=True)
 class Signals:
-    """One step. A value that is not finite counts as bad, one that is None was not measured and counts nowhere."""
+    """Signals of one step. A value that is not finite counts as bad, one that is None was not measured and does not
+    count."""
 
     step: int
     differing_fraction: float | None = None
-    """Tokens whose two log-probs are not the same, 0..1, where they are to be."""
+    """Share of the tokens whose two log-probs differ though they should be equal, 0..1."""
     k3_kl: float | None = None
-    """Nats per token."""
+    """Mean k3 of the tokens, nats per token."""
     weight_mean: float | None = None
     """Mean of the importance weights before truncation."""
     weight_std: float | None = None
     """Standard deviation of the importance weights before truncation."""
     ess: float | None = None
-    """0..1 of tokens."""
+    """Effective sample size, as a share of the tokens, 0..1."""
     truncated_fraction: float | None = None
-    """0..1 of tokens."""
+    """Share of the tokens whose weight is cut, 0..1."""
     grad_norm: float | None = None
     """Norm of the gradient before it is clipped."""
     reward_mean: float | None = None
     """Mean reward, in the unit of the task's reward."""
     entropy: float | None = None
-    """Nats per token."""
+    """Mean entropy, nats per token."""
     equal_group_fraction: float | None = None
-    """Prompts whose samples are all the same, 0..1."""
+    """Share of the prompts whose samples are all the same, 0..1."""
     response_tokens_mean: float | None = None
-    """Tokens."""
+    """Mean length of a response, tokens."""
     nonfinite_fraction: float | None = None
-    """Tokens with a log-probability that is not finite, 0..1."""
+    """Share of the tokens with a log-probability that is not finite, 0..1."""
 
 
 class Relation(StrEnum):
-    """How a value lies to its bound."""
+    """Position of a value relative to its bound."""
 
     ABOVE = "above"
     BELOW = "below"
@@ -74,13 +75,15 @@ class Cause:
         return f"{self.signal} {beside(self.value, float(bound), form='.4g')} {self.relation} {bound}"
 
     def json_values(self) -> dict[str, str | float | None]:
-        """A value that is not finite becomes its name: JSON has no number for it."""
+        """Return the cause's numbers for JSON. A value that is not finite becomes its name, as JSON has no number for
+        it."""
         raw = asdict(self)
         return {**raw, "value": self.value if math.isfinite(self.value) else str(self.value)}
 
 
 class Health(StrEnum):
-    """Of one step's mismatch. BETWEEN: outside what is fine, inside what is not bad.  UNKNOWN: nothing was measured."""
+    """Health of one step's mismatch. BETWEEN: outside what is fine, inside what is not bad.  UNKNOWN: nothing was
+    measured."""
 
     FINE = "fine"
     BETWEEN = "between"
@@ -96,7 +99,7 @@ class Judgement:
 
 
 def judge(signals: Signals, *, bounds: MismatchBounds) -> Judgement:
-    """The mismatch of one step: as bad as its worst signal."""
+    """Judge the mismatch of one step: it is as bad as its worst signal."""
     values = {each.name: getattr(signals, each.name) for each in fields(bounds)}
     measured = {name: value for name, value in values.items() if value is not None}
     if not measured:
@@ -111,7 +114,7 @@ def judge(signals: Signals, *, bounds: MismatchBounds) -> Judgement:
 
 
 def outside(signal: str, value: float, limits: tuple[float, float]) -> Cause | None:
-    """The cause when a value is not finite or outside its (lowest, highest), else None."""
+    """Return the cause when a value is not finite or outside its (lowest, highest), else None."""
     low, high = limits
     if not math.isfinite(value):
         return Cause(signal, value, Relation.NOT_FINITE)
@@ -134,7 +137,7 @@ def _inside(signal: str, value: float, limits: tuple[float, float]) -> Cause:
 
 
 class Guard(StrEnum):
-    """The names are those of `Collapse`'s patiences."""
+    """Guards beside the ladder, by the names of `Collapse`'s patiences."""
 
     GRADIENT = "gradient"
     LOG_PROBS = "log_probs"
@@ -149,11 +152,11 @@ class Watch:
     """One guard's memory."""
 
     held: int = 0
-    """Steps in a row with its condition."""
+    """Number of steps in a row with the guard's condition."""
     calm: int = 0
-    """Steps in a row without its condition."""
+    """Number of steps in a row without the guard's condition."""
     alarmed: bool = False
-    """Whether it has warned."""
+    """Whether the guard has warned."""
 
 
 @dataclass(frozen=True)
@@ -178,20 +181,20 @@ class Watches:
 
 @dataclass(frozen=True)
 class Report:
-    """What a guard has to say after a step."""
+    """Report of a guard after a step."""
 
     guard: Guard
     action: Action | None
-    """WARN, STOP, or None: its condition has not held for a while."""
+    """Action: WARN, STOP, or None, which says that the condition has not held for a while."""
     steps: int
-    """Steps in a row with the condition; where it is clear, without it, and with no cause."""
+    """Number of steps in a row with the condition; where it is clear, of steps without it, and with no cause."""
     cause: Cause | None = None
 
 
 def watch(
     before: Watches, signals: Signals, *, limits: Collapse, calm_after: int
 ) -> tuple[Watches, tuple[Report, ...]]:
-    """The guards after one more step; one whose signal was not measured stays as it was.
+    """Return the guards' memory and reports after one more step; a guard whose signal was not measured stays as it was.
 
     calm_after: steps in a row without its condition after which a guard that has warned says so.
     A guard that reaches its last step reports STOP on every further one: whether the run stops is the governor's.

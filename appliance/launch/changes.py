@@ -1,7 +1,7 @@
 """What may change between two attempts of one run: a table of the recipe's keys, and the findings for what must not.
 
-Compared is the recipe that the run has kept with the one that is typed now. What a checkpoint itself says against the
-plan (its ranks, its weights, its profile) is asked of it in launch/resume.py.
+The recipe that the run has kept is compared with the one that is typed now. Whether a checkpoint itself fits the plan
+(its ranks, its weights, its profile) is checked in launch/resume.py.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ CHANGES = {
 """By key, or by section for all of its keys; what is not here needs `--force`."""
 
 REMEDIES = {
-    Change.FORCED: "give what the run has, start a new one with another --name, or take the change with --force",
-    Change.NEVER: "give what the run has, or start a new one with another --name: its checkpoints have the other",
+    Change.FORCED: "put it back as the run has it, start a new run with another --name, or take the change "
+    "with --force",
+    Change.NEVER: "put it back as the run has it, or start a new run with another --name: "
+    "this run's checkpoints cannot be loaded with another value",
 }
 _LENGTH = ("trainer.steps", "trainer.epochs")  # by which a learning rate sinks that is not constant
 

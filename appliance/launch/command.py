@@ -79,13 +79,13 @@ def run_train(
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of one run, by what `train` was asked for."""
+    """The attempts of one run, with the options that `train` was given."""
 
     recipe: Recipe
     stages: tuple[Stage, ...] = ()
     json_mode: bool = False
     dry_run: bool = False
-    """Its plan is printed instead."""
+    """Whether only the plan is printed."""
 
     @property
     def most_restarts(self) -> int:
@@ -97,14 +97,14 @@ class Attempts:
     def begin(
         self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
     ) -> int:
-        """Begin an attempt, or print its plan. name: as of run_training.  resume: the run to continue, None for a
-        new one."""
+        """Begin an attempt, or print its plan. name: as for run_training.  resume: the run to continue, None for a new
+        one."""
         refuse_faults(findings)
         if not self.dry_run:
             stop_on_errors(findings)
         if resume is not None:
             has_none = "has no whole checkpoint: it starts from the beginning"
-            console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.search.newest else has_none}")
+            console.say(f"the run {name} {f'resumes after step {resume.step}' if resume.search.newest else has_none}")
         if self.dry_run:
             print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
             raise_on_errors(findings)
@@ -121,8 +121,8 @@ class Attempts:
         )
 
     def resume(self, target: resuming.Target, *, force: bool, restart: resuming.Resume | None = None) -> int:
-        """Resume a run, and return the exit code. restart: from where after a fault; None: its checkpoints are still
-        to be looked at."""
+        """Resume a run, and return the exit code. restart: the state to restart from after a fault; None: the
+        checkpoints are still to be checked."""
         resuming.refuse_changes(self.recipe, target=target, force=force)
         if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
             console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
@@ -163,8 +163,8 @@ class Attempts:
 def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch, str], int]) -> int:
     """Start the run again after faults. Returns the last exit code.
 
-    code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and
-    returns its exit code; raises as it does; its second argument: as `restart` of Resume.
+    code: of the first attempt.  again: function that resumes the run from the checkpoints that were found, every byte
+    of which was read just now, and returns the exit code; its second argument is `restart` of Resume.
     """
     reached = -1
     for number in range(1, max_restarts + 1):
@@ -176,7 +176,11 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
         search = find_newest(run_dir)
         step = -1 if search.newest is None else step_of(search.newest) or 0
         if step <= reached:
-            why = f"it got no further than step {step} again" if search.newest else "there is no whole checkpoint"
+            why = (
+                f"two attempts in a row got no further than step {step}"
+                if search.newest
+                else "there is no whole checkpoint"
+            )
             console.say(f"not restarted: {why}")
             return code
         reached = step
@@ -287,12 +291,21 @@ def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
         search = find_newest(run_dir)
         resuming.warn_of_rejected(search)
         if search.newest is None:
-            raise RecipeError([(f"{run_dir} has no whole checkpoint", "see its events.jsonl")])
+            raise RecipeError(
+                [
+                    (
+                        f"{run_dir} has no whole checkpoint",
+                        "its events.jsonl says what was saved, and what was set aside and why",
+                    )
+                ]
+            )
         return search.newest
     folder = checkpoint_folder(run_dir, step=step)
     if not folder.is_dir():
         there = ", ".join(each.name.rpartition("_")[2] for each in in_order(run_dir)) or "none"
-        raise RecipeError([(f"--step {step}: {run_dir} has no checkpoint of it", f"its steps: {there}")])
+        raise RecipeError(
+            [(f"--step {step}: {run_dir} has no checkpoint of that step", f"steps with a checkpoint: {there}")]
+        )
     problems = damage(folder)
     if problems:
         raise PreflightError(f"{folder} is damaged: {problems[0]}", hint="leave --step out for the newest whole one")

@@ -39,12 +39,12 @@ class DataInfo:
     source: str
     source_sha256: str
     rows: int
-    """Of the source."""
+    """Rows of the source."""
     problems: int
     repeated: int
-    """Of the rows, not taken."""
+    """Rows that repeat a problem and were left out."""
     conflicting: int
-    """Of the rows, not taken."""
+    """Rows that repeat a problem with another answer and were left out."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -67,7 +67,9 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
         raise RecipeError([(f"{name}: no data set has this name", f"use {known}")])
     if sources and len(sources) != len(files):
         names = ", ".join(f"{file.name}.parquet" for _, file in files)
-        raise RecipeError([(f"--from: {len(sources)} given, and `{name}` is made of {len(files)}", f"for {names}")])
+        raise RecipeError(
+            [(f"--from: {len(sources)} given, `{name}` needs {len(files)}", f"give a file for each of {names}")]
+        )
     with nullcontext() if os.path.isdir(folder) else new_folder(folder, option="-o"):
         for (task, file), source in zip(files, sources or [""] * len(files), strict=True):
             try:
@@ -114,7 +116,7 @@ def _make_file(task: Task, file: DataFile, *, folder: Path, source: str) -> Path
     target = folder / f"{file.name}.parquet"
     about, digest = target.with_suffix(".json"), digest_of(Path(source)) if source else ""
     if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):
-        console.say(f"{target.name}: is there, made of {source or file.hub}")
+        console.say(f"{target.name}: is there already, made of {source or file.hub}")
         return target
     rows = task.source
     assert rows is not None, "only a task that reads rows has data sets"
@@ -124,7 +126,7 @@ def _make_file(task: Task, file: DataFile, *, folder: Path, source: str) -> Path
         write_parquet({file.split: data.problems}, path=partial, kind=task.kind)
     info = DataInfo(source or file.hub, digest, data.rows, len(data.problems), data.repeated, data.conflicting)
     write_whole(about, json.dumps(dataclasses.asdict(info), indent=2) + "\n")  # last: without it, it is made again
-    again = f", {info.repeated} rows repeat one of them" if info.repeated else ""
+    again = f", {info.repeated} rows repeat a problem" if info.repeated else ""
     other = f" ({info.conflicting} with another answer: the first one counts)" if info.conflicting else ""
     console.say(f"{target.name}: {info.rows} rows, {info.problems} problems{again}{other}")
     return target

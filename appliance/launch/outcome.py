@@ -14,7 +14,7 @@ from appliance.record.state import RunState
 from appliance.signals import code_of, stopped_by
 
 _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
-_NO_RESULT = "TrainingError: it ended without writing its result"
+_NO_RESULT = "TrainingError: the process ended without writing its result"
 _MOST_LINES = 8
 _LONGEST = 300
 _VAGUE = frozenset(
@@ -24,14 +24,14 @@ _VAGUE = frozenset(
 
 @dataclass(frozen=True)
 class Child:
-    """One of the two programs of a run."""
+    """One of the programs that a run starts."""
 
     name: str
-    """Of its log file."""
+    """Name of its log file, without the suffix."""
     title: str
     argv: tuple[str, ...]
     default_code: int
-    """When it failed without a code of ours."""
+    """Exit code of a failure for which the child gave no code of ours."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Outcome:
     state: RunStatus
     exit_code: int
     reason: str = ""
-    """One line, empty when done."""
+    """Reason of the end, one line; empty when the run is done."""
     advice: tuple[str, ...] = ()
-    """Lines for the person, empty when done."""
+    """Lines for the person; empty when the run is done."""
 
 
 DONE = Outcome(RunStatus.DONE, exit_code=0)
@@ -53,10 +53,10 @@ def interrupted(
     names: Sequence[str], *, stop: Event | None = None, training: bool = False, saved_step: int = 0
 ) -> Outcome:
     """Return the outcome of a run that signals stopped. names: the signals that came, in their order.  stop: the
-    trainer's last word, if it had one.
+    trainer's `stop` event, if there was one.
 
-    training: the run was in its training, so that there may have been something to save.  saved_step: that the attempt
-    goes on from, 0 for none.
+    training: the run was in its training, so that there may have been something to save.  saved_step: the step that the
+    attempt resumed from, 0 for none.
     """
     if stop is not None:
         code = code_of(names[0], saved_step=stop.step or 0)
@@ -73,7 +73,7 @@ def interrupted(
 
 
 def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
-    """Return the outcome of a child that failed: its own word first, then what its exit and its log tell.
+    """Return the outcome of a child that failed: what it reported first, then what its exit code and its log show.
     returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show."""
     failure, next_line = state.failure, f"next: appliance logs {run}"
     if failure is not None and failure.error == GuardStop.__name__:  # on purpose, after it was saved
@@ -142,7 +142,8 @@ SYMPTOMS = (
     (
         r"Raylet is terminated",  # Ray adds what may have been the reason, a bus error among others
         "Ray's scheduler (raylet) died",
-        "often the kernel ended it for want of memory (sudo dmesg | tail)",
+        "often the kernel ended it for want of memory (sudo dmesg | tail): close other programs, or use a smaller "
+        "batch",
     ),
     (
         r"CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory",
@@ -194,7 +195,7 @@ SYMPTOMS = (
     (
         r"Address already in use|EADDRINUSE",
         "a port is in use",
-        "end the program that holds it (ss -ltnp lists them), and start again",
+        "end the program that uses it (ss -ltnp shows which), and start again",
     ),
     (
         r"Temporary failure in name resolution|Name or service not known|LocalEntryNotFoundError|OfflineModeIsEnabled"
@@ -230,7 +231,7 @@ _SIGNALS = {
         "most likely by the kernel, for want of memory",
         "sudo dmesg | tail shows it; use a smaller batch",
     ),
-    signal.SIGSEGV: ("in native code", "start again; if it stays, report it with the log"),
+    signal.SIGSEGV: ("in native code", "start again; if it happens again, report it with the log"),
     signal.SIGILL: ("this processor lacks an instruction", "use a processor with AVX2 or AVX-512"),
     signal.SIGBUS: ("shared memory (/dev/shm) may be full", "in a container start it with --shm-size=2g or more"),
 }

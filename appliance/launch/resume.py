@@ -105,7 +105,7 @@ class Resume:
 
     @property
     def step(self) -> int:
-        """The last finished step that is kept; 0 for a start from the beginning."""
+        """Last finished step that is kept; 0 for a start from the beginning."""
         return (step_of(self.search.newest) or 0) if self.search.newest else 0
 
 
@@ -127,7 +127,7 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
     else:
         run_dir, checkpoint = _named(resume, name=name)
     if link := _first_link(run_dir):
-        hint = "put what it points to in its place, if you trust it"
+        hint = "replace the link by what it points to, if you trust that"
         raise RecipeError([(f"--resume: {link} is a symbolic link, which a run never makes", hint)])
     if has_launcher(run_dir):
         raise RecipeError([(f"--resume: the run {run_dir} is running", "wait for its end, or stop it")])
@@ -263,13 +263,13 @@ def find_start(target: Target) -> Resume:
     there."""
     where = target.run_dir / FOLDER
     if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
-        hint = "bring it back, such as the disk that it is on"
+        hint = "bring that folder back, for example by mounting its disk again"
         raise RecipeError([(f"{where} leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
     if not os.path.lexists(target.checkpoint):
         there = ", ".join(str(step_of(each)) for each in in_order(target.run_dir)) or "none"
-        raise RecipeError([(f"--resume {target.checkpoint}: no such checkpoint", f"the run's steps: {there}")])
+        raise RecipeError([(f"--resume {target.checkpoint}: no such checkpoint", f"steps with a checkpoint: {there}")])
     if problems := damage(target.checkpoint):
         message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
         raise RecipeError([(message, f"use --resume {target.run_dir}, which takes the newest whole one")])
@@ -303,7 +303,9 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if is_same and original.commit and now and original.commit != now:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
-        raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={original.commit}")
+        raise PreflightError(
+            message, hint=f"continue with the run's own commit: --set model.revision={original.commit}"
+        )
     if not has_problems_of(_with_tools_before(plan, run_dir), run_dir=run_dir):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
@@ -322,7 +324,7 @@ def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
         path = plan_profile_file(run_dir, name)
         has_copy = (folder / PROFILE_FOLDER / name).is_file()
         if hash_file(path) != digest if path.is_file() else not has_copy:
-            message = f"{path} is not the one that {folder.name} was trained with"
+            message = f"{path} is not the file that {folder.name} was trained with"
             remedy = "remove it, and the checkpoint's copy is taken" if has_copy else "put it back"
             raise PreflightError(message, hint=f"{remedy}, or start a new run")
 
@@ -348,14 +350,15 @@ def _refuse_other_adapter(folder: Path, *, plan: RunPlan) -> None:
         saved = (config["r"], config["lora_alpha"], sorted(config["target_modules"]))
     if saved != ((lora.rank, lora.alpha, sorted(lora.targets)) if lora else None):
         what = "no LoRA" if saved is None else f"rank {saved[0]}, alpha {saved[1]}, {', '.join(saved[2])}"
-        message = f"model.lora is another one than {folder.name} was trained with: {what}"
+        message = f"model.lora differs from {folder.name}, which was trained with {what}"
         raise PreflightError(message, hint="put model.lora back, or start a new run")
 
 
 def plan_profile_file(run_dir: Path, name: str) -> Path:
     """Return the path of a file of the run's own profile. Raises PreflightError for a name that is a path."""
     if Path(name).name != name:
-        raise PreflightError(f"the manifest names `{name}` as a file of the profile")
+        message = f"a checkpoint's manifest names `{name}` as a file of the profile, which is a path"
+        raise PreflightError(message, hint="resume from another checkpoint: --resume RUN/checkpoints/global_step_N")
     return run_dir / PROFILE_FOLDER / name
 
 
@@ -511,7 +514,7 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     copy_code(plan, logs=logs)
     if resume.restart:
         append_event(run_dir, kind="restart", what=resume.restart, why="trainer.max_restarts", step=resume.step)
-    how = f"goes on after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
+    how = f"resumes after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
     what = f"attempt {attempt + 1} {how}"
     append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)
     for each in changed_code(plan):
@@ -569,8 +572,8 @@ def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:
         return
     changed = [name for name in ("distributions", "python", "fingerprint") if before.get(name) != now.get(name)]
     if changed:
-        what = f"this attempt runs with other versions than the one before: {', '.join(changed)}"
-        append_event(run_dir, kind="note", what=what, why="versions.json, and logs/ for those before")
+        what = f"this attempt runs with other versions than the attempt before: {', '.join(changed)}"
+        append_event(run_dir, kind="note", what=what, why="versions.json has them, logs/ the earlier ones")
 
 
 def _put_checkpoints_aside(resume: Resume) -> None:
@@ -589,7 +592,7 @@ def _put_checkpoints_aside(resume: Resume) -> None:
             put(folder, "was half written and is", why="")
     for folder in in_order(run_dir):
         if (step_of(folder) or 0) > resume.step:
-            why = f"the run goes on after step {resume.step}"
+            why = f"the run resumes after step {resume.step}"
             put(folder, "is later and", why=why, below=f"cut-{resume.target.record.attempt}")
 
 

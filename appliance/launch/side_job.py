@@ -64,9 +64,9 @@ def run_child(
 ) -> None:
     """Run a module of ours with its arguments; `tick` is called while it runs and once after.
 
-    command: the name of ours that people typed.  folder: of the work, removed by the caller.
-    When the child ends with another code than 0: raises the error of ours that it left as an event in the folder, else
-    EngineError that names the log, which is then kept beside the folder.
+    command: the command that people typed.  folder: of the work, removed by the caller. When the child ends with
+    another code than 0: raises the error of ours that it left as an event in the folder, else EngineError that names
+    the log, which is then kept beside the folder.
     """
     log, began_s = folder / "child.log", time.time()
     code = _run(module, log=log, env={**env, EVENTS_VARIABLE: str(folder)}, tick=tick)

@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SubreaperOrder:
-    """What the launcher asks for, passed as JSON in the subreaper's only argument."""
+    """Order of the launcher, passed as JSON in the subreaper's only argument."""
 
     argv: tuple[str, ...]
     report: int

@@ -95,8 +95,8 @@ def wait_for_sweep(run_dir: Path, *, within_s: float = SWEEP_TAKES_S) -> None:
         each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if os.fsencode(_SUBREAPER) in each.command
     ]:
         if time.monotonic() > deadline:
-            hint = f"wait for it; where it hangs: kill -9 {sweepers[0].pid}"
-            raise PreflightError(f"{run_dir}: process {sweepers[0].pid} still ends the attempt before", hint=hint)
+            hint = f"wait for it; if it hangs: kill -9 {sweepers[0].pid}"
+            raise PreflightError(f"{run_dir}: process {sweepers[0].pid} is still ending the earlier attempt", hint=hint)
         time.sleep(0.05)
 
 

@@ -67,15 +67,15 @@ SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
 
 @dataclass(frozen=True)
 class Stage:
-    """What a run does between its preparation and its training. (The rooms that do it read runs; none imports them.)
-    Each of its functions may raise an ApplianceError."""
+    """A step of a run between its preparation and its training. (The packages that define one read runs, so none is
+    imported here.) Each of its functions may raise an ApplianceError."""
 
     child: Callable[[RunPlan], Child | None]
-    """Makes the program to run, or None where there is nothing to do."""
+    """Function that makes the program to run; it gives None where there is nothing to do."""
     is_done: Callable[[RunPlan], bool]
-    """Whether its result is there."""
+    """Function that tells whether the result is there."""
     finish: Callable[[RunPlan], None]
-    """Called when it is."""
+    """Function that is called once the result is there."""
 
 
 def run_training(
@@ -90,7 +90,7 @@ def run_training(
     resume: Resume | None = None,
     may_restart: bool = False,
 ) -> int:
-    """Run the plan and return the exit code; everything that is to be said was said.
+    """Run the plan and return the exit code; everything that a person should know has been printed.
 
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
     name: as the user gave it, None when the run's name was chosen.  stages: between preparation and training, in order.
@@ -344,7 +344,7 @@ class _Training:
 
 
 class StallWatch:
-    """Progress is an event, a line of metrics or a heartbeat; the state of a process is not."""
+    """Watches for progress: an event, a line of metrics or a heartbeat. The state of a process is no progress."""
 
     def __init__(self, *, stall_s: float, log_dir: Path, now: float) -> None:
         """stall_s: seconds without progress after which the child is ended.  log_dir: of the attempt.  now: s of any
@@ -364,8 +364,8 @@ class StallWatch:
 
 
 def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> ApplianceError:
-    """Have every process say what it is doing, and return the error that names it. EngineError where the trainer waits
-    for an engine, else TrainingError."""
+    """Have every process write down what it is doing, and return the error that says where to read it. EngineError
+    where the trainer waits for an engine, else TrainingError."""
     living = {process.pid for process in find_processes(f"{RUN_VARIABLE}={run_dir}", below=os.getpid())}
     dumps = dump_stacks(log_dir, living=living)
     what = f"no progress for {draw.duration(stall_s)} in phase {phase}"
@@ -374,7 +374,9 @@ def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> A
     folder = summary.typed_path(log_dir / STACKS_FOLDER)
     hint = f"what {len(dumps)} processes were doing is in {folder}; if they are only slow, raise guard.stall_s"
     kind = EngineError if phase in AT_AN_ENGINE else TrainingError
-    return kind(f"{what}: cut", hint=hint if dumps else "no process said what it was doing: see the log")
+    return kind(
+        f"{what}: ended by the launcher", hint=hint if dumps else "no process reported what it was doing: see the log"
+    )
 
 
 def _child_environment(plan: RunPlan, *, log_dir: Path, ray_dir: Path | None, ray_token: Path | None) -> dict[str, str]:
@@ -386,8 +388,8 @@ def _child_environment(plan: RunPlan, *, log_dir: Path, ray_dir: Path | None, ra
 
 
 def make_ray_dir(wanted: str) -> Path:
-    """Make the folder, private to this user: Ray opens its own one in it to everybody, and the token lies beside that.
-    What a run that was killed left there is removed first.
+    """Make a folder that is private to this user: Ray opens the folder that it makes in it to everybody, and the token
+    lies beside that one. What a run that was killed left there is removed first.
 
     Raises PreflightError when it cannot be made, or belongs to somebody else.
     """
@@ -396,7 +398,9 @@ def make_ray_dir(wanted: str) -> Path:
         with contextlib.suppress(FileNotFoundError):
             found = folder.lstat()
             if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
-                raise PreflightError(f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR")
+                raise PreflightError(
+                    f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR to another folder"
+                )
             shutil.rmtree(folder, onerror=_unless_gone)
         folder.mkdir(mode=0o700)
     except OSError as error:
@@ -452,5 +456,5 @@ def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, j
         console.say(console.table(summary.summary_rows(plan, state, seconds=seconds, folder=folder)))
         _show_answers(plan)
     go_on = "" if outcome.state is RunStatus.DONE else summary.go_on_command(Path(plan.run_dir))
-    for line in (*outcome.advice, *([f"go on: {go_on}"] if go_on else [])):
+    for line in (*outcome.advice, *([f"to resume: {go_on}"] if go_on else [])):
         console.say(line)

@@ -19,7 +19,8 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: object) -> str:
-    """The page of a template. Every value is escaped, but for figures, which escape what others wrote themselves."""
+    """Render the page of a template. Every value is escaped, except figures, which themselves escape what others
+    wrote."""
     return _environment().get_template(template).render(values)
 
 

@@ -31,7 +31,8 @@ _NARROWEST = 0.7  # of a band, in units of the drawing: below it belongs to its 
 def stacked_chart(
     chart: Chart, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]], *, colours: Sequence[int]
 ) -> str:
-    """rows: (x, a part for each name, >= 0), x ascending. The parts of a row lie on one another."""
+    """Draw areas that lie on one another. rows: (x, a part for each name, >= 0), x ascending. The parts of a row lie on
+    one another."""
     if not rows:
         return nothing(chart)
     rows = [*rows, (rows[0][0] + 1, rows[0][1])] if len(rows) == 1 else rows
@@ -74,7 +75,7 @@ class Lane:
 
 
 def time_chart(chart: Chart, lanes: Sequence[Lane], *, seconds: float, colours: Sequence[tuple[int, str]]) -> str:
-    """Lanes over a common axis of time. chart.marks go through all of them.  colours: of the legend."""
+    """Draw lanes over a common axis of time. chart.marks go through all of them.  colours: of the legend."""
     height = TOP + _LANE * len(lanes) + BOTTOM - 8
     shown = replace(chart, over_time=True, height=height)
     axis = Axis(0.0, max(seconds, 1.0), LANE_NAMES, chart.width - 10)
@@ -100,8 +101,8 @@ def _bands(bands: Sequence[Band], axis: Axis, *, top: float) -> Iterator[str]:
 
 
 def merged(bands: Sequence[Band], *, least: float) -> list[Band]:
-    """Neighbours of one kind put together; then what is shorter than `least` seconds with what follows, as what took
-    most of that time."""
+    """Merge neighbours of one kind; then merge each band shorter than `least` seconds with what follows, as the
+    activity that took most of that time."""
     groups: list[list[Band]] = []
     for band in _joined(bands, gap=least):
         is_near = groups and band.start <= groups[-1][-1].end + least

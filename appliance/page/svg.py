@@ -27,13 +27,13 @@ Point = tuple[float, float, float, float]
 class Series:
     name: str
     points: Sequence[Point]
-    """(x, mean, low, high), x ascending; where the mean is NaN the line breaks."""
+    """Points (x, mean, low, high), x ascending; where the mean is NaN the line breaks."""
     index: int
-    """Index of its colour."""
+    """Index of the colour."""
     dotted: bool = False
-    """A dot on every point, for few of them."""
+    """Whether every point has a dot, for curves of few points."""
     newest: float | None = None
-    """The value that it ends with, where the last point is the mean of several."""
+    """Value that the curve ends with, where the last point is the mean of several."""
 
     @property
     def last(self) -> float | None:
@@ -57,12 +57,12 @@ class Mark:
     x: float
     label: str
     kind: str = "mark"
-    """A class of the frame's style."""
+    """Class of the frame's style."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What belongs to a chart besides its curves."""
+    """Settings of a chart: everything besides its curves."""
 
     title: str
     unit: str = ""
@@ -71,21 +71,21 @@ class Chart:
     bounds: Sequence[Bound] = ()
     marks: Sequence[Mark] = ()
     legend: bool = False
-    """Whether it has each curve's last value."""
+    """Whether the chart has a legend with each curve's last value."""
     over_time: bool = False
-    """x is seconds, not steps."""
+    """Whether x is seconds, not steps."""
     x_range: tuple[float, float] | None = None
-    """Range of x, None for that of the curves."""
+    """Range of x; None: that of the curves."""
     from_zero: bool = False
-    """The vertical axis begins at 0."""
+    """Whether the vertical axis begins at 0."""
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
-    """Room for its labels."""
+    """Room for the labels on the left."""
 
 
 def line_chart(chart: Chart, series: Sequence[Series]) -> str:
-    """A figure, or a sentence where there is nothing to draw."""
+    """Draw curves as a figure; a sentence where there is nothing to draw."""
     drawn = [_positive(curve) if chart.logarithmic else curve for curve in series]
     drawn = [curve for curve in drawn if curve.last is not None]
     if not drawn:
@@ -124,7 +124,7 @@ def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
 
 
 def frame(chart: Chart, horizontal: Axis, vertical: Axis) -> Iterator[str]:
-    """Grid, ticks, bounds and marks: everything but the curves."""
+    """Draw grid, ticks, bounds and marks: everything but the curves."""
     left, right, bottom = horizontal.start, horizontal.end, vertical.start
     for tick in vertical.ticks():
         y = vertical.at(tick)
@@ -142,7 +142,7 @@ def frame(chart: Chart, horizontal: Axis, vertical: Axis) -> Iterator[str]:
 
 
 def x_ticks(chart: Chart, horizontal: Axis, *, y: float) -> Iterator[str]:
-    """The labels below a horizontal axis at height y."""
+    """Draw the labels below a horizontal axis at height y."""
     for tick in time_ticks(horizontal.high) if chart.over_time else whole_ticks(horizontal.low, horizontal.high):
         text = time_label(tick) if chart.over_time else number_label(tick)
         x = horizontal.at(tick)
@@ -187,7 +187,8 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def interval_chart(title: str, rows: Sequence[tuple[str, float, float, float, int]], *, margin: float) -> str:
-    """rows: (name, mean, low, high, index of the colour), a line each; the margin is a band around 0."""
+    """Draw intervals. rows: (name, mean, low, high, index of the colour), a line each; the margin is a band around
+    0."""
     height = TOP + 24 * len(rows) + BOTTOM
     chart = Chart(title, height=height)
     if not rows:
@@ -214,7 +215,7 @@ def interval_chart(title: str, rows: Sequence[tuple[str, float, float, float, in
 
 
 def swatch(index: int, *, solid: bool = False) -> str:
-    """A short piece of a series' line, or a spot of an area's colour, for a legend."""
+    """Draw a short piece of a series' line, or a spot of an area's colour, for a legend."""
     if solid:
         return f'<i class="spot" style="background:var(--c{index % NUM_COLOURS})"></i>'
     return (
@@ -227,7 +228,7 @@ def swatch(index: int, *, solid: bool = False) -> str:
 def hover_data(
     chart: Chart, horizontal: Axis, *, xs: Sequence[float], columns: Sequence[tuple[str, int, dict[float, float]]]
 ) -> str:
-    """JSON for the script. columns: (name, index of the colour, value by x)."""
+    """Make the JSON for the script. columns: (name, index of the colour, value by x)."""
     values = {
         "range": [horizontal.low, horizontal.high],
         "places": [horizontal.start, horizontal.end],
@@ -250,8 +251,8 @@ def figure(
     solid: bool = False,
     newest: float | None = None,
 ) -> str:
-    """legend: (index of the colour, name, last value), none for no legend.  solid: areas, not lines. newest: the value
-    that a single curve ends with."""
+    """Put the parts of a chart into a figure. legend: (index of the colour, name, last value), none for no legend.
+    solid: areas, not lines. newest: the value that a single curve ends with."""
     box = f'viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{html.escape(chart.title)}"'
     data = f' data-hover="{html.escape(hover)}"' if hover else ""
     caption = _caption(chart, legend, solid=solid, newest=newest)
@@ -292,7 +293,7 @@ def _positive(series: Series) -> Series:
 
 
 class Thinned:
-    """A curve as it comes, in memory that does not grow: above `most` points runs of 2, 4, 8 ... of them are put
+    """A curve as it comes, in memory that does not grow: above `most` points, runs of 2, 4, 8 ... of them are put
     together, each at its last x, with its mean, its smallest and its largest value.
 
     last: the newest value, exact; None before there is one.
@@ -306,7 +307,8 @@ class Thinned:
         self._runs: list[_Run] = []
 
     def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:
-        """A value for each x; x ascending, and after those before. A value that is None is left out of its run."""
+        """Append a value for each x; x ascending, and after those before. A value that is None is left out of its
+        run."""
         at = 0
         while at < len(xs):
             if not self._runs or self._runs[-1].points == self._size:
@@ -322,7 +324,7 @@ class Thinned:
             at = end
 
     def points(self) -> list[Point]:
-        """A run without a value has NaN, where a curve breaks."""
+        """Return the points. A run without a value has NaN, where a curve breaks."""
         return [
             (run.x, run.sum / run.values, run.low, run.high) if run.values else (run.x, math.nan, math.nan, math.nan)
             for run in self._runs
@@ -330,7 +332,7 @@ class Thinned:
 
 
 class _Run(NamedTuple):
-    """Neighbours."""
+    """A run of neighbouring points."""
 
     points: int = 0
     x: float = 0.0
@@ -353,7 +355,7 @@ class _Run(NamedTuple):
 
 
 def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
-    """The same for a curve that is whole, of (x, mean, smallest, largest): above `most` points, runs of them."""
+    """Thin a whole curve of (x, mean, smallest, largest): above `most` points, runs of them are put together."""
     size = math.ceil(len(points) / most)
     merged = []
     for start in range(0, len(points), max(1, size)):
@@ -365,17 +367,17 @@ def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
 @dataclass(frozen=True)
 class Axis:
     low: float
-    """The value at its start, below `high`; of a logarithmic axis its exponent."""
+    """Value at the start of the axis, below `high`; on a logarithmic axis its exponent."""
     high: float
-    """The value at its end; of a logarithmic axis its exponent."""
+    """Value at the end of the axis; on a logarithmic axis its exponent."""
     start: float
-    """A place, in units of the drawing."""
+    """Place of the start, in units of the drawing."""
     end: float
-    """A place, in units of the drawing; before `start` where the axis points upwards."""
+    """Place of the end, in units of the drawing; before `start` where the axis points upwards."""
     logarithmic: bool = False
 
     def at(self, value: float) -> float:
-        """The place of a value; what lies beyond an end is drawn at the end."""
+        """Return the place of a value; what lies beyond an end is drawn at the end."""
         scaled = math.log10(max(value, SMALLEST)) if self.logarithmic else value
         share = (scaled - self.low) / (self.high - self.low)
         return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
@@ -385,13 +387,13 @@ class Axis:
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """Both ends moved out a little, so that no curve lies on the frame and a constant has a place."""
+    """Move both ends out a little, so that no curve lies on the frame and a constant has a place."""
     room = 0.05 * (high - low) or max(abs(high) * 0.1, 0.05)
     return low - room, high + room
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Three to six round values within the range."""
+    """Choose three to six round values within the range."""
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     size = next(each * power for each in (1, 2, 5, 10) if each * power >= raw)
@@ -400,12 +402,12 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def whole_ticks(low: float, high: float) -> list[float]:
-    """The same without fractions: of steps there are no halves."""
+    """Choose ticks without fractions: of steps there are no halves."""
     return [each for each in ticks(low, high) if each == round(each)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, with 2 and 5 times them where there are few; low and high are exponents."""
+    """Choose powers of ten, with 2 and 5 times them where there are few; low and high are exponents."""
     if high - low < 1.5:
         every_third = [
             10.0**power * times for power in range(math.floor(low), math.ceil(high) + 1) for times in (1, 2, 5)
@@ -417,21 +419,21 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def time_ticks(seconds: float) -> list[float]:
-    """Round times from 0 to so many seconds, eight at most."""
+    """Choose round times from 0 to so many seconds, eight at most."""
     size = next((each for each in _TIME_STEPS_S if seconds / each <= 7), None)
     size = size or 86400 * math.ceil(seconds / 86400 / 7)
     return [float(size * each) for each in range(math.floor(seconds / size) + 1)]
 
 
 def number_label(value: float) -> str:
-    """`0.25`, `3e-5`, `12,000`."""
+    """Format a number for a label: `0.25`, `3e-5`, `12,000`."""
     if 0 < abs(value) < 1e-3:
         return f"{value:.0e}".replace("e-0", "e-")
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def time_label(seconds: float) -> str:
-    """The shortest exact one: `40 s`, `5 min`, `2 h`, `1 h 30 min`."""
+    """Format a time for a label, in its shortest exact form: `40 s`, `5 min`, `2 h`, `1 h 30 min`."""
     whole = round(seconds)
     if whole < 60 or whole % 60:
         return f"{whole} s"

@@ -32,18 +32,19 @@ Versions = tuple[tuple[str, str], ...]
 @dataclass(frozen=True)
 class ResultKey:
     device: str
-    """As in a plan."""
+    """Device, as a plan names it."""
     processor: str
-    """Which one of that kind."""
+    """Processor by its name and cores; on a GPU the device again."""
     shapes: str
-    """A slug."""
+    """Slug of the layers' shapes."""
     versions: Versions
-    """Sorted pairs."""
+    """Sorted (name, version) pairs of the packages that multiply."""
     tensor_parallel: int = 1
-    """Each worker has this part of every layer."""
+    """Number of workers that share each layer."""
 
     def path(self, cache_dir: Path, *, kv_memory: bool = False) -> Path:
-        """kv_memory: of a measurement with little memory, which is kept but not what `auto` reads."""
+        """Return the file of the result. kv_memory: whether it was measured with little memory; such a result is kept,
+        but `auto` does not read it."""
         ranks = [self.tensor_parallel] if self.tensor_parallel > 1 else []
         made_with = json.dumps([self.processor, self.versions, *ranks])
         digest = hashlib.sha256(made_with.encode()).hexdigest()[:8]
@@ -53,7 +54,7 @@ class ResultKey:
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """What `bench` measured of one scheme."""
+    """Measurement of one scheme by `bench`."""
 
     scheme: Scheme
     tokens_per_s: float
@@ -66,7 +67,7 @@ class SchemeResult:
 def result_key(
     *, device: str, host: HostFacts, model: Model, weights: WeightsPlan, pins: Versions, tensor_parallel: int
 ) -> ResultKey:
-    """pins: of the plan, as the stack that makes the run."""
+    """Make the key of a result. pins: of the plan, the versions that the run has."""
     return ResultKey(
         device=device,
         processor=f"{host.processor or 'unknown'}, {host.cores} cores" if device == CPU else device,
@@ -88,7 +89,7 @@ def key_of_plan(plan: RunPlan, *, host: HostFacts) -> ResultKey:
 
 
 def model_shapes(model: Model, *, weights: WeightsPlan) -> str:
-    """The slug of the model's layers; of its name where no config.json is at hand."""
+    """Return the slug of the model's layers, or of its name where no config.json is at hand."""
     if model.builtin:
         return BUILT_IN_MODELS[model.builtin].shape.layer_slug
     shape = read_shape(Path(weights.name_or_path) / "config.json")
@@ -123,7 +124,7 @@ def write_result(
 
 
 def read_result(key: ResultKey, *, cache_dir: Path) -> tuple[StoredResult | None, str]:
-    """(the result that counts or None, why another one that lies there does not count or an empty text)."""
+    """Return (the result that counts, or None; why a result that is there does not count, or an empty text)."""
     path = key.path(cache_dir)
     if os.path.isfile(path):
         try:

@@ -31,13 +31,14 @@ from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
+    Choice,
     CodeFile,
     ExpectedAttestation,
     RunPlan,
     TaskFiles,
     WeightsPlan,
 )
-from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, ValSet
+from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, Trainer, ValSet
 from appliance.tasks.library import (
     PACKAGED_MODELS,
     builtin_model_key,
@@ -50,6 +51,7 @@ from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_pr
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import CPU_KV_BLOCK, Dtype, OldLogProbs, Schedule
+from appliance.terms.shapes import ModelShape
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -77,32 +79,32 @@ CPU_ROLLOUT_PATCHES = (
 
 @dataclass(frozen=True)
 class OriginalPlan:
-    """What a run that is resumed was begun with."""
+    """Facts of the plan with which a resumed run began."""
 
     device: str
     automatic: Scheme | None
-    """What `auto` meant for it, None where nothing asked."""
+    """Scheme that `auto` stood for; None where the recipe had no `auto`."""
     model: str = ""
-    """Name on the hub, empty where there was none."""
+    """Name of the model on the hub, empty where it was not from there."""
     revision: str = ""
-    """As the recipe had it."""
+    """Revision of the model, as the recipe had it."""
     commit: str = ""
-    """Of a model of the hub, empty where it was not known."""
+    """Commit of the model on the hub, empty where it was not known."""
     data: str = ""
-    """Data set of the hub of a task of the user's own, empty where there was none."""
+    """Data set on the hub of a task of the user's own, empty where there was none."""
     data_commit: str = ""
-    """Its commit, empty where it was not known."""
+    """Commit of that data set, empty where it was not known."""
     date: str = ""
-    """The `date` of its TaskFiles."""
+    """Date that the chat template gets, from its TaskFiles."""
     pace: derive.Pace | None = None
-    """How its trainer forwards, None where its plan does not have that."""
+    """Pace of its trainer; None where its plan does not have one."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
-    are by now."""
+    """SHA-256 of the run's copies of the user's files, by their names, where the run continues with these copies
+    whatever the files are by now."""
 
 
 def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, **more: Any) -> RunPlan:
-    """The plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows."""
+    """Make the plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows."""
     plan = resolve(recipe, run_dir=run_dir, host=host, **more)
     refuse_faults(judge_plan(recipe, plan, host=host))
     return plan
@@ -120,7 +122,7 @@ def resolve(
     data_commit: str = "",
     date: str | None = None,
 ) -> RunPlan:
-    """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
+    """Make the plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
     resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
@@ -176,10 +178,7 @@ def resolve(
     algorithm = derive.plan_algorithm(recipe, book=book)
     at_a_time = f"{shape.millions} at once" if shape is not None and shape.is_tiny else "of weights at a time"
     book.note("sync.bucket_mib", engine.bucket_mib, f"{at_a_time}; shared memory of this size is held")
-    threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
-    if shape is not None and shape.is_tiny:
-        threads = 1
-        why = f"{shape.millions}: layers this small gain little by a second thread, and on a busy host wait for it"
+    threads, why = _threads(host, shape=shape)
     if is_cpu:
         book.note("threads_per_process", threads, why)
     uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
@@ -197,7 +196,6 @@ def resolve(
     switching = guard.scheme_change
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=switching, steps=steps)
     trainer = trainer.replace(validate_bf16_every=book.note("trainer.validate_bf16_every", validate_bf16_every, why))
-    backends = tuple(str(backend) for backend in recipe.logging.backends)
     draft = RunPlan(
         schema_version=SCHEMA_VERSION,
         name=run_dir.name,
@@ -232,18 +230,8 @@ def resolve(
             threads=threads,
             kv_cache_gb=rollout.kv_cache_gb,
             offline=not is_from_hub(task) and not hub_name(recipe),
-            backends=backends,
-            own_engine=(
-                is_cpu
-                or trainer.quantises
-                or trainer.old_log_probs is OldLogProbs.UPDATE
-                or model.lora is not None
-                or rollout.top_log_probs > 0
-                or rollout.leaves_words_out
-                or trainer.dtype is Dtype.FP16
-                or recipe.optimizer.norm_fed_lr_scale != 1
-                or recipe.optimizer.schedule is Schedule.LINEAR
-            ),
+            backends=tuple(str(backend) for backend in recipe.logging.backends),
+            own_engine=_needs_own_engine(recipe, trainer=trainer, rollout=rollout, is_cpu=is_cpu),
             one_flow=one_flow,
             several_words=rollout.top_log_probs > 0,
             reports_support=rollout.leaves_words_out,
@@ -254,15 +242,33 @@ def resolve(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     before = original.pace if original is not None and original.device == device else None
+    return _with_memory(draft, recipe, shape=shape, host=host, before=before, book=book, of_trainer=of_trainer.choices)
+
+
+def _with_memory(
+    draft: RunPlan,
+    recipe: Recipe,
+    *,
+    shape: ModelShape | None,
+    host: HostFacts,
+    before: derive.Pace | None,
+    book: derive.Book,
+    of_trainer: list[Choice],
+) -> RunPlan:
+    """The whole plan: a draft with what memory decides, its choices and verl's arguments.
+
+    before: how the run that is resumed forwards.  of_trainer: choices of the trainer, listed before memory's.
+    """
     pace = keep_pace(recipe, before=before)
     if pace is None:
         pace = choose_pace(recipe, draft, shape=shape, host=host)
+    engine = draft.engine
     if shape is not None and (blocks := kv_cache_blocks(draft, shape)) is not None:
         why = (
             f"blocks of {CPU_KV_BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
         )
         engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
-    book.choices += of_trainer.choices
+    book.choices += of_trainer
     trainer_memory = derive.plan_trainer_memory(pace, book=book)
     batch = derive.plan_batch(recipe, pace=pace, book=book)
     correction = derive.plan_correction(recipe, book=book)
@@ -278,6 +284,28 @@ def resolve(
     return plan.replace(argv=argv(plan))
 
 
+def _threads(host: HostFacts, *, shape: ModelShape | None) -> tuple[int, str]:
+    """(threads of each process on a CPU, why)."""
+    if shape is not None and shape.is_tiny:
+        return 1, f"{shape.millions}: layers this small gain little by a second thread, and on a busy host wait for it"
+    return host.cores, "trainer and engine take turns, so each has all cores of this host"
+
+
+def _needs_own_engine(recipe: Recipe, *, trainer: Trainer, rollout: Rollout, is_cpu: bool) -> bool:
+    """Whether verl's training engine does not do what the recipe asks, and ours takes its place."""
+    return (
+        is_cpu
+        or trainer.quantises
+        or trainer.old_log_probs is OldLogProbs.UPDATE
+        or recipe.model.lora is not None
+        or rollout.top_log_probs > 0
+        or rollout.leaves_words_out
+        or trainer.dtype is Dtype.FP16
+        or recipe.optimizer.norm_fed_lr_scale != 1
+        or recipe.optimizer.schedule is Schedule.LINEAR
+    )
+
+
 def _cluster(recipe: Recipe, *, device: str, root: Path) -> Cluster:
     """The section with its device, and with absolute paths. root: folder of the run folders, which all nodes share."""
     token_file = _absolute(recipe.cluster.token_file) or str(root / TOKEN_FILE)
@@ -285,12 +313,12 @@ def _cluster(recipe: Recipe, *, device: str, root: Path) -> Cluster:
 
 
 def pins_for(device: str) -> tuple[tuple[str, str], ...]:
-    """distribution -> version that the patches were made for, sorted."""
+    """Return the versions that the patches were made for: (distribution, version), sorted."""
     return tuple(sorted((PINS | (CPU_PINS if device == CPU else GPU_PINS)).items()))
 
 
 def installed_versions() -> dict[str, str | None]:
-    """This program's version and those of the distributions that plans pin; None where one is not installed."""
+    """Return this program's version and those of the distributions that plans pin; None where one is not installed."""
     names = ("flashrl-appliance", *sorted(PINS | CPU_PINS | GPU_PINS))
     return {name: version_of(name) or None for name in names}
 
@@ -382,7 +410,7 @@ def _asks_for_date(model: Model, *, weights: WeightsPlan) -> bool | None:
 
 
 def plan_task(recipe: Recipe) -> Task:
-    """The section with absolute paths, the temperature of each validation set and, with tools, the turns."""
+    """Resolve the section: absolute paths, the temperature of each validation set and, with tools, the turns."""
     task = recipe.task
     return task.replace(
         train_file=_absolute(task.train_file),
@@ -417,7 +445,7 @@ def _reward(reward: Reward) -> Reward:
 
 
 def code_files(task: Task) -> tuple[CodeFile, ...]:
-    """The user's Python files with their SHA-256. Reads them. task: with absolute paths."""
+    """Read the user's Python files and return them with their SHA-256. task: with absolute paths."""
     return tuple(_code_file(file, number=number) for number, file in enumerate(task.code_files))
 
 

@@ -51,7 +51,7 @@ _IN_UPDATE = (
 
 @dataclass(frozen=True)
 class Pace:
-    """How much the trainer forwards at once; plan/room.py chooses it."""
+    """Amount that the trainer forwards at once; plan/room.py chooses it."""
 
     gradient_checkpointing: bool
     forward_tokens: int
@@ -76,7 +76,7 @@ class Book:
 
 
 def steps_of(recipe: Recipe) -> tuple[int, str]:
-    """(trainer.steps, why)."""
+    """Return (trainer.steps, why)."""
     if recipe.trainer.steps:
         return recipe.trainer.steps, "as given"
     epochs, prompts = recipe.trainer.epochs or 0, recipe.batch.prompts_per_step
@@ -89,7 +89,7 @@ def every(given: int, *, steps: int) -> tuple[int, str]:
 
 
 def saves(asked: Checkpoint, *, steps: int) -> tuple[int, str]:
-    """(checkpoint.every_steps, why), and what else is saved by."""
+    """Return (checkpoint.every_steps, why, with the other occasions of a save)."""
     number, why = every(asked.every_steps, steps=steps)
     others = [f"every {asked.every_minutes:g} minutes"] if asked.every_minutes else []
     others += ["at the best validation so far"] if asked.keep_best else []
@@ -97,16 +97,17 @@ def saves(asked: Checkpoint, *, steps: int) -> tuple[int, str]:
 
 
 def attention_of(recipe: Recipe) -> tuple[str, str]:
-    """(transformers' name of it, why)."""
+    """Return (transformers' name of the attention, why)."""
     asked = recipe.trainer.attention
     return asked.in_transformers, _ATTENTIONS[asked]
 
 
 def plan_trainer(recipe: Recipe, *, is_cpu: bool, steps: int, book: Book) -> Trainer:
-    """The section with its steps and the source of its old log-probs; validations in BF16 are engines.py's."""
+    """Resolve the section: its steps and the source of its old log-probs. Validations in BF16 are planned in
+    engines.py."""
     trainer = recipe.trainer
     if trainer.fp8_backward:
-        emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
+        emulated = "; emulated: for its numbers, not for speed" if recipe.quantization.emulate else ""
         book.note("trainer.backward", str(trainer.backward), f"as given{emulated}")
     if trainer.dtype is Dtype.FP16:
         book.note("trainer.dtype", trainer.dtype, _IN_FP16)
@@ -123,7 +124,7 @@ def plan_trainer_memory(pace: Pace, *, book: Book) -> TrainerMemory:
 
 
 def plan_batch(recipe: Recipe, *, pace: Pace, book: Book) -> Batch:
-    """The section with its sizes, but for `max_tokens_per_gpu`, which may be off."""
+    """Resolve the section's sizes, all but `max_tokens_per_gpu`, which may be off."""
     batch = recipe.batch
     why = "as given" if batch.mini_batch_prompts else "the whole step"
     batch = batch.replace(
@@ -139,7 +140,7 @@ def prompts_of_an_update(recipe: Recipe) -> int:
 
 
 def old_log_probs_of(recipe: Recipe, *, is_cpu: bool) -> tuple[OldLogProbs, str]:
-    """(where a step's old log-probs come from, why)."""
+    """Return (where a step's old log-probs come from, why)."""
     asked = recipe.trainer.old_log_probs
     if asked is OldLogProbs.ROLLOUT:
         return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
@@ -161,13 +162,13 @@ def why_a_pass(recipe: Recipe, *, is_cpu: bool) -> str:
     if prompts_of_an_update(recipe) != recipe.batch.prompts_per_step:
         return "a step has several updates, and only the first one's forward is of the policy before them"
     if lora is not None and lora.dropout:
-        return "an update's forward drops what `model.lora` says, and the policy does not"
+        return "an update's forward has the dropout of `model.lora`, and the policy has none"
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
-        return "flash-attn may drop in an update, as the model's config.json says, and the policy does not"
+        return "flash-attn may apply dropout in an update, by the model's config.json, and the policy has none"
     if recipe.algorithm.kl and recipe.algorithm.kl_in is KlPlace.REWARD:
         return "`algorithm.kl` is in the reward, which the advantages are made of"
     if method.reads_step and not one_flow:  # there the engines' are known before the update
-        return f"`{method.name}` weighs a sequence by the whole step"
+        return f"`{method.name}` weights a sequence by the whole step"
     if method.has_shadow_pass:
         return f"`{method.name}` has a shadow pass that compares with them"
     if one_flow and Action.TIGHTEN in (recipe.guard.actions or ()):
@@ -178,7 +179,7 @@ def why_a_pass(recipe: Recipe, *, is_cpu: bool) -> str:
 
 
 def micro_batch(recipe: Recipe, *, pace: Pace) -> tuple[int, str]:
-    """The sequences of one forward of the trainer, and why: the recipe's, an earlier attempt's, or the largest divisor
+    """Return (sequences of one forward of the trainer, why): the recipe's, an earlier attempt's, or the largest divisor
     of a rank's share that fits the tokens."""
     if recipe.batch.micro_batch_sequences:
         return recipe.batch.micro_batch_sequences, "as given"
@@ -191,7 +192,7 @@ def micro_batch(recipe: Recipe, *, pace: Pace) -> tuple[int, str]:
 
 
 def sequences_of_a_rank(recipe: Recipe) -> int:
-    """Sequences of a mini-batch that one rank of the trainer has."""
+    """Return the number of sequences of a mini-batch that one rank of the trainer has."""
     return prompts_of_an_update(recipe) * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
 
 
@@ -227,7 +228,7 @@ def _sequences_of_a_step(recipe: Recipe) -> int:
 
 
 def plan_algorithm(recipe: Recipe, *, book: Book) -> Algorithm:
-    """The section with what its kind and its loss stand for."""
+    """Resolve the section: the values that its kind and its loss stand for."""
     algorithm = recipe.algorithm
     spec = algorithm.loss.spec
     kind = f"algorithm.kind: {algorithm.kind}"
@@ -245,7 +246,8 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> Algorithm:
     if algorithm.filters:
         prompts = recipe.batch.prompts_per_step
         at_a_time = recipe.batch.generation_prompts or prompts
-        why = f"x {prompts} prompts: verl fetches them one by one to replace those that say nothing (gen_batch_size 1)"
+        why = f"x {prompts} prompts: verl fetches them one by one"
+        why = f"{why} to replace those that teach nothing (gen_batch_size 1)"
         book.note("algorithm.generation_batches", at_a_time // prompts, f"{why}, and holds at most so many in flight")
         if batches := algorithm.max_generation_batches:
             why = (
@@ -256,7 +258,7 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> Algorithm:
 
 
 def plan_correction(recipe: Recipe, *, book: Book) -> Correction:
-    """The section with the limits of its method. Noted is a limit that the recipe leaves to the method."""
+    """Resolve the section: the limits of its method. A limit that the recipe leaves to the method is noted."""
     correction = recipe.correction
     method = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
     if correction.cap is None and method.cap is not None:
@@ -267,7 +269,7 @@ def plan_correction(recipe: Recipe, *, book: Book) -> Correction:
 
 
 def plan_shadow(recipe: Recipe, *, batch: Batch, book: Book) -> ShadowPlan | None:
-    """None where the correction has no shadow pass. batch: the plan's."""
+    """Plan the shadow pass; None where the correction has none. batch: the plan's."""
     correction = recipe.correction
     if not METHODS[correction.method].has_shadow_pass:
         return None
@@ -280,7 +282,7 @@ def plan_shadow(recipe: Recipe, *, batch: Batch, book: Book) -> ShadowPlan | Non
 
 
 def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
-    """None without `uaq_scale`. The scaled model lies in the run's folder, so that a resumed run finds it there."""
+    """Plan UAQ; None without `uaq_scale`. The scaled model is in the run's folder, where a resumed run finds it."""
     scale = recipe.correction.uaq_scale
     if scale is None:
         return None
@@ -290,7 +292,7 @@ def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
 
 
 def plan_model(recipe: Recipe, *, book: Book) -> Model:
-    """The section with alpha and layers of its adapter, where it has one."""
+    """Resolve the section: alpha and layers of its adapter, where it has one."""
     lora = recipe.model.lora
     if lora is None:
         return recipe.model

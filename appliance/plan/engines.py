@@ -99,10 +99,10 @@ def plan_profile(recipe: Recipe, *, rollout: Rollout, run_dir: Path, shape: Mode
 
 def plan_eager(rollout: Rollout, *, is_cpu: bool, one_flow: bool, experts: bool, book: Book) -> bool:
     """Decide whether the engines of a plan are eager: all of them where one has to be, as verl has one setting.
-    experts: whether a quantised engine has some in it."""
+    experts: whether a quantised engine has experts among what it quantises."""
     eager = any(is_eager(scheme, is_cpu=is_cpu, one_flow=one_flow, experts=experts) for scheme in rollout.replicas)
     if eager and not is_cpu:
-        why = "quantised experts run one by one, which no graph holds"
+        why = "quantised experts run one by one, which no CUDA graph can hold"
         if one_flow:
             why = "the trainer calls the same kernels, one by one, in vLLM's batch-invariant mode: rollouts take longer"
         book.note("rollout.enforce_eager", True, why)
@@ -110,7 +110,7 @@ def plan_eager(rollout: Rollout, *, is_cpu: bool, one_flow: bool, experts: bool,
 
 
 def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> bool:
-    """Whether an engine runs without CUDA graphs and torch.compile. experts: whether a quantised one has some in it."""
+    """Return whether an engine runs without CUDA graphs and torch.compile. experts: whether it quantises experts."""
     return is_cpu or one_flow or (experts and scheme.quantised)
 
 
@@ -151,7 +151,8 @@ def _is_other_profile(source: str, *, before: str, profile_file: Path) -> bool:
 
 
 def layers_with_experts(weights: WeightsPlan) -> int:
-    """Number of layers of a model with experts, by its config.json; 0 without experts, and where none is at hand."""
+    """Count the layers of a model that have experts, by its config.json; 0 without experts, and where none is at
+    hand."""
     shape = None if weights.is_cached else read_shape(Path(weights.name_or_path) / "config.json")
     if weights.gguf:
         shape = gguf_facts(Path(weights.gguf)).shape
@@ -159,12 +160,12 @@ def layers_with_experts(weights: WeightsPlan) -> int:
 
 
 def quantises_experts(ignore: Sequence[str], *, layers: int) -> bool:
-    """Whether a quantised engine has experts among what it quantises. layers: as layers_with_experts."""
+    """Return whether a quantised engine has experts among what it quantises. layers: as layers_with_experts."""
     return layers > 0 and not keeps_experts(ignore, layers=layers)
 
 
 def keeps_experts(ignore: Sequence[str], *, layers: int) -> bool:
-    """Whether `quantization.ignore` names the experts of every layer, as vLLM matches names. layers: >= 1."""
+    """Return whether `quantization.ignore` names the experts of every layer, as vLLM matches names. layers: >= 1."""
     names = (f"model.layers.{layer}.{EXPERTS}" for layer in range(min(layers, _MOST_LAYERS)))
     return all(any(_names(entry, name) for entry in ignore) for name in names)
 
@@ -189,7 +190,7 @@ def plan_guard(
     book: Book,
 ) -> Guard:
     """Resolve the section: the actions, and how engines change their scheme. rollout, eager: the plan's.  experts:
-    whether a quantised engine has some in it, False where that is not known yet."""
+    whether a quantised engine has experts among what it quantises, False where that is not known yet."""
     usual, why_usual = USUAL_ACTIONS, "the usual ladder"
     if old_log_probs is OldLogProbs.ROLLOUT:
         usual = tuple(action for action in usual if action is not Action.TIGHTEN)
@@ -202,7 +203,7 @@ def plan_guard(
     ):
         switching, why = SchemeChange.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
     else:
-        why = "engines run eagerly: a layer changes with a weight update, proven like any"
+        why = "engines run eagerly: a layer changes with a weight update, proven like any other"
         switching = SchemeChange.LIVE
     if rollout.scheme.quantised:
         book.note("rollout.scheme_changes", switching, why)
@@ -236,12 +237,12 @@ def why_not_live(
 
 
 def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
-    """What the rollouts may be raised to and still be quantised."""
+    """Return the schemes to which rollouts may be raised and still be quantised."""
     return plan.rollout.scheme.spec.finer if plan.guard.ranks_layers else ()
 
 
 def plan_validation(recipe: Recipe, *, rollout: Rollout, switching: SchemeChange, steps: int) -> tuple[int, str]:
-    """(steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
+    """Return (steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
     asked = recipe.trainer.validate_bf16_every
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"

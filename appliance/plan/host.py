@@ -17,70 +17,70 @@ class HostGpu:
 
 @dataclass(frozen=True)
 class ContainerFacts:
-    """What a container of our image looks like from inside."""
+    """A container of our image, as seen from inside."""
 
     image: str
-    """Its flavour, `cpu` or `gpu`."""
+    """Flavour of the image, `cpu` or `gpu`."""
     run_root: str
-    """The mount or folder to write to."""
+    """Mount or folder to which runs are written."""
     run_root_lasts: bool
-    """The run root is on a volume or a folder of the host, not in the container's own layer or in memory."""
+    """Whether the run root is on a volume or a folder of the host, not in the container's own layer or in memory."""
     uid: int
     gid: int
     tmp_runs_programs: bool = True
-    """A file in the temporary folder may be executed."""
+    """Whether a file in the temporary folder may be executed."""
     unwritable_cache: str = ""
-    """The cache's folder, or empty."""
+    """Folder of the cache where this user may not write to it, or empty."""
     unreadable_token: str = ""
-    """The file with the hub's token, where it is there and this user may not read it, or empty."""
+    """File with the hub's token where this user may not read it, or empty."""
     token_owner: int = 0
-    """Of that file."""
+    """User id of that file's owner."""
     open_token: str = ""
-    """Why it is no secret, or empty."""
+    """Reason why the hub's token is no secret, or empty."""
 
 
 @dataclass(frozen=True)
 class Limits:
     open_files: int = UNLIMITED
-    """Of one process, the hard limit, to which Ray raises the soft one."""
+    """Open files of one process: the hard limit, to which Ray raises the soft one."""
     threads: int = UNLIMITED
-    """Of the user (the soft limit) or the control groups, whichever is less."""
+    """Threads of the user (the soft limit) or of the control groups, whichever is less."""
     memory_bytes: int = UNLIMITED
-    """The least that a control group of the process allows, whatever of it is free."""
+    """Least memory that a control group of the process allows, however much of it is free."""
     memory_free_bytes: int = UNLIMITED
-    """What the control groups leave, page cache that they can take back included."""
+    """Memory that the control groups leave, with the page cache that they can take back."""
 
 
 @dataclass(frozen=True)
 class HostFacts:
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int
-    """Of the host, or what the control groups allow where that is less. It is the same at any time, so plans are."""
+    """Memory of the host, or what the control groups allow where that is less. It stays the same, and so do plans."""
     memory_free_bytes: int
-    """Of the host, or what the control group leaves."""
+    """Free memory of the host, or what the control groups leave where that is less."""
     cpu_flags: frozenset[str]
-    """As in /proc/cpuinfo."""
+    """CPU features, named as in /proc/cpuinfo."""
     gpus: tuple[HostGpu, ...]
     python: tuple[int, int]
     missing_libraries: tuple[str, ...]
-    """Shared libraries vLLM needs and the loader does not find."""
+    """Shared libraries that vLLM needs and the loader does not find."""
     shm_free_bytes: int
     run_root_problem: str
-    """Why nothing can be written where the run root is or will be, or empty."""
+    """Reason why nothing can be written where the run root is or will be, or empty."""
     packages: frozenset[str]
     """Distributions of the chosen log backends that are installed."""
     processor: str = ""
     """The processor's name and generation, empty when unknown."""
     container: ContainerFacts | None = None
-    """None outside of our image."""
+    """Container of our image that this process is in; None outside of one."""
     limits: Limits = Limits()
     today: str = ""
     """The day on this host, YYYY-MM-DD; empty where nobody looked."""
 
     def gpus_of(self, device: str) -> list[HostGpu]:
-        """Those of that kind, and those that this version does not know: the user has named the most similar one.
-        device: one of GPUS."""
+        """Return the GPUs of that kind, and those that this version does not know, for which the user has named the
+        most similar one. device: one of GPUS."""
         return [gpu for gpu in self.gpus if (known := gpu_of_product(gpu.product)) is None or known.name == device]
 
 
@@ -90,7 +90,8 @@ LARGEST_BASE = 65535 - 999
 
 @dataclass(frozen=True)
 class Ports:
-    """Of a node: fixed, so that a firewall can be told. Several nodes on one host take different bases.
+    """Ports of a node. They are fixed, so that a firewall can be opened for them. Several nodes on one host take
+    different bases.
 
     base        the head's control store (GCS), what `appliance join --head HOST:PORT` names
     base + 1    node manager            base + 4    agent, gRPC
@@ -111,17 +112,17 @@ class Ports:
 
     @property
     def of_the_head(self) -> tuple[int, ...]:
-        """What listens on the host of a head, its workers apart."""
+        """Ports that processes of a head's host listen on, workers apart."""
         return tuple(range(self.base, self.client + 1))
 
     @property
     def of_a_node(self) -> tuple[int, ...]:
-        """What listens on the host of any other node, its workers apart."""
+        """Ports that processes of any other node's host listen on, workers apart."""
         return tuple(range(self.base + 1, self.client))
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of `ray start`, for any node."""
+        """Return the arguments of `ray start` that set a node's ports."""
         return (
             f"--node-manager-port={self.base + 1}",
             f"--object-manager-port={self.base + 2}",

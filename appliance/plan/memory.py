@@ -56,17 +56,17 @@ class Part:
     what: str
     size: int
     certain: bool = False
-    """Weights and their like, which no setting of the trainer makes smaller than this."""
+    """Whether the part is weights or the like, which no setting of the trainer makes smaller."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the moments, or an engine in its share."""
+    """Memory at one of the moments, or of an engine within its share."""
 
     name: str
     parts: tuple[Part, ...]
     limit: int
-    """Bytes that there are."""
+    """Bytes that are available."""
 
     @property
     def size(self) -> int:
@@ -92,8 +92,8 @@ def is_estimated(plan: RunPlan, shape: ModelShape) -> bool:
 
 
 def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
-    """`rollout`, `update`, `sync` and `save`; none for a device without a known memory or a model whose weights cannot
-    be counted."""
+    """Estimate the moments `rollout`, `update`, `sync` and `save`. Returns none for a device without a known memory or
+    a model whose weights cannot be counted."""
     if not is_estimated(plan, shape):
         return ()
     limit = GPUS[plan.cluster.device].memory_gib * GIB
@@ -167,7 +167,7 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
 
 
 def trained_weights(plan: RunPlan, shape: ModelShape) -> int:
-    """Number of those that have a gradient: all, or the adapter's."""
+    """Count the weights that have a gradient: all of them, or the adapter's."""
     lora = plan.model.lora
     return shape.adapter_weights(lora.rank, targets=lora.targets) if lora else shape.weights
 
@@ -178,7 +178,8 @@ def _parameters(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
-    """What the engine needs of its own share, with one sequence; None where nothing is known. vLLM takes no more."""
+    """Estimate what the engine needs of its own share, with one sequence. vLLM takes no more than the share. Returns
+    None where the model's sizes are not known."""
     gpu = GPUS.get(plan.cluster.device)
     if gpu is None or not shape.is_dense:
         return None
@@ -192,7 +193,8 @@ def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
 
 
 def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes on one GPU, of the engine that has most; where that is reserved, in BF16."""
+    """Estimate the bytes of weights on one GPU, of the engine that has most; in BF16 where the guard has that
+    reserved."""
     in_bf16 = plan.guard.reserve_bf16 or plan.emulates
     schemes = [Scheme.BF16] if in_bf16 else plan.rollout.replicas
     return max(_weights_in(scheme, plan, shape) for scheme in schemes)
@@ -204,8 +206,8 @@ def _weights_in(scheme: Scheme, plan: RunPlan, shape: ModelShape) -> int:
 
 
 def kv_cache_beside(plan: RunPlan, shape: ModelShape, *, schemes: Sequence[Scheme]) -> int:
-    """Bytes of the KV cache of each of several engines that stand on one GPU at once, without a trainer: as in the run
-    where there is room, for one sequence at least. plan, shape: of `is_estimated`."""
+    """Estimate the bytes of the KV cache of each of several engines that are on one GPU at once, without a trainer: as
+    in the run where there is room, for one sequence at least. plan, shape: of `is_estimated`."""
     limit = GPUS[plan.cluster.device].memory_gib * GIB
     *_, of_the_run = _engine_awake(plan, shape, limit=limit)
     others = sum(_weights_in(each, plan, shape) + _GRAPHS + _counts(plan, shape) + _CONTEXT for each in schemes)
@@ -218,7 +220,7 @@ def _counts(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def one_sequence(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes of the KV cache of one sequence of full length on one GPU."""
+    """Return the bytes of the KV cache of one sequence of full length on one GPU."""
     return plan.task.longest * shape.kv_bytes_per_token // min(plan.rollout.tensor_parallel, shape.kv_heads)
 
 
@@ -233,7 +235,8 @@ def _activations(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes of what one forward of a rank keeps for its backward: activations, logits, and copies of weights."""
+    """Estimate the bytes that one forward of a rank keeps for its backward: activations, logits, and copies of
+    weights."""
     per_logit = _LOGITS_ON_CPU if plan.is_cpu else _LOGITS
     copies = 0
     if plan.trainer_memory.keeps_copies:
@@ -243,8 +246,9 @@ def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def room_for_forward(plan: RunPlan, shape: ModelShape, *, host_memory: int) -> int | None:
-    """Bytes that all but the forward leaves to one of a rank, below 0 where they are too few; None where nothing is
-    known. host_memory: of each host, in bytes; on a GPU its own counts instead."""
+    """Estimate the bytes that everything else leaves to one forward of a rank, below 0 where they are too few; None
+    where the model's sizes are not known. host_memory: of each host, in bytes; on a GPU its own memory counts
+    instead."""
     if not shape.is_dense:
         return None
     if plan.is_cpu:
@@ -263,8 +267,8 @@ def _tokens_of_a_forward(plan: RunPlan) -> int:
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Of each host, while responses are generated: what is offloaded, a reference, which verl keeps there (with LoRA it
-    is the base), and LoRA's copy while weights are sent."""
+    """Estimate the bytes of each host's memory while responses are generated: what is offloaded; a reference model,
+    which verl keeps there (with LoRA it is the base); and LoRA's copy while weights are sent."""
     state = _parameters(plan, shape) if plan.trainer.offload_parameters else 0
     state += _ADAM * trained_weights(plan, shape) if plan.trainer.offload_optimizer else 0
     if plan.model.lora:
@@ -288,14 +292,16 @@ _BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB
 _BESIDE_WEIGHTS = 6  # bytes per weight that an engine without a GPU holds beside its weights, measured on four models
 
 
-def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
-    """found: by the model's config.json; None where the sizes are not known, or cannot be counted, or on a GPU."""
-    shape = BUILT_IN_MODELS[plan.model.builtin].shape if plan.model.builtin else found
+def shape_on_cpu(plan: RunPlan, shape: ModelShape | None) -> ModelShape | None:
+    """Return the sizes by which a run on a CPU is estimated; None where they are not known, cannot be counted, or the
+    run is on a GPU. shape: by the model's config.json."""
+    if plan.model.builtin:
+        shape = BUILT_IN_MODELS[plan.model.builtin].shape
     return shape if plan.is_cpu and shape is not None and shape.is_dense else None
 
 
 def memory_by_role(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
-    """Bytes of all processes of each role, on all hosts together, without a GPU."""
+    """Estimate the bytes of all processes of each role, on all hosts together, without a GPU."""
     ranks = plan.topology.gpus  # of the trainer, and as many of engines
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
     state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.model.lora else 0
@@ -320,14 +326,14 @@ def _largest_of_trainer(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def peak(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes of all roles, without a GPU."""
+    """Estimate the bytes of all roles together, without a GPU."""
     return sum(memory_by_role(plan, shape).values())
 
 
 def kv_cache_blocks(plan: RunPlan, shape: ModelShape) -> int | None:
-    """Blocks that all sequences of an engine on a CPU need when none shares a prompt; None where `rollout.kv_cache_gb`
-    has no room for them, and elsewhere. Also for models with two kinds of attention, whose layers take blocks for each
-    kind, and with tools: between its turns a conversation is kept in blocks that nothing needs."""
+    """Count the blocks that all sequences of an engine on a CPU need when none shares a prompt. Returns None where
+    `rollout.kv_cache_gb` has no room for them, on a GPU, for models with two kinds of attention, whose layers take
+    blocks for each kind, and with tools: between its turns a conversation is kept in blocks that nothing needs."""
     if not plan.is_cpu or shape.partial_window or plan.task.tools:
         return None
     blocks = plan.engine.max_concurrent_sequences * -(-plan.engine.max_model_tokens // CPU_KV_BLOCK) + _SPARE_BLOCKS
@@ -335,7 +341,8 @@ def kv_cache_blocks(plan: RunPlan, shape: ModelShape) -> int | None:
 
 
 def kv_cache_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Of an engine's worker on a CPU: vLLM fills it with zeros at its start, so all of it is held from then on."""
+    """Return the bytes of the KV cache of an engine's worker on a CPU: vLLM fills it with zeros at its start, so all of
+    it is in memory from then on."""
     blocks = kv_cache_blocks(plan, shape)
     return plan.rollout.kv_cache_gb * GIB if blocks is None else blocks * _block_bytes(plan, shape)
 
@@ -350,7 +357,8 @@ Rung = tuple[Callable[[RunPlan], Iterator[Changed]], Shortage]  # changes of one
 
 
 def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
-    """`key: value` of the changes after which all fits, the cheap ones first; empty where even all of them do not."""
+    """Return the changes after which everything fits, each as `key: value`, the cheap ones first; empty where even all
+    of them are not enough."""
 
     def all_short(changed: RunPlan) -> int:
         return sum(moment.short for moment in moments(changed, shape))
@@ -366,7 +374,7 @@ def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
 
 
 def cpu_ladder(plan: RunPlan, shape: ModelShape, *, limit: int) -> tuple[str, ...]:
-    """As gpu_ladder, for a run without a GPU. limit: bytes on all hosts together."""
+    """Return the changes as gpu_ladder does, for a run without a GPU. limit: bytes on all hosts together."""
 
     def short(changed: RunPlan) -> int:
         return max(0, peak(changed, shape) - limit)

@@ -13,8 +13,8 @@ from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 
 def model_shape(model: Model, *, weights: WeightsPlan) -> ModelShape | None:
-    """By our own table for a built-in model, else by its config.json or GGUF file where that is on this host, else by
-    its name, where we know it. None where all of them say nothing."""
+    """Return the sizes of a model: by our own table for a built-in one, else by its config.json or GGUF file where that
+    is on this host, else by its name, where we know it. None where all of these fail."""
     if model.builtin:
         return BUILT_IN_MODELS[model.builtin].shape
     if weights.gguf:

@@ -10,12 +10,12 @@ from appliance.recipe.text import full_path
 
 
 def hub_name(recipe: Recipe) -> str:
-    """Name of the recipe's model on the hub, empty where it is a folder, a file or built in."""
+    """Return the name of the recipe's model on the hub, empty where it is a folder, a file or built in."""
     source = recipe.model.path or ""
     return source if source and not is_folder(source) else ""
 
 
 def is_folder(source: str) -> bool:
-    """Whether `model.path` means a folder or a GGUF file: it exists, or cannot be a hub name (`owner/name`)."""
+    """Return whether `model.path` means a folder or a GGUF file: it exists, or cannot be a hub name (`owner/name`)."""
     is_path = is_gguf(str(full_path(source))) or source.startswith(("/", ".", "~")) or source.count("/") > 1
     return is_path or os.path.isdir(full_path(source))

@@ -22,12 +22,13 @@ from appliance.terms.shapes import ModelShape
 _SHARE = 2  # the forward has one part of so many of what is free
 _TOKENS = (16384, 8192, 4096, 2048)  # of a forward that keeps its activations
 _TOKENS_OF_THE_CAREFUL = 4096  # of one that does not, or whose memory is not known
-_RECOMPUTED = "activations are recomputed, a third more time"
+_RECOMPUTED = "activations are recomputed, which takes a third more time"
 UNKNOWN = Pace(True, _TOKENS_OF_THE_CAREFUL, _RECOMPUTED)
 
 
 def choose_pace(recipe: Recipe, draft: RunPlan, *, shape: ModelShape | None, host: HostFacts) -> Pace:
-    """draft: the plan with any pace.  shape: of its model, None where it is not known."""
+    """Choose how much the trainer forwards at once, by the memory that is left. draft: the plan with any pace.  shape:
+    of its model, None where it is not known."""
     free = room_for_forward(draft, shape, host_memory=host.memory_bytes) if shape else None
     if shape is None or free is None:
         return replace(UNKNOWN, why=f"{_RECOMPUTED}: {_why_not_estimated(shape)}")
@@ -48,10 +49,9 @@ def _why_not_estimated(shape: ModelShape | None) -> str:
 
 
 def keep_pace(recipe: Recipe, *, before: Pace | None) -> Pace | None:
-    """The pace of the run's attempt before, so that every step is as without a kill, whatever memory there is by now
-    and whatever is known of the model. None where there is none to keep: where it was not recorded, or `--force` has
-    changed the batch, so that its sequences do not share it out.
-    """
+    """Return the pace of the run's previous attempt. With it every step is as it would have been without the
+    interruption, whatever memory there is by now and whatever is known of the model. None where there is none to keep:
+    it was not recorded, or `--force` has changed the batch, so that its sequences cannot be shared out by it."""
     share = sequences_of_a_rank(recipe)
     return before if before is not None and share % max(1, before.sequences) == 0 else None
 

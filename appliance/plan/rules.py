@@ -26,8 +26,8 @@ _BF16 = "use `bf16`"
 
 
 def judge_plan(recipe: Recipe, plan: RunPlan, *, host: HostFacts) -> list[Finding]:
-    """Every fault of the recipe that its plan shows, each with the place where the user wrote it. recipe: one that
-    breaks no rule of recipe/rules.py.  host: that the plan was made for."""
+    """Return every fault of the recipe that its plan shows, each with the place where the user wrote it. recipe: one
+    that breaks no rule of recipe/rules.py.  host: that the plan was made for."""
     # An unknown GPU has another one in its place in the plan, whose kernels say nothing of it.
     of_the_device = (_automatic_scheme, _forward, _finer_schemes) if not unknown_gpu(recipe, host) else ()
     findings = [
@@ -42,7 +42,8 @@ def judge_plan(recipe: Recipe, plan: RunPlan, *, host: HostFacts) -> list[Findin
 
 
 def unknown_gpu(recipe: Recipe, host: HostFacts) -> str:
-    """Product name of the GPU that `cluster.device: auto` finds on the host and does not know; else empty."""
+    """Return the product name of the GPU that `cluster.device: auto` finds on the host and does not know; else
+    empty."""
     if recipe.cluster.device != AUTO or not host.gpus or gpu_of_product(host.gpus[0].product):
         return ""
     return host.gpus[0].product
@@ -133,8 +134,8 @@ def _has_block_kernel(device: str) -> bool:
 
 
 def faults_of_experts(plan: RunPlan) -> Iterator[Finding]:
-    """What a model with experts does not go with. Preflight asks again when it has seen the config.json of a model of
-    the hub."""
+    """Yield the settings that a model with experts does not support. Preflight asks again when it has seen the
+    config.json of a model on the hub."""
     if plan.model.lora:
         yield fault(("model.lora",), "this model has experts, whose weights are no linear layers", "set it to null")
     if plan.trainer.dtype is Dtype.FP16:

@@ -55,7 +55,7 @@ Value = None | bool | int | float | str | list[str] | list[float] | dict[str, fl
 
 
 def hydra_value(value: Value) -> str:
-    """In Hydra's override grammar. Text is quoted unless it can only read as text."""
+    """Write a value in Hydra's override grammar. Text is quoted unless it can only be read as text."""
     if isinstance(value, list):
         return "[" + ",".join(hydra_value(each) for each in value) + "]"
     if isinstance(value, dict):
@@ -73,12 +73,13 @@ def _quoted(text: str) -> str:
 
 
 def argv(plan: RunPlan) -> tuple[str, ...]:
-    """The command line of the child that trains."""
+    """Return the command line of the child that trains."""
     return module_argv(ENTRY_MODULE, *(f"{key}={hydra_value(value)}" for key, value in overrides(plan)))
 
 
 def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
-    """Everything verl is told, (key, value) in the order of its configuration. `+` before a key: verl's has it not.
+    """Return all of verl's settings, (key, value) in the order of its configuration. A `+` before a key: verl's
+    configuration does not have it.
 
     verl's own correction is off, key by key: trainer/correction.py corrects, and no default of verl's may. Its
     `bypass_mode` is that no pass gives old log-probs: verl then takes the rollouts', unless trainer/trainer.py leaves

@@ -34,25 +34,25 @@ _SHORTEST_TOKEN = 16
 @dataclass(frozen=True)
 class AccessFacts:
     cache_problem: str = ""
-    """Why nothing can be made in the cache, or empty."""
+    """Reason why nothing can be made in the cache, or empty."""
     unreadable: tuple[str, ...] = ()
-    """Files of the model."""
+    """Files of the model that this user cannot read."""
     ports_in_use: tuple[int, ...] = ()
-    """Of those that the head of a cluster takes."""
+    """Ports of the head of a cluster that are in use on this host."""
     head_problem: str = ""
-    """Why `cluster.address` does not answer."""
+    """Reason why `cluster.address` does not answer, or empty."""
     token_problem: str = ""
-    """Why the cluster's token cannot be used."""
+    """Reason why the cluster's token cannot be used, or empty."""
     wandb_key: bool = True
-    """Whether wandb knows who is here."""
+    """Whether wandb has a key here, or needs none."""
     wandb_doubt: str = ""
-    """Why that cannot be told, and `wandb_key` counts for nothing; or empty."""
+    """Reason why it is not known whether wandb has a key, so that `wandb_key` counts for nothing; or empty."""
     uid: int = 0
-    """Of this process."""
+    """User id of this process."""
 
 
 def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
-    """ask_network: whether `cluster.address` may be tried, which can take seconds."""
+    """Read the facts about access. ask_network: whether `cluster.address` may be tried, which can take seconds."""
     cluster = plan.cluster
     head = cluster.address if ask_network else None
     token_problem = ""
@@ -110,7 +110,7 @@ def _is_free(port: int) -> bool:
 
 
 def head_problem(address: str) -> str:
-    """Why nothing answers at `host:port`, or nothing."""
+    """Describe why nothing answers at `host:port`; empty where something does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_WITHIN_S).close()
@@ -144,7 +144,7 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
     if facts.head_problem:
         yield error("no-head", "cluster.address", facts.head_problem, "start Ray there, or leave cluster.address out")
     if facts.token_problem:
-        remedy = "copy the token of that cluster there, readable by you alone; a cluster of this host's own makes one"
+        remedy = "copy that cluster's token file there, readable by you alone; a cluster of this host makes its own"
         yield error("token", "cluster.token_file", facts.token_problem, remedy)
     remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
     if facts.wandb_doubt:
@@ -156,7 +156,8 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
 
 
 def wandb_key() -> tuple[bool, str]:
-    """(whether there is one or none is needed, why that cannot be told). Without a doubt False means: there is none."""
+    """Return (whether wandb has a key or needs none, why that is not known). False and no reason means that there is
+    none."""
     if os.environ.get(WANDB_MODE_VARIABLE) in _NEEDS_NO_KEY:
         return True, ""
     if os.environ.get(WANDB_KEY_VARIABLE) or os.environ.get(_TOKEN_FILE_VARIABLE):
@@ -206,14 +207,15 @@ def make_token(file: Path) -> None:
 
 
 def write_token(file: Path) -> None:
-    """A new token in a new file, readable by its owner only. Raises OSError, also where something is there."""
+    """Write a new token into a new file, readable by its owner only. Raises OSError, also where something is there."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         out.write(secrets.token_hex(32) + "\n")
 
 
 def check_token(file: Path) -> None:
-    """Raises PreflightError when there is no token, it is no secret, or others may read it."""
+    """Check a token file. Raises PreflightError when there is no token, when the text is no token, or when others may
+    read it."""
     try:
         text, mode = file.read_text().strip(), stat.S_IMODE(file.stat().st_mode)
     except (OSError, UnicodeDecodeError) as error:

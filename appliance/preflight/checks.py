@@ -52,7 +52,7 @@ _THREADS_PER_CORE = 64
 
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
-    """What stands against running the plan on this host, and what the user should know."""
+    """Judge a plan on this host: find what prevents it, and what the user should know."""
     model_bytes = bytes_in_bf16(inputs.model_shape, in_files=inputs.model_bytes)
     schemes = list(device.schemes(plan, host))
     is_slow = any(each.code == "scheme-slow" for each in schemes)  # said once, unless `bench` has measured it
@@ -106,7 +106,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
 
 
 def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list[Finding]:
-    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/node_report.py.
+    """Judge another host of a cluster by its facts alone. Its program and GPUs are compared in cluster/node_report.py.
 
     shape: of the model, None where its sizes are not known.
     Not the log backends: only the driver, on the head, writes to them.
@@ -198,20 +198,22 @@ def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
     if not rows or not words:
         return
     if words > rows:
-        message = f"the tokenizer has {words:,} words and the model {rows:,} rows: a token beyond ends the training"
+        message = (
+            f"the tokenizer has {words:,} words and the model {rows:,} rows: a token without a row ends the training"
+        )
         yield warning("vocabulary", "model.path", message, "use the model's own tokenizer")
     elif rows - words > _PADDING * rows:
         message = (
             f"the model has {rows:,} rows and its tokenizer {words:,} words: rollouts never sample the others, and "
             "what probability the trainer gives them is mismatch"
         )
-        yield warning("vocabulary", "model.path", message, "use the model's own tokenizer, where this is another's")
+        yield warning("vocabulary", "model.path", message, "if this is another model's tokenizer, use the model's own")
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     name, revision = plan.weights.hub_name, plan.model.revision
     if not _HUB_NAME.fullmatch(name):
-        message = f"`{name}` is not a folder, and no name on the hub can be"
+        message = f"`{name}` is neither a folder nor a possible name on the hub"
         yield error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
@@ -274,7 +276,7 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
             outcome = UNLIKE_WINDOWS.get(architecture, outcome)
         if NEVER_PARTIAL in shape.architectures:
             outcome = "vLLM does not start with them"
-        layers = f"a part of its layers has a sliding window, of {shape.partial_window} tokens"
+        layers = f"some of its layers have a sliding window, of {shape.partial_window} tokens"
         message = f"{plan.weights.name_or_path}: {layers}"
         remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
         yield error("window", "model.path", f"{message}: {outcome}", remedy)
@@ -290,7 +292,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if problem := inputs.reward_problem:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"
-        remedy = "mend the rows, or give the task that they are of"
+        remedy = "mend the rows, or set the task that they belong to"
         if plan.task.is_own:
             place, remedy = "task.rewards", problem.remedy
         yield Finding(severity, "reward", (place,), problem.message, remedy)
@@ -304,8 +306,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         )
         yield warning("judge", "task.rewards", message, "train only with an address that may have them")
     if is_from_hub(plan.task) and not inputs.has_data and plan.task.is_own:
-        message = f"rewards are not tried on rows of {plan.task.data} before a run has made its data of them"
-        remedy = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
+        message = f"rewards are not tried on rows of {plan.task.data} before a run has prepared its data"
+        remedy = (
+            "look at its rows with `appliance data preview`; on the rows of a task.train_file rewards are tried at once"
+        )
         yield Finding(Severity.INFO, "not-scored", ("task.data",), message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
@@ -319,7 +323,8 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[Finding]:
-    """Nothing for a GPU's plan where there is none: it would only say that this is another host."""
+    """Judge the installed versions and patches. Nothing is found for a plan of a GPU where there is none: the versions
+    would only show that this is another host."""
     if not plan.is_cpu and not host.gpus:
         return
     remedy = "install the locked requirements: `make demo` does, or the image" + (
@@ -334,7 +339,8 @@ def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[F
 
 
 def judge_limits(limits: Limits, *, cores: int, actors: int = 0) -> Iterator[Finding]:
-    """actors: of the whole run, where its driver is: it has a socket for each."""
+    """Judge the limits of this user's processes. actors: of the whole run, on the host of its driver, which has a
+    socket for each of them."""
     threads = max(_THREADS, _THREADS_PER_CORE * cores)
     files = max(_FILES_OF_A_PROCESS, _FILES_OF_A_PROCESS // 2 + actors)
     if limits.open_files < files:

@@ -21,7 +21,8 @@ _NOTE_AFTER_S = 20.0
 
 
 class EarlyChild:
-    """`start` it where there is something to do, and `hear` it later. It speaks by `voice` of tasks/user_code.py."""
+    """A child that is started (`start`) where there is something to do, and whose report is read later (`hear`). It
+    reports by `voice` of tasks/user_code.py."""
 
     def __init__(self, *, doing: str) -> None:
         """doing: what it does, for people who wait for it."""
@@ -46,7 +47,7 @@ class EarlyChild:
         return self._process is not None
 
     def start(self, argv: Sequence[str], *, given: str = "") -> None:
-        """given: on its stdin."""
+        """Start the child. given: text for its stdin."""
         self._given.write(given.encode())
         self._given.seek(0)
         self._process = subprocess.Popen(
@@ -59,7 +60,7 @@ class EarlyChild:
         )
 
     def hear(self) -> ChildOutput:
-        """Wait for its end, at most WITHIN_S from now, and return what it said."""
+        """Wait for its end, at most WITHIN_S from now, and return what it reported."""
         assert self._process is not None, "it was started"
         is_late = not self._ends(self._process)
         self._output.seek(0)

@@ -18,7 +18,7 @@ _SECRETS = "/run/secrets"
 
 
 def read_container(run_root: Path) -> ContainerFacts | None:
-    """None outside of our image. run_root: absolute; need not exist."""
+    """Read the facts about this container; None outside of our image. run_root: absolute; need not exist."""
     image = os.environ.get(IMAGE_VARIABLE, "")
     if not image:
         return None
@@ -42,12 +42,14 @@ def read_container(run_root: Path) -> ContainerFacts | None:
 
 
 def is_mounted_secret(file: Path) -> bool:
-    """Docker and Kubernetes mount secrets for everybody in the container, where there is nobody else."""
+    """Tell whether a file is a mounted secret. Docker and Kubernetes mount secrets readable by everybody in the
+    container, where there is nobody else."""
     return bool(os.environ.get(IMAGE_VARIABLE)) and Path(os.path.abspath(file)).is_relative_to(_SECRETS)
 
 
 def mount_of(path: Path, *, mounts: str) -> tuple[str, str]:
-    """(mount point, file system) that a path is on. mounts: as /proc/self/mountinfo, the last of two mounts counts."""
+    """Return the (mount point, file system) that a path is on. mounts: as /proc/self/mountinfo, the last of two mounts
+    counts."""
     best = ("/", "")
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
@@ -60,7 +62,8 @@ def mount_of(path: Path, *, mounts: str) -> tuple[str, str]:
 def judge_container(
     facts: ContainerFacts | None, *, needs_gpu: bool, num_gpus: int, writable: bool
 ) -> Iterator[Finding]:
-    """needs_gpu: the plan is for one.  num_gpus: that this container sees.  writable: the run root."""
+    """Judge this container. needs_gpu: whether the plan is for a GPU.  num_gpus: number of GPUs that this container
+    sees.  writable: whether the run root can be written."""
     if facts is None:
         return
     if needs_gpu and not num_gpus:

@@ -35,7 +35,8 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that
 def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.is_cpu:
         return
-    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
+    remedy = f"run it on a host with {plan.cluster.gpus_per_node} x `{plan.cluster.device}`"
+    remedy += ", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else ""
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return
@@ -53,7 +54,8 @@ def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 
 def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
-    """verl checks the heads when its workers have started, vLLM after the weights are loaded, or at its first token."""
+    """Check that heads and columns can be shared by ranks: verl checks the heads when its workers have started, vLLM
+    after the weights are loaded, or at its first token."""
     if shape is None or not shape.heads:
         return
     model = plan.model.given_name
@@ -81,7 +83,8 @@ _WHILE = {
 
 
 def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
-    """Of the moments the worst. An error only where the weights alone are too much; the rest is by rule of thumb."""
+    """Judge the memory of the GPUs at the worst moment. Only where the weights alone are too much is it an error; the
+    rest is by rule of thumb."""
     short = [moment for moment in moments(plan, shape) if moment.short] if shape else []
     if shape and short:
         moment = max(short, key=lambda each: (each.certainly_short, each.short))
@@ -96,7 +99,7 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
 
 
 def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
-    """The trainer's state that lies in each host's own memory."""
+    """Judge the trainer's state that lies in each host's own memory."""
     needed = host_bytes(plan, shape) if shape and is_estimated(plan, shape) else 0
     if host.gpus and needed > host.memory_bytes:
         has = host.memory_bytes / GIB
@@ -135,7 +138,8 @@ def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     for replica in dict.fromkeys(plan.engines):
         reason = why_not(replica.scheme, device=plan.cluster.device, cpu_flags=host.cpu_flags)
         if replica.emulated:
-            message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
+            emulated = "is emulated by rounding in float: its numbers are right, its speed says nothing"
+            message = f"`{replica.scheme}` {emulated}"
             yield warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
         elif reason:
             emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.spec.can_emulate else ""
@@ -147,7 +151,8 @@ def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 
 def groups(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
-    """Layers that a scheme with scales of groups cannot hold. Where `ignore` keeps some in BF16, the engine decides."""
+    """Find layers that a scheme with scales of groups cannot quantise. Where `ignore` keeps some layers in BF16, the
+    engine decides."""
     scheme = next((scheme for scheme in plan.rollout.replicas if scheme.spec.scales is Scales.GROUP), None)
     if scheme is None or shape is None or plan.quantization.ignore:
         return
@@ -206,7 +211,8 @@ def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
 
 
 def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
-    """shape: None where the model is built in, or not known yet. A model of the hub may turn out to have experts."""
+    """Judge the experts of a model. shape: None where the model is built in, or not known yet. A model of the hub may
+    turn out to have experts."""
     if shape is None or not shape.has_experts:
         return
     if not layers_with_experts(plan.weights):  # of those that the plan could see plan/rules.py tells
@@ -225,15 +231,16 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
             yield error("experts", "rollout.scheme", f"`{scheme}`: {why}", f"use `bf16`, or {_KEEP}")
         elif not plan.engine.eager:
             message = (
-                f"{plan.model.given_name} has experts, and quantised ones need engines without CUDA graphs: the plan "
-                "of a model that is only a name cannot see it"
+                f"{plan.model.given_name} has experts, and quantised ones need engines without CUDA graphs: from a "
+                "name alone the plan cannot see that"
             )
             remedy = f"give the model's folder in model.path, or {_KEEP}"
             yield error("experts", "model.path", message, remedy)
 
 
 def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None) -> Iterator[Finding]:
-    """shape: None where it is not known yet.  stored: what counts for this plan."""
+    """Judge whether quantising makes rollouts faster. shape: None where it is not known yet.  stored: the result of
+    `bench` that counts for this plan."""
     scheme = plan.rollout.scheme
     if not scheme.quantised or plan.emulates:
         return
@@ -252,7 +259,7 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
 
 
 def flow(plan: RunPlan, *, shape: ModelShape | None) -> Iterator[Finding]:
-    """Where the trainer has the rollouts' forward: what that does not compute. shape: as of `gain`."""
+    """Find what the rollouts' forward does not compute, where the trainer uses it. shape: as for `gain`."""
     if plan.trainer.one_flow and shape and (why := shape.beyond_one_flow or _other_forward(shape)):
         message = f"`rollout` does not know {why}, which {plan.model.given_name} asks for"
         yield error("forward", "trainer.forward", message, "use `bf16`")

@@ -25,18 +25,18 @@ BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, what is ex
 @dataclass(frozen=True)
 class Disk:
     folder: str
-    """That is written to, links followed; it need not exist."""
+    """Folder that is written to, links followed; it need not exist."""
     free_bytes: int
     number: int
-    """One for all folders of a file system."""
+    """Number of the file system, the same for all its folders."""
 
 
 @dataclass(frozen=True)
 class Disks:
     run: Disk
-    """Of the run's folder, with logs, a scaled model and `model/`."""
+    """Disk of the run's folder, with logs, a scaled model and `model/`."""
     checkpoints: Disk
-    """Of `checkpoints/`."""
+    """Disk of `checkpoints/`."""
 
     @property
     def are_one(self) -> bool:
@@ -45,12 +45,12 @@ class Disks:
 
 @dataclass(frozen=True)
 class Written:
-    """Of the run's folder, bytes."""
+    """Bytes that earlier attempts wrote into the run's folder."""
 
     checkpoints: int = 0
-    """Those that this attempt counts as its own; others are moved aside and stay."""
+    """Bytes of the checkpoints that this attempt counts as its own; others are moved aside and stay."""
     scaled: int = 0
-    """The model that UAQ scaled."""
+    """Bytes of the model that UAQ scaled."""
 
 
 def read_disks(run_dir: Path) -> Disks:
@@ -64,12 +64,12 @@ def _disk(folder: Path) -> Disk:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the first above it that is there. path: absolute."""
+    """Return the path, or the first folder above it that is there. path: absolute."""
     return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def read_written(plan: RunPlan) -> Written:
-    """Nothing for a run that was not resumed."""
+    """Read what earlier attempts wrote; nothing for a run that was not resumed."""
     resumed = Path(plan.resume_from)
     last = step_of(resumed)
     there = resumed.parent.iterdir() if last is not None else ()
@@ -94,11 +94,12 @@ def judge_disk(
     written: Written,
     to_cache: int = 0,
 ) -> Iterator[Finding]:
-    """model_bytes: of the weights in BF16, 0 when unknown.  shape: of the model, None where it is not known.  to_cache:
-    of bytes_to_cache."""
+    """Judge the room on the disks. model_bytes: of the weights in BF16, 0 when unknown.  shape: of the model, None
+    where it is not known.  to_cache: of bytes_to_cache."""
     if (each := _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape)) > plan.guard.save_budget_s * _FAST:
         message = f"a run that is to stop has {plan.guard.save_budget_s:g} s to end its step and save {gib(each)}"
-        remedy = f"a disk that takes 1 GB/s is {each / _FAST:.0f} s at it: raise it, and the grace period of the host"
+        remedy = f"a disk that takes 1 GB/s needs {each / _FAST:.0f} s for the save alone: raise it, and "
+        remedy += "the grace period of the host"
         yield warning("save-budget", "guard.save_budget_s", message, remedy)
     in_run, in_checkpoints = needed_bytes(
         plan, model_bytes=model_bytes, shape=shape, written=written, to_cache=to_cache
@@ -171,12 +172,12 @@ def checkpoints_at_once(plan: RunPlan) -> int:
 
 
 def bytes_of_a_save_by_time(plan: RunPlan, *, model_bytes: int, shape: ModelShape | None) -> int:
-    """Of each checkpoint that `checkpoints_at_once` does not count; 0 where it counts all. Parameters as of
-    needed_bytes."""
+    """Return the bytes of each checkpoint that `checkpoints_at_once` does not count; 0 where it counts all. Parameters
+    as of needed_bytes."""
     is_open = plan.checkpoint.keep is None and plan.checkpoint.every_minutes
     return _checkpoint_bytes(plan, model_bytes=model_bytes, shape=shape) if is_open else 0
 
 
 def gib(size: int) -> str:
-    """For people."""
+    """Format bytes as GiB, for people."""
     return f"{size / GIB:.1f} GiB"

@@ -47,74 +47,75 @@ _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading ma
 class RewardProblem:
     message: str
     is_rare: bool = False
-    """Of half of the sample at most, so rows that can never be right rather than data of another task; or a reward of
-    the user's that says little, which is theirs to judge."""
+    """Whether the problem is a warning only: it is in at most half of the sample, so that some rows can never be right
+    and the data is not that of another task; or it is about a reward of the user's own, which is theirs to judge."""
     remedy: str = _REMEDY
 
 
 @dataclass(frozen=True)
 class StackFacts:
     versions: tuple[tuple[str, str, str], ...] = ()
-    """(distribution, what the plan pins, what is installed or empty) where they differ."""
+    """Versions that differ: (distribution, what the plan pins, what is installed or empty)."""
     patches: tuple[tuple[str, str], ...] = ()
-    """(name, why it cannot be applied) of those that the plan wants to be live."""
+    """Patches of the plan that cannot be applied: (name, reason)."""
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What the plan's inputs look like from here. A problem is empty where there is none, or nobody asked."""
+    """Facts about the plan's inputs, as seen from this host. A problem is empty where there is none, or where it was
+    not looked for."""
 
     model_folder_exists: bool
     model_missing: tuple[str, ...]
     """Parts that the model folder lacks (`config.json`, `weights`, `tokenizer`)."""
     model_bytes: int
-    """Size of its weights, 0 when unknown."""
+    """Size of the model's weights, 0 when unknown."""
     model_shape: ModelShape | None
-    """By its config.json, None when unknown."""
+    """Shape of the model by its config.json, None when unknown."""
     model_is_cached: bool
-    """A hub name whose files are in the local hub cache."""
+    """Whether the model is a name on the hub whose files are in the local cache of the hub."""
     is_offline: bool
-    """The hub is needed, and HF_HUB_OFFLINE is set."""
+    """Whether the hub is needed and HF_HUB_OFFLINE is set."""
     hub_problem: str
-    """Why the hub cannot be reached."""
+    """Reason why the hub cannot be reached."""
     data_problems: tuple[tuple[str, str], ...]
-    """(message, hint) with `file:line`."""
+    """Problems of the data: (message, hint), with `file:line`."""
     has_data: bool
-    """The cache has the problems that are made of the data."""
+    """Whether the cache has the problems that are made of the data."""
     disks: Disks
-    """That the run writes to."""
+    """Disks that the run writes to."""
     profile_problem: str = ""
-    """As the function of this name."""
+    """Reason why the named profile cannot be used (the function `profile_problem`)."""
     expected: Expected | None = None
-    """The mismatch that the profile predicts, where there is one already."""
+    """Mismatch that the profile predicts, where there is a profile already."""
     uaq_problem: str = ""
-    """As the function of this name."""
+    """Reason why UAQ cannot scale the model (the function `uaq_problem`)."""
     model_damage: Damage = field(default_factory=Damage)
-    """What is wrong with the model's files of weights."""
+    """Damage of the model's files of weights."""
     weights: WeightsFacts = field(default_factory=WeightsFacts)
-    """Whether they hold the model of config.json."""
+    """Facts about whether the files of weights hold the model of config.json."""
     has_chat_template: bool = True
-    """True as well where the model's files are not here, or its own code may make one."""
+    """Whether the model has a chat template; also true where its files are not here, or its own code may make one."""
     model_problem: str = ""
-    """Why the hub, which answers, does not give the model."""
+    """Reason why the hub, which answers, does not give the model."""
     gguf: GgufFacts | None = None
-    """Facts about the GGUF file that the model is converted from, where it is one."""
+    """Facts about the GGUF file that the model is converted from, where there is one."""
     package: PackageFacts = field(default_factory=PackageFacts)
     """Facts about the package of a built-in model that is not made yet."""
     revision_problem: str = ""
-    """Why it is not known which commit `model.revision` is."""
+    """Reason why it is not known which commit `model.revision` is."""
     reward_problem: RewardProblem | None = None
-    """What is wrong with the rewards of the first problems."""
+    """Problem of the rewards, tried on the first problems."""
     tool_problems: tuple[tuple[str, str], ...] = ()
-    """(message, hint)."""
+    """Problems of the tools: (message, hint)."""
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     template: TemplateFacts = field(default_factory=TemplateFacts)
     """Facts about the model's chat template, where its files are here."""
     stored: StoredResult | None = None
-    """Of `bench`, where one counts here."""
+    """Result of `bench` that counts here, where there is one."""
     written: Written = field(default_factory=Written)
-    """By earlier attempts of the run."""
+    """Bytes that earlier attempts of the run wrote."""
 
 
 def read_inputs(
@@ -127,13 +128,13 @@ def read_inputs(
     host: HostFacts | None = None,
     made_profile: Path | None = None,
 ) -> InputFacts:
-    """Reads data files in full.
+    """Read the facts about a plan's inputs, data files in full.
 
     ask_hub: whether the network may be asked, and children, which takes seconds.  run_code: whether these may grade a
     sample and describe tools: the user's code runs in them, and a judge is asked.  read_weights: whether a child may
-    hold the model's files of weights against its config.json, which takes torch.  try_template: whether a child may try
-    the model's chat template, which takes transformers.
-    host: for what `bench` kept; None: it is not looked up.  made_profile: the folder of the one that the cache has.
+    check the model's files of weights against its config.json, which takes torch.  try_template: whether a child may
+    try the model's chat template, which takes transformers.  host: for what `bench` kept; None: it is not looked up.
+    made_profile: the folder of the one that the cache has.
     """
     with WeightsChild() as weights, TemplateChild() as template:
         children = (weights if read_weights else None, template if try_template else None)
@@ -143,7 +144,7 @@ def read_inputs(
 
 
 def look_at_inputs(plan: RunPlan) -> InputFacts:
-    """The facts that need no network and no child: of a plan that is refused anyway."""
+    """Read the facts that need no network and no child, for a plan that is refused anyway."""
     return read_inputs(plan, ask_hub=False, run_code=False, read_weights=False, try_template=False)
 
 
@@ -267,13 +268,14 @@ def _revision_problem(plan: RunPlan) -> str:
 
 
 def model_bytes(plan: RunPlan) -> int:
-    """Size of the weights in the model's folder, 0 when it is not on this host yet."""
+    """Return the size of the weights in the model's folder, 0 when it is not on this host yet."""
     folder = Path(plan.weights.name_or_path)
     return hub.weight_bytes(folder) if folder.is_absolute() else 0
 
 
 def uaq_problem(plan: RunPlan) -> str:
-    """Why `correction.uaq_scale` cannot be, empty where it can, or the model is not on this host yet."""
+    """Describe why `correction.uaq_scale` cannot be used; empty where it can, or where the model is not on this host
+    yet."""
     folder = Path(plan.weights.name_or_path)
     if plan.uaq is None or not os.path.isfile(folder / "config.json"):
         return ""
@@ -285,8 +287,8 @@ def uaq_problem(plan: RunPlan) -> str:
 
 
 def profile_problem(plan: RunPlan) -> str:
-    """Why the folder of `quantization.profile` has no profile for this plan; empty where it has, or none is named. A
-    resumed run has its own copy, and the folder may be gone."""
+    """Describe why the folder of `quantization.profile` has no profile for this plan; empty where it has one, or where
+    none is named. A resumed run has its own copy, and the folder may be gone."""
     if plan.profile is None or not plan.profile.source:
         return ""
     source = _profile_folder(plan.profile)
@@ -354,7 +356,7 @@ def stored_result(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
 
 
 def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, str], ...]]:
-    """Where files of the user's code cannot be read: the reward_problem and the tool_problems."""
+    """Find files of the user's code that cannot be read. Returns the reward_problem and the tool_problems."""
     why, remedy = "no such file, or it cannot be read", "correct the path"
     gone = [each.path for each in code_of(plan) if not each.sha256]
     tools = tuple((f"task.tools: {each}: {why}", remedy) for each in gone if each == plan.task.tools)
@@ -363,8 +365,8 @@ def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, 
 
 
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
-    """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet. The
-    user's code is imported in any case, as it runs: a run's own copies, where there are some."""
+    """Try the rewards on the first problems and return what is wrong; None where nothing is, or the data is not here
+    yet. The user's code is imported in any case: a run's own copies, where there are some."""
     task = as_it_runs(plan)
     has_rows = task.is_own and os.path.isfile(plan.task_files.train_parquet)
     if is_from_hub(task) and not code_of(plan) and not has_rows:
@@ -377,7 +379,8 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
-    """What is wrong with the user's tools. template: whether the model's files are here, to look at its own."""
+    """Find what is wrong with the user's tools. template: whether the model's files are here, so that its chat template
+    can be checked as well."""
     if not plan.task.tools:
         return ()
     try:
@@ -394,7 +397,7 @@ def _problem(output: ChildOutput, *, within_s: float, is_own: bool) -> RewardPro
             remedy = "mend what takes so long, or raise task.reward_timeout_s"
             return RewardProblem(f"{doing}: no end after {within_s:g} s", remedy=remedy)
         message = f"{doing}: its process ended with {output.code}: {output.printed}"
-        return RewardProblem(message, remedy="mend the file: a reward leaves its process alone")
+        return RewardProblem(message, remedy="mend the file: a reward must not end its process")
     verdict = Verdict(**output.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))

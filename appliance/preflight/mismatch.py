@@ -26,15 +26,15 @@ class Expected:
     kl: float
     """Predicted mismatch, nats per token, with the layers in BF16 that the profile keeps there."""
     tokens: int
-    """Compared tokens, on which the prediction rests."""
+    """Number of compared tokens, on which the prediction rests."""
     candidates: tuple[Candidate, ...] = ()
-    """The quantised layers whose contributions were measured."""
+    """Quantised layers whose contributions were measured."""
     kept_multiplications: int = 0
-    """Multiplications in BF16 already, of one token."""
+    """Multiplications of one token that are in BF16 already."""
     kept_layers: tuple[str, ...] = ()
     """Layers that stay in BF16 for a mismatch budget."""
     without_budget: float | None = None
-    """Predicted mismatch, nats per token, if they did not; None where no budget keeps any."""
+    """Predicted mismatch, nats per token, if no layer stayed in BF16; None where no budget keeps any."""
     budget: float | None = None
     """Budget that the profile was made for, nats per token."""
 
@@ -88,8 +88,8 @@ def judge_mismatch(
         yield Finding(Severity.INFO, CODE, ("quantization.mismatch_budget",), _choice(plan, expected, stored))
     if expected is not None and expected.budget is not None and expected.kl > expected.budget:
         message = (
-            f"the budget of {expected.budget:g} nats per token is not met: of the choices that were measured the "
-            f"nearest is predicted {beside(expected.kl, expected.budget)}"
+            f"the budget of {expected.budget:g} nats per token is not met: the nearest of the measured choices has "
+            f"a predicted mismatch of {beside(expected.kl, expected.budget)}"
         )
         yield warning(CODE, "quantization.mismatch_budget", message, "a smaller budget keeps more layers in BF16")
     if plan.trainer.one_flow or expected is None or expected.kl <= bound:
@@ -161,4 +161,4 @@ def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
 def _bf16(plan: RunPlan, stored: StoredResult | None) -> Iterator[str]:
     gain = dict(stored.ratios).get(plan.rollout.scheme) if stored else None
     lost = f", and is {gain:.2f} times slower by `bench`" if gain and gain > 1 else ""
-    yield f"`rollout.scheme: bf16` has only what BF16 rounds in other places{lost}"
+    yield f"`rollout.scheme: bf16` leaves only the mismatch that BF16's own rounding makes{lost}"

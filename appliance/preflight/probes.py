@@ -30,7 +30,7 @@ _MEMORY_FILES = {  # tree -> most, used, and the key in memory.stat of page cach
 
 
 def read_host(run_root: Path) -> HostFacts:
-    """run_root: the folder that will hold the run folders; it need not exist."""
+    """Read the facts about this host. run_root: the folder that will hold the run folders; it need not exist."""
     memory, limits, cpu = psutil.virtual_memory(), read_limits(), _cpuinfo()
     return HostFacts(
         cores=usable_cores(),
@@ -75,8 +75,8 @@ def _processor(cpu: dict[str, str]) -> str:
 
 
 def read_gpus() -> tuple[HostGpu, ...]:
-    """By nvidia-smi; none where there is no such program, or where it fails (no driver). Of memory that it does not
-    tell, as on some that share the host's, 0."""
+    """Read the GPUs by nvidia-smi; none where there is no such program, or where it fails (no driver). Memory that it
+    does not report, as of some GPUs that share the host's, is 0."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -98,7 +98,8 @@ def _loads(library: str) -> bool:
 
 
 def read_limits(trees: Path = TREES, *, membership: Path = MEMBERSHIP) -> Limits:
-    """trees: where they are mounted.  membership: which groups this process is in, as /proc says it."""
+    """Read the limits of this process and of its control groups. trees: where the groups are mounted.  membership:
+    which groups this process is in, as /proc has it."""
     paths = paths_of(membership)
     threads, files = resource.getrlimit(resource.RLIMIT_NPROC)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     pids = [number_in(group / "pids.max") for tree in (V2, "pids") for group in groups_of(trees, tree, paths)]

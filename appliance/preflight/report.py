@@ -37,8 +37,9 @@ _LONGEST_VALUE = 28
 
 
 def load_judged(name_or_path: str, *, sets: Iterable[str] = (), for_this_host: bool = True) -> Recipe:
-    """The recipe of a command, as load_recipe. Raises RecipeError with everything that is wrong with it, and with the
-    errors of the rest of it: what a look at its model and at this host shows, without a child or the network.
+    """Load the recipe of a command as load_recipe does. Raises RecipeError with everything that is wrong with it, and
+    with the errors that the rest of the recipe has by its model and this host, as far as they show without a child or
+    the network.
 
     for_this_host: whether it is to run here, so that what this host lacks counts.
     """
@@ -77,8 +78,8 @@ def examine(
     date: str | None = None,
     find_profile: Callable[[RunPlan], Path | None] = lambda plan: None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
-    """The plan of a run and every finding about it: the faults of its recipe, and what this host has against it. Where
-    the recipe has a fault, the inputs are read without a child process and without the network.
+    """Make the plan of a run and every finding about it: the faults of its recipe, and what this host has against it.
+    Where the recipe has a fault, the inputs are read without a child process and without the network.
 
     run_dir: absolute.  ask_hub, run_code: as read_inputs; where no code runs, weights are not read either.
     cache_dir: None: beside the run's folder.  resume_from, original: as of resolve.
@@ -134,9 +135,9 @@ def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool
 def plan_in(
     folder: Path, recipe: Recipe, *, host: HostFacts | None = None, cache_dir: Path | None = None
 ) -> tuple[RunPlan, HostFacts]:
-    """For a command that is no training: the plan of its work in a folder, with the commits that `model.revision` and
-    `task.data` are, where they are named and the hub tells. host: None: it is read.  cache_dir: as of build_plan.
-    Raises as that."""
+    """Make the plan of a command that is no training, for its work in a folder, with the commits that `model.revision`
+    and `task.data` are, where they are named and the hub knows them. host: None: it is read.  cache_dir: as for
+    build_plan, whose errors it raises."""
     host = host or read_host(folder)
     name, wanted = hub_name(recipe), recipe.model.revision
     commit = hub.revision(name, wanted=wanted)[0] if name and wanted else ""
@@ -146,7 +147,7 @@ def plan_in(
 
 
 def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool, full: bool = False) -> None:
-    """On stdout, the findings with it. full: with the resolved recipe and the child."""
+    """Print a plan on stdout, with its findings. full: with the resolved recipe and the child."""
     if json_mode:
         document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": plan.model_dump(mode="json")}
         console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
@@ -164,7 +165,8 @@ def plan_text(
     recipe_yaml: str = "",
     columns: int | None = None,
 ) -> str:
-    """needs: (what, how much) estimates.  findings: lines.  columns: of a terminal; None: one line for each thing.
+    """Render a plan. needs: (what, how much) estimates.  findings: lines.  columns: of a terminal; None: one line for
+    each thing.
 
     recipe_yaml: the resolved recipe; given, it is shown with the child, at the end, a command line that a shell reads.
     """

@@ -15,7 +15,8 @@ _TRIED = "the model's chat template, tried"
 
 
 class TemplateChild:
-    """`start` it where the tokenizer's files are here, and `hear` it later; it is ended with the block in any case."""
+    """The child that tries a model's chat template: started (`start`) where the tokenizer's files are here, read later
+    (`hear`), and ended with the block in any case."""
 
     def __init__(self) -> None:
         self._child = EarlyChild(doing="trying the model's chat template")
@@ -28,7 +29,8 @@ class TemplateChild:
         self._child.__exit__(*of_an_error)
 
     def start(self, plan: RunPlan) -> None:
-        """Nothing on a host that has the launcher alone, and starts a container: preflight is made in that again."""
+        """Start the child. Does nothing on a host that has the launcher alone and starts a container: preflight runs in
+        that again."""
         if find_spec("transformers") is not None:
             self._child.start(module_argv(_CHILD), given=plan.model_dump_json())
 

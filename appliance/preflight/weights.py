@@ -22,7 +22,7 @@ from appliance.record.plan import WeightsPlan
 from appliance.tasks.user_code import voice
 
 _CHILD = "appliance.preflight.weights"
-_HELD = "its weights could not be held against its config.json"
+_HELD = "its weights could not be checked against its config.json"
 
 _Key = tuple[str, bool, tuple[tuple[str, int, int], ...]]
 _KNOWN: dict[_Key, WeightsFacts] = {}
@@ -30,20 +30,21 @@ _KNOWN: dict[_Key, WeightsFacts] = {}
 
 @dataclass(frozen=True)
 class WeightsFacts:
-    """What the child said; all of it is empty where nothing is wrong, or it was not asked."""
+    """Report of the child; all of it is empty where nothing is wrong, or where no child was started."""
 
     problem: str = ""
     remedy: str = ""
     doubt: str = ""
     unproven: str = ""
-    """Why it is not known whether the files hold the model."""
+    """Reason why it is not known whether the files hold the model."""
 
 
 class WeightsChild:
-    """`start` it where there are files to look at, and `hear` it later; it is ended with the block in any case."""
+    """The child that checks a model's files of weights: started (`start`) where there are files, read later (`hear`),
+    and ended with the block in any case."""
 
     def __init__(self) -> None:
-        self._child = EarlyChild(doing="holding the model's weights against its config.json")
+        self._child = EarlyChild(doing="checking the model's weights against its config.json")
         self._key: _Key | None = None
 
     def __enter__(self) -> WeightsChild:
@@ -54,7 +55,8 @@ class WeightsChild:
         self._child.__exit__(*of_an_error)
 
     def start(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """trust_remote_code: whether code that comes with the model may run."""
+        """Start the child, unless its report on these files is known. trust_remote_code: whether code that comes with
+        the model may run."""
         self._key = (str(folder), trust_remote_code, _stamp(folder))
         if self._key not in _KNOWN:
             self._child.start(module_argv(_CHILD, str(folder), str(trust_remote_code)))
@@ -80,7 +82,8 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def folder_of_weights(weights: WeightsPlan) -> Path | None:
-    """Where the model's files are on this host, if all of them are; those in the cache we made."""
+    """Return the folder of the model's files, if all of them are on this host; None for a model that this program made
+    in the cache."""
     if weights.is_cached:
         return None
     folder = weights.folder or hub.cached_snapshot(weights.hub_name)
@@ -88,7 +91,7 @@ def folder_of_weights(weights: WeightsPlan) -> Path | None:
 
 
 def judge_weights(facts: WeightsFacts, *, model: str) -> Iterator[Finding]:
-    """Findings about the weights. model: as the recipe names it."""
+    """Yield findings about the weights. model: as the recipe names it."""
     if facts.problem:
         yield error("model-weights", "model.path", f"{model}: {facts.problem}", facts.remedy)
     if facts.doubt:

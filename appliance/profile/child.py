@@ -62,13 +62,13 @@ ProfileOf = Callable[[ProfileJob, Path, Origin], Profile]  # folder: of the mode
 
 
 def run(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> int:
-    """The exit code of the job's child."""
+    """Run the job and return the exit code of the child."""
     keep_stacks(str(Phase.PROFILE))
     return exit_code_of(lambda: make_profile(job, profile_of=profile_of), run_dir=Path(job.report_dir))
 
 
 def make_profile(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> Path:
-    """The folder with the job's profile: found in the cache, or made. Raises what `profile_of` raises."""
+    """Make the job's profile, or find it in the cache, and return its folder. Raises what `profile_of` raises."""
     append_event(Path(job.report_dir), kind="phase", what=str(Phase.PROFILE))
     made_or_cached = find_profile(job) or _make(job, profile_of=profile_of)
     folder = Path(job.target or made_or_cached)
@@ -102,8 +102,8 @@ def _make(job: ProfileJob, *, profile_of: ProfileOf) -> Path:
 def own_samples(
     job: ProfileJob, *, folder: Path, on_token: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Sample]:
-    """What the model answers to prompts of the task, drawn as the rollouts of a run are. The seed is the profile's own:
-    runs with other seeds share it. folder: of the model and its tokenizer."""
+    """Draw the model's answers to prompts of the task, as the rollouts of a run are drawn. The seed is the profile's
+    own: runs with other seeds share it. folder: of the model and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=job.trust_remote_code)
     prompts = read_prompts(job, tokenizer=tokenizer)
     sampling = Sampling(
@@ -118,9 +118,9 @@ def own_samples(
 
 
 def read_prompts(job: ProfileJob, *, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most
-    job.prompts, and so many that they have at most job.max_tokens together with their responses; but _FEWEST_PROMPTS
-    whatever their length, because only responses are compared. Raises EngineError where none fits."""
+    """Read token ids of prompts of the task, spread evenly over the data, as the chat template has them. At most
+    job.prompts, and so many that they have at most job.max_tokens together with their responses; but at least
+    _FEWEST_PROMPTS whatever their length, because only responses are compared. Raises EngineError where none fits."""
     rows = pq.read_table(job.parquet, columns=["prompt"]).to_pylist()
     prompts = []
     for row in _spread(rows, number=job.prompts):
@@ -153,14 +153,14 @@ def _tokens(row: dict, *, job: ProfileJob, tokenizer: PreTrainedTokenizerBase) -
 
 
 def ends_of_responses(folder: Path, *, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens at which an engine ends a response: the tokenizer's, and those of generation_config.json or, as vLLM
-    does where there is none, of config.json. Raises EngineError for a file that cannot be read."""
+    """Find the tokens at which an engine ends a response: the tokenizer's, and those of generation_config.json or, as
+    vLLM does where there is none, of config.json. Raises EngineError for a file that cannot be read."""
     named = next((file for file in (folder / "generation_config.json", folder / "config.json") if file.is_file()), None)
     return frozenset({*(_named_ends(named) if named else ()), *_whole_numbers(tokenizer.eos_token_id)})
 
 
 def _named_ends(file: Path) -> list[int]:
-    hint = "mend the file, or take it from where the model is from"
+    hint = "mend the file, or fetch it again from where the model came from"
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -114,7 +114,8 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
 
 
 def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> int:
-    """FlashRL's form: the scales of a W8A8 checkpoint of the same model. Raises RecipeError when they are no pair."""
+    """Make a profile of the scales of a W8A8 checkpoint of the same model: FlashRL's form. Raises RecipeError when the
+    two checkpoints are no pair."""
     problems = [
         (f"{option} {folder}: not a folder with config.json", "give a checkpoint's folder")
         for option, folder in (("--model", Path(model)), ("--quantized", quantized))
@@ -174,13 +175,14 @@ def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
 
 
 def reader_environment(room: Path) -> dict[str, str]:
-    """All that the reader gets. One thread: Linux gives no user a network namespace for a process with more."""
+    """Return the environment of the reader. One thread: Linux gives no user a network namespace for a process with
+    more."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "TMPDIR": str(room), "HOME": str(room), THREADS_VARIABLE: "1"}
 
 
 def profile_child(plan: RunPlan) -> Child | None:
-    """The child of `train` that makes the plan's profile, None where none is needed or it lies in the run's folder.
+    """Return the child of `train` that makes the plan's profile; None where none is needed or the run's folder has it.
 
     Call it when model and data are made, and `finish_profile` after the child. Raises EngineError for a folder named
     in the recipe that has no profile.
@@ -202,7 +204,8 @@ def profile_child(plan: RunPlan) -> Child | None:
 
 
 def made_before(plan: RunPlan) -> Path | None:
-    """The folder in the cache with the profile of an earlier run, which one of this plan would find; else None."""
+    """Find the folder in the cache with the profile of an earlier run, which a run of this plan would use; else
+    None."""
     if plan.profile is None or plan.profile.source or not os.path.isdir(Path(plan.cache_dir) / PROFILES_FOLDER):
         return None
     try:
@@ -238,7 +241,7 @@ def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
 
 
 def is_profiled(plan: RunPlan) -> bool:
-    """Whether the run's folder has its profile, or needs none."""
+    """Tell whether the run's folder has its profile, or needs none."""
     return plan.profile is None or (Path(plan.profile.folder) / PROFILE_FILE).is_file()
 
 
@@ -329,8 +332,8 @@ def _show(folder: Path, *, model: str = "") -> None:
 
 
 def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
-    """header: of `profile.safetensors`.  folder: where the files lie. model: the model as it is called here, where it
-    is the same one; else it is called as where the profile was made."""
+    """Render a profile as lines. header: of `profile.safetensors`.  folder: where the files lie.  model: the model's
+    name here; empty: the name that it had where the profile was made."""
     origin = f"{model or header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
     rows = [("smoothing", _smoothing(header))]
     if header["layers"]:
@@ -374,7 +377,8 @@ def _smoothing(header: dict[str, Any]) -> str:
         return f"{_sources(header)}, as the donor has it, to the nearest powers of two"
     if not strength:
         return "off"
-    return f"strength {strength:g}: {_sources(header)}, each with all that reads it; others gain nothing by it"
+    extent = "each with every layer that reads it; smoothing others would gain nothing"
+    return f"strength {strength:g}: {_sources(header)}, {extent}"
 
 
 def _sources(header: dict[str, Any]) -> str:

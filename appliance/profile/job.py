@@ -27,21 +27,21 @@ _PLACES = {"schemas_file", "target", "report_dir", "cache_dir", "model", "revisi
 
 
 class ProfileJob(Frozen):
-    """One profile to make or to find."""
+    """Work of one profiling: the profile to make or to find."""
 
     model: str
     """Folder or hub name."""
     revision: str = ""
     trust_remote_code: bool = False
     parquet: str = ""
-    """The task's training data."""
+    """File of the task's training data."""
     scheme: Scheme
     strength: float = 0.0
     """Strength of smoothing, 0..1."""
     mismatch_budget: float | None = None
-    """Nats per token."""
+    """Mismatch budget, nats per token."""
     measure_above: float | None = None
-    """Nats per token: a mismatch above it has the contributions of the layers measured."""
+    """Mismatch, nats per token, above which the contributions of the layers are measured."""
     ignore: tuple[str, ...] = ()
     max_prompt_tokens: int = 0
     truncate_prompts: bool = False
@@ -58,24 +58,24 @@ class ProfileJob(Frozen):
     """Tokens, at most, of one response that the model gives."""
     cache_dir: str
     target: str
-    """The folder that gets `profile.safetensors`, or empty to leave it in the cache."""
+    """Folder that gets `profile.safetensors`; empty: it stays in the cache."""
     report_dir: str
     """Folder of the events."""
     donor: str = ""
-    """A W8A8 checkpoint, and then no text is read."""
+    """W8A8 checkpoint that gives the scales, so that no text is read; or empty."""
     prompts: int = 64
-    """Prompts of the task."""
+    """Number of prompts of the task, at most."""
     max_tokens: int = 2048
     """Tokens, at most, of all prompts and responses together, where that leaves enough prompts."""
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:
-    """The profiling of a training run: of the model that is trained, which UAQ has scaled."""
+    """Make the job of a training run: it profiles the model that is trained, which UAQ may have scaled."""
     return job_of_plan(plan).replace(model=plan.trained_model)
 
 
 def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
-    """The profiling of a plan that has a profile to make. target: another folder than the run's own."""
+    """Make the job of a plan that has a profile to make. target: another folder than the run's own."""
     profile = plan.profile
     assert profile is not None, "only a plan with a profile is profiled"
     return ProfileJob(
@@ -102,7 +102,8 @@ def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
 
 
 def model_folder(model: str, *, revision: str) -> Path:
-    """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
+    """Return the model's folder, downloaded from the hub where the model is a name there. Raises EngineError when the
+    hub cannot be asked."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -111,13 +112,13 @@ def model_folder(model: str, *, revision: str) -> Path:
         return download_model(model, revision=revision, beat=Heartbeat().beat)
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise EngineError(
-            f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
+            f"{model}: not a folder with config.json, and the hub does not give it: {error}",
             hint="give a folder, or a name on the hub",
         ) from error
 
 
 def model_hash(folder: Path, *, cache_dir: Path) -> str:
-    """sha256 over names and contents of the model's files. Raises OSError when one cannot be read."""
+    """Compute the SHA-256 over names and contents of the model's files. Raises OSError when one cannot be read."""
     heart, hashes = Heartbeat(), []
     for file in _files_of(folder):
         hashes.append([file.name, file_hash(file, cache_dir=cache_dir)])
@@ -141,7 +142,7 @@ def _is_known(file: Path, *, known: dict[str, list]) -> bool:
 
 
 def file_hash(file: Path, *, cache_dir: Path) -> str:
-    """sha256 of a file's content, remembered in the cache by its size and time of change."""
+    """Compute the SHA-256 of a file's content, which the cache remembers by the file's size and time of change."""
     memory = cache_dir / _HASHES
     known = _read(memory)
     name, state = _identity(file)
@@ -154,7 +155,7 @@ def file_hash(file: Path, *, cache_dir: Path) -> str:
 
 
 def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
-    """(key, model hash, data hash). folder: the model's. Raises OSError when a file cannot be read."""
+    """Compute (key, model hash, data hash) of a job. folder: the model's. Raises OSError when a file cannot be read."""
     cache_dir = Path(job.cache_dir)
     model = model_hash(folder, cache_dir=cache_dir)
     source = Path(job.donor or job.parquet)
@@ -177,7 +178,7 @@ def find_known_profile(job: ProfileJob) -> Path | None:
 
 
 def find_profile(job: ProfileJob) -> Path | None:
-    """The folder in the cache that has this profile already, None when there is none or the model is not here."""
+    """Find the folder in the cache that has this profile already; None when there is none or the model is not here."""
     folder = Path(job.model)
     if not (folder / "config.json").is_file() or not (job.donor or Path(job.parquet).is_file()):
         return None

@@ -25,7 +25,7 @@ from appliance.terms.phases import Phase
 
 
 def is_scaled(plan: RunPlan) -> bool:
-    """Whether the run needs no scaled model, or has it. Raises EngineError for one of another scale or model."""
+    """Tell whether the run needs no scaled model, or has it. Raises EngineError for one of another scale or model."""
     if plan.uaq is None:
         return True
     folder, source, resumed = Path(plan.uaq.folder), Path(plan.weights.name_or_path), Path(plan.resume_from)
@@ -46,7 +46,10 @@ def is_scaled(plan: RunPlan) -> bool:
     elif saved and saved.model_hash != mark.model_hash:
         wrong = f"made from another model than {resumed.name} was trained with"
     if wrong:
-        raise EngineError(f"{folder}: {wrong}", hint="give back what the run began with, or start another run")
+        raise EngineError(
+            f"{folder}: {wrong}",
+            hint="put correction.uaq_scale and the model back as the run began with them, or start another run",
+        )
     return True
 
 
@@ -55,7 +58,8 @@ def _hash(source: Path, plan: RunPlan) -> str:
 
 
 def scaling_child(plan: RunPlan) -> Child | None:
-    """The child that makes the scaled model, None where none is needed or it is there. Raises as is_scaled."""
+    """Return the child that makes the scaled model; None where none is needed or it is there. Raises as is_scaled
+    does."""
     argv = module_argv("appliance.profile.uaq", str(Path(plan.run_dir) / "plan.json"))
     return None if is_scaled(plan) else Child(str(Phase.SCALE), "scaling (UAQ)", argv, default_code=4)
 

@@ -133,7 +133,7 @@ def _one_layer(
             view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
         # A unit comes before those that are smoothed through it: its errors are those of rows as they were.
         weight_errors[unit] = view.weight_error(unit)
-    streams.quantised = view.quantised(streams.quantised, kept=frozenset())
+    streams.quantised = view.quantised(streams.quantised, in_bf16=frozenset())
     streams.exact = outputs
     layers = [
         LayerError(

@@ -31,7 +31,7 @@ _FAMILIES = {family.model_type: family for family in FAMILIES.values()}
 
 @dataclass
 class Ledger:
-    """Bytes of tensors that are alive now, and the most that were."""
+    """Counter of the bytes of tensors that are alive now, and of the most that were."""
 
     alive_bytes: int = 0
     peak_bytes: int = 0
@@ -78,11 +78,11 @@ class Checkpoint:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """The tensor as stored."""
+        """Read a tensor as stored."""
         return self._file(name).get_tensor(name)
 
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """(first row, some rows in BF16) over the whole matrix, each counted while it is alive."""
+        """Yield (first row, some rows in BF16) over the whole matrix, each part counted while it is alive."""
         stored = self._file(name).get_slice(name)
         for start in range(0, stored.get_shape()[0], _ROWS):
             yield start, self.ledger.enter(stored[start : start + _ROWS].to(torch.bfloat16))
@@ -167,7 +167,7 @@ class StreamedModel:
         return self._model.config.num_experts_per_tok / experts if experts else 1.0
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
-        """[B, T, H] BF16: the embeddings, read in bands of rows."""
+        """Return the embeddings, [B, T, H] BF16, read in bands of rows."""
         flat = tokens_BT.flatten()
         hidden = torch.empty(flat.shape[0], self._norm.weight.shape[0], dtype=torch.bfloat16)
         for start, rows in self.checkpoint.rows("model.embed_tokens.weight"):
@@ -176,7 +176,8 @@ class StreamedModel:
         return hidden.view(*tokens_BT.shape, -1)
 
     def layer_calls(self, hidden_BTH: Tensor) -> list[dict[str, Any]]:
-        """One per decoder layer: the keywords that the model's own forward gives it for a batch of this shape."""
+        """Return, for each decoder layer, the keywords that the model's own forward gives it for a batch of this
+        shape."""
         recorders = [_Recorder() for _ in self._layers]
         self._model.layers = nn.ModuleList(recorders)
         self._model.norm = nn.Identity()
@@ -185,13 +186,13 @@ class StreamedModel:
         return [recorder.calls[0] for recorder in recorders]
 
     def new_cache(self) -> Any:
-        """Keys and values of no token yet, for `run`."""
+        """Make an empty cache of keys and values, for `run`."""
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
 
     def run(self, hidden_BTH: Tensor, *, mask_BT: Tensor, position_BT: Tensor, cache: Any) -> Tensor:
-        """[B, T, H] after the last norm: the whole model, with one layer in memory at a time.
+        """Run the whole model, with one layer in memory at a time. Returns [B, T, H] after the last norm.
 
         hidden_BTH: embeddings of tokens that follow those in the cache, which they join.  mask_BT: int64, of the
         tokens in the cache and of these, 0 on padding.  position_BT: int64, of these alone.
@@ -210,7 +211,7 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """A decoder layer with its weights, in BF16, while the block lasts."""
+        """Load a decoder layer's weights, in BF16, while the block lasts."""
         layer, prefix = self._layers[index], f"model.layers.{index}."
         for name, parameter in list(layer.named_parameters()):
             value = self._parameter(prefix + name, shape=tuple(parameter.shape))
@@ -228,7 +229,7 @@ class StreamedModel:
         return self._with_norm()(hidden_BTH)
 
     def norm_gradient(self, hidden_MH: Tensor, gradient_DMH: Tensor) -> Tensor:
-        """[D, M, H]: the gradients at the last norm's input. gradient_DMH: D of them, at its output."""
+        """Return [D, M, H], the gradients at the last norm's input. gradient_DMH: D of them, at its output."""
         hidden_MH = hidden_MH.detach().requires_grad_()
         with torch.enable_grad():
             output_MH = self._with_norm()(hidden_MH)
@@ -266,6 +267,6 @@ class StreamedModel:
 
 
 def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make it the module's parameter of that name, which may be of a module below."""
+    """Make a parameter the module's own under that name, which may be of a module below."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._parameters[last] = parameter

@@ -26,20 +26,21 @@ class Candidate:
     """A quantised layer of the engine."""
 
     layer: _Layer
-    """Its names in an `ignore` list."""
+    """Names of the layer in an `ignore` list."""
     contribution: float
-    """Nats per token that quantising it alone adds to the mismatch."""
+    """Mismatch that quantising the layer alone adds, nats per token."""
     multiplications: int
-    """Multiplications for one token."""
+    """Number of multiplications for one token."""
 
     @property
     def gain(self) -> float:
-        """What leaving it in BF16 takes off the mismatch, for each multiplication."""
+        """Mismatch that leaving the layer in BF16 takes away, for each multiplication."""
         return self.contribution / max(1, self.multiplications)
 
 
 def candidates_of(layers: Iterable[Mapping[str, Any]]) -> list[Candidate]:
-    """The candidates of a profile, each once. layers: of its header; those without a contribution are none."""
+    """Return the candidates of a profile, each of them once. layers: of its header; those without a contribution are
+    none."""
     parts: dict[_Layer, list[Mapping[str, Any]]] = {}
     for layer in layers:
         if layer["contribution"] is not None:
@@ -53,8 +54,8 @@ def candidates_of(layers: Iterable[Mapping[str, Any]]) -> list[Candidate]:
 def fewest(
     candidates: Sequence[Candidate], *, kl: float, budget: float, measured: Mapping[float, float] | None = None
 ) -> tuple[Candidate, ...]:
-    """Layers to keep in BF16, the most useful first. kl: nats per token with none of them kept.  budget: at most.
-    measured: nats per token of trials, by the share of all contributions that their kept layers have."""
+    """Choose the layers to keep in BF16, the most useful first. kl: nats per token with none of them kept.  budget: at
+    most. measured: nats per token of trials, by the share of all contributions that their kept layers have."""
     points = sorted({**(measured or {}), 0.0: kl, 1.0: 0.0}.items())
     total = sum(candidate.contribution for candidate in candidates)
     chosen: list[Candidate] = []
@@ -83,7 +84,7 @@ def _contributed(layers: Iterable[Candidate], *, total: float) -> float:
 
 
 def share(layers: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
-    """Multiplications in BF16 of all that could be quantised, 0..1."""
+    """Return the share of the multiplications that could be quantised and stay in BF16, 0..1."""
     total = sum(candidate.multiplications for candidate in candidates)
     return sum(candidate.multiplications for candidate in layers) / total if total else 0.0
 
@@ -95,8 +96,8 @@ def meet(
     budget: float,
     measure: Callable[[frozenset[str]], Predicted],
 ) -> tuple[frozenset[str], Predicted]:
-    """The names of the layers to keep in BF16, and the mismatch that was measured so: the cheapest trial that meets the
-    budget, or the nearest one to it where none does, which `predicted.kl > budget` says.
+    """Find the names of the layers to keep in BF16, and the mismatch that was measured with them: the cheapest trial
+    that meets the budget, or the nearest one to it where none does, which `predicted.kl > budget` shows.
 
     measure: the mismatch with these names kept, by a pass over the text. At most three are made.
     """

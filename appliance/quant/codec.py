@@ -29,25 +29,26 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight, or the tokens of an activation."""
+    """A quantised weight, or the quantised tokens of an activation."""
 
     codes_NK: Tensor
-    """int8 in [-127, 127], or float8_e4m3fn; bfloat16 of activations that a scheme leaves as they are."""
+    """Codes: int8 in [-127, 127], or float8_e4m3fn; bfloat16 for activations that a scheme leaves as they are."""
     scale: Tensor
-    """float32, >= 0, one for each block: [1, 1], [N, 1] or [ceil(N/rows), ceil(K/128)]."""
+    """Scales: float32, >= 0, one for each block: [1, 1], [N, 1] or [ceil(N/rows), ceil(K/128)]."""
     block: tuple[int, int]
-    """(rows, columns) that share a scale."""
+    """Size (rows, columns) of the block that shares a scale."""
     scheme: Scheme
 
 
 @dataclass(frozen=True)
 class Codec:
-    """What a scheme's numbers are. A function without a text is the one of this name below."""
+    """Definition of a scheme's numbers. A function without a docstring is described at the function of the same name
+    below."""
 
     largest: float
-    """Magnitude of a code."""
+    """Largest magnitude of a code."""
     values: Callable[[Tensor], Tensor]
-    """Codes of any shape as float32, exact."""
+    """Function that gives codes of any shape as float32, exactly."""
     quantise: Callable[..., QuantisedWeight]
     weight_absmax: Callable[..., Tensor]
     quantise_tokens: Callable[..., QuantisedWeight]
@@ -56,20 +57,21 @@ class Codec:
 
 @functools.cache
 def codec_of(scheme: Scheme) -> Codec:
-    """Raises ValueError for a scheme that does not quantise."""
+    """Find the codec of a scheme. Raises ValueError for a scheme that does not quantise."""
     if not scheme.quantised:
         raise ValueError(f"`{scheme}` does not quantise")
     return importlib.import_module(f"appliance.quant.codec_{scheme.spec.codec}").CODEC
 
 
 def quantise(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
-    """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: see `weight_absmax`, where the weight is a shard. Raises
-    NumericsError when a value is not finite, ValueError for a scheme that does not quantise."""
+    """Quantise a weight. weight_NK: [N, K] bfloat16, float16 or float32.  absmax: see `weight_absmax`, where the weight
+    is a shard. Raises NumericsError when a value is not finite, ValueError for a scheme that does not quantise."""
     return codec_of(scheme).quantise(weight_NK, scheme=scheme, absmax=absmax)
 
 
 def weight_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
-    """float32 in the shape of the scheme's scale: [N, 1] (of channels), [1, 1] (of the tensor) or one for each block.
+    """Return the largest magnitudes of a weight, float32 in the shape of the scheme's scale: [N, 1] (of channels), [1,
+    1] (of the tensor) or one for each block.
 
     What a shard needs of the whole weight: its own rows of [N, 1], all of [1, 1], its own blocks.
     Raises NumericsError when a value is not finite.
@@ -78,12 +80,13 @@ def weight_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
 
 
 def quantise_tokens(tokens_MK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
-    """Activations, each token by itself. tokens_MK: [M, K]. Raises NumericsError when a value is not finite."""
+    """Quantise activations, each token by itself. tokens_MK: [M, K]. Raises NumericsError when a value is not
+    finite."""
     return codec_of(scheme).quantise_tokens(tokens_MK, scheme=scheme)
 
 
 def dequantise(quantised: QuantisedWeight) -> Tensor:
-    """[N, K] float32."""
+    """Dequantise to [N, K] float32."""
     return codec_of(quantised.scheme).dequantise(quantised)
 
 
@@ -95,7 +98,8 @@ def chunk_rows(values_MK: Tensor, *, chunks: int = 1) -> int:
 
 
 def row_absmax(values_MK: Tensor) -> Tensor:
-    """[M, 1] float32, not checked. values_MK: [M, K] bfloat16, float16 or float32, K > 0."""
+    """Return the largest magnitude of each row, [M, 1] float32, not checked. values_MK: [M, K] bfloat16, float16 or
+    float32, K > 0."""
     bits_MK = values_MK.view(_BITS[values_MK.dtype])
     most_M1 = torch.empty((len(bits_MK), 1), dtype=bits_MK.dtype, device=bits_MK.device)
     rows = chunk_rows(bits_MK)
@@ -108,7 +112,8 @@ def row_absmax(values_MK: Tensor) -> Tensor:
 
 
 def block_absmax(values_MK: Tensor, *, block: tuple[int, int]) -> Tensor:
-    """[ceil(M / rows), ceil(K / columns)] float32, not checked; blocks start at 0, 0 and the last are ragged."""
+    """Return the largest magnitude of each block, [ceil(M / rows), ceil(K / columns)] float32, not checked. Blocks
+    start at 0, 0 and the last are ragged."""
     rows, columns = block
     if rows == 1:
         return _group_absmax(values_MK, columns=columns)
@@ -131,20 +136,22 @@ def _group_absmax(values_MK: Tensor, *, columns: int) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """One pass without intermediates, at twice the speed of a search for the extremes: a sum loses neither NaN nor
-    infinities. It may overflow, so only the extremes say that a value is not finite."""
+    """Check whether all values are finite, in one pass without intermediates, at twice the speed of a search for the
+    extremes: a sum loses neither NaN nor infinities. It may overflow, so only the extremes say that a value is not
+    finite."""
     if values.numel() == 0 or math.isfinite(values.sum().item()):
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def require_finite(absmax: Tensor, *, what: str) -> Tensor:
-    """The same tensor. Raises NumericsError when a value is not finite; `what`: such as `a weight`."""
+    """Return the same tensor. Raises NumericsError when a value is not finite; `what`: such as `a weight`."""
     if not bool(torch.isfinite(absmax).all()):
         raise NumericsError(f"{what} to quantise has a value that is not finite")
     return absmax
 
 
 def divided(absmax: Tensor, *, steps: float) -> Tensor:
-    """float32, one true division: dividing by a Python number may be lowered to multiplying by its reciprocal."""
+    """Return absmax / steps in float32, by one true division: dividing by a Python number may be lowered to multiplying
+    by its reciprocal."""
     return absmax / torch.tensor(steps, dtype=torch.float32, device=absmax.device)

@@ -55,7 +55,8 @@ _SMALLEST_PRECISE = 2.0**-117  # below it s or its reciprocal is rounded to fewe
 
 
 def fp8_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
-    """float32, in the shape of the weight's scale. Raises NumericsError when a value is not finite."""
+    """Return the largest magnitudes, float32, in the shape of the weight's scale. Raises NumericsError when a value is
+    not finite."""
     scales = scheme.spec.scales
     absmax = block_absmax(weight_NK, block=(BLOCK, BLOCK)) if scales is Scales.BLOCK else row_absmax(weight_NK)
     absmax = require_finite(absmax, what="a weight")
@@ -63,7 +64,7 @@ def fp8_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
 
 
 def fp8_scale(absmax: Tensor, *, scheme: Scheme) -> Tensor:
-    """The scale of a weight from the largest magnitudes of its blocks."""
+    """Return the scale of a weight by the largest magnitudes of its blocks."""
     scales = scheme.spec.scales
     if scales is Scales.BLOCK:
         return divided(absmax.clamp_min(_BLOCK_FLOOR), steps=FP8_MAX)
@@ -76,8 +77,8 @@ def _with_row_floor(scale: Tensor) -> Tensor:
 
 
 def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
-    """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: in the scale's shape, where the weight is a shard.
-    Raises NumericsError when a value is not finite."""
+    """Quantise a weight. weight_NK: [N, K] bfloat16, float16 or float32.  absmax: in the scale's shape, where the
+    weight is a shard. Raises NumericsError when a value is not finite."""
     own = fp8_absmax(weight_NK, scheme=scheme)
     scale = fp8_scale(own if absmax is None else absmax, scheme=scheme)
     imprecise = (scale > 0) & (scale < _SMALLEST_PRECISE)
@@ -95,19 +96,19 @@ def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturat
 
 
 def weight_block(scheme: Scheme, *, shape: tuple[int, int]) -> tuple[int, int]:
-    """(rows, columns) that share a scale."""
+    """Return the (rows, columns) that share a scale."""
     _, columns = shape
     return {Scales.TENSOR: shape, Scales.CHANNEL: (1, columns), Scales.BLOCK: (BLOCK, BLOCK)}[scheme.spec.scales]
 
 
 def reciprocals(scale: Tensor) -> Tensor:
-    """What a weight is multiplied by. 0 where the scale is: such a block has zeros only."""
+    """Return what a weight is multiplied by: 0 where the scale is 0, as such a block has zeros only."""
     return torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
 
 
 def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = True) -> QuantisedWeight:
-    """The activations of M tokens, each by itself. finite: raise NumericsError when a value is not finite; otherwise
-    that token (block) becomes NaN, as in a kernel."""
+    """Quantise the activations of M tokens, each by itself. finite: raise NumericsError when a value is not finite;
+    otherwise that token (block) becomes NaN, as in a kernel."""
     in_blocks = scheme.spec.scales is Scales.BLOCK
     block = (1, BLOCK) if in_blocks else (1, tokens_MK.shape[1])
     absmax = block_absmax(tokens_MK, block=block) if in_blocks else row_absmax(tokens_MK)
@@ -122,7 +123,7 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
 
 
 def row_blocks(weight: QuantisedWeight) -> Iterator[QuantisedWeight]:
-    """The same weight in parts of whole blocks that fit a core's cache when they are widened."""
+    """Split a weight into parts of whole blocks that fit a core's cache when they are widened."""
     rows = max(1, chunk_rows(weight.codes_NK) // BLOCK) * BLOCK
     one_scale = weight.block[0] >= len(weight.codes_NK)
     for start in range(0, len(weight.codes_NK), rows):
@@ -133,12 +134,12 @@ def row_blocks(weight: QuantisedWeight) -> Iterator[QuantisedWeight]:
 
 
 def transposed(weight: QuantisedWeight) -> QuantisedWeight:
-    """[K, N] of [N, K], the same codes and scales. weight: of `fp8-block`, whose blocks are square."""
+    """Transpose [N, K] to [K, N] with the same codes and scales. weight: of `fp8-block`, whose blocks are square."""
     return replace(weight, codes_NK=weight.codes_NK.t(), scale=weight.scale.t())
 
 
 def dequantise_fp8(quantised: QuantisedWeight) -> Tensor:
-    """[N, K] float32."""
+    """Dequantise to [N, K] float32."""
     codes_NK, block = quantised.codes_NK, quantised.block
     scale = spread(quantised.scale, block=(1, block[1]), shape=tuple(codes_NK.shape))  # columns only
     is_finite = bool(torch.isfinite(quantised.scale).all())
@@ -153,14 +154,15 @@ def dequantise_fp8(quantised: QuantisedWeight) -> Tensor:
 
 
 def widened_fp8(codes_NK: Tensor) -> Tensor:
-    """float32, exact, for all codes but NaN: several times faster than torch's cast on a CPU. The bits of a code, moved
-    to the places of a BF16's, are q * 2^-120, denormals too: E4M3 has the exponent bias 7 in place of 127."""
+    """Widen codes to float32, exactly, for all codes but NaN: several times faster than torch's cast on a CPU. The bits
+    of a code, moved to the places of a BF16's, are q * 2^-120, denormals too: E4M3 has the exponent bias 7 in place of
+    127."""
     bits_NK = codes_NK.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)  # 0x87f0
     return bits_NK.view(torch.bfloat16).float().mul_(2.0**120)
 
 
 def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """The scale of each element, as far as broadcasting does not do it: rows and columns of 1 stay 1."""
+    """Return the scale of each element, as far as broadcasting does not do it: rows and columns of 1 stay 1."""
     for dim in (0, 1):
         if scale.shape[dim] > 1 and block[dim] > 1:
             scale = scale.repeat_interleave(block[dim], dim=dim).narrow(dim, 0, shape[dim])

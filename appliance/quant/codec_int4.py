@@ -41,9 +41,9 @@ _STEPS = 7.5
 
 
 def quantise_int4(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT4, absmax: Tensor | None = None) -> QuantisedWeight:
-    """Symmetric INT4 per group. weight_NK: [N, K] bfloat16, float16 or float32, K a multiple of 32.  absmax: [N, G]
-    float32, of the groups where they are known.  Raises NumericsError when a value is not finite, ValueError for
-    another K."""
+    """Quantise to symmetric INT4 per group. weight_NK: [N, K] bfloat16, float16 or float32, K a multiple of 32.
+    absmax: [N, G] float32, largest magnitudes of the groups, where they are known.  Raises NumericsError when a value
+    is not finite, ValueError for another K."""
     own_NG = int4_absmax(weight_NK)
     scale_NG = int4_scale(own_NG if absmax is None else absmax)
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
@@ -55,12 +55,12 @@ def quantise_int4(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT4, absmax: Te
 
 
 def int4_scale(absmax_NG: Tensor) -> Tensor:
-    """[N, G] float32, each a BF16 number."""
+    """Return the scales, [N, G] float32, each a BF16 number."""
     return divided(absmax_NG, steps=_STEPS).to(torch.bfloat16).float()
 
 
 def divisor_of(scale_NG: Tensor) -> Tensor:
-    """The scales, and 1 in place of 0: what has a scale of 0 rounds to 0."""
+    """Return the scales with 1 in place of 0: a weight with a scale of 0 rounds to 0."""
     return torch.where(scale_NG > 0, scale_NG, torch.ones_like(scale_NG))
 
 
@@ -77,7 +77,8 @@ def int4_groups(codes_NK: Tensor, *, scale_NG: Tensor) -> QuantisedWeight:
 
 
 def int4_absmax(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT4) -> Tensor:
-    """[N, G] float32. Raises NumericsError when a value is not finite, ValueError where no group divides K."""
+    """Return the largest magnitudes of the groups, [N, G] float32. Raises NumericsError when a value is not finite,
+    ValueError where no group divides K."""
     length = weight_NK.shape[1]
     group = group_size(length)
     if not group:
@@ -86,7 +87,7 @@ def int4_absmax(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT4) -> Tensor:
 
 
 def dequantise_int4(quantised: QuantisedWeight) -> Tensor:
-    """[N, K] float32, each a BF16 number."""
+    """Dequantise to [N, K] float32, each a BF16 number."""
     codes_NK, scale_NG = quantised.codes_NK, quantised.scale
     values_NK = torch.empty(codes_NK.shape, dtype=torch.float32, device=codes_NK.device)
     rows = chunk_rows(codes_NK)

@@ -33,14 +33,15 @@ INT8_MAX = 127
 
 
 def quantise_int8(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8, absmax: Tensor | None = None) -> QuantisedWeight:
-    """Symmetric INT8 per row. weight_NK: [N, K] bfloat16, float16 or float32.  absmax: [N, 1] float32, of the whole
-    rows of a shard.  Raises NumericsError when a value is not finite."""
+    """Quantise to symmetric INT8 per row. weight_NK: [N, K] bfloat16, float16 or float32.  absmax: [N, 1] float32,
+    largest magnitudes of the whole rows, where the weight is a shard of them.  Raises NumericsError when a value is not
+    finite."""
     own = int8_absmax(weight_NK)
     return _by_absmax(weight_NK, own if absmax is None else absmax)
 
 
 def quantise_int8_tokens(tokens_MK: Tensor, *, scheme: Scheme = Scheme.INT8) -> QuantisedWeight:
-    """The activations of M tokens, each by itself, as quantise_int8 would. Raises NumericsError."""
+    """Quantise the activations of M tokens, each by itself, as quantise_int8 would. Raises NumericsError."""
     return _by_absmax(tokens_MK, require_finite(row_absmax(tokens_MK), what="an activation"))
 
 
@@ -65,12 +66,12 @@ def int8_rows(codes_NK: Tensor, *, scale_N1: Tensor) -> QuantisedWeight:
 
 
 def int8_absmax(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8) -> Tensor:
-    """[N, 1] float32. Raises NumericsError when a value is not finite."""
+    """Return the largest magnitudes of the rows, [N, 1] float32. Raises NumericsError when a value is not finite."""
     return require_finite(row_absmax(weight_NK), what="a weight")
 
 
 def dequantise_int8(quantised: QuantisedWeight) -> Tensor:
-    """[N, K] float32."""
+    """Dequantise to [N, K] float32."""
     return quantised.codes_NK.float() * quantised.scale
 
 

@@ -30,7 +30,8 @@ Contributions = dict[tuple[str, ...], float]  # by the names of an engine's laye
 def pass_back(
     view: LayerView, *, inputs: Sequence[Tensor], gradients: list[Tensor]
 ) -> tuple[list[Tensor], Contributions]:
-    """One layer of the pass back: the gradients at its inputs, and E[x^2] / 2 of its layers, summed over sequences.
+    """Pass back through one layer: return the gradients at its inputs, and E[x^2] / 2 of its layers, summed over
+    sequences.
 
     inputs: [B, T, H] of each batch.  gradients: [D, B, T, H] of each batch, at the layer's outputs.
     """

@@ -156,8 +156,8 @@ def in_groups(x_MK: Tensor) -> Tensor:
 
 
 def exact_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[T, N] in the type of `x_TK`: what an engine computes under `widen_gemms(exactly=True)`, whatever other rows
-    there are. oneDNN must leave out AMX (terms/environment.py)."""
+    """Multiply exactly. Returns [T, N] in the type of `x_TK`: what an engine computes under
+    `widen_gemms(exactly=True)`, whatever other rows there are. oneDNN must leave out AMX (terms/environment.py)."""
     if x_TK.dtype not in widened_types():
         whole = in_groups(x_TK)
         y_TN = linear(whole, weight_NK, bias_N)
@@ -168,7 +168,7 @@ def exact_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tens
 
 @functools.cache
 def load_kernels() -> None:
-    """vLLM's library for this CPU, the one that vLLM itself would load: two of them in one process abort it."""
+    """Load vLLM's library for this CPU, the one that vLLM itself would load: two of them in one process abort it."""
     if hasattr(torch.ops._C, "rotary_embedding"):
         return
     name = "_C"
@@ -181,7 +181,7 @@ def load_kernels() -> None:
 
 
 def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
-    """What should be the codec's result, by vLLM's row quantiser on a CPU: see Int8Proof.
+    """Quantise by vLLM's row quantiser on a CPU, whose result should be the codec's: see Int8Proof.
 
     weight_NK: [N, K] finite, rows whole.  into_NK: [N or more, K] int8, memory for the codes.
     """
@@ -208,7 +208,7 @@ def quantise_weight(
 
 
 class OneDnnGemm:
-    """A weight, packed. scale_N1: the very memory that is multiplied with.
+    """A packed weight that oneDNN multiplies with. scale_N1: the very memory that is multiplied with.
 
     The handle keeps the address of the scale tensor, and nothing else does: held here for as long as it lives.
     """
@@ -232,7 +232,8 @@ class OneDnnGemm:
         release.atexit = False  # another thread may still multiply
 
     def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once."""
+        """Return [M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded
+        once."""
         codes_MK, scale_M1 = _quantised_tokens(x_MK)
         y_MN = torch.empty((len(x_MK), self._rows), dtype=x_MK.dtype)
         torch.ops._C.onednn_scaled_mm(y_MN, codes_MK, scale_M1, None, None, bias_N, self._handle)
@@ -240,8 +241,8 @@ class OneDnnGemm:
 
 
 class WideGemm:
-    """As OneDnnGemm, through float32: of 1024 products of codes, each below 2^14, every partial sum is exact. Codes are
-    widened at every call: no float32 copy of a model is kept."""
+    """A weight as in OneDnnGemm, multiplied in float32: of 1024 products of codes, each below 2^14, every partial sum
+    is exact. Codes are widened at every call: no float32 copy of a model is kept."""
 
     name = "float32"
 
@@ -271,7 +272,7 @@ def _quantised_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def saturates() -> bool:
-    """Whether oneDNN adds pairs of products in 16 bits here, as it does without VNNI: the largest do not fit."""
+    """Return whether oneDNN adds pairs of products in 16 bits here, as it does without VNNI: the largest do not fit."""
     load_kernels()
     codes_NK = torch.full((32, 64), 127, dtype=torch.int8)
     gemm = OneDnnGemm(codes_NK, scale_N1=torch.ones(32, 1, dtype=torch.float32))
@@ -280,7 +281,8 @@ def saturates() -> bool:
 
 
 class SglGemm:
-    """As OneDnnGemm. Codes and scales are handed over at every call: no address outlives its memory."""
+    """A weight as in OneDnnGemm, packed for sgl's kernel. Codes and scales are handed over at every call: no address
+    outlives its memory."""
 
     name = "sgl"
 
@@ -294,7 +296,7 @@ class SglGemm:
 
 
 def fp8_product(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
-    """[M, N] float32: left [M, K] times right [N, K] transposed, each element by itself.
+    """Return [M, N] float32: left [M, K] times right [N, K] transposed, each element by itself.
 
     Both have blocks of as many input channels, or of all, and `left` of one row. Inside: T of the rows of the left one,
     R of the right one's, B blocks.
@@ -319,7 +321,8 @@ def fp8_product(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
 
 
 def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -> Tensor:
-    """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once more.
+    """Multiply by an FP8 weight. Returns [M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias
+    in float32, rounded once more. A token that is not finite stays so, as in a kernel.
 
     A token that is not finite stays so, as in a kernel.
     """
@@ -328,7 +331,7 @@ def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -
 
 
 def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnGemm | SglGemm | WideGemm:
-    """dtype: of what is multiplied."""
+    """Pack a weight for the kernel that multiplies it on this host. dtype: of what is multiplied."""
     kind = kernel_of(*codes_NK.shape, dtype=dtype)
     if kind is OneDnnGemm:
         return OneDnnGemm(codes_NK, scale_N1=scale_N1, dtype=dtype)
@@ -336,21 +339,21 @@ def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnG
 
 
 def kernel_of(rows: int, columns: int, *, dtype: torch.dtype = torch.bfloat16) -> type[OneDnnGemm | SglGemm | WideGemm]:
-    """What multiplies with a weight of this shape on this host."""
+    """Return the kernel that multiplies a weight of this shape on this host."""
     if dtype is torch.bfloat16 and packs_quickly(rows, columns):
         return SglGemm
     return WideGemm if saturates() else OneDnnGemm
 
 
 def packs_quickly(rows: int, columns: int) -> bool:
-    """Whether a weight of this shape gets sgl's kernel on this host, in BF16."""
+    """Return whether a weight of this shape gets sgl's kernel on this host, in BF16."""
     return rows % _TILE == 0 and columns % _TILE == 0 and columns <= LONGEST_PACKED_ROW and has_packed_kernel()
 
 
 @functools.cache
 def has_packed_kernel() -> bool:
-    """The kernel is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is asked of the processor itself:
-    `_is_amx_tile_supported` is patched in engines."""
+    """Return whether sgl's kernel runs here: it is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is
+    asked of the processor itself, as `_is_amx_tile_supported` is patched in engines."""
     load_kernels()
     return (
         platform.machine() == "x86_64"

@@ -32,7 +32,8 @@ _HINT = "make it again with `appliance profile`"
 
 
 def read_file_header(folder: Path) -> dict[str, Any]:
-    """The JSON header of the profile in a folder (or of that file). Raises EngineError when there is none of ours."""
+    """Read the JSON header of the profile in a folder (or of that file). Raises EngineError when there is none of
+    ours."""
     file = folder / PROFILE_FILE if folder.is_dir() else folder
     try:
         metadata = _read_header(file)[0].get("__metadata__", {})
@@ -58,18 +59,20 @@ def read_file_header(folder: Path) -> dict[str, Any]:
 
 
 def is_by_own_samples(header: dict[str, Any]) -> bool:
-    """Whether a profile's prediction is on answers of the model itself, as rollouts are. Earlier versions predicted on
-    reference answers, by which a run cannot be judged. header: as `read_file_header` returns it."""
+    """Return whether a profile's prediction is on answers of the model itself, as rollouts are. Earlier versions
+    predicted on reference answers, by which a run cannot be judged. header: as `read_file_header` returns it."""
     return header["schema_version"] >= _OWN_SAMPLES_SINCE and header["settings"]["response_tokens"] > 0
 
 
 def kept_layers(folder: Path) -> tuple[str, ...]:
-    """The layers that a profile keeps in BF16, as an `ignore` list. Raises EngineError when there is no profile."""
+    """Read the layers that a profile keeps in BF16, as an `ignore` list. Raises EngineError when there is no
+    profile."""
     return tuple(read_file_header(folder)["suggested_ignore"])
 
 
 def by_content(folder: Path, *, cache_dir: Path) -> Path:
-    """The folder of the cache with a copy of this profile, by a name that its content makes; made where there is none.
+    """Return the folder of the cache with a copy of this profile, under a name that its content decides; it is made
+    where there is none.
 
     For what hashes its settings: vLLM keeps compiled code by them, so a run's own folder would never find any.
     A folder without a profile is returned as it is.  Raises OSError.
@@ -90,8 +93,8 @@ def place_profile(profile: Path, *, target: Path) -> None:
 
 
 def engine_named(quantisation: Quantisation, *, profile: Path | None) -> Quantisation:
-    """The quantisation that an engine elsewhere is started with: with the profile of this folder, where one is used,
-    and its kept layers named."""
+    """Return the quantisation with which an engine elsewhere is started: with the profile of this folder, where one is
+    used, and with its kept layers named."""
     if not (quantisation.profile and profile):
         return quantisation.replace(profile="")
     ignore = tuple(dict.fromkeys((*quantisation.ignore, *kept_layers(profile))))
@@ -122,8 +125,8 @@ def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str,
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of the tensors in a folder's safetensors files. Raises OSError, and ValueError, KeyError or
-    TypeError for a file that is no such file."""
+    """Read the shapes of the tensors in a folder's safetensors files, by name. Raises OSError, and ValueError, KeyError
+    or TypeError for a file that is none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         entries = _read_header(file)[0].items()
@@ -137,7 +140,7 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def tensor_end(file: Path) -> int:
-    """Bytes that a safetensors file has by its own header. Raises as `tensor_shapes` does."""
+    """Return the bytes that a safetensors file has to have by its own header. Raises as `tensor_shapes` does."""
     header, length = _read_header(file)
     ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
     return _LENGTH_BYTES + length + max(ends, default=0)
@@ -186,19 +189,19 @@ class LayerError:
     """Names of the layer in an `ignore` list, by which it is kept in BF16."""
     linears: Annotated[Names_, Field(min_length=1)]
     weight_error: float
-    """|W' - W| / |W|, Frobenius."""
+    """Relative error of the weights, |W' - W| / |W|, Frobenius."""
     output_error: float
-    """|y' - y| / |y| over the calibration tokens, weights and activations by the codec, the layer's inputs exact; with
-    smoothing."""
+    """Relative error of the outputs, |y' - y| / |y|, over the calibration tokens: weights and activations by the codec,
+    the layer's inputs exact, with smoothing."""
     output_error_plain: float
-    """The same without it."""
+    """Relative error of the outputs without smoothing."""
     kept: bool
-    """Whether it stays in BF16, by the mismatch budget or because the user's `ignore` names it."""
+    """Whether the layer stays in BF16, by the mismatch budget or because the user's `ignore` names it."""
     multiplications: Count_ = 0
-    """Multiplications for one token; 0 where nobody counted them."""
+    """Number of multiplications for one token; 0 where nobody counted them."""
     contribution: float | None = None
-    """What quantising this layer of the engine alone adds to the mismatch, nats per token; the same for the two GEMMs
-    of experts. None where it was not measured."""
+    """Mismatch that quantising this layer of the engine alone adds, nats per token; the same for the two GEMMs of
+    experts. None where it was not measured."""
 
 
 @_part
@@ -229,13 +232,13 @@ class Memory:
 @_part
 class Settings:
     strength: float = 0.5
-    """Alpha, 0 is off."""
+    """Alpha of SmoothQuant's rule; 0: off."""
     error_budget: float | None = None
     """Error budget of profiles that earlier versions made: the error of a layer's outputs above which it was kept."""
     mismatch_budget: float | None = None
-    """Nats per token; None keeps nothing."""
+    """Mismatch budget, nats per token; None keeps no layer."""
     measure_above: float | None = None
-    """Nats per token: a mismatch above it has the contributions of the layers measured. None: never."""
+    """Mismatch, nats per token, above which the contributions of the layers are measured; None: never."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of the rollouts."""
     top_p: float = 1.0
@@ -243,29 +246,29 @@ class Settings:
     top_k: Count_ = 0
     """Top-k of the rollouts; 0: all words."""
     response_tokens: Count_ = 32
-    """Tokens, at most, of the model's own responses to the prompts."""
+    """Most tokens of the model's own responses to the prompts."""
     ignore: Names_ = ()
     prompts: Count_ = 64
-    """Prompts of the calibration text."""
+    """Number of prompts in the calibration text."""
     max_tokens: Count_ = 2048
-    """Tokens, at most, of the calibration text."""
+    """Most tokens of the calibration text."""
 
 
 @_part
 class Origin:
     kind: Text_
-    """`calibrated`, `donor` or `flashrl`."""
+    """Kind of profile: `calibrated`, `donor` or `flashrl`."""
     model: Text_
-    """Folder or hub name."""
+    """Folder or hub name of the model."""
     revision: Text_ = ""
     model_hash: Text_ = ""
-    """SHA-256 or empty."""
+    """SHA-256 of the model's files, or empty."""
     data_hash: Text_ = ""
-    """SHA-256 or empty."""
+    """SHA-256 of the calibration data, or empty."""
     donor: Text_ = ""
-    """The W8A8 checkpoint or FlashRL's file."""
+    """Donor: the W8A8 checkpoint or FlashRL's file."""
     versions: dict[str, Text_ | None] = Field(default_factory=dict)
-    """Versions of the packages that made it."""
+    """Versions of the packages that made the profile."""
 
 
 @_part

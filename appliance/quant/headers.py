@@ -27,7 +27,7 @@ _NO_FILE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a model's files of weights; nothing where there is no problem."""
+    """Problem with a model's files of weights; empty where there is none."""
 
     problems: tuple[str, ...] = ()
     remedy: str = ""
@@ -37,7 +37,7 @@ class Damage:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that transformers reads, sorted; none where it would find none. Raises OSError, and ValueError,
+    """List the files that transformers reads, sorted; none where it would find none. Raises OSError, and ValueError,
     TypeError or KeyError for an index that is none."""
     if os.path.isfile(folder / WHOLE):
         return (folder / WHOLE,)
@@ -46,7 +46,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_index(folder: Path) -> Mapping[str, str]:
-    """Tensor -> the file that has it; empty without an index. Raises OSError, and ValueError for what is none."""
+    """Read an index as tensor -> the file that has it; empty without an index. Raises OSError, and ValueError for a
+    file that is no index."""
     try:
         text = (folder / INDEX).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -61,8 +62,8 @@ def read_index(folder: Path) -> Mapping[str, str]:
 
 
 def missing_shards(folder: Path) -> tuple[str, ...]:
-    """The files that the index names and that are not there: of a download that broke off. Empty where the index
-    cannot be read, which is damage."""
+    """List the files that the index names and that are not there, as after a download that broke off. Empty where the
+    index cannot be read, which is damage."""
     try:
         index = read_index(folder)
     except (OSError, ValueError):
@@ -71,8 +72,8 @@ def missing_shards(folder: Path) -> tuple[str, ...]:
 
 
 def damage(folder: Path) -> Damage:
-    """What is wrong with the files of weights, whatever the model: files that the index names and that are not there,
-    files that are cut short or something else, and what transformers and vLLM would not read alike."""
+    """Find what is wrong with the files of weights, whatever the model: files that the index names and that are not
+    there, files that are cut short or are something else, and what transformers and vLLM would not read alike."""
     try:
         index = read_index(folder)
     except PermissionError:

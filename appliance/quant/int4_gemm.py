@@ -74,7 +74,7 @@ def packed_int4(quantised: QuantisedWeight) -> Int4Gemm | WideInt4Gemm:
 
 
 def pack_int4(codes_NK: Tensor) -> Tensor:
-    """[N / 16, 2 K] int32, in the kernel's layout. codes_NK: int8 in [-8, 7], N a multiple of 16."""
+    """Pack codes into the kernel's layout, [N / 16, 2 K] int32. codes_NK: int8 in [-8, 7], N a multiple of 16."""
     rows, length = codes_NK.shape
     nibbles = (codes_NK - INT4_MIN).view(torch.uint8).view(-1, CHANNELS_TOGETHER // 2, 2, length)
     bytes_BCK = nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
@@ -82,7 +82,7 @@ def pack_int4(codes_NK: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """[N, K] int8: the inverse of `pack_int4`."""
+    """Unpack to [N, K] int8: the inverse of `pack_int4`."""
     blocks = len(packed)
     bytes_BCK = packed.view(torch.uint8).view(blocks, -1, CHANNELS_TOGETHER // 2).transpose(1, 2)
     nibbles = torch.stack([bytes_BCK & 0xF, bytes_BCK >> 4], dim=2)

@@ -42,7 +42,7 @@ class _Part:
 
 @dataclass
 class Errors:
-    """Sums of squares over tokens and channels, float64, by a unit's first member."""
+    """Sums of squared errors over tokens and channels, float64, by a unit's first member."""
 
     of_output: dict[str, float] = field(default_factory=dict)
     output: dict[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Errors:
         self.output[key] = self.output.get(key, 0.0) + float(exact_MN.double().square().sum())
 
     def relative(self, unit: Unit) -> float:
-        """|y' - y| / |y|; 0 where there was no token, or only zeros."""
+        """Return |y' - y| / |y|; 0 where there was no token, or only zeros."""
         norm = self.output.get(unit.members[0], 0.0)
         return (self.of_output[unit.members[0]] / norm) ** 0.5 if norm else 0.0
 
@@ -95,7 +95,7 @@ class LayerView:
         )
 
     def weights(self, unit: Unit) -> list[Tensor]:
-        """The unit's matrices [N, K], of an expert each where it has experts."""
+        """Return the unit's matrices [N, K], one for each expert where it has experts."""
         if unit.members[0] in (GATE_UP, DOWN):
             return list(self.layer.get_parameter(unit.members[0]).unbind())
         return [self.layer.get_submodule(member).weight for member in unit.members]
@@ -118,7 +118,7 @@ class LayerView:
         return self.layer.self_attn.num_key_value_groups if unit.through == VALUES else 1
 
     def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
-        """What gives the unit its input, the unit, and what else reads that."""
+        """Make the smoothing group of a unit: what gives the unit its input, the unit, and what else reads that."""
         names = [*(member if member == GATE_UP else f"{member}.weight" for member in unit.members)]
         names += [f"{follower}.weight" for follower in unit.followers]
         return SmoothingGroup(
@@ -130,15 +130,15 @@ class LayerView:
         )
 
     def of_source(self, unit: Unit, range_K: Tensor) -> Tensor:
-        """The largest of each channel of the unit's source. range_K: of the unit's input, where query heads that read
-        one head lie side by side."""
+        """Return the largest value of each channel of the unit's source. range_K: of the unit's input, where query
+        heads that read one head lie side by side."""
         readers = self.readers_of_head(unit)
         if readers == 1:
             return range_K
         return range_K.view(-1, readers, self.layer.self_attn.head_dim).amax(dim=1).flatten()
 
     def weight_error(self, unit: Unit) -> float:
-        """|W' - W| / |W|, Frobenius, over all matrices of the unit."""
+        """Return |W' - W| / |W|, Frobenius, over all matrices of the unit."""
         difference = norm = 0.0
         for weight_NK, part in zip(self.weights(unit), self._codes(unit), strict=True):
             difference += float((part.dequantised() - weight_NK.float()).double().square().sum())
@@ -149,7 +149,7 @@ class LayerView:
         return self._unit_of[member]
 
     def all_codes(self, in_bf16: frozenset[str] = frozenset()) -> dict[str, list[_Part]]:
-        """The codes of each quantised unit, by its first member. in_bf16: first members of units that stay in
+        """Return the codes of each quantised unit, by its first member. in_bf16: first members of units that stay in
         BF16, beside the ignored."""
         return {
             unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored | in_bf16
@@ -174,7 +174,8 @@ class LayerView:
     def exact(
         self, batches: list[Tensor], *, errors: Errors, ranges: dict[str, Tensor]
     ) -> tuple[list[Tensor], Samples]:
-        """The layer's outputs, exactly, for batches [B, T, H], and tokens at the inputs of units that can be smoothed.
+        """Run the layer exactly. Returns its outputs for batches [B, T, H], and tokens at the inputs of units that can
+        be smoothed.
 
         errors: gets what quantising each unit alone costs, on some tokens of each batch.  ranges: gets [K] float32, the
         largest |x| of all tokens at each unit's input, by its first member.
@@ -201,7 +202,7 @@ class LayerView:
         return self.run(batches, multiply=multiply), samples
 
     def smoothed(self, unit: Unit, *, group: SmoothingGroup, samples: Samples) -> Errors:
-        """The unit's error on the samples when its group has been folded into the weights."""
+        """Measure the unit's error on the samples when its group has been folded into the weights."""
         errors, codes, weights = Errors(), self._codes(unit), self.weights(unit)
         for member, index, some_MK in samples:
             if self._unit_of[member] == unit:
@@ -214,9 +215,10 @@ class LayerView:
         errors.add(unit, exact_MN=exact_MN, quantised_MN=self.product(x_MK, part))
 
     @torch.no_grad()
-    def quantised(self, batches: list[Tensor], *, kept: frozenset[str]) -> list[Tensor]:
-        """The layer's outputs with all units quantised but those in `kept` (first members) and the ignored."""
-        codes = self.all_codes(kept)
+    def quantised(self, batches: list[Tensor], *, in_bf16: frozenset[str]) -> list[Tensor]:
+        """Run the layer with all units quantised but those of `in_bf16` (first members) and the ignored, and return
+        its outputs."""
+        codes = self.all_codes(in_bf16)
 
         def multiply(
             member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int, sequence_M: Tensor
@@ -231,14 +233,14 @@ class LayerView:
         return self.run(batches, multiply=multiply)
 
     def product(self, x_MK: Tensor, part: _Part, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[M, N], of weights and activations by the codec. dtype: of both when they are multiplied: float32 is exact to
-        its rounding, bfloat16 several times faster and off by less than quantising is."""
+        """Multiply weights and activations by the codec, to [M, N]. dtype: of both when they are multiplied: float32 is
+        exact to its rounding, bfloat16 several times faster and off by less than quantising is."""
         tokens_MK = dequantise(quantise_tokens(x_MK, scheme=self.scheme))
         return functional.linear(tokens_MK.to(dtype), part.dequantised().to(dtype))
 
     def run(self, batches: list[Tensor], *, multiply: Multiply, first: int = 0) -> list[Tensor]:
-        """The layer's outputs, with every GEMM of a unit done by `multiply`. first: the number of the first batch,
-        where they are not all."""
+        """Run the layer with every GEMM of a unit done by `multiply`, and return its outputs. first: the number of the
+        first batch, where they are not all."""
         changed = set()
         for unit in self.units:
             for index, member in enumerate(unit.members):
@@ -266,7 +268,8 @@ Samples = list[tuple[str, int, Tensor]]  # member, number of its matrix, [M, K] 
 
 
 def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
-    """compressed-tensors' rule: an exact name, or `re:` and a pattern that matches from the start."""
+    """Return whether a name is ignored, by compressed-tensors' rule: an exact name, or `re:` and a pattern that matches
+    from the start."""
     return any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in ignore)
 
 
@@ -327,8 +330,8 @@ class Views:
 
     @contextmanager
     def open(self, index: int, *, pass_name: str, is_back: bool = False) -> Iterator[LayerView]:
-        """A decoder layer with its weights, while the block lasts. is_back: whether the pass begins at the
-        last layer."""
+        """Load a decoder layer's weights while the block lasts, and yield its view. is_back: whether the pass begins at
+        the last layer."""
         with self.model.layer(index) as layer:
             view = LayerView(
                 layer,

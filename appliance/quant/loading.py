@@ -56,7 +56,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Loading:
-    """What is wrong with a checkpoint; all of it is empty where nothing is."""
+    """Findings about a checkpoint; all of them are empty where nothing is wrong."""
 
     problem: str = ""
     """Reason why the files do not hold the model that config.json describes."""
@@ -66,7 +66,7 @@ class Loading:
 
 
 def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loading:
-    """Hold the headers of a folder's files of weights against the model that its config.json describes. No values are
+    """Compare the headers of a folder's files of weights with the model that its config.json describes. No values are
     read, but those of a head that is tied and is there all the same.
 
     trust_remote_code: whether code that comes with the model may run.
@@ -106,7 +106,7 @@ _whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # 
 
 
 def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
-    """`auto_class.from_pretrained(name_or_path, **settings)`, of transformers. Raises WeightsError when something of
+    """Call transformers' `auto_class.from_pretrained(name_or_path, **settings)`. Raises WeightsError when something of
     the model was made up, or something of the checkpoint left out or read as another type."""
     from transformers.utils import CONFIG_NAME, cached_file
 
@@ -186,7 +186,7 @@ class _Checkpoint:
         named, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
         if not named or built in named or self._model.is_remote_code():
             return None
-        problem = f"config.json names {named[0]}, which vLLM builds, and by its model_type transformers builds {built}"
+        problem = f"config.json names {named[0]}, which vLLM builds, but by its model_type transformers builds {built}"
         return problem, "correct `architectures` or `model_type` in config.json"
 
     def _tensors_problem(self) -> tuple[str, str] | None:
@@ -194,7 +194,7 @@ class _Checkpoint:
         for name, saved in self._names.items():
             by_name[saved].append(name)
         if twice := next((names for names in by_name.values() if len(names) > 1), None):
-            problem = f"the files have one tensor of the model by two names, {' and '.join(sorted(twice))}"
+            problem = f"the files have one tensor of the model under two names, {' and '.join(sorted(twice))}"
             return problem, "leave one of them out, and save the model again"
         sources = {self._names[name] for name in self._usable}
         both = {head for head, source in self._tied.items() if {head, source} <= sources}
@@ -209,7 +209,7 @@ class _Checkpoint:
         others = sorted(name for name, saved in self._names.items() if name != saved)
         if not others:
             return None
-        fact = f"by a name that transformers takes and vLLM does not, first for {self._names[others[0]]}"
+        fact = f"under names that transformers accepts and vLLM does not, the first for {self._names[others[0]]}"
         return _counted(others, fact), "load the model with transformers and save it again"
 
     def _loaded(self, names: Sequence[str]) -> _Report:
@@ -330,7 +330,7 @@ class _Checkpoint:
             wrong = [name for name in rare if known.fit_only_as_other_type(name)]
         if not wrong:
             return None
-        fact = f"by their types other numbers than by the type of {len(usual)} more"
+        fact = f"labelled with a type that does not fit the bits; that of the {len(usual)} other tensors does"
         return _counted([f"{name} is {self._headers[name].type}" for name in wrong], fact), _AGAIN
 
     def _types_of_16_bits(self) -> tuple[list[str], list[str]]:

@@ -36,7 +36,8 @@ FARTHEST = 300.0  # nats below 0: with log-probs within it squared weights and p
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Of one step; units in the module's legend, probabilities and fractions 0..1, weights before truncation."""
+    """Mismatch of one step; units as in the module's legend, probabilities and fractions 0..1, weights before
+    truncation."""
 
     k3_kl: float
     kl: float
@@ -60,11 +61,11 @@ class LargestDifference:
     """The token on which the two policies differ most; the first of several that are equally far apart."""
 
     nats: float
-    """log p_trainer - log p_rollout."""
+    """Difference log p_trainer - log p_rollout, nats."""
     sequence: int
-    """Its row in the batch, from 0."""
+    """Row of the token's sequence in the batch, from 0."""
     position: int
-    """Its place among the sequence's response tokens, from 0."""
+    """Place of the token among the sequence's response tokens, from 0."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ class LengthBucket(Mismatch):
 @dataclass(frozen=True)
 class MismatchByLength:
     whole: LengthBucket
-    """All sequences that have a token."""
+    """Mismatch of all sequences that have a token."""
     buckets: tuple[LengthBucket, ...]
-    """Those that hold a sequence, the short ones first."""
+    """Mismatch of the buckets with a sequence, the short ones first."""
 
 
 def measure_by_length(
     trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: float | None, edges: tuple[int, ...] = BUCKET_EDGES
 ) -> MismatchByLength:
-    """The mismatch of a step and of its length buckets; the order of sequences and padding do not matter.
+    """Measure the mismatch of a step and of its length buckets; the order of sequences and padding do not matter.
 
     trainer_T, rollout_T: [T] log-probabilities in nats, T > 0.  length_S: [S] int64, tokens of each sequence, sum T; a
     sequence without tokens counts nowhere.  cap: > 0, None where nothing is truncated.  edges: growing, tokens.
@@ -205,7 +206,7 @@ Place = tuple[str, int]  # a layer, and a row of its output: a token of the sequ
 
 @dataclass
 class LayerTrace:
-    """What a forward of one sequence, alone, puts out."""
+    """Digests, values and log-prob of one sequence's forward, which runs alone."""
 
     values_at: Place | None = None
     """Place whose values are wanted."""
@@ -218,7 +219,7 @@ class LayerTrace:
     """Log-prob of a token after the sequence, nats."""
 
     def note(self, name: str, output: Tensor) -> None:
-        """output: [T, ...]. Equal values have one digest, in whatever type: 0 and -0 too."""
+        """Note the output of a layer, [T, ...]. Equal values have one digest, in whatever type: 0 and -0 too."""
         rows_TN = output.detach().reshape(len(output), -1).float() + 0.0
         self.digests[name] = [hashlib.blake2b(row_N, digest_size=8).hexdigest() for row_N in rows_TN.numpy()]
         if self.values_at is not None and self.values_at[0] == name:
@@ -254,7 +255,7 @@ class TopWords:
 
     ids_TK: NDArray[np.int32]
     log_probs_TK: NDArray[np.float32]
-    """Nats, after temperature."""
+    """Log-probs of the words, nats, after temperature."""
 
     def first(self, tokens: int) -> TopWords:
         return TopWords(self.ids_TK[:tokens], self.log_probs_TK[:tokens])
@@ -264,7 +265,7 @@ class TopWords:
         return TopWords(*(np.concatenate(pair) for pair in pairs))
 
     def spread(self, mask: Sequence[int]) -> TopWords:
-        """The same with rows of 0 where the mask is 0: its ones are these tokens."""
+        """Return the same words with rows of 0 where the mask is 0: its ones are these tokens."""
         places = np.flatnonzero(mask)
         ids_TK = np.zeros((len(mask), self.ids_TK.shape[1]), np.int32)
         log_probs_TK = np.zeros(ids_TK.shape, np.float32)

@@ -36,7 +36,8 @@ class MismatchBudget:
         self._num_choices = 0
 
     def predict(self, quantised: Sequence[Tensor]) -> Predicted | None:
-        """quantised: [B, T, H] of each batch, behind the last layer. None where no token is compared."""
+        """Predict the mismatch; None where no token is compared. quantised: [B, T, H] of each batch, behind the last
+        layer."""
         model, batches = self._views.model, self._views.batches
         return predict(
             model,
@@ -49,7 +50,8 @@ class MismatchBudget:
     def choose(
         self, layers: list[LayerError], *, all_quantised: Predicted | None
     ) -> tuple[list[LayerError], Predicted | None]:
-        """The layers with what each contributes, where that matters, and which stay in BF16; and the mismatch then."""
+        """Return the layers with what each contributes, where that matters, and whether it stays in BF16; and the
+        mismatch then."""
         budget = self._settings.mismatch_budget
         bounds = [bound for bound in (self._settings.measure_above, budget) if bound is not None]
         if all_quantised is None or not bounds or all_quantised.kl <= min(bounds):
@@ -64,7 +66,7 @@ class MismatchBudget:
         return layers, predicted
 
     def measure(self, in_bf16: frozenset[str]) -> Predicted:
-        """The mismatch when the layers of these names stay in BF16."""
+        """Measure the mismatch when the layers of these names stay in BF16."""
         self._num_choices += 1
         stream = list(self._views.embedded)
         for index in range(self._views.model.num_layers):
@@ -72,14 +74,14 @@ class MismatchBudget:
                 units = frozenset(
                     unit.members[0] for unit in view.units if in_bf16 & {view.prefix + name for name in unit.layer}
                 )
-                stream = view.quantised(stream, kept=units)
+                stream = view.quantised(stream, in_bf16=units)
                 del view
         predicted = self.predict(stream)
         assert predicted is not None, "only a text with tokens to compare has a budget"
         return predicted
 
     def contributions(self) -> Contributions:
-        """Nats per token, by the names of an engine's layer."""
+        """Measure the contributions, nats per token, by the names of an engine's layer."""
         model, batches = self._views.model, self._views.batches
         gradient_DMH = head_gradients(
             model,

@@ -27,16 +27,16 @@ _PROMPT_TOKENS = 2048  # of prompts with their padding in one forward: bounds th
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn."""
+    """Settings by which responses are drawn."""
 
     temperature: float = 1.0
-    """Greater than 0."""
+    """Temperature, greater than 0."""
     top_p: float = 1.0
-    """Share of the probability that the likeliest words have together; the others are never drawn."""
+    """Total probability of the likeliest words; the others are never drawn."""
     top_k: int = 0
-    """Likeliest words, of which alone one is drawn; 0: all."""
+    """Number of the likeliest words, of which one is drawn; 0: all."""
     max_tokens: int = 32
-    """Tokens, at most, of one response."""
+    """Most tokens of one response."""
     stop: frozenset[int] = frozenset()
     """Tokens that end a response, and belong to it."""
     seed: int = 0
@@ -58,7 +58,7 @@ def draw_samples(
     sampling: Sampling,
     on_token: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Sample]:
-    """One response to each prompt, in the order of the prompts; the same for the same seed.
+    """Draw one response to each prompt, in the order of the prompts; the same for the same seed.
 
     prompts: token ids, at least one of each.  on_token: called with the tokens done, of one response for each group of
     prompts that are answered together, and the most.

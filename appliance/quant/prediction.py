@@ -43,7 +43,7 @@ class Batch:
 
 
 def batches_of(sequences: Sequence[Sequence[int]], *, prompt_tokens: Sequence[int] = ()) -> list[Batch]:
-    """Sequences of like lengths together. What comes after a token does not change it, so padding does no harm.
+    """Put sequences of like lengths together. What comes after a token does not change it, so padding does no harm.
 
     prompt_tokens: how many tokens of each sequence no response has; empty: all but the first are compared.
     """
@@ -71,21 +71,23 @@ def _length(sequence: tuple[Sequence[int], int]) -> int:
 
 
 def at_counted(model: StreamedModel, stream: Sequence[Tensor], *, batches: Sequence[Batch]) -> Tensor:
-    """[M, H] after the last norm: the positions whose next token is compared. stream: [B, T, H] of each batch."""
+    """Return [M, H] after the last norm, at the positions whose next token is compared. stream: [B, T, H] of each
+    batch."""
     return torch.cat(
         [model.final_norm(hidden_BTH[batch.before_BT]) for hidden_BTH, batch in zip(stream, batches, strict=True)]
     )
 
 
 def targets_of(batches: Sequence[Batch]) -> Tensor:
-    """[M] int64: the tokens that are compared, in the order of `at_counted`."""
+    """Return [M] int64: the tokens that are compared, in the order of `at_counted`."""
     return torch.cat([batch.tokens_BT[batch.counted_BT] for batch in batches])
 
 
 def predict(
     model: StreamedModel, *, exact_MH: Tensor, quantised_MH: Tensor, target_M: Tensor, temperature: float = 1.0
 ) -> Predicted | None:
-    """The mismatch of the two streams, None where no token is compared. exact_MH, quantised_MH: as `at_counted`."""
+    """Predict the mismatch of the two streams, None where no token is compared. exact_MH, quantised_MH: as
+    `at_counted`."""
     if not len(target_M):
         return None
     parts = [slice(first, first + _POSITIONS) for first in range(0, len(target_M), _POSITIONS)]
@@ -117,8 +119,8 @@ def predict(
 def head_gradients(
     model: StreamedModel, *, exact_MH: Tensor, temperature: float, draws: int, generator: torch.Generator
 ) -> Tensor:
-    """[D, M, H] float32: the gradient of log p(y) to the input of the head, for words y that are drawn from p at every
-    position, D times."""
+    """Return [D, M, H] float32: the gradient of log p(y) at the input of the head, for words y that are drawn from p at
+    every position, D times."""
     num_positions, width = exact_MH.shape
     gradient_DMH = torch.zeros(draws, num_positions, width)
     drawn_MD = torch.rand(num_positions, draws, dtype=torch.float64, generator=generator)

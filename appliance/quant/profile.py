@@ -59,16 +59,17 @@ MAX_EXPONENT = 12  # of a scale: 2^-12..2^12 is exact in BF16, float16 and float
 
 @dataclass(frozen=True, eq=False)
 class SmoothingGroup:
-    """What gives an activation and all that reads it, by the names of their parameters in the checkpoint."""
+    """Source of an activation and all that reads it, by the names of their parameters in the checkpoint."""
 
     source: str
-    """The weight of a norm [K], or of a linear layer [K, J], whose bias [K], where it has one, belongs to it."""
+    """Name of the source: the weight of a norm [K], or of a linear layer [K, J], whose bias [K], where it has one,
+    belongs to it."""
     linears: tuple[str, ...]
-    """Linear layers that read the source, each with its input channels last: `….q_proj.weight` [N, K], a router
-    `….mlp.gate.weight` [E, K], or all experts at once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also stands for
-    `….experts.<i>.{gate,up}_proj.weight`."""
+    """Names of the linear layers that read the source, each with its input channels last: `….q_proj.weight` [N, K], a
+    router `….mlp.gate.weight` [E, K], or all experts at once, `….mlp.experts.gate_up_proj` [E, 2N, K], which also
+    stands for `….experts.<i>.{gate,up}_proj.weight`."""
     scale_K: Tensor
-    """[K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the source is divided by it."""
+    """Scales, [K] float32 on the CPU, powers of two in 2^±MAX_EXPONENT: the source is divided by them."""
     head_dim: int = 0
     """Channels of an attention head where the source is `v_proj`; 0 elsewhere."""
     readers_of_head: int = 1
@@ -90,8 +91,8 @@ class SmoothingGroup:
 
     @functools.cached_property
     def reader_scale_K(self) -> Tensor:
-        """What the linears' channels are multiplied by, [K] or, of attention heads, [readers_of_head * K]: query heads
-        that read one head lie side by side."""
+        """Factors by which the linears' channels are multiplied, [K] or, of attention heads, [readers_of_head * K]:
+        query heads that read one head lie side by side."""
         if self.readers_of_head == 1:
             return self.scale_K
         return self.scale_K.view(-1, self.head_dim).repeat_interleave(self.readers_of_head, dim=0).flatten()
@@ -99,7 +100,7 @@ class SmoothingGroup:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """All groups of a model; none changes nothing."""
+    """Smoothing of a model: all of its groups. Without groups it changes nothing."""
 
     groups: tuple[SmoothingGroup, ...] = ()
 
@@ -111,11 +112,11 @@ class Smoothing:
                 raise ValueError(f"{repeated[0]}: two groups of smoothing have it")
 
     def column_factor_of(self, name: str) -> Tensor | None:
-        """[K] float32: what the parameter's last dimension is multiplied by; None for one that no group reads."""
+        """Return the factors of the parameter's last dimension, [K] float32; None for one that no group reads."""
         return self._column_factors.get(_key(_parts(name)[0]))  # what is fused reads one source
 
     def row_factor_of(self, name: str) -> Tensor | None:
-        """[N] float32: what the parameter's first dimension is multiplied by; None for one that is no group's source.
+        """Return the factors of the parameter's first dimension, [N] float32; None for one that is no group's source.
         Of a fused layer these are its last rows: only the last part of one is a source."""
         return self._row_factors.get(_parts(name)[-1])
 
@@ -130,7 +131,8 @@ class Smoothing:
 
 
 def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
-    """The parameter with smoothing folded in: itself when smoothing leaves it, else a new tensor of the same format.
+    """Fold smoothing into a parameter. Returns the parameter itself where smoothing leaves it, else a new tensor of the
+    same format.
 
     name: in the checkpoint.  tensor: a whole parameter, bfloat16, float16 or float32, on any device. An engine that
     shares out rows or columns over ranks does so afterwards.
@@ -175,8 +177,8 @@ def _of_another_model(name: str, tensor: Tensor, *, channels: int) -> EngineErro
 
 
 def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
-    """names: every parameter of a model that `fold` was given. Raises EngineError when a part of a group was not among
-    them: its source and its layers would not belong together."""
+    """Check that no group was folded in part. names: every parameter of a model that `fold` was given. Raises
+    EngineError when a part of a group was not among them: its source and its layers would not belong together."""
     folded = {_key(part) for name in names for part in _parts(name)}
     parts = [part for group in smoothing.groups for part in (group.source, *group.linears)]
     missing = [part for part in parts if _key(part) not in folded]
@@ -187,7 +189,7 @@ def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
 
 
 def power_of_two(scale_K: Tensor) -> Tensor:
-    """The nearest power of two of each scale (in the exponent), within 2^±MAX_EXPONENT. scale_K: float, > 0."""
+    """Return the nearest power of two of each scale (in the exponent), within 2^±MAX_EXPONENT. scale_K: float, > 0."""
     exponent_K = scale_K.double().log2().round().clamp(-MAX_EXPONENT, MAX_EXPONENT)
     return torch.exp2(exponent_K).float()
 
@@ -218,7 +220,7 @@ class Profile:
     memory: Memory | None = None
     """Memory that the calibration took; only a calibration has it."""
     activations: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    """[K] float32, largest |x| per input channel before smoothing, by a linear's name."""
+    """Largest |x| per input channel before smoothing, [K] float32, by a linear's name."""
     input_scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Input scales of a donor, by a parameter's name, as FlashRL has them: codes are round(w_nk * output_scale_n *
     input_scale_k)."""
@@ -232,7 +234,7 @@ class Profile:
         return tuple(dict.fromkeys((*self.settings.ignore, *kept)))
 
     def header(self) -> dict[str, Any]:
-        """What the file's header holds: JSON types only."""
+        """Return the file's header: JSON types only."""
         return {
             "schema_version": SCHEMA_VERSION,
             **dataclasses.asdict(dataclasses.replace(self.origin, versions={})),
@@ -278,8 +280,8 @@ def write_profile(profile: Profile, *, folder: Path) -> Path:
 
 
 def load_smoothing(profile_dir: Path) -> Smoothing:
-    """The smoothing of a profile. profile_dir: the folder, or the `profile.safetensors` in it. Raises EngineError when
-    there is no profile, or it cannot be read."""
+    """Load the smoothing of a profile. profile_dir: the folder, or the `profile.safetensors` in it. Raises EngineError
+    when there is no profile, or it cannot be read."""
     header = read_file_header(profile_dir)
     file = profile_dir / PROFILE_FILE if profile_dir.is_dir() else profile_dir
     try:

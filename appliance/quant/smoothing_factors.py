@@ -34,8 +34,9 @@ _REACH = 3  # doublings from the rule's factor: other text has other largest val
 
 
 def by_rule(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tensor:
-    """[K] float32, powers of two with median 1 (of those channels that have both); 1 where a channel has no range.
-    activation_K, weight_K: >= 0, the largest |x| and |w| of each channel.  strength: alpha, in (0, 1].
+    """Return the factors of SmoothQuant's rule, [K] float32, powers of two with median 1 (of the channels that have
+    both ranges); 1 where a channel has no range. activation_K, weight_K: >= 0, the largest |x| and |w| of each channel.
+    strength: alpha, in (0, 1].
 
     a_k^alpha / w_k^(1 - alpha), Xiao et al. 2023, SmoothQuant.
     """
@@ -49,8 +50,8 @@ def by_rule(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tenso
 
 
 def refine(scale_K: Tensor, *, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """[K] float32, powers of two, with which E is no larger than with `scale_K`. x_MK, weight_NK: without smoothing, of
-    any float type, with two channels at least; of several matrices the rows of all."""
+    """Improve the factors: return [K] float32, powers of two, with which E is no larger than with `scale_K`. x_MK,
+    weight_NK: without smoothing, of any float type, with two channels at least; of several matrices the rows of all."""
     error = _Error.between(x_MK, weight_NK=weight_NK)
     start_K = log_K = scale_K.double().log2()
     has_both_K = (error.x_square_K > 0) & (error.w_square_K > 0)

@@ -31,9 +31,9 @@ class Support:
     """The support of each token that an engine generated, token after token."""
 
     ids_F: NDArray[np.int32]
-    """Words, by token; those of a token in no order."""
+    """Words of the supports, token by token; those of a token in no order."""
     size_T: NDArray[np.int32]
-    """Number of words of each token, sum F; 0: all words of the vocabulary."""
+    """Number of words in each token's support, sum F; 0: all words of the vocabulary."""
 
     def first(self, tokens: int) -> Support:
         return Support(self.ids_F[: int(self.size_T[:tokens].sum())], self.size_T[:tokens])
@@ -43,7 +43,7 @@ class Support:
         return Support(*(np.concatenate(pair) for pair in pairs))
 
     def spread(self, mask: Sequence[int]) -> Support:
-        """The same with all words where the mask is 0: its ones are these tokens."""
+        """Return the same supports with all words where the mask is 0: its ones are these tokens."""
         size_T = np.zeros(len(mask), np.int32)
         size_T[np.flatnonzero(mask)] = self.size_T
         return Support(self.ids_F, size_T)
@@ -53,12 +53,12 @@ class RowSupport(NamedTuple):
     """The support of each row of logits."""
 
     ids_F: Tensor
-    """Words, row by row."""
+    """Words of the supports, row by row."""
     size_R: Tensor
-    """int64, how many of them each row has, sum F; 0: all words."""
+    """Number of words in each row's support, int64, sum F; 0: all words."""
 
     def split(self, rows: int) -> Iterator[RowSupport]:
-        """The same of so many rows at a time."""
+        """Split the supports into parts of so many rows."""
         sizes = self.size_R.split(rows)
         words = self.ids_F.split([int(size.sum()) for size in sizes])
         return map(RowSupport, words, sizes)

@@ -36,7 +36,7 @@ _HINT = "leave out correction.uaq_scale"
 
 
 class Mark(Frozen):
-    """Says of a folder that it is scaled."""
+    """Mark of a folder whose model is scaled."""
 
     scale: float
     """Divisor of the weights."""
@@ -60,14 +60,16 @@ def read_mark(folder: Path) -> Mark | None:
 
 
 def layers_to_scale(folder: Path) -> NormFed:
-    """Raises EngineError for a model that is scaled, or not of a known family, or whose safetensors cannot be read."""
+    """Find the layers that UAQ scales. Raises EngineError for a model that is scaled already, or not of a known family,
+    or whose safetensors cannot be read."""
     if (folder / MARK_FILE).exists():
         raise EngineError(f"{folder}: the model is scaled by UAQ already ({MARK_FILE} says so)", hint=_HINT)
     return _norm_fed(folder)
 
 
 def scale_folder(source: Path, *, target: Path, scale: float, on_file: Callable[[], None] = lambda: None) -> int:
-    """A copy of a model's folder, scaled; the number of norms that were. Holds one of its files in memory.
+    """Make a scaled copy of a model's folder, with one of its files in memory at a time. Returns the number of norms
+    that were scaled.
 
     target: empty, or not there.  scale: 1 / MOST to MOST.  on_file: called as each file of weights is written.
     Raises EngineError as layers_to_scale, NumericsError when a weight leaves its format.
@@ -78,7 +80,7 @@ def scale_folder(source: Path, *, target: Path, scale: float, on_file: Callable[
 
 
 def fold_back(source: Path, *, target: Path, scale: float) -> None:
-    """A copy of a scaled model's folder in the original parametrisation. scale: what it was scaled with. Every
+    """Make a copy of a scaled model's folder in the original parametrisation. scale: what it was scaled with. Every
     parameter keeps the format that it has in the file. Raises as scale_folder."""
     _copy(source, target=target, layers=_norm_fed(source), scale=1 / scale, may_widen=False, on_file=lambda: None)
 
@@ -118,8 +120,8 @@ def _copy(
 
 
 def scaled(tensor: Tensor, *, factor: float, may_widen: bool) -> Tensor:
-    """The parameter times factor, rounded once: in its own format, or (may_widen) in float32 where that loses bits.
-    Raises NumericsError when a value is not finite or leaves the format."""
+    """Return the parameter times factor, rounded once: in its own format, or (may_widen) in float32 where that loses
+    bits. Raises NumericsError when a value is not finite or leaves the format."""
     wide = tensor.double() * factor
     scaled = wide.to(tensor.dtype)
     if may_widen and not (scaled.double() / factor).to(tensor.dtype).equal(tensor):

@@ -44,9 +44,9 @@ class Setting:
     """One key given outside of the recipe."""
 
     path: Path_
-    """Of the key."""
+    """Path of the key, one name for each level."""
     node: Node
-    """Its value, and where that was written."""
+    """Value of the key, and the place where it was written."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class TypedRecipe:
     """A recipe as it was typed, right or wrong."""
 
     recipe: Recipe
-    """What could be read of it, each key with its place; the others have their defaults."""
+    """Recipe of the keys that could be read, with the place of each; the other keys have their defaults."""
     problems: list[Problem]
-    """Everything that is wrong with it, whatever the host, in the order of the file."""
+    """Problems of the recipe, whatever the host, in the order of the file."""
     faulty: frozenset[Path_]
     """Sections and keys that could not be read."""
     file: str
-    """Path of the recipe, as it is in the problems."""
+    """Path of the recipe, as the problems name it."""
 
 
 def load_recipe(
     name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = (), by_rules: bool = True
 ) -> Recipe:
-    """The recipe, as `read_recipe`. Raises RecipeError with all problems."""
+    """Read a recipe as `read_recipe` does. Raises RecipeError with all problems."""
     typed = read_recipe(name_or_path, sets=sets, settings=settings, by_rules=by_rules)
     if typed.problems:
         raise RecipeError(typed.problems)
@@ -76,9 +76,10 @@ def load_recipe(
 def read_recipe(
     name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = (), by_rules: bool = True
 ) -> TypedRecipe:
-    """The recipe with `extends` merged in and cleared, then `settings`, then `--set` options. name_or_path: a shipped
-    recipe's name or a file.  sets: `dotted.key=value` each.  by_rules: whether it is asked if its keys go together: a
-    run's own was, by the rules of its day.  Raises RecipeError for a file that is not there, or no YAML mapping."""
+    """Read a recipe with `extends` merged in and cleared, then `settings`, then `--set` options. name_or_path: a
+    shipped recipe's name or a file.  sets: `dotted.key=value` each.  by_rules: whether the rules about several keys are
+    checked; the recipe that a run kept was checked by the rules of its day.  Raises RecipeError for a file that is not
+    there, or no YAML mapping."""
     path = library.find(name_or_path)
     problems: list[Problem] = []
     tree = _with_parent(read_tree(path, problems), path=path, problems=problems)
@@ -96,7 +97,7 @@ def read_recipe(
 
 
 def files_of(recipe: Path) -> list[Path]:
-    """The file of a recipe that could be loaded, and after it those that it extends."""
+    """List the file of a recipe that could be loaded, then the files that it extends."""
     files = [recipe]
     while (extends := read_tree(files[-1], []).get("extends")) is not None and extends.value is not None:
         files.append(library.find(str(extends.value), beside=files[-1].parent))
@@ -111,13 +112,14 @@ _Writer.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"({FLOAT.p
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """YAML that `load_recipe` reads back to the same Recipe: what a run keeps as its `recipe.yaml`."""
+    """Write a recipe as YAML that `load_recipe` reads back to the same Recipe: a run keeps it as its `recipe.yaml`."""
     return yaml.dump(to_plain(recipe), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
-    """JSON values, every key written out, in the order of the schema. What is usual for the loss and for the correction
-    becomes values. Without a profile to make, what it would be made by is left out: no value of it would be true."""
+    """Turn a recipe into JSON values, with every key written out, in the order of the schema. Usual bounds of the loss
+    and of the correction become values. Where no profile is made, the settings for making one are left out: no value of
+    them would be true."""
     plain = recipe.model_dump(mode="json", exclude={"extends"})
     correction = recipe.correction
     hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
@@ -132,7 +134,7 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
 
 
 def is_written(recipe: Recipe, *, plain: object) -> bool:
-    """Whether `plain` is this recipe as this version or an earlier one wrote it out: a key that an earlier version did
+    """Tell whether `plain` is this recipe as this version or an earlier one wrote it: a key that an earlier version did
     not have must have its default here.  plain: what YAML reads."""
     try:
         return to_plain(Recipe.model_validate(plain)) == to_plain(recipe)
@@ -146,7 +148,8 @@ def is_written(recipe: Recipe, *, plain: object) -> bool:
 def read_tree(
     path: Path, problems: list[Problem], *, what: str = "recipe", hint: str = "see `appliance recipes show reference`"
 ) -> dict[str, Node]:
-    """The top level of a file. Raises RecipeError when there is none; smaller problems are added to the list."""
+    """Read the top level of a YAML file. Raises RecipeError when there is none; smaller problems are added to the
+    list."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -166,8 +169,9 @@ def read_tree(
 def _with_parent(
     tree: dict[str, Node], *, path: Path, problems: list[Problem], above: tuple[Path, ...] = ()
 ) -> dict[str, Node]:
-    """The tree with what it extends merged in below it. above: the files on the way here, which extend this one. What a
-    refused parent might have given is refused too, so that nobody misses it."""
+    """Merge the tree with what it extends, which lies below it. above: the files that lead here, each of which extends
+    the next. Where the parent is refused, every key that it might have set is refused as well, so that no rule misses
+    it."""
     extends = tree.pop("extends", None)
     if extends is None or extends.value is None:
         return tree
@@ -185,7 +189,7 @@ def _with_parent(
 
 
 def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
-    """The file of `extends`. chain: from the recipe down to the file that extends it. Raises RecipeError."""
+    """Find the file of `extends`. chain: from the recipe down to the file that extends it. Raises RecipeError."""
     if not isinstance(name_or_path, str):
         raise RecipeError([("expected the name or the path of a recipe", "")])
     parent = library.find(name_or_path, beside=chain[-1].parent)
@@ -197,7 +201,7 @@ def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
 
 
 def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
-    """Mappings are merged key by key; anything else of `above` replaces what `below` has, as does `val_sets: {}`."""
+    """Merge mappings key by key; any other value of `above` replaces the one of `below`, and so does `val_sets: {}`."""
     merged = dict(below)
     for key, node in above.items():
         old = below.get(key)
@@ -211,7 +215,8 @@ def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
 
 
 def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting | None:
-    """`dotted.key=value` as a setting, or None with a problem added. place: where messages say it was written."""
+    """Read `dotted.key=value` as a setting; None where it is none, with a problem added to the list. place: where
+    messages say it was written."""
     key, equals, text = option.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or odd_character(key):
@@ -230,19 +235,20 @@ def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting 
 
 
 def _comment(text: str) -> str:
-    """What stands behind the value of a text that `parse` takes."""
+    """Return what follows the value in a text that `parse` takes."""
     ends = [event.end_mark.index for event in yaml.parse(text, Loader=yaml.SafeLoader) if _is_last(event, text)]
     return text[max(ends, default=0) :].strip()
 
 
 def _is_last(event: yaml.Event, text: str) -> bool:
-    """Whether a value may end with it: a mapping or list without brackets ends where the next thing begins."""
+    """Tell whether a value may end with this event: a mapping or list without brackets ends where the next value
+    begins."""
     is_end = isinstance(event, yaml.CollectionEndEvent) and text[: event.end_mark.index].endswith(("]", "}"))
     return is_end or isinstance(event, yaml.ScalarEvent)
 
 
 def _placed(node: Node, *, place: str) -> Node:
-    """The same with every line in it replaced by the option: `--set` has no lines."""
+    """Replace every place in a node by that of the option: `--set` has no lines."""
     value = node.value
     if isinstance(value, dict):
         value = {key: _placed(each, place=place) for key, each in value.items()}
@@ -255,7 +261,7 @@ def _placed(node: Node, *, place: str) -> Node:
 
 
 def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_rules: bool) -> TypedRecipe:
-    """The recipe, and the problems with those of its keys. Rules are judged on what is left when faulty keys are taken
+    """Make the recipe, and add the problems of its keys. Rules are checked on what is left when faulty keys are taken
     out."""
     tree = {name: node for name, node in tree.items() if name not in SECTIONS or node.value is not None}
     tree = _without_replaced(tree)
@@ -274,13 +280,13 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_
 
 
 def concerns(finding: Finding, keys: Collection[Path_]) -> bool:
-    """Whether it is about one of the keys, or about something in them."""
+    """Tell whether a finding is about one of the keys, or about something below one."""
     paths = [tuple(key.split(".")) for key in finding.keys]
     return any(path[: len(key)] == key for path in paths for key in keys)
 
 
 def _places(level: Scalar | list[Node] | dict[str, Node] | Refused, path: Path_ = ()) -> Iterator[tuple[str, str]]:
-    """(dotted key, its place) of all that is written there and below."""
+    """Yield (dotted key, its place) for every key of a level and below it."""
     entries: Iterable[tuple[str, Node]] = ()
     if isinstance(level, dict):
         entries = level.items()
@@ -305,7 +311,7 @@ def _own_places(tree: dict[str, Node], *, file: str) -> tuple[dict[str, str], di
 
 
 def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
-    """Without keys of earlier versions that are null, as the recipe of a run has them that set none."""
+    """Drop keys of earlier versions that are null: the recipe of a run that set none has them."""
     for section, key in _REPLACED:
         node = tree.get(section)
         if node is not None and isinstance(node.value, dict) and key in node.value and node.value[key].value is None:
@@ -315,7 +321,7 @@ def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
 
 
 def _plain(level: Any, *, faulty: set[Path_], path: Path_ = ()) -> Any:
-    """Values without their places, and without those of faulty keys; the keys of refused values are added to these."""
+    """Return values without their places, and without faulty keys; the keys of refused values are added to `faulty`."""
     if isinstance(level, dict):
         values = {}
         for key, node in level.items():
@@ -348,12 +354,13 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
 
 
 def in_order(problems: Iterable[Problem], *, file: str) -> list[Problem]:
-    """Each problem once, by the lines of the file; those of other places come last, in the order found."""
+    """Sort problems by their lines in the file, each problem once; problems of other places come last, in their own
+    order."""
     return sorted(dict.fromkeys(problems), key=lambda problem: line_of(problem[0], file=file))
 
 
 def line_of(message: str, *, file: str) -> tuple[int, int]:
-    """Sorts by line of the recipe's own file; what stands elsewhere comes last, in the order found."""
+    """Return a sort key: the line of a message in the recipe's own file; messages about other places come last."""
     number = message.removeprefix(f"{file}:").partition(":")[0] if message.startswith(f"{file}:") else ""
     return (0, int(number)) if number.isdigit() else (1, 0)
 
@@ -401,16 +408,16 @@ _REPLACED = {
     (
         "quantization",
         "error_budget",
-    ): "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are "
-    "predicted to differ by at most, in place of the error of a layer's outputs; a run that began with it is finished "
-    "by the version that began it"
+    ): "use `quantization.mismatch_budget`, such as 0.01: a bound on the predicted mismatch, in "
+    "nats per token, not on the error of a layer's outputs; finish a run that began with the old key with the version "
+    "that began it"
 }
 """Keys of earlier versions, with what to use now."""
 _NESTED = {"rewards": Reward, "val_sets": ValSet, "lora": Lora}  # keys whose values have keys of their own
 
 
 def explain(error: ErrorDetails) -> tuple[str, str]:
-    """(message, hint) of one error."""
+    """Explain one error of pydantic's as (message, hint)."""
     kind, value, path, context = error["type"], error["input"], error["loc"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key", _REPLACED.get(path) or _similar_key([str(part) for part in path])
@@ -458,7 +465,7 @@ def _in_yaml(value: bool | int | float) -> str:
 
 
 def _similar_key(path: list[str]) -> str:
-    """Where an unknown key may belong."""
+    """Suggest where an unknown key may belong."""
     if len(path) > 2 and path[1] in _NESTED:
         return similar(path[-1], names=_NESTED[path[1]].model_fields)
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
@@ -471,7 +478,7 @@ def _similar_key(path: list[str]) -> str:
 
 
 def _leaving_out(path: tuple[int | str, ...]) -> str:
-    """How a key has no value: not all of them take null. Empty for what is no key of a recipe."""
+    """Say how to leave a key without a value: not every key takes null. Empty for what is no key of a recipe."""
     section = SECTIONS.get(str(path[0]))
     field = section.model_fields.get(str(path[1])) if section and len(path) > 1 else None
     if field and isinstance(path[-1], str) and (nested := _NESTED.get(str(path[1]))) and len(path) > 2:

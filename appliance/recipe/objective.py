@@ -46,7 +46,7 @@ def _bounds(recipe: Recipe) -> Iterator[Finding]:
 def _aggregate(recipe: Recipe) -> Iterator[Finding]:
     spec, given = recipe.algorithm.loss.spec, recipe.algorithm.aggregate
     if spec.own_aggregate and given not in (None, spec.aggregate):
-        message = f"`{recipe.algorithm.loss}` is a mean over responses, and no other"
+        message = f"`{recipe.algorithm.loss}` is aggregated as a mean over responses, and in no other way"
         hint = f"use `{spec.aggregate}`, or null"
         yield fault(("algorithm.aggregate", "algorithm.loss", "algorithm.kind"), message, hint)
 
@@ -104,11 +104,11 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
     named = [scheme for scheme in quantised if scheme != AUTO]
     refused: list[tuple[str, object, object, str]] = [
         ("trainer.forward", recipe.trainer.forward, Forward.BF16, "the rollouts' forward has its kernels in BF16"),
-        ("model.lora", recipe.model.lora, None, "the model under an adapter is held and merged in BF16"),
-        ("correction.uaq_scale", recipe.correction.uaq_scale, None, "UAQ's small weights have no place in FP16"),
+        ("model.lora", recipe.model.lora, None, "with an adapter the model is kept and merged in BF16"),
+        ("correction.uaq_scale", recipe.correction.uaq_scale, None, "FP16 has no numbers as small as UAQ's weights"),
     ]
     if quantised:  # FP16 has no exponents below 2^-14: most weights times a scale of 2^-3 would lose bits
-        message = "a profile scales weights, and small ones have no place in FP16"
+        message = "a profile scales weights, and FP16 has no numbers as small as some of them become"
         refused.append(("quantization.profile", recipe.quantization.profile, "none", message))
     for name, given, fitting, message in refused:
         if given != fitting:

@@ -43,15 +43,15 @@ _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.AS
 
 
 def broken_rules(recipe: Recipe) -> list[Finding]:
-    """Every rule the recipe breaks, in the order of the file's sections."""
+    """Return every rule that the recipe breaks, in the order of the file's sections."""
     rules = (_model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
     rules = (*rules, _batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
 def usable(recipe: Recipe) -> tuple[Recipe, frozenset[tuple[str, ...]]] | None:
-    """The recipe with all keys that broken rules concern put back to their defaults, so that it breaks none and the
-    rest of it can be judged; and the keys, or whole sections, that were put back. None where that does not mend it."""
+    """Return a recipe that breaks no rule, so that the rest of it can be judged, and the keys or whole sections that
+    were put back to their defaults for it: all those that broken rules concern. None where that is not enough."""
     put_back = set[tuple[str, ...]]()
     for depth in (2, 2, 1, 1):  # single keys first, then sections
         if not (broken := broken_rules(recipe)):
@@ -116,7 +116,7 @@ def _task(recipe: Recipe) -> Iterator[Finding]:
     spec = TASKS[task.kind]
     for key in OF_OWN:
         if getattr(task, key) != Task.model_fields[key].default:
-            message = f"`{task.kind}` has no such thing, it is of `own`"
+            message = f"`{task.kind}` does not have this key: it is for `own`"
             yield fault((f"task.{key}", "task.kind"), message, "remove it, or set task.kind to `own`")
     if spec.source is None:
         of_sets = {f"task.val_sets.{name}.file": each.file for name, each in task.val_sets.items()}
@@ -150,7 +150,7 @@ def _val_sets(task: Task) -> Iterator[Finding]:
     for name, val_set in task.val_sets.items():
         place = f"task.val_sets.{name}"
         if not val_set.file and not val_set.size:
-            message = "how many problems are held out of the training data is not given"
+            message = "the number of problems to hold out of the training data is not given"
             yield fault((f"{place}.size", place, "task.val_sets"), message, "give `size`, or a `file`")
         if val_set.samples > 1 and val_set.temperature == 0:
             message = f"{val_set.samples} samples at temperature 0 are all the same"
@@ -160,7 +160,7 @@ def _val_sets(task: Task) -> Iterator[Finding]:
 def _own_task(task: Task) -> Iterator[Finding]:
     if not task.train_file and not task.data:
         keys = ("task.train_file", "task.data")
-        yield fault(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
+        yield fault(keys, "a task of your own needs problems", "give task.train_file, or a data set as task.data")
     if task.train_file and task.data:
         yield fault(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
     if task.data and not _DATA_SET.fullmatch(task.data):
@@ -168,7 +168,7 @@ def _own_task(task: Task) -> Iterator[Finding]:
         yield fault(("task.data",), f"`{task.data}` is no name of a data set", hint)
     for key in ("config", "split"):
         if not task.data and getattr(task, key) != Task.model_fields[key].default:
-            message = "it is of a data set on the hub, and `data` names none"
+            message = "it is for a data set on the hub, and `data` names none"
             yield fault((f"task.{key}", "task.data"), message, "remove it, or give task.data")
     yield from _asked(task)
     yield from _own_code(task)
@@ -179,8 +179,8 @@ def _own_code(task: Task) -> Iterator[Finding]:
     if task.max_turns and not task.tools:
         yield fault(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
-        hint = "such as [{name: math}]; docs/own-task.md has them all"
-        yield fault(("task.rewards",), "a task of your own has no rewards", hint)
+        hint = "give some, such as [{name: math}]; docs/own-task.md has them all"
+        yield fault(("task.rewards",), "a task of your own needs rewards", hint)
     elif not any(each.weight for each in task.rewards):
         yield fault(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
     timed = [each.name for each in task.rewards if each.name in BUILT_IN and BUILT_IN[each.name].most_s]
@@ -220,13 +220,16 @@ def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
     if colon or built_in is not None:
         for key in sorted(given.keys() - set(built_in.options if built_in else ())):
             of = [each for each, other in BUILT_IN.items() if key in other.options]
-            yield f"`{name}` has no `{key}`, it is of `{of[0]}`", "remove it"
+            yield f"`{name}` has no option `{key}`: it is for `{of[0]}`", "remove it"
         for key in sorted(set(built_in.needs if built_in else ()) - given.keys()):
             yield f"`{name}` has no `{key}`", f"give it: `{{name: {name}, {key}: ...}}`"
     if reward.pattern and (why := pattern_problem(reward.pattern)):
         yield f"`{reward.pattern[:60]}` is not a regular expression: {why}", "correct it"
     if reward.url and not (reward.url.startswith(("http://", "https://")) and "@" not in reward.url):
-        yield f"`{reward.url[:60]}` is no address of an API", "such as `http://localhost:8000/v1`, without a password"
+        yield (
+            f"`{reward.url[:60]}` is no address of an API",
+            "give one such as `http://localhost:8000/v1`, without a password",
+        )
 
 
 def _asked(task: Task) -> Iterator[Finding]:
@@ -261,7 +264,7 @@ def _rollout(recipe: Recipe) -> Iterator[Finding]:
     if recipe.trainer.sequence_parallel > 1:
         for key, usual in {"rollout.top_p": 1.0, "rollout.top_k": 0}.items():
             if attrgetter(key)(recipe) != usual:
-                message = "log-probs over the words that are drawn from are not computed where sequences are shared out"
+                message = "log-probs over a part of the words are not computed where GPUs share a sequence"
                 yield fault((key, "trainer.sequence_parallel"), message, f"use {usual}, or sequence_parallel: 1")
 
 
@@ -279,12 +282,12 @@ def _one_flow(recipe: Recipe) -> Iterator[Finding]:
     if other := next((each for each in schemes if not forward.knows(each)), None):
         yield fault((key, _scheme_key(recipe)), f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
     if len({*schemes}) > 1:
-        yield fault((key, "rollout.replicas"), f"`{forward}` is one scheme, not several", "name one scheme")
+        yield fault((key, "rollout.replicas"), f"`{forward}` computes in one scheme, not in several", "name one scheme")
     refused = {
         "rollout.tensor_parallel": (1, "a layer in parts rounds in another way"),
         "rollout.lm_head_fp32": (False, f"the last projection of `{forward}` is in BF16"),
         "trainer.sequence_parallel": (1, f"`{forward}` does not share sequences"),
-        "trainer.attention": (Attention.AUTO, "only the forward in BF16 has a choice of it"),
+        "trainer.attention": (Attention.AUTO, "only the forward in BF16 has a choice of attention"),
     }
     for name, (usual, message) in refused.items():
         if attrgetter(name)(recipe) != usual:
@@ -301,7 +304,7 @@ def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:
         yield fault((key, "trainer.forward"), message, f"use trainer.forward: rollout, {hint}")
     if METHODS[recipe.correction.method].has_shadow_pass:
         message = (
-            f"`{recipe.correction.method}` fits bounds to how log-probs differ from the engines', and these do not"
+            f"`{recipe.correction.method}` fits bounds to how log-probs differ from the engines', and here they do not"
         )
         yield fault((key, "correction.method"), message, f"use another method, {hint}")
     if Action.TIGHTEN in (recipe.guard.actions or ()):
@@ -335,14 +338,15 @@ def _quantization(recipe: Recipe) -> Iterator[Finding]:
 
 
 def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Finding]:
-    """What only a profile does, where none is made; `plan/rules.py` asks again when `auto` finds a scheme."""
+    """Yield the settings that only a profile carries out, where none is made. `plan/rules.py` asks again when `auto`
+    has chosen a scheme."""
     quantised = [scheme for scheme in schemes if scheme.quantised]
     if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
         return
     for key in ("smoothing", "mismatch_budget"):
         value = getattr(recipe.quantization, key)
         if value and value != Quantization.model_fields[key].default:
-            message = f"it is of a profile, and none is made for `{quantised[0]}`"
+            message = f"it is a setting of profiles, and none is made for `{quantised[0]}`"
             hint = f"remove it, or use {listed(PROFILED)}"
             yield fault((f"quantization.{key}", _scheme_key(recipe)), message, hint)
 
@@ -369,7 +373,7 @@ def _centering(recipe: Recipe) -> Iterator[Finding]:
         message = f"`{name}` has nothing to take out where the trainer computes what the rollouts do"
         yield fault((key, "trainer.forward"), message, "use `tis`, or trainer.forward: bf16")
     if (centers or top) and recipe.trainer.sequence_parallel > 1:
-        message = "log-probs of the engine's most likely words are not computed where sequences are shared out"
+        message = "log-probs of the engine's most likely words are not computed where GPUs share a sequence"
         keys = ("trainer.sequence_parallel", of_words, key)
         yield fault(keys, message, "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none")
 
@@ -392,7 +396,7 @@ def _shadow(recipe: Recipe) -> Iterator[Finding]:
 
 
 def shadow_sequences(recipe: Recipe) -> int:
-    """The sequences of a shadow batch, the same number on each rank."""
+    """Return the number of sequences of a shadow batch, the same on each rank."""
     ranks, whole = recipe.topology.data_parallel, recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
     return int(recipe.correction.shadow_fraction * whole) // ranks * ranks
 
@@ -443,7 +447,7 @@ def _dapo(recipe: Recipe) -> Iterator[Finding]:
             if getattr(algorithm, key) != Algorithm.model_fields[key].default
         ]
         for key in (*given, *(["batch.generation_prompts"] if batch.generation_prompts else [])):
-            message = f"`{algorithm.kind}` has no such thing, it is of `dapo`"
+            message = f"`{algorithm.kind}` does not have this key: it is for `dapo`"
             yield fault((key, "algorithm.kind"), message, "remove it, or set algorithm.kind to `dapo`")
         return
     longest, prompts = recipe.task.max_response_tokens, batch.prompts_per_step
@@ -452,7 +456,7 @@ def _dapo(recipe: Recipe) -> Iterator[Finding]:
         yield fault(("algorithm.overlong_tokens", "task.max_response_tokens"), message, "lower it")
     if (batch.generation_prompts or prompts) % prompts:
         message = f"{batch.generation_prompts} is no multiple of the {prompts} prompts of a step"
-        hint = "verl 0.9.1 counts prompts in generation in whole steps (max_inflight_gen_batches)"
+        hint = f"use a multiple of {prompts}: verl 0.9.1 generates for whole steps (max_inflight_gen_batches)"
         yield fault(("batch.generation_prompts", "batch.prompts_per_step"), message, hint)
 
 
@@ -483,7 +487,7 @@ def _guard(recipe: Recipe) -> Iterator[Finding]:
             yield fault(keys, message, "remove it (`bf16` works for all), or use one scheme beside bf16")
     every, both = recipe.trainer.validate_every, recipe.trainer.validate_bf16_every or 0
     if both and (not every or both % every):
-        message = f"there is no validation every {both} steps to stand beside"
+        message = f"validations are not due every {both} steps"
         hint = f"use a multiple of validate_every ({every})" if every else "set validate_every, or null for the end"
         yield fault(("trainer.validate_bf16_every", "trainer.validate_every"), message, hint)
 
@@ -494,8 +498,8 @@ def _cluster(recipe: Recipe) -> Iterator[Finding]:
         hint = "set it to a folder on a file system that all nodes share"
         yield fault(("cluster.run_dir",), f"{recipe.cluster.nodes} nodes share the run's folder", hint)
     if recipe.cluster.address is not None and recipe.cluster.token_file is None:
-        hint = "give the file with its token"
-        yield fault(("cluster.token_file",), "cluster.address is a cluster that is there already", hint)
+        hint = "give the file that holds its token"
+        yield fault(("cluster.token_file",), "cluster.address names a cluster that runs already", hint)
     if ".." in PurePath(recipe.cluster.run_dir).parts:
         hint = "give an absolute path, or one below the folder where the program is started"
         yield fault(("cluster.run_dir",), "`..` is not allowed here", hint)
@@ -517,7 +521,7 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
 
 
 def broken_on_cpu(recipe: Recipe) -> Iterator[Finding]:
-    """What a CPU cannot do; `plan/rules.py` asks again when `auto` finds one."""
+    """Yield the settings that a CPU cannot carry out. `plan/rules.py` asks again when `auto` has chosen a CPU."""
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
         yield fault(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
     for key in ("offload_parameters", "offload_optimizer"):

@@ -40,11 +40,11 @@ class Recipe(Section):
     """One training, as a user describes it."""
 
     name: str = Field("recipe", pattern=f"^{NAME_PATTERN.pattern}$")
-    """names the run; left out, it is the file's name"""
+    """name of the recipe and of its runs; left out: the file's name"""
     extends: str | None = None
-    """a shipped recipe or a file; its keys hold where this has none"""
+    """shipped recipe or file whose keys are used wherever this file has none"""
     seed: int = Field(0, ge=0, lt=2**31)
-    """of sampling and shuffling"""
+    """seed of sampling and shuffling"""
     model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()
@@ -111,15 +111,15 @@ NAMED = {"model": {"builtin": "tiny-arithmetic"}, "trainer": {"steps": 40}}
 
 HEAD = """\
 # Every key of a recipe with its default, and what it means.
-# Only `model.builtin` and `trainer.steps` have no default: one of `model.path` and `model.builtin`, and one of
-# `trainer.steps` and `trainer.epochs`, must be given.
+# Two choices have no default: one of `model.path` and `model.builtin`, and one of `trainer.steps` and
+# `trainer.epochs`, must be given. Here `model.builtin` and `trainer.steps` are.
 # Scalars follow YAML 1.2: `1e-6` is a number, `on` is text. Anchors, aliases and duplicate keys are refused.
 """
 EXAMPLES = {"name": "reference"} | {f"{name}.{key}": keys[key] for name, keys in NAMED.items() for key in keys}
 
 
 def reference() -> str:
-    """`recipes/reference.yaml`, the whole file."""
+    """Return the whole of `recipes/reference.yaml`."""
     keys = {name: field for name, field in Recipe.model_fields.items() if name not in SECTIONS}
     parts = ["\n".join(_lines(keys, section=""))]
     for name, section in SECTIONS.items():

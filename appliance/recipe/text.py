@@ -55,7 +55,7 @@ class _TooDeep(Exception):
 
 
 def scalar(text: str) -> Scalar:
-    """A plain scalar by YAML 1.2's core rules. Raises ValueError with the reason for a number that is none."""
+    """Read a plain scalar by YAML 1.2's core rules. Raises ValueError with the reason for a number that is none."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -70,16 +70,16 @@ def scalar(text: str) -> Scalar:
 
 
 def odd_character(text: str) -> str:
-    """The first control character or lone surrogate, such as `U+001B`, or an empty text. No name and no path needs one;
-    on a terminal, in a log and in another program's grammar they are read as commands."""
+    """Return the first control character or lone surrogate of a text, such as `U+001B`, or an empty text. No name and
+    no path needs one; on a terminal, in a log and in another program's grammar they are read as commands."""
     return next((f"U+{ord(each):04X}" for each in text if unicodedata.category(each) in ("Cc", "Cs")), "")
 
 
 def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
-    """The tree and every problem on the way; no tree when the document cannot be read at all. file: how messages call
-    the text."""
+    """Read the tree and every problem on the way; no tree when the document cannot be read at all. file: how messages
+    call the text."""
     if len(raw) > MAX_BYTES:
-        return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe has", "is this a recipe?")]
+        return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe may have", "is this a recipe?")]
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -188,12 +188,13 @@ class _Reader:
 
 
 def full_path(path: str) -> Path:
-    """Absolute, with `~` for a home. Any text will do: Path.expanduser also fails for `./~x`, a file's name."""
+    """Make a path absolute, with `~` for a home. Any text will do: Path.expanduser also fails for `./~x`, a file's
+    name."""
     return Path(os.path.expanduser(path)).absolute()
 
 
 def path_problem(path: str) -> str:
-    """Why no file can have this path, or an empty text."""
+    """Return why no file can have this path, or an empty text."""
     if path.startswith("~") and os.path.expanduser(path).startswith("~"):
         return f"`{path.partition('/')[0][:60]}` is nobody's home on this host"
     parts = os.fsencode(path).split(b"/")
@@ -203,7 +204,7 @@ def path_problem(path: str) -> str:
 
 
 def pattern_problem(pattern: str) -> str:
-    """Why this is no regular expression, or an empty text."""
+    """Return why this is no regular expression, or an empty text."""
     if len(pattern) > MAX_PATTERN:
         return f"more than {MAX_PATTERN} characters"
     try:

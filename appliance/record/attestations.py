@@ -54,7 +54,7 @@ class Attestation:
 
     process: str
     role: str
-    """`rollout`, `trainer` or `driver`."""
+    """Role of the process: `rollout`, `trainer` or `driver`."""
     rank: int
     """Number of the process within its role."""
     scheme: str
@@ -65,7 +65,7 @@ class Attestation:
     """Version of each distribution."""
     fingerprint: str
     detail: dict[str, Any] = field(default_factory=dict)
-    """JSON values, other ones for each role."""
+    """JSON values that differ by role."""
     schema_version: Literal[1] = 1
 
 
@@ -153,4 +153,4 @@ def _differences(
         elif live.versions[name] != version:
             yield f"{process} has {name} {live.versions[name]}, the plan says {version}"
     if live.fingerprint != fingerprint:
-        yield f"{process} runs other sources of this program than the process that asks"
+        yield f"{process} runs other sources of this program than the process that checks it"

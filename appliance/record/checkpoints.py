@@ -55,37 +55,37 @@ _HASHING_THREADS = 4  # hashlib lets go of the interpreter; more threads than th
 @dataclass(frozen=True, config=STRICT)
 class FileRecord:
     path: str
-    """Relative, with `/`."""
+    """Path relative to the checkpoint, with `/`."""
     size: Count
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
-    """Hex."""
+    """SHA-256 of the content, in hex."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Facts:
-    """What a checkpoint says of itself besides its files."""
+    """Facts about a checkpoint that its manifest has besides its files."""
 
     step: Count
-    """The last finished one."""
+    """Last finished step."""
     world_size: Annotated[int, Field(ge=1)]
     """Ranks of the trainer that saved it."""
     reason: str
-    """Why it was saved."""
+    """Reason why it was saved."""
     time: Number
-    """Unix s."""
+    """Time when it was saved, Unix s."""
     val_reward: Number | None = None
-    """The greedy reward validated after this very step, None without."""
+    """Greedy reward of the validation after this very step; None where there was no validation."""
     profile: tuple[tuple[str, str], ...] = ()
-    """(name, SHA-256) of the files in the run's `profile/`, which the rollouts of this run need again."""
+    """Files of the run's `profile/`, which the rollouts of this run need again: (name, SHA-256)."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointManifest:
-    """`manifest.json`."""
+    """Contents of `manifest.json`."""
 
     sha256: str
-    """Over the next two, as `_own_hash` has it: a flipped bit in them would otherwise be another truth."""
+    """SHA-256 over `facts` and `files` (`_own_hash`), so that a flipped bit in them is noticed."""
     facts: Facts
     files: tuple[FileRecord, ...]
     schema_version: Literal[1] = 1
@@ -101,17 +101,17 @@ class Rejected:
 
     folder: Path
     why: str
-    """Its damage, one line."""
+    """Damage of the checkpoint, one line."""
 
 
 @dataclass(frozen=True)
 class CheckpointSearch:
-    """What a look for the newest whole checkpoint found."""
+    """Result of the search for the newest whole checkpoint."""
 
     newest: Path | None
-    """None when none is whole."""
+    """Newest whole checkpoint; None when none is whole."""
     rejected: tuple[Rejected, ...] = ()
-    """Newer ones."""
+    """Newer checkpoints, which are damaged."""
 
 
 def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
@@ -127,7 +127,8 @@ def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises OSError when there is none, ValueError when it is not one that this program writes."""
+    """Read the manifest of a checkpoint. Raises OSError when there is none, ValueError when it is not one that this
+    program writes."""
     path = folder / MANIFEST_FILE
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError(f"{MANIFEST_FILE} is not a regular file")
@@ -135,7 +136,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise ValueError(f"{MANIFEST_FILE} has more than {_LARGEST_MANIFEST >> 20} MiB")
     manifest = parse(path.read_text(), CheckpointManifest, place=MANIFEST_FILE)
     if manifest.sha256 != _own_hash(manifest.facts, manifest.files):
-        raise ValueError(f"{MANIFEST_FILE} does not say what it was written with")
+        raise ValueError(f"{MANIFEST_FILE} was changed after it was written")
     outside = [file.path for file in manifest.files if not _is_inside(file.path)]
     if outside:
         raise ValueError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {outside[0]}")
@@ -143,8 +144,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def damage(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, a line each; empty when every file is there as it was sealed. Reads every byte:
-    seconds per gigabyte."""
+    """Describe what is wrong with a checkpoint, one line for each problem; empty when every file is there as it was
+    sealed. Reads every byte: seconds per gigabyte."""
     if folder.is_symlink():
         return ["a symbolic link, not the folder that was saved"]
     try:
@@ -175,7 +176,7 @@ def _problem(folder: Path, meant: FileRecord) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256, hex. Raises OSError."""
+    """Compute the SHA-256 of a file, in hex. Raises OSError."""
     with path.open("rb") as file:
         return _hash(file)
 
@@ -216,18 +217,18 @@ def checkpoint_folder(run_dir: Path, *, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint's name, None for another folder."""
+    """Return the step in a checkpoint's name, None for another folder."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def partial_of(folder: Path) -> Path:
-    """Where the checkpoint is written before it is renamed to its name."""
+    """Return the folder that a checkpoint is written into before it gets its name."""
     return folder.with_name(_PARTIAL + folder.name)
 
 
 def in_order(run_dir: Path) -> list[Path]:
-    """The folders named `global_step_<n>`, oldest first, whole or not."""
+    """List the folders named `global_step_<n>`, oldest first, whole or not."""
     root = run_dir / FOLDER
     folders = [each for each in root.iterdir() if step_of(each) is not None] if root.is_dir() else []
     return sorted(folders, key=lambda each: step_of(each) or 0)
@@ -240,7 +241,8 @@ def put_in_place(partial: Path, *, folder: Path) -> None:
 
 
 def find_newest(run_dir: Path) -> CheckpointSearch:
-    """The newest checkpoint that verifies, with those that were passed over. Reads all of every one it looks at."""
+    """Find the newest checkpoint that verifies, and the newer ones that were passed over. Reads every byte of each
+    checkpoint that it looks at."""
     rejected = []
     for folder in reversed(in_order(run_dir)):
         problems = damage(folder)
@@ -252,14 +254,14 @@ def find_newest(run_dir: Path) -> CheckpointSearch:
 
 
 def half_done(run_dir: Path) -> list[Path]:
-    """What a run that was killed left half written or half deleted."""
+    """List the folders that a run that was killed left half written or half deleted."""
     root = run_dir / FOLDER
     names = (_PARTIAL, _DELETING)
     return sorted(each for each in root.iterdir() if each.name.startswith(names)) if root.is_dir() else []
 
 
 def is_leaving(folder: Path) -> bool:
-    """Whether a half-done folder was being deleted."""
+    """Tell whether a half-done folder was being deleted."""
     return folder.name.startswith(_DELETING)
 
 
@@ -273,8 +275,9 @@ def set_aside(folder: Path, *, below: str) -> Path:
 
 
 def surplus(saved: Sequence[Facts], *, keep: int | None, keep_best: bool) -> list[int]:
-    """Steps of the checkpoints that are no longer wanted, oldest first. saved: all there are.  keep: how many of the
-    newest stay, None for all.  keep_best: the one with the best validation reward stays too, of equals the newest."""
+    """Return the steps of the checkpoints that are no longer wanted, oldest first. saved: all there are.  keep: how
+    many of the newest stay, None for all.  keep_best: the one with the best validation reward stays too, of equals the
+    newest."""
     if keep is None:
         return []
     steps = sorted(each.step for each in saved)
@@ -300,12 +303,14 @@ def remove_surplus(run_dir: Path, *, keep: int | None, keep_best: bool) -> list[
 
 
 def newest_step(run_dir: Path) -> int:
-    """Of the newest checkpoint with a manifest that can be read, 0 where there is none; the files are not looked at."""
+    """Return the step of the newest checkpoint whose manifest can be read, 0 where there is none; the files are not
+    checked."""
     return max((each.step for each in read_saved(run_dir)), default=0)
 
 
 def read_saved(run_dir: Path) -> list[Facts]:
-    """Of every checkpoint with a manifest of its step that can be read, oldest first; the files are not looked at."""
+    """Read the facts of every checkpoint whose manifest can be read and is of its step, oldest first; the files are not
+    checked."""
     saved = []
     for folder in in_order(run_dir):
         with contextlib.suppress(OSError, ValueError):
@@ -315,15 +320,16 @@ def read_saved(run_dir: Path) -> list[Facts]:
 
 
 def line_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What metrics.jsonl got of its step; None where it has no copy. Raises OSError and ValueError."""
+    """Return the line of metrics.jsonl of a checkpoint's step; None where the checkpoint has no copy of it. Raises
+    OSError and ValueError."""
     return json.loads((checkpoint / STATE_FILE).read_text()).get("line")
 
 
 def owed_line(run_dir: Path, *, checkpoint: Path | None, plan: RunPlan) -> dict[str, Any] | None:
-    """The last step's line as its checkpoint has it, when a stop cut the validation that belongs into it and it is
-    nowhere written; else None.
+    """Return the last step's line as its checkpoint has it, when a stop cut the validation that belongs into it and the
+    line with the validation was never written; else None.
 
-    checkpoint: where the run goes on.  Raises OSError and ValueError when its state cannot be read.
+    checkpoint: the one that the run resumes from.  Raises OSError and ValueError when its state cannot be read.
     """
     last = plan.trainer.steps
     if checkpoint is None or step_of(checkpoint) != last or not plan.trainer.validate_every:

@@ -35,7 +35,7 @@ def copy_code(plan: RunPlan, *, logs: Path | None = None) -> None:
             continue
         content = Path(file.path).read_bytes() if digest_of(Path(file.path)) else b""
         if hashlib.sha256(content).hexdigest() != file.sha256:
-            fact, hint = "it is not the file that was planned, it changed since", "start again"
+            fact, hint = "it is not the file that was planned: it has changed since", "start again"
             if copy.exists():
                 fact, hint = f"{fact}, and so did the run's copy {copy}", "put one of them back, or start a new run"
             changed.append((f"{file.path}: {fact}", hint))

@@ -24,11 +24,11 @@ _MOVED = {
     "trainer.keeps_copies": "trainer_memory.keeps_copies",
     "trainer.gpu_memory_utilization": "rollout.gpu_memory_utilization",
 }
-"""Dotted keys of earlier plans, and where they are now."""
+"""Dotted keys of earlier plans, and the keys that they are now."""
 
 
 def with_keys_of_today(text: bytes) -> bytes:
-    """The text of a plan, with what an earlier version wrote elsewhere where it is now."""
+    """Return the text of a plan with the keys of this version: what an earlier version wrote elsewhere is moved."""
     try:
         plan: dict[str, Any] = json.loads(text)
         for convert in _CONVERSIONS:

@@ -20,7 +20,7 @@ FAILED_TO_START = "failed to start"  # in what both log with the exception
 _ELSEWHERE = ("See root cause above", "See stack trace for root cause")  # in an error that only says that there is one
 _REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 _LONGEST = 600  # characters
-_HINT = "these are vLLM's own words; the log has where it was raised"
+_HINT = "these are vLLM's own words; the log says where the error was raised"
 
 
 class _StartFailures(logging.Handler):
@@ -38,7 +38,7 @@ class _StartFailures(logging.Handler):
 
 
 def report_start_failures() -> None:
-    """From now on, in this process. Called in every process of vLLM, several times."""
+    """Make events of failed starts from now on, in this process. Called in every process of vLLM, several times."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _StartFailures) for handler in logger.handlers):
@@ -47,8 +47,8 @@ def report_start_failures() -> None:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Around what makes an engine. Raises the first error that one of its processes met: one of ours as it was there,
-    any other as EngineNotStarted."""
+    """Raise, around what makes an engine, the first error that one of its processes met: an error of ours as it was
+    there, any other as EngineNotStarted."""
     began_s = time.time()
     try:
         yield
@@ -64,20 +64,21 @@ def starting() -> Iterator[None]:
 
 
 def not_started(error: BaseException) -> EngineNotStarted:
-    """The error of ours. What a program refuses it refuses again, but for memory, which may be free the next time."""
+    """Make the error of ours. What vLLM refuses it refuses again, except for want of memory, which may be free the next
+    time."""
     refuses = isinstance(error, _REFUSALS) and "memory" not in str(error).lower()
     kind = EngineRefused if refuses else EngineNotStarted
     return kind(f"the rollout engine does not start: {in_words(error)}", hint=_HINT)
 
 
 def is_elsewhere(error: BaseException) -> bool:
-    """Whether the error only says that another process has the reason."""
+    """Tell whether the error only says that another process has the reason."""
     return any(text in str(error) for text in _ELSEWHERE)
 
 
 def in_words(error: BaseException) -> str:
-    """Type and message of an error, on one line. One of pydantic's, which vLLM's configuration raises, is what its
-    rules say, without the input and the address that pydantic adds."""
+    """Describe an error by its type and message, on one line. An error of pydantic's, which vLLM's configuration
+    raises, is described by what its rules say, without the input and the address that pydantic adds."""
     message = str(error)
     if callable(problems := getattr(error, "errors", None)) and type(error).__module__.startswith("pydantic"):
         message = "; ".join(str(problem["msg"]) for problem in problems())

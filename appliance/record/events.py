@@ -67,7 +67,7 @@ def append_failure(run_dir: Path, error: ApplianceError) -> None:
 
 
 def failure_event(error: ApplianceError) -> Event:
-    """What `append_failure` appends, for where that fails."""
+    """Make the event that `append_failure` appends, for when appending fails."""
     values = {"time": time.time(), "kind": "failure", "what": error.message, "why": "", **_of_failure(error)}
     return Event(**values, line=json.dumps(values))
 
@@ -78,11 +78,11 @@ def _of_failure(error: ApplianceError) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def report_failures(run_dir: Path | None = None) -> Iterator[None]:
-    """An error of ours inside the block becomes a `failure` event, and goes on.
+    """Make a `failure` event of an error of ours inside the block, and raise it again.
 
-    vLLM and Ray send only the text of an error to whoever called, and of one at start-up not even that: said where it
-    failed, its class, hint and exit code are kept.
-    run_dir: the folder whose events say it, None: of the run that this process belongs to, if it does to one.
+    vLLM and Ray send only the text of an error to whoever called, and of an error at start-up not even that. An event
+    that is written where the error is raised keeps its class, hint and exit code.  run_dir: the folder that gets the
+    event; None: that of the run that this process belongs to, if it belongs to one.
     """
     try:
         yield
@@ -94,29 +94,30 @@ def report_failures(run_dir: Path | None = None) -> Iterator[None]:
 
 
 def events_folder() -> Path | None:
-    """The folder whose events this process may append to: of its command, else of its run; None where it has none."""
+    """Return the folder whose events this process may append to: its command's, else its run's; None where it has
+    none."""
     if folder := os.environ.get(EVENTS_VARIABLE):
         return Path(folder)
     return Path(os.environ[PLAN_VARIABLE]).parent if PLAN_VARIABLE in os.environ else None
 
 
 def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
-    """What a child ends with: 0, or the code of an error of ours. Any other is told as our own fault, and goes on.
-    run_dir: the folder whose events say it."""
+    """Return the exit code of a child: 0, or that of an error of ours. Any other error is reported as our own fault and
+    raised again. run_dir: the folder that gets the event."""
     try:
         with report_failures(run_dir):
             work()
     except ApplianceError as error:
         return error.exit_code
     except Exception as error:  # every failure becomes an event, whatever it is
-        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the details"))
         raise
     return 0
 
 
 def first_failure(run_dir: Path, *, since_s: float = 0.0) -> Event | None:
-    """The first `failure` event of a run's attempt, or None: what failed later failed because of it. since_s: Unix time
-    of the first event that counts."""
+    """Return the first `failure` event of a run's attempt, or None: what failed later failed because of it. since_s:
+    Unix time of the first event that counts."""
     first = None
     for event in read_events(run_dir):
         if event.kind == "resume":
@@ -127,13 +128,13 @@ def first_failure(run_dir: Path, *, since_s: float = 0.0) -> Event | None:
 
 
 def may_restart(run_dir: Path, *, code: int) -> bool:
-    """Whether another attempt may fare better than the newest one, which ended with this code."""
+    """Tell whether another attempt may fare better than the newest one, which ended with this code."""
     failure = first_failure(run_dir)
     return is_restartable(code, error=failure.error if failure else "")
 
 
 def run_started(run_dir: Path) -> float:
-    """Unix time of a run's first event, s; now when it has none yet."""
+    """Return the Unix time of a run's first event, s; the time now when it has none yet."""
     first = next(read_events(run_dir), None)
     return time.time() if first is None else first.time
 
@@ -143,21 +144,22 @@ class Event:
     """A line of `events.jsonl`."""
 
     time: Number
-    """Unix s."""
+    """Time of the event, Unix s."""
     kind: str
     what: str
     why: str = ""
-    """The reason, for people."""
+    """Reason, for people."""
     done: Number | None = None
-    """Of a `progress`, as are `total` and `note`."""
+    """Amount of work that is done, in a `progress` event; `total` and `note` are of such events, too."""
     total: Number | None = None
     note: str = ""
     error: str = ""
-    """Of a `failure`, as are `hint` and `exit_code`: the name of its class in appliance/errors.py."""
+    """Name of the error's class in appliance/errors.py, in a `failure` event; `hint` and `exit_code` are of such
+    events, too."""
     hint: str = ""
     exit_code: Code | None = None
     step: Count | None = None
-    """Of a `stop`: whose state is saved, None where there was nothing to save."""
+    """Step whose state is saved, in a `stop` event; None where there was nothing to save."""
     line: str = field(default="", compare=False, repr=False)
 
 
@@ -188,7 +190,8 @@ class StepMetrics:
     layer_error_max: Number | None = None
     mismatch_k3_kl: Number | None = None
     mismatch_top_kl: Number | None = None
-    """Of whole distributions, as are `mismatch_top_equal_fraction`: where engines report their most likely words."""
+    """Divergence of whole distributions, where engines report their most likely words, as is
+    `mismatch_top_equal_fraction`."""
     mismatch_top_equal_fraction: Number | None = None
     score_centering: Number | None = None
     is_weight_mean: Number | None = None
@@ -196,12 +199,12 @@ class StepMetrics:
     is_ess: Number | None = None
     is_truncated_fraction: Number | None = None
     differing_tokens: Number | None = None
-    """Whose log-prob is not the rollouts', in a step in which all are to be the same."""
+    """Tokens whose log-prob is not the rollouts', in a step in which all should be the same."""
     val_reward_mean: Number | None = None
     val_reward_bf16_mean: Number | None = None
     val_samples: Number | None = None
     val_scheme: str = ""
-    """Empty in lines of older code: see `validated_in`."""
+    """Scheme of `val_reward_mean`; empty in lines of older code: see `validated_in`."""
     grad_norm: Number | None = None
     learning_rate: Number | None = None
     entropy: Number | None = None
@@ -211,12 +214,13 @@ class StepMetrics:
     tool_calls_mean: Number | None = None
     tool_calls_failed_fraction: Number | None = None
     named: dict[str, float] = field(default_factory=dict)
-    """What has a name of the user's in its key, in the line's order: `reward/<name>`, `val/<set>/avg@<n>`."""
+    """Metrics that have a name of the user's in their key, in the line's order: `reward/<name>`,
+    `val/<set>/avg@<n>`."""
     line: str = field(default="", compare=False, repr=False)
 
     @property
     def validated_in(self) -> str:
-        """The scheme that `val_reward_mean` was measured in."""
+        """Scheme that `val_reward_mean` was measured in."""
         return self.val_scheme or self.scheme
 
 
@@ -224,12 +228,12 @@ Parsed = TypeVar("Parsed", Event, StepMetrics)
 
 
 def parse_event(line: str) -> Event | None:
-    """The event of one line, None when the line is not one."""
+    """Parse an event; None when the line is none."""
     return _with_line(parse_line(line, Event), line)
 
 
 def parse_metrics(line: str) -> StepMetrics | None:
-    """The metrics of one line, None when the line is none."""
+    """Parse a line of metrics; None when the line is none."""
     parsed = _with_line(parse_line(line, StepMetrics), line)
     if parsed is not None and any(f'"{start}' in line for start in _NAMED):
         numbers = {key: finite(value) for key, value in json_object(line).items() if key.startswith(_NAMED)}
@@ -244,12 +248,14 @@ def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:
 
 
 def read_events(run_dir: Path) -> Iterator[Event]:
-    """In their order, as they are read; what is none is left out. Raises OSError."""
+    """Yield the events of a run in their order, as they are read; lines that are no event are left out. Raises
+    OSError."""
     return (event for event in map(parse_event, lines_of(run_dir / EVENTS_FILE)) if event is not None)
 
 
 def read_metrics(run_dir: Path) -> Iterator[StepMetrics]:
-    """As read_events. Each step once: of one that is done again a resume has cut the earlier line."""
+    """Yield the lines of metrics of a run as read_events does. Each step comes once: where a step was done again, a
+    resume has cut the earlier line."""
     return (line for line in map(parse_metrics, lines_of(run_dir / METRICS_FILE)) if line is not None)
 
 
@@ -261,8 +267,9 @@ class Tail:
         self._offset = 0
 
     def read(self, *, most: int | None = None, half: bool = False) -> list[str]:
-        """The lines that were completed since the last call, without their line ends. Raises OSError. most: this many
-        at once, the others with the next call; None: all.  half: a last line that is not, too: nobody completes it."""
+        """Read the lines that were completed since the last call, without their line ends. Raises OSError. most: as
+        many at once, the others with the next call; None: all.  half: take a last line that is not complete as well,
+        because nobody will complete it."""
         lines: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
@@ -284,7 +291,7 @@ class RunTail:
         return [*self.stream()]
 
     def stream(self) -> Iterator[Event | StepMetrics]:
-        """The same as they are read: a run that goes on may have millions."""
+        """Yield the same as they are read: a long run may have millions."""
         for tail, parse in self._tails:
             while lines := tail.read(most=LINES_AT_ONCE):
                 yield from (item for item in map(parse, lines) if item is not None)
@@ -295,21 +302,23 @@ class MemorySample:
     """A line of `memory.jsonl`."""
 
     time: Number
-    """Unix s."""
+    """Time of the sample, Unix s."""
     pss_bytes: Count
-    """Of all processes on the launcher's host. Proportional set size: a page that several share counts in parts."""
+    """Proportional set size of all processes on the launcher's host, where a page that several share counts in
+    parts."""
     processes: Count
 
 
 class MemoryWatch:
-    """Measures when it is time, and writes it down. A disk that is full now, or no /proc, costs nothing but samples."""
+    """Measures the memory of a run now and then, and writes it down. A disk that is full now, or no /proc, costs
+    nothing but samples."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._next = 0.0
 
     def tick(self, *, now: float) -> None:
-        """now: s of a steady clock."""
+        """Measure when it is time to. now: s of a steady clock."""
         if now < self._next:
             return
         started = time.perf_counter()
@@ -321,7 +330,7 @@ class MemoryWatch:
 
 
 def pss_bytes(pid: int) -> int:
-    """Of one process; 0 for one that ended or belongs to somebody else."""
+    """Read the proportional set size of one process; 0 for a process that ended or belongs to somebody else."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -330,5 +339,5 @@ def pss_bytes(pid: int) -> int:
 
 
 def parse_memory(line: str) -> MemorySample | None:
-    """The sample of one line, None when the line is none."""
+    """Parse a sample of memory; None when the line is none."""
     return parse_line(line, MemorySample)

@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 
 def finite(value: object) -> float | None:
-    """A finite number of the size of anything that is measured; None for anything else."""
+    """Return a finite number of the size of anything that is measured; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and -LARGEST < value < LARGEST else None
 
@@ -35,17 +35,18 @@ Measured = Annotated[float | None, BeforeValidator(finite)]  # as a worker measu
 
 
 def as_json(record: Any, *, indent: int | None = None) -> str:
-    """A record as JSON in ASCII, so that half a character of a log does no harm."""
+    """Write a record as JSON in ASCII, so that half a character of a log does no harm."""
     return json.dumps(dataclasses.asdict(record), indent=indent, default=str)
 
 
 def read(path: Path, kind: type[Kind]) -> Kind:
-    """Raises OSError when there is no such file, ValueError when it is not one that this program writes."""
+    """Read a record from a file. Raises OSError when there is no such file, ValueError when it is not one that this
+    program writes."""
     return parse(path.read_text(), kind, place=str(path))
 
 
 def parse(text: str, kind: type[Kind], *, place: str) -> Kind:
-    """place: where the text is from.  Raises ValueError, one line with the place."""
+    """Parse a record. place: where the text is from.  Raises ValueError, one line with the place."""
     try:
         raw = json.loads(text)
         if (version := _version(kind)) and (not isinstance(raw, dict) or raw.get("schema_version") != version):
@@ -62,7 +63,8 @@ def parse(text: str, kind: type[Kind], *, place: str) -> Kind:
 
 
 def parse_line(text: str, kind: type[Kind]) -> Kind | None:
-    """None where the line is none of this kind. A field with a default has it where what the line has is of another."""
+    """Parse a line; None where it is not of this kind. A field that has a default gets it where the line's value is of
+    another type."""
     reader = _reader(kind)
     try:
         return reader.validate_json(text)
@@ -75,7 +77,7 @@ def parse_line(text: str, kind: type[Kind]) -> Kind | None:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Of a file that only grows and may not be there yet, as they are read. Raises OSError."""
+    """Yield the lines of a file that only grows and may not be there yet, as they are read. Raises OSError."""
     if path.is_file():
         with path.open(errors="replace") as file:
             yield from (line.removesuffix("\n") for line in file)
@@ -119,7 +121,7 @@ def _step(line: bytes) -> int | None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The object that the text is; empty when it is none, or nested too deeply."""
+    """Parse a JSON object; empty when the text is none, or nested too deeply."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):

@@ -26,13 +26,13 @@ class Metric:
     """One key of a line."""
 
     key: str
-    """The key as it is written; `<...>` in it is a name of the user's or a number."""
+    """Key as it is written; `<...>` in it is a name of the user's or a number."""
     unit: str
-    """Its unit, `fraction` for 0 to 1, empty for a word or a count without one."""
+    """Unit: `fraction` for 0 to 1, empty for a word or a count without a unit."""
     meaning: str
-    """What it says, as a sentence without its full stop; Markdown."""
+    """Meaning of the value, as a sentence without its full stop; Markdown."""
     when: str = ALWAYS
-    """In which lines it is, and when it is null."""
+    """Lines that have the key, and cases in which it is null."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Table:
 
     title: str
     about: str
-    """The paragraph above the table, empty for none."""
+    """Paragraph above the table, or empty."""
     metrics: tuple[Metric, ...]
 
 
@@ -51,7 +51,7 @@ class File:
 
     name: str
     about: str
-    """The paragraph below its heading."""
+    """Paragraph below the file's heading."""
     tables: tuple[Table, ...]
 
     @property
@@ -133,9 +133,7 @@ REWARDS = Table(
         Metric(
             "filtered_prompts", "prompts", "Prompts left out because all of their samples were equally right", FILTERED
         ),
-        Metric(
-            "discarded_prompts", "prompts", "Prompts that passed the filter when the step was full already", FILTERED
-        ),
+        Metric("discarded_prompts", "prompts", "Usable prompts that were left over when the step was full", FILTERED),
         Metric(
             "generated_reward_mean",
             "reward",
@@ -159,7 +157,7 @@ VALIDATION = Table(
         Metric(
             "val_reward_bf16_mean",
             "reward",
-            "The same with all layers in BF16",
+            "The mean reward of the validation with all layers in BF16",
             f"{VALIDATED}; null where it was not due (`trainer.validate_bf16_every`)",
         ),
         Metric("val_samples", "problems", "The number of problems in that mean", VALIDATED),
@@ -229,10 +227,13 @@ MISMATCH = Table(
             "mismatch_k3_kl", "nats per token", "The k3 estimate of KL(rollout, trainer): mean of `w - 1 - x`", COMPARED
         ),
         Metric(
-            "mismatch_kl", "nats per token", "The k1 estimate of the same: mean of `-x`; it can be negative", COMPARED
+            "mismatch_kl",
+            "nats per token",
+            "The k1 estimate of KL(rollout, trainer): mean of `-x`; it can be negative",
+            COMPARED,
         ),
         Metric("probs_diff_mean", "probability", "The mean of `abs(p_trainer - p_rollout)`", COMPARED),
-        Metric("probs_diff_max", "probability", "The largest of them", COMPARED),
+        Metric("probs_diff_max", "probability", "The largest `abs(p_trainer - p_rollout)`", COMPARED),
         Metric("is_weight_mean", "", "The mean importance weight `w`; 1 without a mismatch", COMPARED),
         Metric("is_weight_std", "", "The standard deviation of `w`", COMPARED),
         Metric("is_weight_max", "", "The largest `w`", COMPARED),
@@ -395,9 +396,9 @@ BY_LENGTH = Table(
     "`ess`, `chi2` and `ppl_gap`, as above, and:",
     (
         Metric("min_tokens", "tokens", "The shortest response of the bucket", ""),
-        Metric("max_tokens", "tokens", "The longest one", "null in the last bucket"),
+        Metric("max_tokens", "tokens", "The longest response of the bucket", "null in the last bucket"),
         Metric("num_sequences", "responses", "Responses in the bucket", ""),
-        Metric("num_tokens", "tokens", "Their tokens", ""),
+        Metric("num_tokens", "tokens", "Tokens of those responses", ""),
         Metric(
             "truncated_fraction",
             "fraction",
@@ -432,7 +433,7 @@ MEMORY = File(
                     "The sum of their proportional set sizes: a page that several processes share counts once in all",
                     "",
                 ),
-                Metric("processes", "count", "The number of these processes", ""),
+                Metric("processes", "count", "The number of those processes", ""),
             ),
         ),
     ),
@@ -459,7 +460,12 @@ CLIPPING = File(
                     "Those that the recipe's upper bound would clip by their ratio to the rollout policy",
                     "",
                 ),
-                Metric("unfitted_below", "tokens", "The same for the lower bound", ""),
+                Metric(
+                    "unfitted_below",
+                    "tokens",
+                    "Those that the recipe's lower bound would clip by their ratio to the rollout policy",
+                    "",
+                ),
             ),
         ),
     ),
@@ -486,8 +492,8 @@ EVENTS = File(
                 Metric(
                     "why", "", "The reason, or the numbers behind a decision", "every line; empty where there is none"
                 ),
-                Metric("done", "", "How far a piece of work is", "`progress`"),
-                Metric("total", "", "How much it is", "`progress`"),
+                Metric("done", "", "How much of a piece of work is done", "`progress`"),
+                Metric("total", "", "How much that piece of work is in all", "`progress`"),
                 Metric("note", "", "More about it", "`progress`"),
                 Metric("error", "", "[The error's name](troubleshooting.md#exit-codes)", "`failure`"),
                 Metric("hint", "", "What to do", "`failure`"),

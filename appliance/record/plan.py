@@ -1,4 +1,4 @@
-"""What will happen: RunPlan, a value that is written to `plan.json` and read by every process of a run.
+"""What a run will do: RunPlan, a value that is written to `plan.json` and read by every process of a run.
 
 Nothing here imports torch, verl or vLLM. Paths are absolute strings. A plan never changes after it is written. No field
 has a default that a recipe has too: plan/build.py says them all.
@@ -46,7 +46,7 @@ class Choice(Frozen):
     """A number we derived, with its reason."""
 
     key: str
-    """As in a recipe, or a name of ours where a recipe has none."""
+    """Key as in a recipe, or a name of ours where a recipe has no key for it."""
     value: str
     why: str
 
@@ -55,9 +55,9 @@ class WeightsPlan(Frozen):
     """Places of the weights and of the files beside them, which follow from the section `model`."""
 
     name_or_path: str
-    """Model as the trainer and the engine load it: a folder, or a name on the hub. That of a builtin is in the cache,
-    made on first use, and so is what a GGUF file is converted to; with a revision it is the hub's snapshot of it,
-    fetched on first use."""
+    """Model as the trainer and the engine load it: a folder, or a name on the hub. A builtin's folder is in the cache
+    and is made on first use, and so is the folder that a GGUF file is converted to; with a revision it is the hub's
+    snapshot of that revision, fetched on first use."""
     hub_name: str = ""
     """Name on the hub; empty for a folder, a GGUF file and a builtin."""
     commit: str = ""
@@ -81,35 +81,35 @@ class WeightsPlan(Frozen):
 
     @property
     def identity(self) -> str:
-        """What problems are told apart by: the path; but of a snapshot its name and commit, of a model in the cache its
-        folder's name, for their paths differ from host to host."""
+        """Text by which the problems of one model are told from another's: the path; but of a snapshot its name and
+        commit, and of a model in the cache its folder's name, because their paths differ from host to host."""
         if self.is_cached:
             return Path(self.name_or_path).name
         return f"{self.hub_name}@{self.commit}" if self.is_pinned else self.name_or_path
 
 
 class UaqPlan(Frozen):
-    """UAQ: trainer and engine read a model that was scaled once."""
+    """UAQ, where trainer and engine read a model that was scaled once."""
 
     scale: float
-    """Weights that a norm feeds are divided by it, and the norm is multiplied; `model/` is folded back."""
+    """Scale by which weights that a norm feeds are divided and the norm is multiplied; `model/` is folded back."""
     folder: str
-    """Of the scaled model, in the run's folder; filled before training."""
+    """Folder of the scaled model, in the run's folder; filled before training."""
 
 
 class CodeFile(Frozen):
     """A Python file of the user's that the run executes."""
 
     path: str
-    """The user's own."""
+    """Path of the user's own file."""
     copy_name: str
-    """Of the copy that runs, in `code/` of the run's folder."""
+    """Name of the copy that runs, in `code/` of the run's folder."""
     sha256: str
-    """When the plan was made; empty where it could not be read."""
+    """SHA-256 of the file when the plan was made; empty where it could not be read."""
 
 
 class TaskFiles(Frozen):
-    """Files of the section `task`: those that are made of its problems, with what else they depend on, and the Python
+    """Files of the section `task`: the files that are made of its problems, what else they depend on, and the Python
     files that the run executes."""
 
     train_parquet: str
@@ -119,24 +119,25 @@ class TaskFiles(Frozen):
     schemas_file: str = ""
     """Description of the task's tools, made with the data; empty without tools."""
     commit: str = ""
-    """Commit of `task.data`, which is read at it; empty where the hub was not asked or did not say: its `main`,
-    whatever it is."""
+    """Commit at which `task.data` is read; empty where the hub was not asked or did not say: then its `main` is read,
+    whatever that is."""
     date: str = ""
-    """YYYY-MM-DD, which a chat template that asks is given as today; empty where it was known at first not to ask."""
+    """Date, YYYY-MM-DD, that a chat template that asks is given as today; empty where it was known from the start that
+    none asks."""
     code: tuple[CodeFile, ...] = ()
     """The user's Python files, of rewards and tools, each once."""
 
     @property
     def import_path(self) -> tuple[str, ...]:
-        """The user's folders, whose modules the files may import."""
+        """Folders of the user's whose modules the files may import."""
         return tuple(dict.fromkeys(str(Path(file.path).parent) for file in self.code))
 
     def sha256_of(self, file: str) -> str:
-        """SHA-256 as planned. file: path of a file of the user's, or of the run's copy of it."""
+        """Return the SHA-256 of a file as planned. file: path of a file of the user's, or of the run's copy of it."""
         return self._code_file(file).sha256
 
     def folder_of(self, file: str) -> str:
-        """Folder that a file of the user's lies in. file: its path, or that of the run's copy of it."""
+        """Return the folder that a file of the user's lies in. file: its path, or that of the run's copy of it."""
         return str(Path(self._code_file(file).path).parent)
 
     def _code_file(self, file: str) -> CodeFile:
@@ -144,13 +145,13 @@ class TaskFiles(Frozen):
         return by_name[file if file in by_name else Path(file).name]
 
     def with_sums(self, sums: Mapping[str, str]) -> TaskFiles:
-        """The same with other SHA-256 of the Python files. sums: by the names of the copies, of all or some."""
+        """Return a copy with other SHA-256 of the Python files. sums: by the names of the copies, of all or some."""
         code = tuple(file.replace(sha256=sums.get(file.copy_name, file.sha256)) for file in self.code)
         return self.replace(code=code)
 
 
 class EnginePlan(Frozen):
-    """How every engine runs, and what it holds at a time; RunPlan.engines has what each of them quantises."""
+    """Settings and sizes that every engine runs with; RunPlan.engines has what each of them quantises."""
 
     eager: bool
     """Whether engines run without CUDA graphs and torch.compile."""
@@ -171,12 +172,12 @@ class ProfilePlan(Frozen):
     """The profile that the rollouts use."""
 
     folder: str
-    """In the run's folder, filled before training."""
+    """Folder of the profile in the run's folder, filled before training."""
     source: str
-    """A profile to copy, or empty to make one (or find it in the cache)."""
+    """Profile to copy; empty: one is made, or taken from the cache."""
     scheme: Scheme
     error_budget: float | None = None
-    """Of runs of earlier versions alone: the error of a layer's outputs above which it was kept in BF16."""
+    """Error of a layer's outputs above which the layer was kept in BF16; only in runs of earlier versions."""
 
 
 class ShadowPlan(Frozen):
@@ -189,7 +190,7 @@ class ShadowPlan(Frozen):
 
 
 class TrainerMemory(Frozen):
-    """Memory that an update of the trainer uses, by the room that there is (plan/room.py)."""
+    """Use of memory by an update of the trainer, which depends on the memory that there is (plan/room.py)."""
 
     gradient_checkpointing: bool
     """Whether a backward computes a layer's activations again, of which then only the inputs are kept."""
@@ -199,10 +200,10 @@ class TrainerMemory(Frozen):
 
 
 class ExpectedAttestation(Frozen):
-    """One process that must say what it runs before the first step."""
+    """Attestation that a process must write before the first step: what it runs."""
 
     role: str
-    """`rollout`, `trainer` or `driver`."""
+    """Role of the process: `rollout`, `trainer` or `driver`."""
     rank: int
     scheme: Scheme
     patches: tuple[str, ...] = ()
@@ -239,22 +240,22 @@ class RunPlan(Frozen):
     """The recipe's, with all sizes but `max_tokens_per_gpu` written out, which is null where it is off."""
     logging: Logging
     argv: tuple[str, ...]
-    """The exact child: what plan/verl_args.py makes of the rest of this plan."""
+    """Command of the training process, which plan/verl_args.py makes of the rest of this plan."""
     env: tuple[tuple[str, str], ...]
-    """What the child gets on top of the launcher's own environment (names from terms/environment.py)."""
+    """Variables that the child gets on top of the launcher's own environment (names from terms/environment.py)."""
     pins: tuple[tuple[str, str], ...]
-    """(distribution, version that the patches were made for)."""
+    """Versions that the patches were made for: (distribution, version)."""
     choices: tuple[Choice, ...]
     attestations: tuple[ExpectedAttestation, ...]
     guard: Guard
-    """With the actions written out, and with how engines change their scheme."""
+    """The recipe's, with the actions written out, and with how engines change their scheme."""
     uaq: UaqPlan | None
     optimizer: Optimizer
     cluster: Cluster
     """The recipe's, with the device and the token's file written out, and `run_dir` absolute."""
     checkpoint: Checkpoint
     resume_from: str
-    """The checkpoint whose step this attempt goes on after, empty for a start from the model."""
+    """Checkpoint that this attempt resumes from, empty for a start from the model."""
     algorithm: Algorithm
     """The recipe's, with what its kind and its loss stand for written out."""
     trainer: Trainer
@@ -336,7 +337,7 @@ class RunPlan(Frozen):
 
     @property
     def trained_model(self) -> str:
-        """What trainer and engine start from: the model, or with UAQ the scaled one in the run's folder."""
+        """Model that trainer and engine start from: the recipe's, or with UAQ the scaled one in the run's folder."""
         return self.uaq.folder if self.uaq else self.weights.name_or_path
 
     def to_json(self) -> str:
@@ -365,7 +366,8 @@ def engines_of(
 
 
 def read_plan(path: Path) -> RunPlan:
-    """Raises ValueError with one sentence where it is no plan of this version, OSError when it cannot be read."""
+    """Read a plan. Raises ValueError with one sentence where it is no plan of this version, OSError when it cannot be
+    read."""
     try:
         return RunPlan.model_validate_json(with_keys_of_today(path.read_bytes()))
     except ValidationError as error:
@@ -373,7 +375,7 @@ def read_plan(path: Path) -> RunPlan:
 
 
 def sentence(error: ValidationError) -> str:
-    """What is wrong with the text of a plan, in one."""
+    """Describe what is wrong with the text of a plan, in one sentence."""
     problems = error.errors(include_url=False)
     for each in problems:
         if each["loc"] == ("schema_version",):

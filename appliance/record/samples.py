@@ -53,7 +53,8 @@ class StepSamples:
     validation: tuple[Sample, ...] = ()
     training: tuple[Sample, ...] = ()
     val_scheme: str = ""
-    """Scheme of `validation`, which a change of the rollouts may precede; empty in lines of older code: `scheme`."""
+    """Scheme of `validation`, which may differ from `scheme` where the rollouts changed theirs; empty in lines of older
+    code, where it is `scheme`."""
 
 
 def shortened(text: str) -> str:
@@ -64,7 +65,7 @@ def shortened(text: str) -> str:
 
 
 def append_samples(run_dir: Path, samples: StepSamples) -> None:
-    """Raises OSError."""
+    """Append the samples of a step. Raises OSError."""
     append_line(run_dir / SAMPLES_FILE, asdict(samples))
 
 
@@ -112,10 +113,11 @@ class SampleReader:
 
 
 class SampleLog:
-    """decode: token ids of a prompt to text. A response has the text that rewards read."""
+    """Collects samples of rollouts as they arrive, and writes the line of a step. The text of a response is the one
+    that rewards read."""
 
     def __init__(self, run_dir: Path, *, steps: int, decode: Callable[[Any], str]) -> None:
-        """steps: of the whole run."""
+        """steps: of the whole run.  decode: function that turns token ids of a prompt into text."""
         self._run_dir = run_dir
         self._every = max(1, -(-steps // _LINES))
         self._decode = decode

@@ -54,7 +54,7 @@ class RunRecord:
     exit_code: Code | None = None
     """Exit code; None until the end."""
     reason: str = ""
-    """Reason of the end, one line; empty unless failed or stopped."""
+    """Reason of the end, one line; empty unless the run failed or was stopped."""
     schema_version: Literal[1] = 1
 
 

@@ -30,13 +30,13 @@ class Work:
     total: float
     note: str
     since: float
-    """Unix s of its first report."""
+    """Time of its first report, Unix s."""
     at: float
 
 
 @dataclass(frozen=True)
 class BoundedSeries(Generic[Kept]):
-    """Things as they come, in memory that does not grow."""
+    """Items as they come, in memory that does not grow."""
 
     count: int = 0
     first: tuple[Kept, ...] = ()
@@ -68,7 +68,7 @@ class BoundedSeries(Generic[Kept]):
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of a run. Times are unix seconds, rewards means."""
+    """State of a run, as its events and metrics tell it. Times are Unix seconds, rewards are means."""
 
     steps: int
     """Steps that are planned."""
@@ -224,10 +224,10 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How far the rollout policy is from the trainer's, in a plain word."""
+    """Judgement of a step: how far the rollout policy is from the trainer's, in one word."""
 
     word: str
-    """`fine`, `bad` or `unknown`."""
+    """Word for it: `fine`, `bad` or `unknown`."""
     reasons: tuple[str, ...] = ()
     """Sentences about what is outside its bounds."""
 

@@ -14,10 +14,11 @@ _WRONG, _RIGHT = "  (wrong)", "  (right)"
 
 
 def answers_table(samples: Sequence[StepSamples], *, is_graded: bool) -> str:
-    """A table of problems with the first and the last answer to each. Empty where there are not two validations with
-    the same problems.
+    """Make a table of problems with the first and the last answer to each. Empty where there are not two validations
+    with the same problems.
 
-    samples: of a run, by step.  is_graded: 1 is right and 0 wrong; of rewards of the user's own nobody knows.
+    samples: of a run, by step.  is_graded: whether 1 is right and 0 wrong, which is not known of rewards of the user's
+    own.
     """
     validated = [line for line in samples if line.validation]
     if len(validated) < 2:
@@ -33,7 +34,7 @@ def answers_table(samples: Sequence[StepSamples], *, is_graded: bool) -> str:
         for problem, (before, after) in zip(problems, pairs, strict=True)
     ]
     before_head = "before" if first.step == 0 else f"after step {first.step}"
-    head = ("a problem of the validation", before_head, f"after step {last.step}")
+    head = ("a validation problem", before_head, f"after step {last.step}")
     return console.table(rows, head=head, columns=console.columns())
 
 

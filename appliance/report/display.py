@@ -26,7 +26,7 @@ from appliance.terms.schemes import beside
 
 PHASES = {
     Phase.STARTING: "starting",
-    Phase.PREPARE: "making what the cache lacks",
+    Phase.PREPARE: "preparing model and data",
     Phase.SCALE: "scaling the model (UAQ)",
     Phase.PROFILE: "profiling the model",
     Phase.IMPORT: "importing PyTorch, vLLM and verl",
@@ -57,13 +57,13 @@ def phase_text(phase: str) -> str:
 
 
 def title(plan: RunPlan) -> str:
-    """`name: int8 rollouts, tis with cap 2`."""
+    """Return the title of a run: `name: int8 rollouts, tis with cap 2`."""
     rollout = f"{plan.rollout.label}{', emulated,' if plan.emulates else ''} rollouts"
     return f"{plan.name}: {rollout}, {plan.correction_text}"
 
 
 def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
-    """The line of one finished step. now: unix s."""
+    """Return the line of one finished step. now: unix s."""
     left = remaining_s(state, now=now)
     parts = (
         f"step {step.step}/{state.steps}",
@@ -82,19 +82,20 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
 
 
 def plain_validation(step: StepMetrics) -> str:
-    """The line of a validation that belongs to no step: the one before training."""
+    """Return the line of the validation before training, which belongs to no step."""
     samples = "" if step.val_samples is None else f" ({step.val_samples:.0f} problems, {val_how(step)})"
     sets = (f"  {name} {set_text(metrics)}" for name, metrics in by_set(step).items())
     return f"validation before training {_validated(step)}{samples}{''.join(sets)}"
 
 
 def rewards_text(step: StepMetrics) -> str:
-    """`right_sum 0.92  only_digits -0.02`; empty but for a task of the user's own."""
+    """Return the mean of each reward, `right_sum 0.92  only_digits -0.02`; empty but for a task of the user's own."""
     return "  ".join(f"{name} {value:.2f}" for name, value in rewards_of(step).items())
 
 
 def set_text(metrics: Mapping[str, float], *, before: Mapping[str, float] | None = None) -> str:
-    """`avg@4 0.250, pass@4 0.600`, of several tries the most; each with its value before training where it is known."""
+    """Return the metrics of a validation set, `avg@4 0.250, pass@4 0.600`: of several pass@k the largest k. before:
+    their values before training, where they are known."""
     names = list(metrics)
     return ", ".join(
         f"{name} {metrics[name]:.3f}" + (f" ({before[name]:.3f} before)" if before and name in before else "")
@@ -103,7 +104,7 @@ def set_text(metrics: Mapping[str, float], *, before: Mapping[str, float] | None
 
 
 def set_rows(state: RunState) -> list[tuple[str, str]]:
-    """(label, text) pairs of several validations; none where there is one."""
+    """Return (label, text) pairs of several validations; none where there is one."""
     now = bool(state.val_last_step)
     return [
         (name, set_text(metrics, before=state.sets_first.get(name) if now else None))
@@ -168,7 +169,7 @@ def _tiny(value: float | None) -> str:
 
 
 def panel(plan: RunPlan, state: RunState, *, now: float, columns: int, ascii_only: bool = False) -> RenderableType:
-    """The live display. now: unix s.  columns: of the terminal; bars are left out of narrow ones."""
+    """Draw the live display. now: unix s.  columns: of the terminal; bars are left out of narrow ones."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
@@ -226,7 +227,7 @@ def _sync_text(step: StepMetrics) -> str:
 
 
 def validation_text(state: RunState) -> str:
-    """The validation that counts before training, and the newest one after a step."""
+    """Return the validation before training and the newest one after a step, as text."""
     before = "" if state.val_first is None else f"{state.val_first:.3f} before"
     now = f"{state.val_last:.3f} after step {state.val_last_step}" if state.val_last_step else ""
     if now and state.val_bf16 is not None:
@@ -265,14 +266,15 @@ def _distributions_text(step: StepMetrics) -> str:
 
 
 class Progress(contextlib.ExitStack):
-    """Shows nothing. What shows something has a `show` of its own."""
+    """Shows nothing; its subclasses show the progress of a run."""
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
-        """Called a few times a second with the newest state and what has come since the last call."""
+        """Show progress; called a few times a second. state: the newest.  news: what has come since the last call."""
 
 
 def choose_progress(plan: RunPlan, *, json_mode: bool, quiet: bool = False) -> Progress:
-    """quiet: a live panel or nothing, because a caller has many runs and a line for each."""
+    """Choose how progress is shown. quiet: a live panel or nothing, because the caller has many runs and prints a line
+    for each."""
     if json_mode:
         return JsonProgress()
     people = console.err_console()
@@ -305,7 +307,7 @@ class LiveProgress(Progress):
 
 
 class PlainProgress(Progress):
-    """One line per step and per phase; the phases inside a step only until the first step is done."""
+    """Prints one line per step and per phase; the phases inside a step only until the first step is done."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +347,7 @@ class PlainProgress(Progress):
 
 
 class JsonProgress(Progress):
-    """Every event and every line of metrics on stdout as it comes, with its `type` in front."""
+    """Prints every event and every line of metrics on stdout as it comes, with its `type` in front."""
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
         for item in news:

@@ -11,7 +11,7 @@ IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█▓▒░·", "_.-=+*%#=+-.") 
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `2 min 5 s`, `3 h 12 min`."""
+    """Format a duration: `42 s`, `2 min 5 s`, `3 h 12 min`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, *, digits: int = 3) -> str:
-    """A fixed number of digits after the point, `-` for what is not known."""
+    """Format a number with a fixed number of digits after the point; `-` for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -30,7 +30,7 @@ def tokens_per_s(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """The values from left to right in at most `width` characters; more values than that are averaged in groups."""
+    """Draw values from left to right in at most `width` characters; more values than that are averaged in groups."""
     if not values:
         return ""
     size = math.ceil(len(values) / width)
@@ -41,14 +41,14 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 
 def bar(done: float, *, total: float, width: int) -> str:
-    """A bar of `width` characters between brackets; full only when all is done."""
+    """Draw a bar of `width` characters between brackets; full only when all is done."""
     share = min(1.0, max(0.0, done / total)) if total > 0 else 0.0
     filled = math.floor(share * width)
     return f"[{'█' * filled}{'░' * (width - filled)}]"
 
 
 def split_bar(parts: Sequence[float], *, width: int) -> str:
-    """The parts of a whole, each in its pattern of FILLS, `width` characters together."""
+    """Draw the parts of a whole, each in its pattern of FILLS, `width` characters together."""
     whole = sum(parts)
     if whole <= 0:
         return ""

@@ -25,9 +25,9 @@ _LANES = (  # name, class of the frame's style, kinds of events
 
 
 def curves(view: RunView) -> list[tuple[str, list[str]]]:
-    """Figures by heading."""
+    """Draw the curves of a run, by heading."""
     return [
-        ("What it learned", _learned(view)),
+        ("What the run learned", _learned(view)),
         ("How far the rollout policy is from the trainer's", [*_mismatch(view), *_quantised(view)]),
         ("What a step takes", _spent(view)),
     ]
@@ -38,10 +38,10 @@ def _learned(view: RunView) -> list[str]:
     schemes = sorted(validated, key=str(Scheme.BF16).__eq__)  # BF16 last
     validation = [_known(validated[each], name=each, index=index) for index, each in enumerate(schemes)]
     how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
-    clipped = "of the tokens with a negative advantage; where it rises with the entropy, the clip cuts noise"
-    rewards = Chart("Rewards", "each one's mean of a step", marks=marks, legend=True)
+    clipped = "of the tokens with a negative advantage; where this rises with the entropy, clipping removes noise"
+    rewards = Chart("Rewards", "mean of each in a step", marks=marks, legend=True)
     averages = Chart("Validations", "mean reward", marks=marks, legend=True)
-    passed = Chart("Passed", "of several tries one", marks=marks, legend=True)
+    passed = Chart("Passed", "at least one of several tries", marks=marks, legend=True)
     return [
         _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), "reward_mean"),
         *_by_name(view, rewards, _named_rewards(view), dotted=False),
@@ -61,9 +61,12 @@ def _called(view: RunView) -> list[str]:
     if view.steps.curves["turns_mean"].last is None:
         return []
     marks = _attempt_marks(view)
-    chart = Chart("Tool calls", "of a sample, mean", marks=marks, from_zero=True, legend=True)
+    chart = Chart("Tool calls", "per sample, mean", marks=marks, from_zero=True, legend=True)
     calls = [_series(view, "tool_calls_mean", name="all", index=1), _series(view, "calls_right", name="right")]
-    return [line_chart(chart, calls), _curve(view, Chart("Turns", "of the model, mean", marks=marks), "turns_mean")]
+    return [
+        line_chart(chart, calls),
+        _curve(view, Chart("Turns", "of the model per sample, mean", marks=marks), "turns_mean"),
+    ]
 
 
 def _named_rewards(view: RunView) -> dict[str, str]:
@@ -72,14 +75,16 @@ def _named_rewards(view: RunView) -> dict[str, str]:
 
 
 def _named_sets(view: RunView, start: str) -> dict[str, str]:
-    """The same for `<set> avg@<n>` or `<set> pass@<k>`. start: of the metric."""
+    """Key in StepHistory.known -> name of the curve, for `<set> avg@<n>` or `<set> pass@<k>`. start: beginning of the
+    metric's name."""
     keys = [key for key in view.steps.known if key.startswith(VALIDATION)]
     split = {key: key.removeprefix(VALIDATION).rpartition("/") for key in keys}
     return {key: f"{name} {metric}" for key, (name, _, metric) in split.items() if metric.startswith(start)}
 
 
 def _by_name(view: RunView, chart: Chart, names: dict[str, str], *, dotted: bool) -> list[str]:
-    """A curve for each; no figure where there is none. dotted: few lines have them."""
+    """Draw a curve for each name; no figure where there is none. dotted: whether few lines of metrics have the
+    values."""
     curves = [
         _known(view.steps.known[key], name=name, index=index, dotted=dotted)
         for index, (key, name) in enumerate(names.items())
@@ -151,9 +156,9 @@ def _spent(view: RunView) -> list[str]:
 
 
 def _attempt_marks(view: RunView) -> list[Mark]:
-    """Mark where a later attempt resumed: between the last step it found done and its own first one."""
+    """Mark where a later attempt resumed: between the last step done before it and its own first step."""
     return [
-        Mark(attempt.after + 0.5, f"attempt {attempt.number} goes on after step {attempt.after}")
+        Mark(attempt.after + 0.5, f"attempt {attempt.number} resumes after step {attempt.after}")
         for attempt in view.attempts[1:]
     ]
 
@@ -179,7 +184,7 @@ def _known(found: Thinned, *, name: str, index: int, dotted: bool = True) -> Ser
 
 
 def timeline(view: RunView) -> list[str]:
-    """Figures with one axis of time, seconds since the first event. Empty before that."""
+    """Draw the figures over time, in seconds since the first event; none before there is one."""
     if not view.events:
         return []
     seconds = max(view.ended - view.started, 1.0)
@@ -187,8 +192,8 @@ def timeline(view: RunView) -> list[str]:
     doing = list(bands(view))
     there = {band.name for band in doing}
     colours = [(colour, name) for name, colour in _COLOURS.items() if name in there]
-    attempts = f"{len(view.attempts)} attempts; dashed lines are their starts" if marks else ""
-    chart = Chart("What it was doing", attempts, marks=marks, width=_WIDTH)
+    attempts = f"{len(view.attempts)} attempts; dashed lines mark their starts" if marks else ""
+    chart = Chart("What the run was doing", attempts, marks=marks, width=_WIDTH)
     memory = Chart(
         "Memory",
         "GiB, proportional set size of all processes on the launcher's host",
@@ -227,7 +232,8 @@ def _words(event: Event) -> str:
 
 
 def event_rows(view: RunView) -> tuple[list[tuple[str, ...]], int]:
-    """(after, kind, what, why), and how many are left out, as of EventHistory.listed."""
+    """Return rows (after, kind, what, why) of the listed events, and how many events are left out
+    (EventHistory.listed)."""
     kept, left_out = view.events.listed()
     rows = [
         (draw.duration(event.time - view.started), event.kind, event.what, event.why or event.note) for event in kept

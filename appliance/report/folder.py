@@ -54,6 +54,7 @@ DOING = {  # the phases of what a run does
 }
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
+_UNREADABLE = "let this user read its files, or name another run"
 _MOST_NAMES = 10
 _MOST_LISTED = 400
 _MOST_BANDS = 4096
@@ -72,9 +73,9 @@ class Attempt:
     number: int
     """Number of the attempt, from 1."""
     time: float
-    """Unix s of its first event."""
+    """Time of its first event, Unix s."""
     after: int
-    """The last step that it found done."""
+    """Last step that was done when the attempt began."""
 
 
 class StepHistory:
@@ -207,8 +208,9 @@ class EventHistory:
         return merged([*self._bands[-1:], Band(event.time, end, _DOING_IN[event.what], 0)], least=0.0)
 
     def doing(self, *, ended: float) -> list[Band]:
-        """Names of DOING, each from its first phase to one of another, to the failure or stop that ended it, or to the
-        last sign of its attempt. Unix s; of very many, short ones are put together. ended: of the run."""
+        """Return bands with the names of DOING, each from its first phase to a phase of another, to the failure or stop
+        that ended it, or to the last sign of its attempt. Unix s; of very many, short ones are put together. ended: of
+        the run."""
         return [*self._bands[:-1], *self._last_until(ended)]
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Event]:
@@ -216,8 +218,7 @@ class EventHistory:
         return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].with_last())]
 
     def listed(self) -> tuple[list[Event], int]:
-        """Everything that happened but phases and progress; of very many the first and the last, and how many are left
-        out."""
+        """Return all events but phases and progress; of very many the first and the last, and how many are left out."""
         left_out = max(0, self.num_listed - _MOST_LISTED)
         return ([*self._first[: _MOST_LISTED // 4], *self._last] if left_out else self._first), left_out
 
@@ -232,14 +233,14 @@ class RankUpdates:
     newest: Acknowledgement | None = None
     has_switched: bool = False
     sent: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Manifests that the trainer sent it, by the number of the update, of the few updates that another rank has not
-    reached yet."""
+    """Manifests that the trainer sent to the rank, by the number of the update, of the few updates that another rank
+    has not reached yet."""
     taken: dict[int, Acknowledgement] = dataclasses.field(default_factory=dict)
     """Acknowledgements, by the number of the update, of the same few updates."""
 
 
 class UpdateHistory:
-    """The weight updates of the newest attempt: what was sent to each rank of an engine, held against what it took."""
+    """The weight updates of the newest attempt: what was sent to each rank of an engine, compared with what it took."""
 
     def __init__(self, run_dir: Path, *, places: Sequence[tuple[int, int]]) -> None:
         """places: (replica, rank of it)."""
@@ -253,7 +254,8 @@ class UpdateHistory:
         self._num_misses = 0
 
     def read(self) -> None:
-        """What is new. All ranks side by side: what all are beyond needs no room any more. Raises OSError."""
+        """Read what is new, of all ranks side by side: updates that all ranks are past need no memory any more. Raises
+        OSError."""
         most = max(_LEAST_AT_ONCE, _MOST_WAITING // max(1, len(self.ranks)))
         while any([self._read_rank(*each, most=most) for each in zip(self.ranks, self._tails, strict=True)]):
             self._settle()
@@ -287,15 +289,16 @@ class UpdateHistory:
             self._settled = number
 
     def generation(self) -> Generation:
-        """The present engines; where the file cannot be read the first ones, which are held against the plan."""
+        """Return the present engines; where the file cannot be read, the first ones, which are compared with the
+        plan."""
         try:
             return read_generation(self._run_dir)
         except SyncError:
             return Generation()
 
     def misses(self, *, is_done: bool) -> tuple[list[str], int]:
-        """Updates that an engine did not take as they were sent: the first sentences, and how many there are. is_done:
-        False where the newest update may be on its way, or was when the run ended."""
+        """Describe updates that an engine did not take as they were sent: the first sentences, and how many there are.
+        is_done: False where the newest update may be on its way, or was when the run ended."""
         firsts = self.generation().firsts
         waiting = [
             miss
@@ -318,7 +321,8 @@ class UpdateHistory:
 
 
 class MemoryHistory:
-    """curve: bytes over unix s.  peak: bytes.  newest: unix s, 0 before there is a sample."""
+    """Memory of a run over time. curve is in bytes over Unix s, peak in bytes; newest is the Unix time of the last
+    sample, 0 before there is one."""
 
     def __init__(self) -> None:
         self.curve = Thinned()
@@ -335,7 +339,7 @@ class MemoryHistory:
 
 @dataclass(frozen=True)
 class RunView:
-    """All that a page shows."""
+    """Everything that the page of a run shows."""
 
     run_dir: Path
     plan: RunPlan
@@ -348,7 +352,7 @@ class RunView:
     samples: list[StepSamples]
     attests: list[Attestation]
     versions: list[tuple[str, str]]
-    """(of, it)."""
+    """Versions: (name of the package or part, version)."""
     recipe_yaml: str
 
     @property
@@ -371,7 +375,8 @@ class RunView:
 
 
 def find_run(run: str, *, run_root: Path) -> Path:
-    """The folder of a run, given by its path or its name under the run root. Raises RecipeError when there is none."""
+    """Find the folder of a run, given by its path or its name under the run root. Raises RecipeError when there is
+    none."""
     for folder in (Path(run), run_root / run):
         if os.path.isfile(folder / RUN_FILE):  # unlike Path.is_file it takes any text
             return folder.absolute()
@@ -384,26 +389,27 @@ def find_run(run: str, *, run_root: Path) -> Path:
 
 @contextlib.contextmanager
 def reading(run_dir: Path) -> Iterator[None]:
-    """An OSError inside, for a file of another user or a folder in a file's place, is a RecipeError."""
+    """Turn an OSError of the block, for a file of another user or a folder in a file's place, into a RecipeError."""
     try:
         yield
     except OSError as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", _UNREADABLE)]) from error
 
 
 def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
-    """A run that is marked as running and has no launcher any more is stopped. Raises RecipeError."""
+    """Read the plan and the record of a run. One that is marked as running and has no launcher any more counts as
+    stopped. Raises RecipeError."""
     try:
         plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
     except (OSError, ValueError) as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", _UNREADABLE)]) from error
     if record.state in UNFINISHED and not has_launcher(run_dir):
         return plan, RunRecord(RunStatus.STOPPED, phase=record.phase, attempt=record.attempt, reason=_LOST)
     return plan, record
 
 
 def read_view(run_dir: Path) -> RunView:
-    """Raises RecipeError when the folder cannot be read as a run."""
+    """Read everything that the page of a run shows. Raises RecipeError when the folder cannot be read as a run."""
     return RunReader(run_dir).view()
 
 

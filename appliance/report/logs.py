@@ -29,7 +29,7 @@ def print_logs(
     follow: bool = False,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """The logs on stdout, in the order of the work. which: one of them by name, None for all.  attempt: its number,
+    """Print logs on stdout, in the order of the work. which: the name of one log, None for all.  attempt: its number,
     None for the newest.  follow: until the run ends, through the attempts that come after the newest.  Raises
     RecipeError when there is none."""
     run_dir = find_run(run, run_root=run_root)
@@ -79,10 +79,10 @@ def _none(run: str, *, folder: Path, which: str | None) -> RecipeError:
     attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
     if attempts and int(folder.name) not in attempts:
         numbers = ", ".join(map(str, attempts))
-        return RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"there are those of: {numbers}")])
+        return RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"attempts with logs: {numbers}")])
     there = [path.stem for path in _logs(folder, which=None)]
     if which is None or not there:
-        return RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
+        return RecipeError([(f"run `{run}`: no logs in {folder} yet", f"appliance status {run} says where the run is")])
     return RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
 
 

@@ -36,16 +36,16 @@ _TIMES_ITS_COST = 50
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in a step."""
+    """Response of a step, as the page shows it."""
 
     step: int
     sample: Sample
     is_graded: bool = True
-    """1 is right and 0 wrong; of rewards of the user's own nobody knows."""
+    """Whether 1 is right and 0 wrong; in a task of the user's own nobody knows what a reward means."""
 
     @property
     def grade(self) -> str:
-        """A class of the pages' style."""
+        """Class of the pages' style."""
         accuracy = self.sample.accuracy
         if accuracy is None or not self.is_graded:
             return ""
@@ -64,10 +64,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class PromptAnswers:
-    """The answers to one prompt, one at least."""
+    """Answers to one prompt, at least one."""
 
     name: str
-    """Name of letters and digits."""
+    """Name that consists of letters and digits."""
     title: str
     answers: list[Answer]
 
@@ -86,8 +86,9 @@ class PromptAnswers:
 
 
 def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
-    """The whole document. Everything that a run, a recipe or a model wrote is escaped. now: unix s, of a run that goes
-    on the time up to which the page tells.  awaits_restart: its launcher lives, and may begin another attempt."""
+    """Render the whole document. Everything that a run, a recipe or a model wrote is escaped. now: Unix s; for a run
+    that is not over, the time up to which the page reports.  awaits_restart: whether its launcher lives and may begin
+    another attempt."""
     record = view.record
     code = "" if record.exit_code in (None, 0) else f", exit code {record.exit_code}"
     rows, left_out = event_rows(view)
@@ -118,7 +119,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         argv=view.plan.argv,
         reload_s=RELOAD_S if view.is_live or awaits_restart else 0,
         written=now,
-        forsaken="This page has not been rewritten for five minutes: its launcher may be gone. To rewrite it: "
+        forsaken="This page has not been rewritten for five minutes: the run's launcher may be gone. To rewrite it: "
         f"appliance report {quoted_path(view.run_dir)}",
     )
 
@@ -143,7 +144,7 @@ def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
         (f"{state.step} / {state.steps}", "steps" + (f", about {draw.duration(left)} left" if left else "")),
         (draw.number(rewards.after), f"reward, {draw.number(rewards.before)} before"),
         (draw.tokens_per_s(median_tokens_per_s(state)).removesuffix(" tokens/s"), "tokens/s of rollout, median"),
-        ("-" if per_step is None else f"{per_step:.1f} s", "a step, median, all included"),
+        ("-" if per_step is None else f"{per_step:.1f} s", "per step, median, all parts included"),
         (draw.duration(took), "in all" if len(view.attempts) < 2 else f"in all, {len(view.attempts)} attempts"),
         ("-" if peak is None else f"{peak / GIB:.1f} GiB", "memory at the peak"),
     ]
@@ -207,7 +208,7 @@ def _some(samples: list) -> list:
 
 
 def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
-    """Write the page again, and print where it is. output: another file than the one in the run's folder. Raises
+    """Write the page again, and print its path. output: another file than the one in the run's folder. Raises
     RecipeError when there is no such run or it cannot be read, PreflightError when the page cannot be written."""
     run_dir = find_run(run, run_root=run_root)
     target = output or run_dir / REPORT_FILE
@@ -223,7 +224,7 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
 
 
 def write_page(run: RunReader, *, target: Path, may_restart: bool = False) -> None:
-    """may_restart: as of LivePage. Raises OSError and RecipeError."""
+    """Write the page of a run. may_restart: as for LivePage. Raises OSError and RecipeError."""
     write_whole(target, _content(run.view(), may_restart=may_restart), durable=False)
 
 
@@ -253,7 +254,7 @@ class LivePage:
         self._broken = False
 
     def tick(self, *, news: bool, now: float) -> None:
-        """now: s of a steady clock."""
+        """Write the page when it is due. news: whether something is new.  now: s of a steady clock."""
         self._stale |= news or now >= self._written + _AT_LEAST_EVERY_S
         if not self._stale or now < self._next:
             return

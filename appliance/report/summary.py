@@ -30,23 +30,23 @@ _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 50
 
 @dataclass(frozen=True)
 class Result:
-    """Means before and after."""
+    """Mean rewards before and after the training."""
 
     before: float | None
     after: float | None
     validated: bool
-    """Whether it is from validation, else from sampled rollouts."""
+    """Whether the means are from validation, else from sampled rollouts."""
 
     def climbed(self, plan: RunPlan) -> bool:
-        """Whether the reward rose by more than noise. Of rewards of the user's own nobody knows the range: there it is
-        the same share of what was reached."""
+        """Tell whether the reward rose by more than noise. The range of rewards of the user's own is not known: there
+        noise is the same share of the larger mean."""
         if self.before is None or self.after is None:
             return False
         scale = max(abs(self.before), abs(self.after)) if plan.task.is_own else 1.0
         return self.after > self.before + _CLIMB * scale
 
     def stayed_at_top(self, plan: RunPlan) -> bool:
-        """Whether nothing was left to learn. Of rewards of the user's own nobody knows the range."""
+        """Tell whether nothing was left to learn. False for rewards of the user's own, whose range is not known."""
         ends = (self.before, self.after)
         return not plan.task.is_own and all(each is not None and each > 1 - _CLIMB for each in ends)
 
@@ -66,7 +66,8 @@ def result(state: RunState) -> Result:
 
 
 def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
-    """(label, text) pairs. seconds: of this attempt.  folder: the run's folder as a person would type it."""
+    """Return the summary of a run as (label, text) pairs. seconds: of this attempt.  folder: the run's folder as a
+    person would type it."""
     rewards, per_step = result(state), draw.number(step_seconds(state), digits=1)
     how = f"{state.val_how}, {state.val_samples} problems of the validation set"
     how = how if rewards.validated else "sampled, while training"
@@ -111,7 +112,7 @@ def _mismatch(state: RunState) -> str:
 
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
-    """One or two things that this run's outcome suggests."""
+    """Suggest one or two things to try next, by this run's outcome."""
     longer, lines = _longer(plan, folder=folder), []
     other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
     one_scheme = (  # that may be another: what the recipe has goes with each
@@ -145,7 +146,7 @@ def _longer(plan: RunPlan, *, folder: str) -> str:
 def summary_object(
     plan: RunPlan, state: RunState, *, state_name: str, exit_code: int, reason: str, seconds: float
 ) -> dict[str, Any]:
-    """The same for machines; also what a run that failed or was stopped says of itself."""
+    """Return the summary as JSON values, also for a run that failed or was stopped."""
     rewards = result(state)
     return {
         "state": state_name,
@@ -195,7 +196,7 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
 
 
 def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: str) -> tuple[tuple[str, str], ...]:
-    """(label, text) pairs; what is not known yet is left out."""
+    """Return the status of a run as (label, text) pairs; what is not known yet is left out."""
     is_live, code = record.state in UNFINISHED, "" if record.exit_code is None else f" (exit code {record.exit_code})"
     rows = [("run", display.title(plan))]
     rows.append(("state", f"{record.state}{code}" + (f": {record.reason}" if record.reason else "")))
@@ -226,19 +227,19 @@ def _saved_rows(run_dir: Path, record: RunRecord, *, saved: list[Path]) -> list[
     if saved:
         rows.append(("checkpoint", f"{saved[-1].name}, the newest of {len(saved)}"))
     if record.state in (RunStatus.FAILED, RunStatus.STOPPED) and (command := go_on_command(run_dir)):
-        rows.append(("go on", command))
+        rows.append(("to resume", command))
     return rows
 
 
 def go_on_command(run_dir: Path) -> str:
-    """The command that resumes a run that did not end well; empty when it has no checkpoint."""
+    """Return the command that resumes a run that did not end well; empty when it has no checkpoint."""
     if not in_order(run_dir):
         return ""
     return f"appliance train {quoted_path(run_dir / 'recipe.yaml')} --resume {quoted_path(run_dir)}"
 
 
 def typed_path(path: Path) -> str:
-    """The path as one would type it from here: relative when it lies below the working folder."""
+    """Return a path as one would type it from here: relative when it lies below the working folder."""
     relative = os.path.relpath(path)
     if relative.startswith(".."):
         return str(path)
@@ -246,5 +247,5 @@ def typed_path(path: Path) -> str:
 
 
 def quoted_path(path: Path) -> str:
-    """`typed_path` as a word of a command that is typed: a folder may be named as one likes."""
+    """Return `typed_path` quoted for a shell: a folder may have any name."""
     return shlex.quote(typed_path(path))

@@ -1,6 +1,6 @@
 """What a run comes to, in a word and a sentence per question.
 
-Two of them rest on what the processes wrote down about themselves, held against the plan: attestations and weight
+Two of them rest on what the processes wrote down about themselves, compared with the plan: attestations and weight
 updates, read again from `attest/` and `sync/`, which hold the newest attempt. A line of metrics says nothing of either.
 """
 
@@ -27,7 +27,7 @@ _MOST_SENTENCES = 3
 
 
 class Word(StrEnum):
-    """OPEN: nothing to judge by, or not yet."""
+    """Answer to a question about a run; OPEN where there is nothing to judge by, or not yet."""
 
     FINE = "fine"
     WARN = "warning"
@@ -36,7 +36,7 @@ class Word(StrEnum):
 
     @property
     def grade(self) -> str:
-        """The class of the pages' style."""
+        """Class of the pages' style."""
         return self.name.lower()
 
 
@@ -76,7 +76,7 @@ def _outcome(view: RunView) -> _Said:
             parts = [f"{steps}: {record.reason or record.state}"]
             if state.failure is not None and state.failure.hint:
                 parts.append(state.failure.hint)
-            parts += [f"go on with: {command}"] if command else []
+            parts += [f"to resume: {command}"] if command else []
             word = Word.BAD if record.state is RunStatus.FAILED else Word.WARN
             return word, "; ".join(parts)
         case _:
@@ -86,7 +86,7 @@ def _outcome(view: RunView) -> _Said:
 def _reward(view: RunView) -> _Said:
     rewards = result(view.state)
     if rewards.before is None or rewards.after is None:
-        return Word.OPEN, "no step to compare with" + " yet" * view.is_live
+        return Word.OPEN, "no other step to compare with" + " yet" * view.is_live
     how = (
         f"{view.state.val_how}, {view.state.val_samples} problems"
         if rewards.validated
@@ -125,7 +125,7 @@ def _precision(view: RunView) -> _Said | None:
     if not problems or view.plan.task.is_own:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
     noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)
-    text += f"; {problems:.0f} problems can tell apart ±{noise:.3f} (two standard errors, not paired)"
+    text += f"; with {problems:.0f} problems, less than ±{noise:.3f} is noise (two standard errors, not paired)"
     return Word.FINE if in_scheme > bf16 - noise else Word.WARN, text
 
 
@@ -145,15 +145,15 @@ def _updates(view: RunView) -> _Said:
 def _arrived(ranks: Sequence[RankUpdates], *, attempt: int) -> str:
     updates, of = min(rank.count for rank in ranks), f" of attempt {attempt}" if attempt > 1 else ""
     count = f"{sum(bool(rank.count) for rank in ranks)} of {len(ranks)} engines' processes"
-    sentences = [f"{updates} updates{of} arrived with the digests sent, at {count}"]
+    sentences = [f"{updates} updates{of} arrived with the digests that were sent, at {count}"]
     for words, taken in (
         ("first", [rank.first for rank in ranks if rank.first is not None]),
         ("newest", [rank.newest for rank in ranks if rank.newest is not None]),
     ):
         proven, layers = sum(each.layers_proven for each in taken), sum(each.layers for each in taken)
-        sentences.append(f"kernels proved {proven} of {layers} layers at the {words}")
+        sentences.append(f"kernels proved {proven} of {layers} layers at the {words} update")
     unproven = sum(each.unproven for each in taken)
-    return "; ".join(sentences + [f"tensors there known by their digest alone: {unproven}"] * (unproven > 0))
+    return "; ".join(sentences + [f"tensors of the newest known by their digest alone: {unproven}"] * (unproven > 0))
 
 
 def _attested(view: RunView) -> _Said:
@@ -167,8 +167,8 @@ def _attested(view: RunView) -> _Said:
     if attested.wrong or attested.unreadable:
         return Word.BAD, _first([*attested.wrong, *attested.unreadable])
     if not count and view.record.state is not RunStatus.DONE:
-        return Word.OPEN, "no process has said yet what it runs"
-    text = f"{count} of {len(expected)} processes run the scheme, patches and versions of the plan, by their own word"
+        return Word.OPEN, "no process has reported yet what it runs"
+    text = f"{count} of {len(expected)} processes report the scheme, patches and versions of the plan"
     if not attested.missing and expected:
         return Word.FINE, text
     word = Word.OPEN if view.is_live else Word.WARN
@@ -196,7 +196,7 @@ def _first(sentences: Sequence[str], *, count: int | None = None) -> str:
 def _guard(view: RunView) -> _Said:
     events = view.events.by_kind["guard"]
     if not view.plan.guard.actions:
-        return Word.OPEN, "it may do nothing: guard.actions is empty"
+        return Word.OPEN, "the guard may do nothing: guard.actions is empty"
     if not events:
         return Word.FINE, "no step gave it a reason to"
     _, last = events.last[-1]
@@ -210,6 +210,6 @@ def _rewards(view: RunView) -> _Said | None:
     if steps.failures:
         sentences.append(f"{steps.failures:.0f} rewards failed")
     if steps.broken:
-        last = f"log-probabilities were not finite, last in {steps.last_broken}"
+        last = f"log-probabilities were not finite, last in step {steps.last_broken}"
         sentences.append(f"{steps.broken} steps were not learned from: {last}")
     return (Word.WARN, "; ".join(sentences)) if sentences else None

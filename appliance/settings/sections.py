@@ -43,7 +43,7 @@ class Section(Frozen):
 
     @property
     def open_keys(self) -> list[str]:
-        """Keys of `MADE_BY_PLAN` that have no value yet; those of a section inside are dotted."""
+        """Keys of `MADE_BY_PLAN` that have no value yet; those of a section within this one are dotted."""
         left_open = [key for key in self.MADE_BY_PLAN if _is_open(getattr(self, key))]
         inside = [(key, section) for key, value in self for section in _sections_in(value)]
         return left_open + [f"{key}.{left}" for key, section in inside for left in section.open_keys]
@@ -55,7 +55,7 @@ def _sections_in(value: object) -> list[Section]:
 
 
 def _is_open(value: object) -> bool:
-    """Whether a value is left to the plan: `auto`, or a list with one, or null."""
+    """Return whether a value is left to the plan: `auto`, a list with an `auto` in it, or null."""
     return value in (None, AUTO) or (isinstance(value, tuple) and AUTO in value)
 
 
@@ -63,7 +63,8 @@ _SCHEME_CHOICES = (AUTO, *map(str, Scheme))
 
 
 def _scheme_or_auto(value: object) -> object:
-    """Scheme of its name, and `auto` as it is. One error for both, where a union would report one for each."""
+    """Return the scheme of this name, and `auto` as it is. One error for both, where a union would report one for
+    each."""
     if value not in _SCHEME_CHOICES:
         *others, last = (f"'{choice}'" for choice in _SCHEME_CHOICES)
         raise PydanticKnownError("enum", {"expected": f"{', '.join(others)} or {last}"})
@@ -74,7 +75,7 @@ SchemeChoice = Annotated[Scheme | Literal["auto"], BeforeValidator(_scheme_or_au
 
 
 def _built_in_tasks() -> list[str]:
-    """Kinds of the modules of tasks/built_in, of which none is imported."""
+    """Return the task kinds that the modules of tasks/built_in implement, without importing any of them."""
     folder, first = Path(__file__).parents[1] / "tasks" / "built_in", ["arithmetic", "gsm8k"]  # as they are listed
     kinds = {module.name.replace("_", "-") for module in pkgutil.iter_modules([str(folder)])}
     return first + sorted(kinds.difference(first))
@@ -96,7 +97,7 @@ PRESETS: dict[AlgorithmKind, dict[str, str]] = {
     AlgorithmKind.DR_GRPO: {"advantage": Advantage.DR_GRPO.value, "aggregate": Aggregate.CONSTANT.value},
     AlgorithmKind.GSPO: {"loss": Loss.GSPO.value, "aggregate": Aggregate.SEQUENCE_MEAN.value},
 }
-"""A kind is a name for these keys; the others have none but their rules."""
+"""Values that each kind stands for; a kind that is not here has rules and no values of its own."""
 
 
 class Attention(StrEnum):
@@ -115,7 +116,8 @@ class Forward(StrEnum):
     ROLLOUT = "rollout"
 
     def knows(self, scheme: Scheme) -> bool:
-        """Whether a trainer's layers are the engine's in it: a scale of a whole weight or block spans what is fused."""
+        """Return whether a trainer's layers can compute in the scheme as the engine's do. The engine fuses layers, so
+        that a scale of a whole weight or block spans several of the trainer's."""
         return scheme.spec.trained_in and (self is not Forward.LINEARS or scheme.spec.scales is Scales.CHANNEL)
 
 
@@ -146,7 +148,7 @@ class LogBackend(StrEnum):
 
 
 def _name_all_linear(targets: object) -> object:
-    """Every linear layer by its name, where peft's word for all of them stands, alone or as a list."""
+    """Return every linear layer by its name where peft's word for all of them is given, alone or as a list."""
     return list(Linear) if targets in (ALL_LINEAR, [ALL_LINEAR]) else targets
 
 
@@ -161,13 +163,13 @@ class Lora(Section):
     MADE_BY_PLAN = ("alpha", "targets")
 
     rank: int = Field(32, ge=1, le=1024)
-    """width of both matrices"""
+    """rank of the adapter: the inner dimension of its two matrices"""
     alpha: int | None = Field(None, ge=1)
-    """factor of their product, times 1 / rank; null: as the rank"""
+    """scale of the adapter: the product of its matrices counts alpha / rank times; null: alpha is the rank"""
     targets: Annotated[Lax[tuple[Lax[Linear], ...]], _ByPeftsName] | None = Field(None, min_length=1)
-    """linear layers that get an adapter; null or `all-linear`, which is peft's name for it: all of a decoder layer"""
+    """linear layers that get an adapter; null, or `all-linear` as peft calls it: all those of the decoder layers"""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """share of the adapter's inputs that an update drops"""
+    """share of the adapter's inputs that are dropped at random in an update"""
 
 
 class Model(Section):
@@ -176,13 +178,13 @@ class Model(Section):
     path: str | None = Field(None, min_length=1)
     """folder, GGUF file (`.gguf`) or hub name of the model"""
     builtin: str | None = Field(None, min_length=1)
-    """`smollm2-135m` (fetched from pip's index), `tiny-arithmetic`, or `tiny-calculator`, which calls a tool"""
+    """built-in model: `tiny-arithmetic`, `tiny-calculator` (calls a tool), `smollm2-135m` (fetched from pip's index)"""
     revision: str | None = Field(None, max_length=200, pattern=REVISION_PATTERN)
     """commit, tag or branch of a hub model; null: `main`"""
     trust_remote_code: bool = False
-    """whether Python code that comes with the model is run"""
+    """whether Python code that comes with the model may run"""
     lora: Lora | None = None
-    """adapter to train in place of all weights: rank (32), alpha, targets, dropout, as {rank: 16}; null: none"""
+    """adapter to train in place of all weights, such as {rank: 16}; keys: rank, alpha, targets, dropout; null: none"""
 
     @property
     def given_name(self) -> str:
@@ -191,22 +193,22 @@ class Model(Section):
 
 
 class Reward(Section):
-    """One reward of a task of your own: several are weighed and summed."""
+    """A reward of a task of your own. Several are weighted and summed."""
 
     name: str = Field(min_length=1, max_length=8192)
-    """reward: a built-in one, or `rewards.py:function`"""
+    """name of a built-in reward, or `rewards.py:function`"""
     weight: float = 1.0
-    """weight of its value in the sum"""
+    """weight of the reward in the sum"""
     pattern: str | None = Field(None, min_length=1)
-    """pattern of `regex`, which a response must have; null: the truth is one"""
+    """regular expression that `regex` looks for in a response; null: the row's truth is the expression"""
     target: int | None = Field(None, ge=1)
-    """characters that `length` lets a response have"""
+    """number of characters up to which `length` gives 1; from there it falls to 0 at twice as many"""
     url: str | None = Field(None, min_length=1)
     """address of the OpenAI-compatible API that `judge` asks, up to `/v1`"""
     model: str | None = Field(None, min_length=1)
     """model that `judge` asks, as the API names it"""
     prompt: str | None = Field(None, min_length=1)
-    """request of `judge`, with {prompt}, {response}, {truth}; asks for 0 to 1"""
+    """text that `judge` sends, with {prompt}, {response} and {truth}; it has to ask for a number from 0 to 1"""
 
     @property
     def file(self) -> str:
@@ -215,28 +217,28 @@ class Reward(Section):
 
     @property
     def function(self) -> str:
-        """A built-in reward, or a function of `file`."""
+        """Name of a built-in reward, or of a function in `file`."""
         return self.name.rpartition(":")[2]
 
     @property
     def options(self) -> dict[str, str | int]:
-        """Options of a built-in reward that are given, by their keys."""
+        """Options of a built-in reward that the user gave, by their keys."""
         return self.model_dump(exclude={"name", "weight"}, exclude_none=True)
 
 
 class ValSet(Section):
-    """One of several validations."""
+    """A validation set, one of several."""
 
     MADE_BY_PLAN = ("temperature",)
 
     file: str | None = Field(None, min_length=1)
-    """file with JSON lines or parquet; null: held out of the training data"""
+    """file to validate on, JSON lines or parquet; null: held out of the training data"""
     size: int = Field(0, ge=0)
-    """problems; 0: all of the file"""
+    """problems to validate on; 0: all of the file"""
     samples: int = Field(1, ge=1, le=1024)
     """responses to each problem"""
     temperature: float | None = Field(None, ge=0, le=10)
-    """temperature of sampling; null: greedy, or with several samples rollout.temperature"""
+    """sampling temperature; null: greedy with one sample, rollout.temperature with several"""
 
 
 class Task(Section):
@@ -248,49 +250,49 @@ class Task(Section):
     train_file: str | None = Field(None, min_length=1)
     """file to train on, JSON lines or parquet; null: from the hub"""
     val_file: str | None = Field(None, min_length=1)
-    """file to validate on, likewise; null: held out of train_file"""
+    """file to validate on, JSON lines or parquet; null: held out of the training data"""
     train_size: int = Field(0, ge=0)
     """problems to train on; 0: all there are"""
     val_size: int = Field(512, ge=1)
-    """problems to validate on, seen nowhere else"""
+    """problems to validate on, which are never trained on"""
     seed: int = Field(0, ge=0, lt=2**31)
-    """seed of the problems and their split"""
+    """seed of the problems and of their split"""
     max_prompt_tokens: int = Field(512, ge=1)
-    """tokens of a prompt at most; for longer ones see long_prompts"""
+    """most tokens that a prompt may have; longer ones: see long_prompts"""
     long_prompts: Lax[LongPrompts] = LongPrompts.DROP
-    """handling of longer prompts: `drop`, or `truncate`, which cuts their beginning"""
+    """handling of longer prompts: `drop` leaves them out, `truncate` cuts off their beginning"""
     max_response_tokens: int = Field(512, ge=1)
-    """tokens at which a response is cut; with tools of all that comes after the prompt, what they say included"""
+    """tokens at which a response is cut; with tools all that comes after the prompt counts, their answers included"""
     reward_timeout_s: float = Field(30, gt=0)
-    """seconds for one response, then its reward has failed"""
+    """seconds that grading a response may take; after that its reward counts as failed"""
     reward_workers: int | None = Field(None, ge=1, le=256)
-    """processes that grade; null: half of the cores, at most 8"""
+    """processes that compute rewards; null: half of the cores, at most 8"""
     data: str | None = Field(None, min_length=1)
-    """data set of the hub in place of train_file, for `own`"""
+    """data set on the hub, in place of train_file, for `own`"""
     config: str | None = Field(None, min_length=1)
     """configuration of `data`; null: its default"""
     split: str = Field("train", min_length=1)
     """split of `data`"""
     prompt: str = Field("prompt", min_length=1)
-    """field with the text, or with chat messages, for `own`"""
+    """field of a row that holds the prompt, as text or as chat messages, for `own`"""
     template: str | None = Field(None, min_length=1)
-    """text with {fields} in place of `prompt`, for `own`"""
+    """text that becomes the prompt when its {fields} are filled in, in place of `prompt`, for `own`"""
     system: str | None = Field(None, min_length=1)
     """system message before each prompt, for `own`"""
     truth: str | None = Field(None, min_length=1)
-    """field that rewards get, dotted, for `own`; null: verl's, or none"""
+    """field of a row that rewards get as its truth, with dots where it lies deeper, for `own`; null: verl's, or none"""
     rewards: Lax[tuple[Reward, ...]] = ()
     """rewards of `own`: docs/own-task.md"""
     val_sets: dict[Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")], ValSet] = Field({})
-    """validations by name in place of val_file, of which the first one counts; {}: val_file"""
+    """validation sets by name, in place of val_file; metrics and keep_best go by the first; {}: val_file alone"""
     tools: str | None = Field(None, min_length=1)
     """Python file whose functions the model may call, for `own`"""
     max_turns: int | None = Field(None, ge=2, le=64)
-    """times that the model speaks at most, with `tools`; null: 4"""
+    """most turns of the model in one response, with `tools`; null: 4"""
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a task of the user's own."""
+        """Whether the user wrote the task, so that none of the built-in ones is meant."""
         return self.kind is TaskKind.OWN
 
     @property
@@ -305,13 +307,13 @@ class Task(Section):
 
     @property
     def data_files(self) -> tuple[str, ...]:
-        """Files of problems that the user names, each once."""
+        """Files of problems that the user names, each of them once."""
         files = (self.train_file, self.val_file, *(val_set.file for val_set in self.val_sets.values()))
         return tuple(dict.fromkeys(file for file in files if file))
 
     @property
     def code_files(self) -> tuple[str, ...]:
-        """Python files that the user names, each once."""
+        """Python files that the user names, each of them once."""
         files = (*(reward.file for reward in self.rewards), self.tools)
         return tuple(dict.fromkeys(file for file in files if file))
 
@@ -327,12 +329,12 @@ class Task(Section):
 
     @property
     def judges(self) -> tuple[str, ...]:
-        """Addresses that the built-in reward `judge` asks."""
+        """Addresses to which the built-in reward `judge` sends its requests."""
         return tuple(sorted({reward.url for reward in self.rewards if reward.name == "judge" and reward.url}))
 
     @property
     def validated_samples(self) -> int:
-        """Samples of one validation; a set that is all of a file counts as val_size problems."""
+        """Number of samples in one validation; a set that is all of a file counts as val_size problems."""
         return sum((each.size or self.val_size) * each.samples for each in self.val_sets.values()) or self.val_size
 
 
@@ -343,23 +345,23 @@ class Rollout(Section):
 
     scheme: SchemeChoice = Field(AUTO, description=listed(_SCHEME_CHOICES))
     replicas: Lax[tuple[SchemeChoice, ...]] | None = Field(None, min_length=1)
-    """schemes of the engines in their order, repeated; null: all `scheme`"""
+    """schemes of the engines in their order, repeated until every engine has one; null: `scheme` for all"""
     samples_per_prompt: int = Field(8, ge=2)
     """responses to each prompt: the group of GRPO"""
     temperature: float = Field(1.0, gt=0, le=10)
-    """temperature of sampling; validation is greedy, but for task.val_sets"""
+    """sampling temperature; validation is greedy unless task.val_sets has another one"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """probability that the likeliest words, which are sampled from, have together; log-probs are over them"""
+    """total probability of the likeliest words, of which one is drawn; log-probs are over these words; 1: all words"""
     top_k: int = Field(0, ge=0, lt=1 << 30)
-    """number of likeliest words that are sampled from; 0: all"""
+    """number of the likeliest words, of which one is drawn; 0: all words"""
     top_log_probs: int | None = Field(None, ge=0, le=128)
-    """most likely words at a token whose log-probs are compared; null: 20 or 0, by need"""
+    """most likely words per token whose log-probs are compared; null: 20 if the correction needs them, else 0"""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one engine"""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """share of a GPU's memory that the engine takes"""
     kv_cache_gb: int = Field(1, ge=1, le=1024)
-    """KV cache of an engine on a CPU, GiB at most: it takes no more than its sequences need"""
+    """largest KV cache of an engine on a CPU, GiB; it takes no more than its sequences need"""
     chunked_prefill: bool = True
     """whether long prompts are read in parts, between steps of generation"""
     lm_head_fp32: bool = False
@@ -367,7 +369,7 @@ class Rollout(Section):
 
     @property
     def schemes(self) -> tuple[Scheme | Literal["auto"], ...]:
-        """Schemes in the order of the engines: in a plan one per engine, in a recipe those that it asks for."""
+        """Schemes in the order of the engines: in a plan one per engine, in a recipe those that it names."""
         return self.replicas or (self.scheme,)
 
     @property
@@ -386,25 +388,27 @@ class Quantization(Section):
 
     MADE_BY_PLAN = ("prove_every",)
 
-    profile: str = Field("auto", min_length=1, description=f"`auto`: made for {listed(PROFILED)}; `none`; a folder")
+    profile: str = Field(
+        "auto", min_length=1, description=f"profile of the model: `auto`, made for {listed(PROFILED)}; `none`; a folder"
+    )
     smoothing: float = Field(0.5, ge=0, le=1)
-    """share of an activation's range that moves to weights; 0: off"""
+    """share of an activation's range that moves into the weights (SmoothQuant's alpha); 0: off"""
     mismatch_budget: float | None = Field(None, gt=0)
-    """largest predicted mismatch, nats per token: layers stay BF16 for it; null: none"""
+    """largest mismatch that may be predicted, nats per token; layers stay in BF16 until it is met; null: no limit"""
     ignore: Lax[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
-    """layers that stay BF16: names, or `re:` and a pattern"""
+    """layers that stay in BF16: names, or `re:` and a pattern"""
     emulate: bool = False
-    """whether FP8 runs without kernels, by rounding in float: for numerics, slow"""
+    """whether FP8 is emulated by rounding in floating point, which needs no kernel: for its numbers, as it is slow"""
     prove_every: int | None = Field(None, ge=1)
-    """syncs within which each layer is proven once; 1: all at each; null: chosen"""
+    """number of syncs within which every layer is proven once; 1: all layers at each sync; null: the plan chooses"""
 
     def emulates(self, scheme: Scheme) -> bool:
-        """Whether engines of a scheme emulate it."""
+        """Return whether engines of a scheme emulate it."""
         return self.emulate and scheme.spec.can_emulate
 
     def uses_profile(self, scheme: Scheme) -> bool:
-        """Whether engines of a scheme use the run's profile: one that is made is for the schemes that it helps, one
-        that is given for all that quantise."""
+        """Return whether engines of a scheme use the run's profile. A profile that the run makes is for the schemes
+        that gain by it, a given one is for all that quantise."""
         wants_one = scheme.spec.takes_profile if self.profile == AUTO else self.profile != NO_PROFILE
         return scheme.quantised and wants_one
 
@@ -413,17 +417,17 @@ class Correction(Section):
     """Correction of the loss for the difference between the rollout policy and the trainer's."""
 
     method: Lax[CorrectionMethod] = DEFAULT
-    """method: `none`, or one of docs/corrections.md"""
+    """method of correction: `none`, or one of docs/corrections.md"""
     cap: float | None = Field(None, gt=0)
-    """limit of the importance weights, where the method has one: docs/corrections.md; null: the usual"""
+    """limit of the method, most often the largest importance weight: docs/corrections.md; null: the method's default"""
     bounds: Lax[tuple[Annotated[float, Field(gt=0)], ...]] | None = None
-    """range [low, high] of the ratios that `icepop` and the masks keep; null: the usual"""
+    """range [low, high] of the importance weights that `icepop` and the masks keep; null: the method's default"""
     shadow_every: int = Field(20, ge=1)
-    """steps between two fits of the bounds of `calibrated-clipping`"""
+    """steps between two fits of the clip bounds by `calibrated-clipping`"""
     shadow_fraction: float = Field(0.25, ge=0, le=1)
-    """share of a step's batch that a fit of `calibrated-clipping` takes"""
+    """share of a step's batch from which `calibrated-clipping` fits its bounds"""
     uaq_scale: float | None = Field(None, gt=0)
-    """factor of UAQ: weights that a norm feeds are divided by it; null: off"""
+    """factor of UAQ, by which the weights that read a norm's output are divided; null: off"""
 
 
 class Algorithm(Section):
@@ -432,51 +436,51 @@ class Algorithm(Section):
     MADE_BY_PLAN = ("aggregate", "clip_low", "clip_high", "dual_clip")
 
     kind: Lax[AlgorithmKind] = AlgorithmKind.GRPO
-    """preset: `grpo`, `dapo` (no prompt with equal answers), `dr-grpo`, `gspo`"""
+    """preset: `grpo`, `dapo` (replaces prompts whose responses are all right or all wrong), `dr-grpo`, `gspo`"""
     advantage: Lax[Advantage] = Field(Advantage.GRPO, description=listed(tuple(Advantage)))
     loss: Lax[Loss] = Field(Loss.PPO, description=f"{listed(tuple(Loss))}: docs/algorithms.md")
-    aggregate: Lax[Aggregate] | None = Field(None, description=f"{listed(tuple(Aggregate))}; null: the loss's usual")
+    aggregate: Lax[Aggregate] | None = Field(None, description=f"{listed(tuple(Aggregate))}; null: the loss's default")
     kl: float = Field(0.0, ge=0)
-    """weight of the divergence from the model at the start; 0: none"""
+    """weight of the KL divergence from the model at the start; 0: none"""
     kl_estimator: Lax[Estimator] = Estimator.K3
-    """estimator of a token's divergence: `k1`, `k2` or `k3`"""
+    """estimator of a token's KL divergence: `k1`, `k2` or `k3`"""
     kl_in: Lax[KlPlace] = KlPlace.LOSS
-    """place of the divergence: `loss` or `reward`"""
+    """place of the KL divergence: `loss` or `reward`"""
     entropy_bonus: float = Field(0.0, ge=0)
     """weight of each token's entropy in the loss; 0: none"""
     clip_low: float | None = Field(None, gt=0, le=1)
-    """lower clip range: the probability ratio is clipped at 1 - clip_low; null: the loss's usual, of `ppo` 0.2"""
+    """lower clip range: the probability ratio is clipped at 1 - clip_low; null: the loss's default, for `ppo` 0.2"""
     clip_high: float | None = Field(None, gt=0)
-    """upper clip range: the ratio is clipped at 1 + clip_high; null: the loss's usual, of `ppo` 0.2"""
+    """upper clip range: the ratio is clipped at 1 + clip_high; null: the loss's default, for `ppo` 0.2"""
     dual_clip: float | None = Field(None, gt=1)
-    """ratio at which tokens with a negative advantage are clipped; null: the loss's usual, of `ppo` 3"""
+    """ratio at which tokens with a negative advantage are clipped; null: the loss's default, for `ppo` 3"""
     max_generation_batches: int = Field(10, ge=0)
     """batches that `dapo` may generate to fill a step before the run ends; 0: any number"""
     overlong_tokens: int = Field(0, ge=0)
-    """last tokens of a response that `dapo` charges for; 0: none"""
+    """number of the last tokens before max_response_tokens over which `dapo` lowers the reward; 0: none"""
     overlong_penalty: float = Field(1.0, ge=0)
-    """reward that a response of full length loses with `dapo`"""
+    """amount by which `dapo` lowers the reward of a response of full length"""
 
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, given: Any) -> Any:
-        """A preset says what is not given."""
+        """Fill in what the preset stands for wherever the user gave nothing."""
         kind = given.get("kind") if isinstance(given, dict) else None
         return {**PRESETS.get(kind, {}), **given} if isinstance(kind, str) else given
 
     @property
     def preset(self) -> dict[str, str]:
-        """What its kind says."""
+        """Values that the kind stands for."""
         return PRESETS.get(self.kind, {})
 
     @property
     def filters(self) -> bool:
-        """Whether prompts whose samples are all right or all wrong are replaced."""
+        """Whether prompts whose responses are all right or all wrong are replaced."""
         return self.kind is AlgorithmKind.DAPO
 
     @property
     def kl_place(self) -> KlPlace | None:
-        """Place of the divergence from the model at the start; None where nothing asks for it."""
+        """Place of the KL divergence from the model at the start; None where its weight is 0."""
         return self.kl_in if self.kl else None
 
     @property
@@ -485,7 +489,7 @@ class Algorithm(Section):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """clip_low, clip_high and dual_clip: what is given, else what is usual for the loss."""
+        """Values of clip_low, clip_high and dual_clip: the recipe's, else the loss's defaults."""
         usual = self.loss.spec
         return {
             "clip_low": usual.clip.low if self.clip_low is None else self.clip_low,
@@ -510,7 +514,7 @@ class Optimizer(Section):
     betas: Lax[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]] = (0.9, 0.999)
     """decay rates of the averages of gradients and of their squares"""
     epsilon: float = Field(1e-8, gt=0, le=1)
-    """number added to the root of the second average"""
+    """number added to the square root of the average of squared gradients"""
     weight_decay: float = Field(0.01, ge=0, le=1)
     """weight decay, decoupled from the gradient"""
     warmup_steps: int = Field(0, ge=0)
@@ -518,28 +522,28 @@ class Optimizer(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """largest norm of a gradient: longer ones are scaled down to it"""
     norm_fed_lr_scale: float = Field(1.0, gt=0)
-    """factor of the learning rate for the layers that UAQ scales"""
+    """factor of the learning rate for the layers that UAQ would scale"""
 
 
 class Batch(Section):
-    """Sizes. A sequence is one prompt with one response."""
+    """Sizes of a step and of its parts. A sequence is one prompt with one response."""
 
     MADE_BY_PLAN = ("generation_prompts", "mini_batch_prompts", "micro_batch_sequences")
 
     prompts_per_step: int = Field(32, ge=1)
     """prompts of one step"""
     generation_prompts: int | None = Field(None, ge=1)
-    """prompts that `dapo` generates at a time; null: a step's"""
+    """prompts to which `dapo` generates responses at a time; null: prompts_per_step"""
     mini_batch_prompts: int | None = Field(None, ge=1)
     """prompts of one update; null: the whole step"""
     micro_batch_sequences: int | None = Field(None, ge=1, le=65536)
-    """sequences that a rank forwards at once; null: chosen"""
+    """sequences that a rank forwards at once; null: the plan chooses"""
     max_tokens_per_gpu: int | None = Field(None, ge=1)
     """tokens that a rank forwards at once, in place of micro_batch_sequences; null: off"""
 
 
 class Trainer(Section):
-    """How long, how often, how. Give exactly one of `steps` and `epochs`."""
+    """How long a training is, how often it validates, how it computes. Give exactly one of `steps` and `epochs`."""
 
     MADE_BY_PLAN = ("steps", "validate_bf16_every", "old_log_probs")
 
@@ -550,36 +554,36 @@ class Trainer(Section):
     validate_before: bool = True
     """whether the model is validated before the first step"""
     validate_every: int = Field(10, ge=0)
-    """steps between validations; 0: only at the end; the end is always validated"""
+    """steps between validations; the last step is always validated; 0: only the last step"""
     validate_bf16_every: int | None = Field(None, ge=0)
-    """steps between validations in BF16 beside the run's scheme; 0: never; null: at the end"""
+    """steps between validations in BF16, too; 0: never; null: at the end, where no engine has to restart for it"""
     forward: Lax[Forward] = Forward.BF16
-    """precision of the forward: `bf16`; `rollout`: as engines compute, without a mismatch; `linears`: these alone"""
+    """precision of the forward: `bf16`; `rollout`: the engines', so no mismatch; `linears`: theirs in linear layers"""
     dtype: Lax[Dtype] = Dtype.BF16
     """data type of forward, backward and engines; master weights are in FP32"""
     backward: Lax[Backward] = Backward.BF16
-    """precision of the backward: `bf16`; `fp8-block`: gradients of such layers in FP8, too"""
+    """precision of the backward: `bf16`; `fp8-block`: gradients of the layers in that scheme in FP8, too"""
     old_log_probs: Lax[OldLogProbs] = OldLogProbs.AUTO
-    """source of the old log-probs: `recompute` (a pass), `update`, `rollout` (engines); `auto`: `update` if it can"""
+    """source of the old log-probs: `recompute` (a pass), `update` (its forward), `rollout` (engines); `auto`: chosen"""
     attention: Lax[Attention] = Attention.AUTO
-    """implementation of attention: `auto`: ours, which needs no package; `flash_attention_2`: the package flash-attn"""
+    """implementation of attention: `auto`, ours, which needs no package; `flash_attention_2`, the package flash-attn"""
     offload_parameters: bool = False
-    """whether weights wait in the host's memory when not at work"""
+    """whether the trainer's weights are kept in the host's memory while they are not used"""
     offload_optimizer: bool = False
-    """whether the optimizer's state waits there, too: two thirds of the memory"""
+    """whether the optimizer's state, two thirds of the trainer's, is kept in the host's memory while it is not used"""
     sequence_parallel: int = Field(1, ge=1)
     """GPUs that share one sequence (Ulysses)"""
     max_restarts: int = Field(3, ge=0)
-    """new attempts after faults, each from a checkpoint"""
+    """most restarts after faults, each from the newest checkpoint"""
 
     @property
     def one_flow(self) -> bool:
-        """Whether the whole forward is the rollouts' own."""
+        """Whether the trainer's whole forward computes as the rollouts' does."""
         return self.forward is Forward.ROLLOUT
 
     @property
     def quantises(self) -> bool:
-        """Whether the forward has the rollouts' quantised layers, all of it or these alone."""
+        """Whether the forward has the rollouts' quantised layers: in one flow, or as linear layers alone."""
         return self.forward is not Forward.BF16
 
     @property
@@ -589,26 +593,26 @@ class Trainer(Section):
 
 
 class Cluster(Section):
-    """Where it happens."""
+    """Hosts and GPUs of the run, its folder and its Ray cluster."""
 
     MADE_BY_PLAN = ("device", "token_file")
 
     device: str = Field("auto", min_length=1)
-    """device of the run: `auto` (this host's), `cpu`, or a GPU name such as `h100`"""
+    """device of the run: `auto` (what this host has), `cpu`, or a GPU name such as `h100`"""
     nodes: int = Field(1, ge=1, le=1024)
-    """hosts; on each but the first: `appliance join`"""
+    """number of hosts; on each but the first run `appliance join`"""
     gpus_per_node: int = Field(1, ge=1, le=64)
-    """GPUs of each host; without a GPU, one CPU rank stands for one"""
+    """GPUs of each host; without a GPU one CPU rank counts as a GPU"""
     run_dir: str = Field("runs", min_length=1)
-    """folder of the run folders and the cache; several nodes must share it"""
+    """folder that holds the run folders and the cache; several nodes must share it"""
     address: str | None = Field(None, pattern=r"^.+:\d+$")
-    """host:port of a Ray cluster that is there already; null: none"""
+    """host:port of a Ray cluster that runs already; null: the run starts its own"""
     port: int = Field(6379, ge=1024, le=64536)
-    """first port of the head, see docs/cluster.md"""
+    """first port of the head: see docs/cluster.md"""
     node_address: str | None = Field(None, min_length=1)
     """address by which other nodes reach the head; null: Ray finds it"""
     token_file: str | None = Field(None, min_length=1)
-    """file with the secret of the cluster; null: made in run_dir"""
+    """file with the token of the cluster; null: made in run_dir"""
     wait_s: float = Field(900.0, gt=0)
     """seconds that the nodes may take to join"""
 
@@ -619,42 +623,42 @@ class Cluster(Section):
 
 
 class Guard(Section):
-    """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
+    """What watches the run, and what it may do. After several bad steps the guard takes its next action."""
 
     MADE_BY_PLAN = ("actions", "scheme_change")
 
     actions: Lax[tuple[Lax[Action], ...]] | None = None
-    """actions in order, of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
+    """actions in order: `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
     k3_kl: float = Field(K3_KL, gt=0)
     """mean k3 mismatch above which a step is bad, nats per token"""
     weight_std: float = Field(WEIGHT_STD, gt=0)
-    """spread of the importance weights above which a step is bad"""
+    """standard deviation of the importance weights above which a step is bad"""
     ess: float = Field(ESS, ge=0, lt=1)
     """effective sample size below which a step is bad, as a share of the tokens"""
     truncated_fraction: float = Field(TRUNCATED_FRACTION, gt=0, le=1)
-    """share of tokens with a cut weight above which a step is bad"""
+    """share of tokens with a truncated weight above which a step is bad"""
     bad_steps: int = Field(3, ge=1)
-    """bad steps within the last 2 * bad_steps - 1 that lead to the next action"""
+    """number of bad steps, within the last 2 * bad_steps - 1, after which the next action is taken"""
     fine_steps: int = Field(20, ge=1)
-    """fine steps in a row that lead back"""
+    """number of fine steps in a row after which the last action is taken back"""
     cooling_steps: int = Field(5, ge=0)
-    """steps after a climb that are not judged; one after a descent"""
+    """steps after an action that are not judged, as the change has yet to show; after taking one back it is one step"""
     gradient_steps: int = Field(3, ge=1)
-    """gradients in a row that are not finite before the run stops"""
+    """steps in a row with a gradient that is not finite after which the run stops"""
     save_budget_s: float = Field(300, gt=0)
-    """seconds to save in after a signal, then it is ended"""
+    """seconds that ending the step and saving may take after a signal; then the run is ended without a save"""
     stall_s: float = Field(1800, gt=0)
-    """seconds without any progress before the training is cut"""
+    """seconds without any progress after which the training is ended"""
     reward_failures: float = Field(0.1, ge=0, le=1)
     """share of failed rewards in a step above which the run stops"""
     scheme_change: Lax[SchemeChange] = SchemeChange.AUTO
-    """way of changing the engines' scheme: `live` with a weight update, `restart` of the rollout engines, or `auto`"""
+    """way of changing the engines' scheme: `live` by a weight update, `restart` of engines, `auto`: live if possible"""
     reserve_bf16: bool = False
-    """whether the engines' memory is counted as for rollouts in BF16, the highest rung"""
+    """whether the engines' memory is estimated for BF16 rollouts, to which the guard may change"""
 
     @property
     def ranks_layers(self) -> bool:
-        """Whether somebody may ask for the worst layers."""
+        """Whether the guard may ask for the worst layers."""
         return Action.RAISE_PRECISION in (self.actions or ())
 
     @property
@@ -664,20 +668,20 @@ class Guard(Section):
 
 
 class Checkpoint(Section):
-    """When the state is saved, besides at the end and when `RUN/save` is touched, and how much of it stays."""
+    """When the state is saved, besides at the end and when `RUN/save` is touched, and how many checkpoints are kept."""
 
     every_steps: int = Field(0, ge=0)
     """steps between two saves; 0: not by steps"""
     every_minutes: float = Field(0.0, ge=0)
-    """age of the last save at which another follows, minutes; 0: not by time"""
+    """minutes after the last save at which the next one is due; 0: not by time"""
     keep: int | None = Field(2, ge=1)
-    """number of the newest checkpoints that stay; null: all"""
+    """number of the newest checkpoints that are kept; null: all"""
     keep_best: bool = False
-    """whether the best validation so far is saved, and stays"""
+    """whether the step with the best validation so far is saved and kept"""
 
 
 class Logging(Section):
     """Where metrics go besides metrics.jsonl."""
 
     backends: Lax[tuple[Lax[LogBackend], ...]] = ()
-    """backends: `tensorboard`, `trackio`, `wandb`"""
+    """further places: `tensorboard`, `trackio`, `wandb`"""

@@ -43,7 +43,8 @@ _WIDENED_ROWS = 64  # 8 MiB in float64
 
 
 def digest(tensor: Tensor) -> str:
-    """32 hexadecimal digits. tensor: any dtype, shape and device; one that is not contiguous is copied."""
+    """Return the digest of a tensor, 32 hexadecimal digits. tensor: any dtype, shape and device; one that is not
+    contiguous is copied."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     rows = flat.numel() // ROW_BYTES
     if rows < MIN_ROWS:
@@ -87,11 +88,11 @@ def _factors(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor as the trainer had it."""
+    """A tensor as the trainer had it."""
 
     name: str
     dtype: str
-    """torch's name."""
+    """Data type by torch's name."""
     shape: tuple[int, ...]
     digest: str
 
@@ -104,11 +105,11 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Hash the whole list: equal for every rank that was sent the same."""
+        """Hash the whole list: the same for every rank that was sent the same."""
         return hashlib.blake2b(self._json(), digest_size=16).hexdigest()
 
     def to_tensor(self) -> Tensor:
-        """[bytes] uint8."""
+        """Return the manifest as a tensor, [bytes] uint8."""
         return torch.frombuffer(bytearray(self._json()), dtype=torch.uint8)
 
     def _json(self) -> bytes:
@@ -121,7 +122,7 @@ def record(name: str, tensor: Tensor) -> TensorRecord:
 
 
 def read_manifest(tensor: Tensor) -> Manifest:
-    """The inverse of `Manifest.to_tensor`. Raises SyncError when the bytes are not a manifest."""
+    """Read a manifest: the inverse of `Manifest.to_tensor`. Raises SyncError when the bytes are not a manifest."""
     try:
         raw = json.loads(tensor.cpu().numpy().tobytes())
         records = tuple(TensorRecord(name, dtype, tuple(shape), said) for name, dtype, shape, said in raw["tensors"])
@@ -131,14 +132,15 @@ def read_manifest(tensor: Tensor) -> Manifest:
 
 
 def directive(precision: Precision) -> Tensor:
-    """[bytes] uint8: the first tensor of an update that is not as planned. Spaces fill its last 256 bytes: a transport
-    that packs tensors one behind the other (vLLM's) leaves the next ones where they may be read as BF16."""
+    """Return the first tensor of an update that is not as planned, [bytes] uint8. Spaces fill its last 256 bytes: a
+    transport that packs tensors one behind the other (vLLM's) leaves the next ones where they may be read as BF16."""
     text = precision.to_json().encode()
     return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _ALIGNED) * _ALIGNED)), dtype=torch.uint8)
 
 
 def check_arrival(manifest: Manifest, arrived: dict[str, TensorRecord], *, rank: int) -> None:
-    """Raises SyncError unless exactly what was sent has arrived: the first tensors, both digests and the rank."""
+    """Check that exactly what was sent has arrived. Raises SyncError with the first tensors that differ, both digests
+    and the rank."""
     sent = {one.name: one for one in manifest.records}
     problems = [f"{name} was sent and did not arrive" for name in sent if name not in arrived]
     problems += [f"{name} arrived and was not sent" for name in arrived if name not in sent]

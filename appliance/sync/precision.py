@@ -28,7 +28,8 @@ _GENERATION_FILE = "engines.json"
 
 
 def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation:
-    """What an engine is started with that computes in `precision` from its first token on; one in BF16 stays so."""
+    """Return the quantisation with which an engine is started that computes in `precision` from its first token on; an
+    engine in BF16 stays so."""
     if not planned.scheme.quantised or precision.is_planned:
         return planned
     if precision.scheme is Scheme.BF16:
@@ -38,7 +39,7 @@ def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation
 
 
 def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttestation, ...]:
-    """What the processes say when the rollout engines were started in a precision."""
+    """Return what the processes have to attest when the rollout engines were started in a precision."""
     engines = plan.engines
 
     def at(expected: ExpectedAttestation) -> ExpectedAttestation:
@@ -51,7 +52,7 @@ def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttest
 
 
 def precision_of(text: str) -> Precision:
-    """The inverse of `Precision.to_json`. Raises ValueError when the text is no precision."""
+    """Read a precision: the inverse of `Precision.to_json`. Raises ValueError when the text is no precision."""
     precision = parse(text, Precision, place="not a precision")
     if left_out := {each.name for each in fields(Precision)} - json.loads(text).keys():  # nothing is planned by silence
         raise ValueError(f"not a precision: it does not say {', '.join(sorted(left_out))}")
@@ -59,7 +60,8 @@ def precision_of(text: str) -> Precision:
 
 
 def write_wanted(run_dir: Path, precision: Precision) -> None:
-    """What the next weight update asks of the engines. No file: as planned. Raises OSError."""
+    """Write what the next weight update asks of the engines. Without a file it is the planned precision. Raises
+    OSError."""
     target = run_dir / SYNC_FOLDER / _WANTED_FILE
     if precision.is_planned:
         target.unlink(missing_ok=True)
@@ -69,7 +71,7 @@ def write_wanted(run_dir: Path, precision: Precision) -> None:
 
 
 def read_wanted(run_dir: Path) -> Precision:
-    """Raises SyncError when the file cannot be read."""
+    """Read what the next weight update asks of the engines. Raises SyncError when the file cannot be read."""
     path = run_dir / SYNC_FOLDER / _WANTED_FILE
     try:
         return precision_of(path.read_text())
@@ -84,18 +86,18 @@ class Generation:
     """Engines that were started together."""
 
     precision: Precision = AS_PLANNED
-    """Precision that they were started in."""
+    """Precision in which the engines were started."""
     firsts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
-    """Number of the first weight update of each generation of the attempt, this one's last."""
+    """Numbers of the first weight update of each generation of the attempt; this generation is the last."""
 
     @property
     def number(self) -> int:
-        """Return its number in the attempt, from 1."""
+        """Number of the generation in the attempt, from 1."""
         return len(self.firsts)
 
     @property
     def after_sync(self) -> int:
-        """Weight updates of the attempt before these engines."""
+        """Number of weight updates of the attempt before these engines started."""
         return self.firsts[-1] - 1
 
     def next(self, precision: Precision, *, after_sync: int) -> Generation:
@@ -103,21 +105,22 @@ class Generation:
 
 
 def write_generation(run_dir: Path, generation: Generation) -> None:
-    """Raises OSError."""
+    """Write the generation of the present engines. Raises OSError."""
     target = run_dir / SYNC_FOLDER / _GENERATION_FILE
     target.parent.mkdir(exist_ok=True)
     write_whole(target, as_json(generation) + "\n", durable=False)
 
 
 def read_present(run_dir: Path) -> Precision:
-    """What the engines compute in from the next update on: what it tells them, or what they were started in. Raises
-    SyncError."""
+    """Read what the engines compute in from the next update on: what the update asks for, or what they were started in.
+    Raises SyncError."""
     told = read_wanted(run_dir)
     return read_generation(run_dir).precision if told.is_planned else told
 
 
 def read_generation(run_dir: Path) -> Generation:
-    """The present engines; without a file the first ones. Raises SyncError when it cannot be read."""
+    """Read the generation of the present engines; without a file it is the first one. Raises SyncError when it cannot
+    be read."""
     try:
         return read(run_dir / SYNC_FOLDER / _GENERATION_FILE, Generation)
     except FileNotFoundError:

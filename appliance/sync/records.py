@@ -24,7 +24,7 @@ _LONGEST_LINE = 4096  # bytes; an acknowledgement has some 700
 
 @dataclass(frozen=True, config=STRICT)
 class Sent:
-    """One update by the trainer rank that sent it."""
+    """Record of an update by the trainer rank that sent it."""
 
     sync: int
     """Number of the update, from 1."""
@@ -37,7 +37,8 @@ class Sent:
 
 @dataclass(frozen=True, config=STRICT)
 class Telemetry:
-    """What an update did to the quantised layers of a rank; see engine/telemetry.py for how each is measured."""
+    """Effect of an update on the quantised layers of a rank; see engine/telemetry.py for how each number is
+    measured."""
 
     codes_changed_fraction: float | None
     saturated_fraction: float
@@ -47,7 +48,7 @@ class Telemetry:
 
 @dataclass(frozen=True, config=STRICT)
 class Acknowledgement:
-    """One update by the rollout rank that took it, written when everything in it was proven."""
+    """Record of an update by the rollout rank that took it, written when everything in it was proven."""
 
     sync: int
     """Number of the update, as `Sent.sync`."""
@@ -60,13 +61,13 @@ class Acknowledgement:
     """Bytes of all tensors."""
     layers: int
     layers_proven: int
-    """Layers, of `layers`, whose kernel answered the probe as the tensor received does."""
+    """Number of layers, of `layers`, whose kernel answered the probe as the tensor received does."""
     parameters_proven: int
-    """Parameters that are used as they are, and are bit for bit what was received."""
+    """Number of parameters that are used as they are, and are bit for bit what was received."""
     unproven: int
-    """Tensors of which nothing but their digest is known."""
+    """Number of tensors of which nothing but the digest is known."""
     waiting_bytes: int
-    """Most, as they were sent, of tensors that waited at once for the rest of their layers."""
+    """Most bytes, as they were sent, of tensors that waited at once for the rest of their layers."""
     digest_s: float
     proof_s: float
     seconds: float
@@ -78,9 +79,9 @@ class Acknowledgement:
     """Scheme that the layers run from now on; `emulated` as well."""
     emulated: bool = False
     bf16_layers: int = 0
-    """Layers that are in BF16 only for now."""
+    """Number of layers that are in BF16 only for now."""
     switched: int = 0
-    """Layers that changed with this update; all are then proven."""
+    """Number of layers that changed with this update; all layers are then proven."""
 
 
 def append_sent(run_dir: Path, sent: Sent) -> None:
@@ -97,18 +98,19 @@ def _append(path: Path, said: Sent | Acknowledgement) -> None:
 
 
 def lines_of_rank(run_dir: Path, role: str, replica: int, rank: int) -> Path:
-    """role: `trainer` or `rollout`."""
+    """Return the file with a rank's lines. role: `trainer` or `rollout`."""
     return run_dir / SYNC_FOLDER / f"{role}-{replica}-{rank}.jsonl"
 
 
 def layer_errors_file(run_dir: Path, *, replica: int, rank: int) -> Path:
-    """A JSON object: name of a quantised layer -> the relative error of its weights at the last update that had it."""
+    """Return the file with a rank's layer errors, a JSON object: name of a quantised layer -> the relative error of its
+    weights at the last update that had it."""
     return run_dir / SYNC_FOLDER / f"layers-{replica}-{rank}.json"
 
 
 def add_layer_errors(path: Path, errors: dict[str, float]) -> None:
-    """Whole or not at all. A layer that is not quantised at present keeps its last error: it may have been another
-    engine's. Raises OSError."""
+    """Add layer errors to a file, as a whole or not at all. A layer that is not quantised at present keeps its last
+    error: it may have been another engine's. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {}
     write_whole(path, json.dumps(known | errors) + "\n", durable=False)
@@ -116,13 +118,14 @@ def add_layer_errors(path: Path, errors: dict[str, float]) -> None:
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """One sync of all ranks, checked."""
+    """Records of one sync by all ranks, checked."""
 
     sent: tuple[Sent, ...]
     acknowledgements: tuple[Acknowledgement, ...]
 
     def metrics(self) -> dict[str, float | None]:
-        """The keys of a sync in a step's line. Seconds are those of the slowest rank; digests: both ends of it."""
+        """Return the keys of a sync in a step's line. Seconds are those of the slowest rank; digests: both ends of
+        it."""
         telemetry = [one.telemetry for one in self.acknowledgements if one.telemetry is not None]
         changed = [one.codes_changed_fraction for one in telemetry if one.codes_changed_fraction is not None]
         return {
@@ -141,7 +144,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int, first: int = 1) -> SyncRecord:
-    """What every rank of every replica said of update number `sync`.
+    """Check what every rank of every replica recorded of update number `sync`, and return it.
 
     ranks: of one replica.  first: number of the first update that these engines take.
 
@@ -175,7 +178,9 @@ def _problem(
     if taken is None or taken.sync != sync:
         return f"{who} has proven {_number(taken)}"
     if not (sent.manifest == taken.manifest == manifest):
-        return f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"
+        return (
+            f"{who} took the weights {taken.manifest}, was sent {sent.manifest}, and the first rank was sent {manifest}"
+        )
     if (taken.switched or is_first) and taken.layers_proven < taken.layers:
         return f"{who} has proven {taken.layers_proven} of {taken.layers} layers"
     # Some are quantised, and in any scheme lm_head's kernel at least is asked.

@@ -15,8 +15,8 @@ _TAIL = 1000  # characters that are searched where an answer is not marked
 
 
 def truth_alternatives(truth: str) -> tuple[str, ...]:
-    """The answers of which each one is right: the members of a JSON list of texts such as `["0", "1"]`, blank ones and
-    repetitions left out; of any other truth the truth alone.
+    """Return the answers any of which is right: the members of a JSON list of texts such as `["0", "1"]`, blank ones
+    and repetitions left out; of any other truth the truth alone.
 
     `[0,1]` has numbers and stays one truth, an interval. Without any member that is not blank the truth is one as well.
     """
@@ -32,9 +32,9 @@ def truth_alternatives(truth: str) -> tuple[str, ...]:
 
 
 def given_alternatives(truth: str) -> tuple[str, ...]:
-    """The alternatives of a truth that is there. Raises ValueError where the row has none."""
+    """Return the alternatives of a truth that must be there. Raises ValueError where the row has none."""
     if not truth.strip():
-        raise ValueError("the row has no truth to compare with: task.truth names its field")
+        raise ValueError("the row has no truth to compare with: set task.truth to its field")
     return truth_alternatives(truth)
 
 
@@ -44,9 +44,9 @@ class Mark:
 
     start: int
     end: int
-    """The mark's characters in the text, the mark itself included."""
+    """End of the marked characters in the text, which begin at `start`; the mark itself is included."""
     inner: str
-    """Text that it marks."""
+    """Text that is marked."""
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*+\{|\\.|[{}]", re.DOTALL)
@@ -54,7 +54,7 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[\w.,]*\w|\\frac\s*\{[^{}]*\}\s*\
 
 
 def boxes(text: str) -> list[Mark]:
-    """What `\\boxed{}`, `\\fbox{}` and `\\framebox{}` hold, and `\\boxed 5`; of boxes in a box the outer one."""
+    """Find what `\\boxed{}`, `\\fbox{}` and `\\framebox{}` hold, and `\\boxed 5`; of boxes in a box the outer one."""
     spans: list[tuple[int, int, int]] = []  # of each box: its start, that of its inside, and the closing brace's place
     opened: list[tuple[int, int]] = []  # where each brace that is open, or its box, begins, and where its inside does
     for brace in _BRACES.finditer(text):
@@ -91,7 +91,7 @@ def _are_one_answer(between: str) -> bool:
 
 
 def all_boxes(text: str) -> str | None:
-    """What all boxes of a text hold, as one list; None where it has fewer than two that differ."""
+    """Return what all boxes of a text hold, as one list; None where it has fewer than two that differ."""
     inners = list(dict.fromkeys(box.inner for box in boxes(text)))
     return " \\text{ and } ".join(inners[-12:]) if len(inners) > 1 else None
 
@@ -101,7 +101,8 @@ _OR_BEHIND = re.compile(r"\s*\$?\s*(?:,\s*)?or\s+(?:maybe\s+|perhaps\s+)?\$?\s*(
 
 
 def last_box(text: str) -> Mark | None:
-    """The last box, with those before it that are of the same answer, and with what it is one of: `3 or \\boxed{4}`."""
+    """Find the last box, with the boxes before it that are parts of the same answer, and with the other answers that it
+    is given with: `3 or \\boxed{4}`."""
     marks = boxes(text)
     if not marks or _is_part_of_more(text, marks[-1]):
         return None
@@ -167,8 +168,8 @@ _FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<\n]*<\|message\|>")
 
 
 def without_thoughts(text: str) -> str:
-    """What follows the last `</think>`, without a thought that does not end; of channels, as gpt-oss has them, the last
-    final one. A thought is no answer, also where nothing follows."""
+    """Return what follows the last `</think>`, without a thought that does not end; of channels, as gpt-oss has them,
+    the last final one. A thought is no answer, also where nothing follows."""
     if "<|channel|>" in text:
         finals = list(_FINAL_CHANNEL.finditer(text))
         text = text[finals[-1].end() :] if finals else ""
@@ -176,14 +177,14 @@ def without_thoughts(text: str) -> str:
 
 
 def answer_text(text: str) -> str:
-    """The part of a response that answers, as graders read it: without thoughts and without special tokens such as
-    `<|im_end|>`. Those of GLM that mark an answer, `<|begin_of_box|>4<|end_of_box|>`, are a box."""
+    """Return the part of a response that answers, as graders read it: without thoughts and without special tokens such
+    as `<|im_end|>`. Those of GLM that mark an answer, `<|begin_of_box|>4<|end_of_box|>`, are a box."""
     boxed = _BOX_TOKENS.sub(lambda match: f"\\boxed{{{match[1].strip()}}}", without_thoughts(text))
     return without_special_tokens(boxed)
 
 
 def without_special_tokens(text: str) -> str:
-    """A space for each special token, so that none joins the text around it."""
+    """Replace each special token by a space, so that none joins the text around it."""
     return _SPECIAL_TOKEN.sub(" ", text)
 
 
@@ -197,8 +198,8 @@ _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
 def last_line(text: str) -> Mark | None:
-    """What follows the last `####` that is followed by a number, on its line; else what the last line of all marks so:
-    others are headings."""
+    """Find what follows the last `####` that is followed by a number, on its line; else what the last line of all marks
+    so: others are headings."""
     lines = [line for line in _LINE.finditer(text) if re.search(r"\w", line[1])]
     if not lines:
         return None
@@ -210,7 +211,7 @@ def last_line(text: str) -> Mark | None:
 
 
 def answer_line(text: str) -> Mark | None:
-    """What follows the last `Answer:` on its line, or on the next one where that line ends there."""
+    """Find what follows the last `Answer:` on its line, or on the next one where that line ends there."""
     lines = list(_ANSWER.finditer(text))
     if not lines:
         return None
@@ -249,7 +250,7 @@ def _only_explains(aside: str) -> bool:
 
 
 def number_of_line(line: str) -> str:
-    """The number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
+    """Return the number that a line begins with, where prose and no more mathematics follows: `72. I am sure`."""
     if len(line) < _TAIL and re.match(r"\W*\d", line):
         line = _BRACKETED.sub(lambda aside: "" if _only_explains(aside[0]) else aside[0], without_aside(line))
     prose = _PROSE.fullmatch(normal_form(line)) if len(line) < _TAIL else None
@@ -259,7 +260,7 @@ def number_of_line(line: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """What the last mark of an answer marks: `#### x`, `\\boxed{x}`, `Answer: x` or `<answer>x</answer>`.
+    """Return what the last mark of an answer marks: `#### x`, `\\boxed{x}`, `Answer: x` or `<answer>x</answer>`.
 
     Boxes that are one answer, as in `\\boxed{2} and \\boxed{3}`, are a list of them. Of `####` the last one with a
     number, as in GSM8K. A mark within a mark, such as a box in the tags, is read too, eight deep at most.
@@ -322,8 +323,8 @@ _SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])(?<!\betc)\.\s+(?=[A-Z(\"'])|[!?](?:
 
 
 def stated_answer(text: str) -> str | None:
-    """What the last `the answer is` of a text says, or its last sentence says of a total or the like; without what
-    explains it. None where nothing says so, or a correction follows."""
+    """Return what the last `the answer is` of a text says, or what its last sentence says about a total or the like;
+    without what explains it. None where nothing says so, or a correction follows."""
     last = len(text) - len(_last_sentence(text)) - 3
     for subject in reversed(list(_SUBJECT.finditer(text))):
         statement = _STATES.match(text, subject.start())
@@ -346,8 +347,9 @@ def last_sentence(text: str) -> str:
 
 
 def unmarked_answers(text: str) -> list[str]:
-    """What the end of an unmarked text may answer, the first that is there: what it states as the answer, else its last
-    mathematics in dollar signs with what is joined to it, else what follows the last =, `is` or `are`, else nothing."""
+    """Find what the end of an unmarked text may answer, the first of these that is there: what it states as the answer,
+    else its last mathematics in dollar signs with what is joined to it, else what follows the last =, `is` or `are`,
+    else nothing."""
     tail = text[-_TAIL:].rstrip()
     if (stated := stated_answer(tail)) is not None:
         return [stated]
@@ -368,7 +370,7 @@ def unmarked_answers(text: str) -> list[str]:
 
 
 def without_aside(text: str) -> str:
-    """The text without what explains it: `8, not 7`, `5 (since 2 + 3 = 5)`."""
+    """Return the text without what explains it: `8, not 7`, `5 (since 2 + 3 = 5)`."""
     return _ASIDE.sub("", text) if len(text) < _TAIL else text
 
 

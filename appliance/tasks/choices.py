@@ -13,8 +13,8 @@ _TAIL = 4000  # characters that are searched where no letter is marked
 
 
 def choice(response: Response) -> float:
-    """1.0 when the letter that is chosen last, A to J, is the truth: in a mark of an answer; else in words such as
-    `the answer is C`, `C is right`, `I choose C`; else alone on a line; else in brackets.
+    """Return 1.0 when the letter that is chosen last, A to J, is the truth: in a mark of an answer; else in words such
+    as `the answer is C`, `C is right`, `I choose C`; else alone on a line; else in brackets.
 
     The I of who speaks, as in `the answer I get`, is none. Two letters, as in `A or B`, are no choice, one that is
     denied or only supposed is none, and neither is a list of the options."""
@@ -27,7 +27,7 @@ _TRUTH_AND_TEXT = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])[.):])\s+\S.*", re.DO
 
 
 def read_letter(truth: str) -> str:
-    """The letter, A to J, that a truth is: `C`, `(C)`, `C. Paris`. Raises ValueError where it is none."""
+    """Read the letter, A to J, that a truth is: `C`, `(C)`, `C. Paris`. Raises ValueError where it is none."""
     plain = normal_form(marked_answer(truth) or truth)
     letter = _TRUTH.fullmatch(plain) or _TRUTH_AND_TEXT.fullmatch(plain)
     if letter is None:

@@ -48,7 +48,7 @@ _ANSWER = re.compile(r"(?s)<answer>((?:(?!</answer>).)*+)</answer>")
 
 
 def code(response: Response) -> float:
-    """The share of the truth's tests that the program of the response passes."""
+    """Return the share of the truth's tests that the program of the response passes."""
     tests, until_s = read_tests(response.truth), time.monotonic() + CODE_S
     source = program_of(response.text)
     if not source.strip():
@@ -63,8 +63,9 @@ def code(response: Response) -> float:
 
 
 def program_of(text: str) -> str:
-    """The last block that is labelled as Python's, else the last without a label: that of an output may follow a
-    program. Without blocks it is all that answers, and of blocks in other languages only there is none.
+    """Return the last block that is labelled as Python's, else the last block without a label: a block of output may
+    follow a program. Without blocks the program is everything that answers; where all blocks are of other languages
+    there is none.
 
     What is thought is no answer, whether the thought ends or not.
     """
@@ -89,7 +90,7 @@ class _Block:
     before: str
     """Text before its fence in the line, where that begins the block."""
     label: str
-    """Its language, or empty."""
+    """Language of the block, or empty."""
     inner: str
 
     def outdented(self) -> str:

@@ -66,7 +66,7 @@ class Line:
         self._outgoing.flush()
 
     def receive(self) -> Any:
-        """The next message. Without the other process this one ends."""
+        """Wait for the next message and return it. Without the other process this one ends."""
         if not (line := self._incoming.readline()):
             os._exit(0)
         return json.loads(line)
@@ -99,8 +99,9 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def pack(value: Any, *, refer: Callable[[Any], int]) -> Any:
-    """refer: the number of an object that is not plain. Those of the program's own classes are not, whatever they
-    derive from; those of a library are what they derive from, and NumPy's arrays are lists."""
+    """Turn a value into JSON. refer: gives the number of an object that is not plain. Those of the program's own
+    classes are not, whatever they derive from; those of a library are what they derive from, and NumPy's arrays are
+    lists."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is not Remote and type(value).__module__ != _SOLUTION:

@@ -48,7 +48,7 @@ class CallTest:
 
 @dataclass(frozen=True)
 class StatementTest:
-    """Python that runs after the program, and raises where that is wrong."""
+    """Python that runs after the program, and raises where the program is wrong."""
 
     statements: str
 
@@ -58,7 +58,7 @@ CodeTest = StdinTest | CallTest | StatementTest
 
 @dataclass(frozen=True)
 class _Shared:
-    """What a truth says about all tests in it."""
+    """Settings of a truth that are for all its tests."""
 
     function: str = ""
     kind: str = ""
@@ -66,7 +66,8 @@ class _Shared:
 
 
 def read_tests(truth: str) -> list[CodeTest]:
-    """Raises ValueError for what are none, with the field that is wrong, and where the row has no truth."""
+    """Read the tests of a truth. Raises ValueError for a truth that has none, with the field that is wrong, and where
+    the row has no truth."""
     given_alternatives(truth)
     try:
         value = json.loads(truth)
@@ -93,7 +94,9 @@ def _tests(value: Any, *, shared: _Shared) -> list[CodeTest]:
             return []
         parts = [_tests(member, shared=shared) for member in value]
         if any(parts) and not all(parts):
-            raise ValueError(f"test {parts.index([]) + 1} of {len(parts)} has none of the forms, others have")
+            raise ValueError(
+                f"test {parts.index([]) + 1} of {len(parts)} has none of the known forms, and other tests have one"
+            )
         return [test for part in parts for test in part]
     return _of_object(value, shared=shared) if isinstance(value, dict) else []
 
@@ -164,9 +167,11 @@ def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str
     is_one = names[0] == "input" and not (isinstance(given, list) and isinstance(wanted, list) and _is_stdin(shared))
     for name, value in zip(names, (given, wanted), strict=True):
         if not is_one and not isinstance(value, list):
-            raise ValueError(f"`{name}` is {_shown(value)}, and with several tests it is a list, one of each")
+            raise ValueError(f"`{name}` is {_shown(value)}, but must be a list with an entry for each test")
     if not is_one and len(given) != len(wanted):
-        raise ValueError(f"`{names[0]}` has {len(given)} and `{names[1]}` {len(wanted)}: each test has one of both")
+        raise ValueError(
+            f"`{names[0]}` has {len(given)} entries and `{names[1]}` {len(wanted)}: each test needs one of both"
+        )
     pairs = [(given, wanted)] if is_one else list(zip(given, wanted, strict=True))
     if shared.kind == "call" and not shared.function:
         raise ValueError("its tests are calls of a function, and no `fn_name` beside them says of which one")
@@ -176,7 +181,9 @@ def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str
         pairs = [(_joined(one), _joined(other)) for one, other in pairs]
     for name, text in ((name, text) for pair in pairs for name, text in zip(names, pair, strict=True)):
         if not isinstance(text, str):
-            raise ValueError(f"`{name}` is {_shown(text)}, no text, and no `fn_name` says that it is of a call")
+            raise ValueError(
+                f"`{name}` is {_shown(text)}, which is not text, and no `fn_name` says that the tests are calls"
+            )
     return [StdinTest(one, other) for one, other in pairs]
 
 
@@ -282,8 +289,12 @@ def _refuse_tests_of_libraries(node: ast.stmt) -> None:
             raise ValueError(f"its tests are methods of the class `{node.name}`: make each a function `test_...()`")
     is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     if is_function and node.name.startswith("test") and _needs_more(node):
-        what = "has a decorator" if node.decorator_list else "has parameters" if node.args.args else "is no plain one"
-        raise ValueError(f"the test function `{node.name}` {what}: make one of each case, `def {node.name}_1():`")
+        what = (
+            "has a decorator" if node.decorator_list else "has parameters" if node.args.args else "is no plain function"
+        )
+        raise ValueError(
+            f"the test function `{node.name}` {what}: make a function of each case, `def {node.name}_1():`"
+        )
 
 
 def _called(node: ast.stmt) -> str:

@@ -88,13 +88,13 @@ _PYTHON = (
 
 
 def is_parquet(path: Path) -> bool:
-    """Raises OSError."""
+    """Tell whether a file is parquet, by its first bytes. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
 
 
 def foreign_format(path: Path) -> Fault | None:
-    """What a file is that is neither JSON lines nor parquet, or what a folder is; None where it may be one of them.
+    """Say what a file is that is neither JSON lines nor parquet, or what a folder is; None where it may be one of them.
     Raises OSError."""
     if path.is_dir():
         return _folder(path)
@@ -107,7 +107,7 @@ def foreign_format(path: Path) -> Fault | None:
 
 
 def no_such_file(path: str) -> Fault | None:
-    """What a name is that no file has: a pattern or an address; None where it is a name and no more."""
+    """Say what a name is that no file has: a pattern or an address; None where it is only a name."""
     if _ADDRESS.search(path):
         return "an address, and data is not downloaded", "download it; a data set of the hub is task.data"
     if not glob.has_magic(path):
@@ -116,8 +116,8 @@ def no_such_file(path: str) -> Fault | None:
     if not names and not re.search("[*?]", path):
         return None  # a bracket is part of many a name
     if len(names) == 1:
-        return "a pattern, and one file is read", f"name it: {names[0]}"
-    return f"a pattern, which {len(names)} files match, and one file is read", _joined(
+        return "a pattern, but only one file is read", f"name it: {names[0]}"
+    return f"a pattern, which {len(names)} files match, but only one file is read", _joined(
         [Path(name) for name in names], pattern=path
     )
 
@@ -126,10 +126,10 @@ def _folder(folder: Path) -> Fault:
     names = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     files = sorted(itertools.islice(names, _MOST_FILES))
     if (folder / "dataset_info.json").is_file() and any(path.suffix == ".arrow" for path in files):
-        return "a folder in which `datasets` saved a data set, and one file is read", _filled(_SAVED, folder)
+        return "a folder in which `datasets` saved a data set, but only one file is read", _filled(_SAVED, folder)
     by_suffix = Counter(path.suffix for path in files).most_common()
     counted = ", ".join(f"{number} {suffix or 'without an ending'}" for suffix, number in by_suffix[:3])
-    return f"a folder ({counted or 'empty'}), and one file is read", _joined(files)
+    return f"a folder ({counted or 'empty'}), but only one file is read", _joined(files)
 
 
 def _joined(files: list[Path], *, pattern: str = "") -> str:
@@ -173,7 +173,7 @@ def _binary(path: Path, head: bytes) -> Fault | None:
     if max(zeros) > len(few) // 4 and min(zeros) < len(few) // 20:  # every other byte of plain letters
         return _encoded(path, "UTF-16BE" if zeros[0] > zeros[1] else "UTF-16LE")
     if b"\x00" in few and not _has_rows(head):
-        return "binary, and no format that is known", "give JSON lines or parquet"
+        return "binary, in no known format", "give JSON lines or parquet"
     return None
 
 
@@ -218,12 +218,14 @@ def _text(path: Path, head: bytes, *, is_whole: bool) -> Fault | None:
         return None
     broken = [line for line in head.splitlines() if not line.isascii() and not _is_utf8(line)]
     if len(broken) > 1 and not any(_is_utf8(line) for line in head.splitlines() if not line.isascii()):
-        remedy = "iconv -f WINDOWS-1252 -t UTF-8 {name} > {utf8}, with the encoding that it has"
+        remedy = "iconv -f WINDOWS-1252 -t UTF-8 {name} > {utf8}, with its real encoding instead of WINDOWS-1252"
         return "text in another encoding than UTF-8", _filled(remedy, path)
     if _has_rows(head):
         is_misnamed = path.suffix.lower() == ".parquet"
         return (
-            ("JSON lines, and its name says parquet", f"name it {path.with_suffix('.jsonl')}") if is_misnamed else None
+            ("JSON lines, though its name says parquet", f"name it {path.with_suffix('.jsonl')}")
+            if is_misnamed
+            else None
         )
     text = head.decode("utf-8", errors="replace").lstrip()
     if text.startswith("["):

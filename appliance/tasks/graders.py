@@ -29,8 +29,8 @@ _TAIL = 1000  # characters of a text in which an unmarked answer is searched
 
 
 def math(response: Response) -> float:
-    """1.0 when the answer is the truth, or one of its alternatives. The answer is what `marked_answer` says, else the
-    whole response, else what it ends with. Of a truth that is a solution it is read the same way."""
+    """Return 1.0 when the answer is the truth, or one of its alternatives. The answer is what `marked_answer` says,
+    else the whole response, else what it ends with. The answer of a truth that is a solution is read the same way."""
     text = answer_text(response.text)
     return float(any(_answers(text, truth=truth) for truth in given_alternatives(response.truth)))
 
@@ -74,7 +74,7 @@ _NOT_BEHIND = (_NOT_BEFORE | {"squared", "cubed"}) - {
 
 
 def is_right(answer: str, *, truth: str) -> bool:
-    """Whether a marked answer is the truth, or a sentence with one number, which is the truth."""
+    """Tell whether a marked answer is the truth, or a sentence with one number, which is the truth."""
     return is_same(answer, truth=truth) or _is_only_number(answer, truth=truth)
 
 
@@ -244,8 +244,8 @@ def _truth_numbers(truth: str) -> list[Quantity | Based]:
 
 
 def is_single_number(truth: str) -> bool:
-    """Whether the truth, or each of its alternatives, is one number and nothing else but its unit: `number` compares
-    all numbers of any other with as many of the response, whatever else either says."""
+    """Tell whether the truth, or each of its alternatives, is one number and nothing else but its unit: `number`
+    compares all numbers of any other with as many of the response, whatever else either says."""
     for alternative in truth_alternatives(truth):
         marked = marked_answer(alternative)
         node = read_answer(normal_form(marked or alternative)[:LONGEST_ANSWER])
@@ -256,8 +256,8 @@ def is_single_number(truth: str) -> bool:
 
 
 def number(response: Response) -> float:
-    """1.0 when the number of the response is that of the truth: what a mark marks, else the last one of the text. Of a
-    truth with several numbers all of them, in their order. Text around numbers is ignored, units too."""
+    """Return 1.0 when the number of the response is that of the truth: what a mark marks, else the last number of the
+    text. A truth with several numbers needs all of them, in their order. Text around numbers is ignored, units too."""
     alternatives = given_alternatives(response.truth)
     return float(any(_has_numbers(response.text, wanted=_truth_numbers(truth)) for truth in alternatives))
 

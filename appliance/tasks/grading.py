@@ -20,7 +20,7 @@ _LONGEST = 600  # of a message
 
 
 class Fault(StrEnum):
-    """Why a response has no grade of its own."""
+    """Reason why a response has no grade of its own."""
 
     RAISED = "raised"  # the reward function raised
     TIMED_OUT = "timed out"  # it was still at work after the time limit
@@ -31,10 +31,10 @@ class Fault(StrEnum):
 @dataclass(frozen=True)
 class Graded:
     accuracy: float
-    """0..1, of a task of the user's own any finite number; 0 with a fault, or less in a validation."""
+    """Accuracy in 0..1, in a task of the user's own any finite number; 0 with a fault, or less in a validation."""
     fault: Fault | None = None
     why: str = ""
-    """The fault in words, empty without one."""
+    """Description of the fault, empty without one."""
     parts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """Value of each reward, where there are several or they have names."""
 
@@ -43,12 +43,13 @@ Values = list[tuple[str, float, object]]  # (name, weight, what the reward gave)
 
 
 def grade(rewards: Sequence[Reward], response: Response) -> Values:
-    """Raises what a reward raises."""
+    """Call each reward on a response. Raises what a reward raises."""
     return [(each.name, each.weight, each.value(response)) for each in rewards]
 
 
 def weighed(values: Values) -> Graded:
-    """The weighted sum of what applies; a fault where a value is no finite number, or none applies."""
+    """Compute the weighted sum of the rewards that apply; a fault where a value is no finite number, or where no reward
+    applies."""
     total, parts = 0.0, []
     for name, weight, value in values:
         if value is None:
@@ -61,7 +62,7 @@ def weighed(values: Values) -> Graded:
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
     if not abs(total) <= LARGEST:
-        return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards come to {total:g}, which is not within ±{LARGEST:g}")
+        return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards add up to {total:g}, which is not within ±{LARGEST:g}")
     return Graded(total, parts=tuple(parts))
 
 
@@ -87,7 +88,8 @@ def in_words(error: BaseException) -> str:
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """0 up to max_tokens - buffer_tokens, then falling linearly to -penalty at max_tokens.
+    """Compute the penalty of a long response: 0 up to max_tokens - buffer_tokens, then falling linearly to -penalty at
+    max_tokens.
 
     num_tokens: of the response, 0..max_tokens.  buffer_tokens: 1..max_tokens, or 0 for no penalty at all.
     Source: DAPO (Yu et al. 2025), soft overlong punishment; the formula is that of verl's DAPO reward manager.
@@ -100,10 +102,10 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, pe
 
 @dataclass(frozen=True)
 class Shaping:
-    """From a grade to the reward that trains. Validation reads grades."""
+    """Settings that turn a grade into the reward that trains. A validation reads grades."""
 
     wrong: float = 0.0
-    """The reward of a wrong answer, where a right one has 1: 0, or -1 as DAPO has it (eq. 7 of its paper)."""
+    """Reward of a wrong answer, where a right one has 1: 0, or -1 as DAPO has it (eq. 7 of its paper)."""
     max_tokens: int = 0
     buffer_tokens: int = 0
     """Tokens before the limit over which `overlong_penalty` grows."""
@@ -114,11 +116,11 @@ class Shaping:
     any numbers; else 0."""
 
     def comparable(self, value: float) -> float:
-        """An accuracy or reward, such that equal ones of a prompt teach nothing and are filtered."""
+        """Round an accuracy or reward such that equal ones of a prompt teach nothing and are filtered."""
         return exact_in_sums(value, num_samples=self.samples) if self.samples else value
 
     def reward(self, accuracy: float, *, num_tokens: int) -> float:
-        """accuracy: 0..1.  num_tokens: of the response."""
+        """Compute the reward that trains. accuracy: 0..1.  num_tokens: of the response."""
         graded = self.wrong + (1.0 - self.wrong) * accuracy
         return self.comparable(
             graded
@@ -129,7 +131,8 @@ class Shaping:
 
 
 def exact_in_sums(value: float, *, num_samples: int) -> float:
-    """The nearest number of which `of` equal ones have an exact sum in float32: with 24 bits less those of `of`.
+    """Return the nearest number of which `num_samples` equal ones have an exact sum in float32: its bits are 24 less
+    those of `num_samples`.
 
     The mean of such a group is its value and its deviation 0. verl takes the mean in float32 and divides what is left
     by deviation + 1e-6: of 8 times 100.3, rounding alone would make advantages of 0.8. DAPO's filter asks whether the
@@ -157,12 +160,13 @@ def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: 
 
 
 def passes(graded: Graded, *, first_reward: str) -> bool:
-    """Whether the reward of that name, empty: the only one, applies and is at least 1."""
+    """Tell whether the reward of that name (empty: the only one) applies and is at least 1."""
     return any(value >= PASSES for name, value in graded.parts if not first_reward or name == first_reward)
 
 
 def pass_at(k: int, *, samples: int, passed: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that of k samples, drawn from these n without putting back, one passes.
+    """Compute 1 - C(n - c, k) / C(n, k): the chance that of k samples, drawn from these n without putting back, one
+    passes.
 
     samples: n.  passed: c, 0..n.  k: 1..n.
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", the unbiased estimator of pass@k.
@@ -171,7 +175,7 @@ def pass_at(k: int, *, samples: int, passed: int) -> float:
 
 
 def tries(samples: int) -> Iterator[int]:
-    """Powers of two below the number of samples, and that number."""
+    """Yield the powers of two below the number of samples, and that number."""
     k = 1
     while k < samples:
         yield k

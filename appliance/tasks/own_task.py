@@ -36,9 +36,9 @@ class _DataSet(DataFile):
 
     config: str
     part: str
-    """Its own split."""
+    """Split of the data set, by its own name."""
     commit: str
-    """Commit of the data set; empty: of `main`."""
+    """Commit of the data set; empty: that of `main`."""
 
     def read(self, source: Source) -> ProblemSet:
         problem_set = read_data_set(self.hub, config=self.config, split=self.part, commit=self.commit, source=source)
@@ -64,8 +64,8 @@ def task(settings: sections.Task, *, files: TaskFiles) -> Task:
 def parse_row(
     row: Row, *, settings: sections.Task, rewards: Mapping[str, sections.Reward] | None = None
 ) -> Problem | str | Fault:
-    """The problem of a row, or what is wrong with it, with the field's name and perhaps a hint. rewards: that look at
-    its truth, by name; where none are given, those of the settings."""
+    """Make the problem of a row, or return what is wrong with it, with the field's name and perhaps a hint. rewards:
+    the rewards that read the truth, by name; None: those of the settings."""
     rewards = settings.named_rewards if rewards is None else rewards
     template, field = settings.template, settings.prompt
     messages = _templated(row, template=template) if template else _messages_of(row, field=field)
@@ -74,7 +74,7 @@ def parse_row(
     *before, (_, prompt) = messages
     if settings.system:
         if before and before[0][0] == "system":
-            return f"the field `{field}` begins with a system message, and task.system is another one"
+            return f"the field `{field}` begins with a system message, and task.system gives another"
         before.insert(0, ("system", settings.system))
     path = settings.truth or (VERLS_TRUTH if "reward_model" in row else "")
     if not path:
@@ -97,8 +97,9 @@ def parse_row(
 
 
 def as_given(row: Row, *, settings: sections.Task) -> tuple[str | list[dict[str, str]], object]:
-    """(prompt, truth) for the forms of other trainers: the prompt as text, or where the row has chat messages as all
-    of them that the model reads; the truth as the row has it, None where there is none.  row: a problem's."""
+    """Return (prompt, truth) for the reward functions of other trainers: the prompt as text, or as all the messages
+    that the model reads where the row has chat messages; the truth as the row has it, None where it has none. row: that
+    of a problem."""
     problem = parse_row(row, settings=settings, rewards={})  # which have looked at its truth
     assert isinstance(problem, Problem), "a row that became a problem"
     path = settings.truth or (VERLS_TRUTH if "reward_model" in row else "")
@@ -109,7 +110,7 @@ def as_given(row: Row, *, settings: sections.Task) -> tuple[str | list[dict[str,
 
 
 def field_at(row: Row, path: str) -> Any:
-    """The value at a dotted path; a field whose own name has dots in it comes first. Raises KeyError."""
+    """Return the value at a dotted path; a field whose own name has dots in it comes first. Raises KeyError."""
     if path in row:
         return row[path]
     value: Any = row
@@ -121,8 +122,8 @@ def field_at(row: Row, path: str) -> Any:
 
 
 def template_parts(template: str) -> list[tuple[str, str]]:
-    """(text, path of the field after it or empty), as `str.format` reads braces, without its attributes and formats.
-    Raises ValueError with what is wrong."""
+    """Split a template into (text, path of the field after it or empty), as `str.format` reads braces, but without
+    attributes and formats. Raises ValueError that names what is wrong."""
     parts = []
     for text, name, form, conversion in string.Formatter().parse(template):
         if name is not None and (form or conversion or not _PATH.fullmatch(name)):
@@ -133,7 +134,7 @@ def template_parts(template: str) -> list[tuple[str, str]]:
 
 
 def _messages_of(row: Row, *, field: str) -> list[Message] | str | Fault:
-    """Return the messages up to the answer, of which the last is the user's; or what is wrong with the row."""
+    """Return the messages up to the answer, the last of which is the user's; or what is wrong with the row."""
     try:
         value = field_at(row, field)
     except KeyError:
@@ -174,7 +175,7 @@ def _templated(row: Row, *, template: str) -> list[Message] | str | Fault:
                 return f"the field `{name}` of task.template is {as_text(value)}"
             texts.append(as_text(value))
     prompt = "".join(texts)
-    return [("user", prompt)] if prompt.strip() else "task.template makes an empty prompt of it"
+    return [("user", prompt)] if prompt.strip() else "task.template makes an empty prompt of this row"
 
 
 def _missing(row: Row, path: str, *, place: str = "") -> str | Fault:
@@ -192,13 +193,14 @@ def _nearest(name: str, names: tuple[str, ...]) -> str:
 
 
 def _truth_form(value: object) -> str:
-    """132 and "132" are the same truth, and some rows may have a list and others one answer."""
+    """Name the form of a truth. 132 and "132" are the same truth, and some rows may have a list and others one answer,
+    so these forms have one name."""
     form = form_of(value)
     return "text, a number or a list" if form in ("text", "a number", "a list") else form
 
 
 def _how_to_answer(value: object, *, path: str) -> str:
-    """What makes an answer of a truth that is none. path: its field."""
+    """Say how to make an answer of a truth that is none. path: the truth's field."""
     otherwise = "judge it with functions of your own alone"
     if isinstance(value, bool):
         return f'write it as text, such as "{value}", or {otherwise}'
@@ -210,7 +212,8 @@ def _how_to_answer(value: object, *, path: str) -> str:
 
 
 def _answer_in(value: dict[str, Any]) -> str:
-    """The path of the first answer in an object, before those in the objects in it; empty where there is none."""
+    """Return the path of the first answer in an object, before those in the objects in it; empty where there is
+    none."""
     inner = {name: member for name, member in value.items() if "." not in name}
     for name, member in inner.items():
         if form_of(member) in ("text", "a number") and not is_nothing(member):

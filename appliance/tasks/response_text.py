@@ -36,7 +36,7 @@ class ResponseReader:
         self.begun = begun_by_prompt(tokenizer)
 
     def text(self, token_ids: Sequence[int], *, finished: bool) -> str:
-        """finished: the last token ended the response, whatever it is."""
+        """Return the text of a response. finished: whether the last token ended the response, whatever it is."""
         ids = list(token_ids[:-1] if finished else token_ids)
         ids = list(itertools.takewhile(lambda token: token not in self._ends, ids))
         while ids and ids[-1] == self._padding:
@@ -45,8 +45,8 @@ class ResponseReader:
 
 
 def begun_by_prompt(tokenizer: Any) -> str:
-    """What a prompt has of the tags of its answer: `<think>` and a line end, or an empty `<think></think>`. Empty for
-    most models, and for one whose chat template fails: the making of the data says why."""
+    """Return the tags of its answer that a prompt ends with: `<think>` and a line end, or an empty `<think></think>`.
+    Empty for most models, and for one whose chat template fails: the making of the data says why."""
     prompt = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}], add_generation_prompt=True)
     plain = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}], add_generation_prompt=False)
     _, _, opening = prompt.rpartition(_QUESTION)

@@ -36,27 +36,30 @@ class BuiltIn:
     """A reward that a recipe names."""
 
     grade: Callable[..., object]
-    """(response, **options)"""
+    """Function that grades: (response, **options)."""
     options: tuple[str, ...] = ()
-    """Keys of the recipe that are its own."""
+    """Keys of the recipe that are options of this reward."""
     needs: tuple[str, ...] = ()
-    """Those that must be given."""
+    """Options that must be given."""
     reads: Callable[[str], object] | None = None
-    """The truth, and raises ValueError where that is none for it; None: it needs none."""
+    """Function that reads the truth, and raises ValueError where this reward cannot use it; None: the reward needs no
+    truth."""
     reads_json: bool = False
-    """Its truth may be any JSON; else it is an answer: text, a number, or a list of them of which each is right."""
+    """Whether the truth may be any JSON; else it is an answer: text, a number, or a list of answers each of which is
+    right."""
     may_read_truth: bool = True
-    """Whether it may read the truth, as in `Reward`."""
+    """Whether the truth as the response is to earn more than an empty one, as in `Reward`."""
     remedy: str = ""
     """Remedy, as in `Reward`."""
     most_s: float = 0.0
-    """Its own limit for one response, where it has one."""
+    """Limit of the reward's own for one response, seconds; 0 where it has none."""
     prepare: Callable[[], object] = lambda: None
-    """Import now what it will need."""
+    """Function that imports now what the reward will need."""
 
 
 def load_rewards(settings: sections.Task, *, files: TaskFiles, given: Given) -> tuple[Reward, ...]:
-    """Runs the user's files. Raises what they raise, and UserCodeError for a function that is none of the forms."""
+    """Load the rewards of a task, and run the user's files for that. Raises what they raise, and UserCodeError for a
+    function that has none of the known forms."""
     return tuple(_reward(name, reward, files=files, given=given) for name, reward in settings.named_rewards.items())
 
 
@@ -74,8 +77,8 @@ def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, given: Give
 
 
 def unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
-    """What is wrong with a truth for the first built-in reward that cannot read it, to follow its field's name; else
-    empty. rewards: by the names of their metrics, as of the functions below."""
+    """Describe what is wrong with a truth for the first built-in reward that cannot read it, in words that follow the
+    field's name; else empty. rewards: by the names of their metrics, as of the functions below."""
     for name, reward, reads in readers(rewards):
         texts = (truth,) if BUILT_IN[reward.function].reads_json else truth_alternatives(truth)
         try:
@@ -87,14 +90,15 @@ def unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
 
 
 def answer_reader(rewards: Mapping[str, sections.Reward]) -> str:
-    """The name of the first built-in reward that compares with the truth as an answer; empty where there is none."""
+    """Return the name of the first built-in reward that compares with the truth as an answer; empty where there is
+    none."""
     return next((name for name, reward, _ in readers(rewards) if not BUILT_IN[reward.function].reads_json), "")
 
 
 def readers(
     rewards: Mapping[str, sections.Reward],
 ) -> Iterator[tuple[str, sections.Reward, Callable[[str], object]]]:
-    """The built-in ones that need a truth, each with its name and what reads the truth."""
+    """Yield the built-in rewards that need a truth, each with its name and the function that reads the truth."""
     for name, reward in rewards.items():
         if not reward.file and reward.pattern is None and (reads := BUILT_IN[reward.function].reads):
             yield name, reward, reads
@@ -107,15 +111,16 @@ def _given(truth: str) -> str:
 
 
 def exact(response: Response) -> float:
-    """1.0 when what the model wrote is the truth or one of its alternatives, white space around either ignored."""
+    """Return 1.0 when what the model wrote is the truth or one of its alternatives, white space around either
+    ignored."""
     accepted = {truth.strip() for truth in given_alternatives(response.truth)}
     written = response.written.strip()
     return float(written in accepted or without_special_tokens(written).strip() in accepted)
 
 
 def regex(response: Response, *, pattern: str = "") -> float:
-    """1.0 when the pattern is found in the response; without one in the recipe the truth is it, or one of its
-    alternatives. One that takes for ever ends at task.reward_timeout_s, and costs its sample."""
+    """Return 1.0 when the pattern is found in the response; without a pattern in the recipe it is the truth, or one of
+    its alternatives. A pattern that takes for ever ends at task.reward_timeout_s, and its sample counts for nothing."""
     patterns = (pattern,) if pattern else given_alternatives(response.truth)
     return float(any(re.search(alternative, response.text) for alternative in patterns))
 
@@ -125,12 +130,13 @@ _FORMAT = re.compile(rf"(?s)\s*<think>{_UNTAGGED}</think>\s*<answer>{_UNTAGGED}<
 
 
 def format_tags(response: Response) -> float:
-    """1.0 when the response is `<think>...</think>` and then `<answer>...</answer>`, each once and nothing else."""
+    """Return 1.0 when the response is `<think>...</think>` and then `<answer>...</answer>`, each once and nothing
+    else."""
     return float(_FORMAT.fullmatch(response.text) is not None)
 
 
 def length(response: Response, *, target: int) -> float:
-    """1.0 for up to `target` characters, then falling in a line to 0.0 at twice as many."""
+    """Return 1.0 for up to `target` characters, then less in a straight line, down to 0.0 at twice as many."""
     return min(1.0, max(0.0, 2.0 - len(response.written) / target))
 
 
@@ -139,10 +145,11 @@ _MARKDOWN = "*_` \t"
 
 
 def judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
-    """What a model says at an OpenAI-compatible API about prompt, response and truth: its last line, without marks of
-    markdown, is a number from 0 to 1 and nothing else.
+    """Return the grade that a model at an OpenAI-compatible API gives, asked about prompt, response and truth: its last
+    line, without marks of markdown, is a number from 0 to 1 and nothing else.
 
-    Raises ValueError where it is not, and what httpx raises: no grade is a fault of the judge, not of the response.
+    Raises ValueError where that line is something else, and what httpx raises: a missing grade is a fault of the judge,
+    not of the response.
     """
     import asyncio  # neither is loaded before its first response
 

@@ -46,13 +46,13 @@ class Problem:
     prompt: str
     """Last message of the user."""
     truth: str
-    """The reference that the reward compares with; the JSON of what is not text."""
+    """Reference that the reward compares with; JSON where it is not text."""
     before: tuple[Message, ...] = ()
     """Messages before the prompt."""
     row: str = ""
-    """The JSON object that it was made of, for rewards that want it."""
+    """JSON object that the problem was made of, for rewards that want it."""
     form: str = field(default="", compare=False)
-    """Kind of thing that its truth is, in words: the same for all problems of a file."""
+    """Kind of the truth, in words: the same for all problems of a file."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -61,10 +61,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Source:
-    """What the rows of a task's data are."""
+    """Form of the rows of a task's data."""
 
     parse: Callable[[Row], Problem | str | Fault]
-    """The problem of a row, or what is wrong with it, with a hint where the source's does not help."""
+    """Function that makes the problem of a row, or returns what is wrong with it, with a hint where `hint` does not
+    help."""
     hint: str
     """Example of a row, for a user who gave another one."""
     knows_verl: bool = False
@@ -78,13 +79,14 @@ class ProblemSet:
     problems: list[Problem]
     """Problems, each prompt once, in the order of the file."""
     rows: int = 0
-    """All there are."""
+    """Number of rows of the file."""
     conflicting: int = 0
-    """Rows whose prompt came before with another truth; the first one counts."""
+    """Number of rows whose prompt came before with another truth; the first truth counts."""
     faults: Faults = field(default_factory=list)
-    """Faults: each bad row with `file:line`, after 19 of them the number of the rest; one where all rows have it."""
+    """Faults: each bad row with `file:line`, after 19 of them the number of the rest; a single fault where all rows
+    have the same."""
     left_out: tuple[str, ...] = ()
-    """Fields that are not in a problem's row: what they hold is no JSON."""
+    """Fields that are not in a problem's row, because their values are no JSON."""
 
     @property
     def repeated(self) -> int:
@@ -92,7 +94,8 @@ class ProblemSet:
 
 
 def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: int | None = None) -> ProblemSet:
-    """Never raises for the file. name: as faults call it, empty: by its path.  most_rows: look at no more."""
+    """Read the problems of a file; what is wrong with the file is a fault, not an error. name: the file's name in
+    faults, empty: its path.  most_rows: rows to read at most."""
     name, hint = name or str(path), source.hint
     kind = "parquet" if Path(path).suffix.lower() == PARQUET else "JSON-lines or parquet"
     try:
@@ -117,8 +120,8 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
 
 
 def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
-    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError. commit: empty:
-    `main`."""
+    """Read the problems of a data set of the hub, or of the cache where the hub does not answer; runs no code of the
+    data set. Raises RecipeError. commit: empty: `main`."""
     if os.path.exists(name):  # `datasets` would take it instead of the hub's
         raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
     import datasets  # a second, and a network client
@@ -127,8 +130,8 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
     try:
         builder = datasets.load_dataset_builder(name, config or None, revision=commit or None)
         if commit and builder.hash != commit:  # the hub does not give it: `datasets` takes what it loaded last
-            message = f"task.data: {name} cannot be had at {commit}: the hub does not give it, here is {builder.hash}"
-            raise RecipeError([(message, "start when the hub gives it, or give task.train_file")])
+            fact = f"{name} cannot be had at {commit}: the hub does not give it, and this host has {builder.hash}"
+            raise RecipeError([(f"task.data: {fact}", "start when the hub gives it, or give task.train_file")])
         with beating(Heartbeat().beat):
             builder.download_and_prepare()
         data = builder.as_dataset(split=split).with_format("arrow")
@@ -153,7 +156,7 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
         if isinstance(problem, Problem):
             form = form or problem.form
             if problem.form != form:
-                problem = f"its truth is {problem.form}, and in the rows before {form}"
+                problem = f"its truth is {problem.form}, but in the rows before it {form}"
         if not isinstance(problem, Problem):
             bad += 1
             message, hint = problem if isinstance(problem, tuple) else (problem, source.hint)
@@ -174,7 +177,7 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
 
 
 def without_faults(*read: ProblemSet) -> list[ProblemSet]:
-    """The same. Raises RecipeError with the faults of all of them at once."""
+    """Return the problem sets as they are. Raises RecipeError with the faults of all of them at once."""
     if faults := [fault for each in read for fault in each.faults]:
         raise RecipeError(faults)
     return list(read)
@@ -262,7 +265,7 @@ def _of_verl(row: Row) -> Problem | str:
 
 
 def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:
-    """The values of the fields, or what is wrong with the first bad one."""
+    """Return the values of the fields, or what is wrong with the first bad one."""
     for name in names:
         if name not in row:
             return f"the field `{name}` is missing"

@@ -47,21 +47,21 @@ class Verdict:
     wrong: int = 0
     """Number of sampled problems whose rewards are wrong."""
     first: str = ""
-    """Fault of the first of them."""
+    """Fault of the first problem whose rewards are wrong."""
     failure: str = ""
     """Reason why there are no rewards at all, in words that name the file; empty where there are."""
     remedy: str = ""
-    """Against it, where a reward has one of its own."""
+    """Remedy for the failure, where a reward has its own."""
     doubt: str = ""
     """Doubt about the rewards."""
     unread: int = 0
     """Number of sampled problems that have right answers that a reward of ours does not read in a usual mark."""
     first_unread: str = ""
-    """The first of these answers."""
+    """First right answer that is not read."""
     easy: int = 0
     """Number of sampled problems that have wrong answers that earn as much as the right one."""
     first_easy: str = ""
-    """The first of these answers."""
+    """First wrong answer that earns as much."""
 
 
 def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lambda _: None) -> Verdict:
@@ -93,7 +93,7 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
     if verdict.failure or verdict.wrong:
         return verdict
     if problems and takers and not any(each.truth for each in problems):
-        doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: task.truth names its field"
+        doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: set task.truth to its field"
         return replace(verdict, doubt=doubt)
     doubt = _never_judges(problems, settings=settings, rewards=rewards)
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))

@@ -18,12 +18,12 @@ from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, r
 
 class Score(Protocol):
     def __call__(self, *, response: str, truth: str) -> float:
-        """The reward in [0, 1]."""
+        """Return the reward in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What rewards judge."""
+    """A response, as rewards judge it."""
 
     text: str
     """Text that the prompt had begun and the model continued in its last turn."""
@@ -36,23 +36,23 @@ class Response:
     messages: tuple[Message, ...] = ()
     """Messages of a task with tools, (role, content): the prompt's, the model's turns, the tools'."""
     begun: str = ""
-    """The part of `text` that the prompt ends with, such as `<think>` and a line end."""
+    """Part of `text` that the prompt ends with, such as `<think>` and a line end."""
 
     @property
     def written(self) -> str:
-        """The part of `text` that is the model's own: what TRL and verl call a completion."""
+        """Part of `text` that is the model's own: what TRL and verl call a completion."""
         return self.text.removeprefix(self.begun)
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a response is worth, or one part of it."""
+    """A reward: what a response is worth, or one part of that."""
 
     name: str
     weight: float
     """Weight of the value in the sum."""
     value: Callable[[Response], object]
-    """A number, or None where it does not apply; whatever else it returns is a fault."""
+    """Function that gives the value: a number, or None where the reward does not apply; any other value is a fault."""
     place: str = ""
     """Place, for people: the user's file and function; empty where it is built in."""
     may_read_truth: bool = True
@@ -68,14 +68,15 @@ class DataFile:
     name: str
     """Name of the file that `appliance data` makes of it."""
     split: str
-    """`train` or `val`."""
+    """Split that the file is for: `train` or `val`."""
     hub: str
-    """The data set."""
+    """Name of the data set on the hub."""
     file: str
-    """The file's path in it."""
+    """Path of the file in the data set."""
 
     def read(self, source: Source) -> ProblemSet:
-        """A download that broke off resumes where it was. Raises RecipeError when the hub is away, and for bad rows."""
+        """Download the file and read its problems. A download that broke off resumes where it was. Raises RecipeError
+        when the hub is away, and for bad rows."""
         try:
             path = download_data(self.hub, file=self.file, beat=Heartbeat().beat)
         except OSError as error:  # no network, no such file, or offline mode
@@ -88,15 +89,16 @@ class DataFile:
 
 @dataclass
 class PromptLimit:
-    """How long prompts may be. What is longer is left out before any problem is held out, drawn or counted."""
+    """Limit of the length of prompts. Problems with longer prompts are left out before any problem is held out, drawn
+    or counted."""
 
     tokens: int
     count: Callable[[Problem], int]
-    """Tokens of its prompt."""
+    """Function that counts the tokens of a problem's prompt."""
     asked: int = 0
-    """Problems that were looked at so far."""
+    """Number of problems that were looked at so far."""
     too_long: int = 0
-    """Problems of those whose prompt was too long."""
+    """Number of those problems whose prompt was too long."""
 
     def short_enough(self, problems: list[Problem]) -> list[Problem]:
         kept = [each for each in problems if self.count(each) <= self.tokens]
@@ -105,17 +107,18 @@ class PromptLimit:
 
     @property
     def words(self) -> str:
-        """Return the words that follow the number of problems that are left."""
+        """Words that follow the number of problems that are left."""
         return f" of at most {self.tokens} tokens" if self.too_long else ""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out, for people."""
+        """Notes on what was left out, for people."""
         of = f"{self.too_long} of {self.asked} problems have prompts of more than {self.tokens} tokens"
         return (f"{of} and are left out",) if self.too_long else ()
 
     def refuse_none(self, splits: Splits) -> None:
-        """Raises RecipeError where nothing is left to train on, or of a validation."""
+        """Refuse splits that have nothing left. Raises RecipeError where nothing is left to train on, or of a
+        validation."""
         if splits.train and all(splits.validations.values()):
             return
         left = ", ".join(
@@ -128,12 +131,12 @@ class PromptLimit:
 
 @dataclass(frozen=True)
 class Splits:
-    """train and val share no problem."""
+    """Problems of a task by their use; `train` and `val` share none."""
 
     train: list[Problem]
     val: list[Problem]
     notes: tuple[str, ...] = ()
-    """Counts made on the way, for people."""
+    """Notes with the counts made on the way, for people."""
     val_sets: Mapping[str, list[Problem]] = field(default_factory=dict)
     """Several validations in place of `val`, by name; they may share problems."""
 
@@ -148,7 +151,8 @@ class Task:
     """Name in `task.kind`."""
     score: Score
     answers: Callable[[str], Iterable[str]]
-    """Responses with this truth: in the form that the task asks for, then in others that its reward reads."""
+    """Function that gives responses with this truth: in the form that the task asks for, then in others that its reward
+    reads."""
     describe: str = ""
     """Question and grading, in a line."""
     source: Source | None = None
@@ -159,25 +163,25 @@ class Task:
     checked_rows: int | None = None
     """Rows of a file that are checked before a run; None: all."""
     make: Callable[..., Splits] | None = None
-    """Function of a task that makes its problems: (*, difficulty, seed, train_size, val_size)."""
+    """Function of a task that makes its problems, with the arguments (*, difficulty, seed, train_size, val_size)."""
     check_sizes: Callable[..., Faults] | None = None
-    """Function of such a task with the same arguments: the faults of sizes that it cannot serve, before anything is
-    made."""
+    """Function with the same arguments as `make`, which returns the faults of sizes that the task cannot serve, before
+    anything is made."""
     import_reward: Callable[[], object] = lambda: None
-    """Import now what `score` will need, where that takes long to load."""
+    """Function that imports now what `score` will need, where that takes long to load."""
     load_rewards: Callable[[], tuple[Reward, ...]] | None = None
     """Loader of rewards that replaces `score`, for a task whose rewards may be the user's code: to be called in a child
     process only."""
 
     def rewards(self) -> tuple[Reward, ...]:
-        """Ready to be asked. Raises what the user's code raises."""
+        """Load the rewards. Raises what the user's code raises."""
         if self.load_rewards is not None:
             return self.load_rewards()
         self.import_reward()
         return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
 
     def splits(self, settings: sections.Task, *, limit: PromptLimit | None = None) -> Splits:
-        """What the task makes, or reads: from files or, without a train_file, from the hub.
+        """Make the problems, or read them: from files or, without a train_file, from the hub.
 
         A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
         of the train_file. val_sets: in place of val_file and val_size; the one without a file is what validates without
@@ -307,7 +311,8 @@ def _too_few(key: str, val_set: sections.ValSet, problem_set: ProblemSet, *, wor
 def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str, words: str) -> Faults:
     if 0 < val_size < len(problems):
         return []
-    message = f"{key}: {val_size} of the {len(problems)} problems{words} in {path} leaves none for one side"
+    of_all = f"{val_size} of the {len(problems)} problems{words} in {path}"
+    message = f"{key}: {of_all} leave no problem for training or none for validation"
     most = len(problems) - 1
     use = f"use 1 to {most}" if most else "give more problems"
     return [(message, f"{use}, or give {key.removesuffix('size')}file")]

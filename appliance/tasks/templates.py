@@ -45,12 +45,12 @@ _HINT = "mend it in a chat_template.jinja in the model's folder, which comes bef
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What preflight hears of a model's tokenizer."""
+    """Facts about a model's chat template and tokenizer, as the child reports them to preflight."""
 
     problem: str = ""
     """Reason why the template cannot be used, or empty."""
     remedy: str = ""
-    """Against the problem."""
+    """Remedy for the problem."""
     begin_of_answer: str = ""
     """Text that the model has to write before its answer, because the template has no generation prompt; or empty."""
     tokens: int = 0
@@ -60,17 +60,17 @@ class TemplateFacts:
 
     @property
     def no_generation_prompt(self) -> str:
-        """A sentence about `begin_of_answer`."""
+        """Sentence about `begin_of_answer`."""
         line = self.begin_of_answer.replace("\n", "\\n")
         begin = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
         return (
-            f"the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so "
-            f"the model has to write `{begin}` itself before it answers"
+            "the chat template has no generation prompt: it renders the same with and without add_generation_prompt, "
+            f"so the model has to write `{begin}` itself before it answers"
         )
 
 
 def missing_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """(why the tokenizer has no chat template, remedy), None where it has one."""
+    """Return (why the tokenizer has no chat template, remedy); None where it has one."""
     if tokenizer.chat_template:
         return None
     if type(tokenizer).__name__ == _MISTRALS:
@@ -116,15 +116,15 @@ def _how_lost(text: str, rendering: str) -> str:
 
 
 def refusal(error: BaseException | None, why: str, *, roles: Sequence[str]) -> tuple[str, str]:
-    """(reason, remedy) of a template that raised, or that loses a text. roles: of the messages."""
+    """Return (reason, remedy) for a template that raised, or that loses a text. roles: of the messages."""
     reason = first_line(error) if error is not None else why
     is_of_system = SYSTEM in roles and ("system" in reason.lower() or error is not None)
     return reason, _HINT_SYSTEM if is_of_system else _HINT
 
 
 def conversation(roles: Sequence[str]) -> list[Message]:
-    """Messages of these roles, whose texts are in no template: long, of several lines, with capitals, spaces and what
-    is special in HTML, JSON and jinja."""
+    """Make messages of these roles, whose texts are in no template: long, of several lines, with capitals, spaces and
+    what is special in HTML, JSON and jinja."""
     word = "Zq7 wÄrt  \"x\" & <b>y</b> 'z' {{ 3 }}\n\tEnd-of-line 東京 {% if %} \\n "
     return [
         (role, f"Begin{number} {(word * (_LONG // len(word) + 1))[:_LONG]} End{number}")
@@ -133,7 +133,8 @@ def conversation(roles: Sequence[str]) -> list[Message]:
 
 
 def examine(tokenizer: PreTrainedTokenizerBase, *, conversations: Sequence[Sequence[str]], date: str) -> TemplateFacts:
-    """What speaks against a template. conversations: the roles of the messages of each that the task has."""
+    """Examine a chat template. conversations: the roles of the messages, for each kind of conversation that the task
+    has."""
     import jinja2
 
     clock, tokens = clock_of(tokenizer, date=date), len(tokenizer)
@@ -192,8 +193,8 @@ def _begin_of_answer(messages: Sequence[Message], *, render: Callable[..., str])
 
 
 def conversations_of(plan: RunPlan) -> list[tuple[str, ...]]:
-    """The roles of the messages of each kind of conversation in the first rows; of data that is not here what a prompt
-    has at least."""
+    """Return the roles of the messages of each kind of conversation in the first rows; for data that is not here the
+    roles that a prompt has at least."""
     settings, task = plan.task, task_of(plan.task, files=plan.task_files)
     problems: list[Problem] = []
     if settings.data_files and task.source is not None:

@@ -90,7 +90,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def config_of(spec: TinySpec, **tokens: int | None) -> Qwen2Config:
-    """tokens: transformers' names of special ones."""
+    """Make the model's configuration. tokens: ids of special tokens, by transformers' names."""
     return Qwen2Config(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -167,8 +167,8 @@ def _transcript(a: int, b: int, *, rightly: bool) -> Example:
 
 
 def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Examples as the chat template renders them, padded on the right. input_ids, labels: [B, T] int64, labels IGNORED
-    but for what the model says.  attention_mask: [B, T] int64, 0 on padding."""
+    """Encode examples as the chat template renders them, padded on the right. input_ids, labels: [B, T] int64, labels
+    IGNORED but for what the model says.  attention_mask: [B, T] int64, 0 on padding."""
     parts = [tokenizer(list(example))["input_ids"] for example in examples]
     length = max(sum(map(len, example)) for example in parts)
     tokens = torch.full((len(examples), length), tokenizer.pad_token_id)
@@ -186,8 +186,9 @@ def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> di
 
 
 def byte_tokenizer(*, max_positions: int, calls_tools: bool = False, words: int = 0) -> PreTrainedTokenizerFast:
-    """259 tokens, and four to call tools. max_positions: the longest sequence the model takes, in tokens.  words: at
-    least so many tokens; text is never read as those beyond, a model may say them."""
+    """Make the tokenizer of 259 tokens, and four more to call tools. max_positions: the longest sequence the model
+    takes, in tokens.  words: number of tokens at least; text never becomes one of those beyond the 259, but a model may
+    generate them."""
     alphabet = sorted(ByteLevel.alphabet())
     more = [f"w{number}" for number in range(words - len(alphabet) - len((END_OF_TURN, PADDING, START_OF_TURN)))]
     core = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(alphabet + more)}, merges=[]))

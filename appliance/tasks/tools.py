@@ -36,7 +36,7 @@ _ANSWER = 'Tool {number} says: "17 < 18 & <b>Ä</b>"\n  {{}} End{number}'  # wit
 _HINT = "docs/own-task.md shows one"
 
 Schema = dict[str, Any]
-"""Of one function, as chat templates want it: {"type": "function", "function": {...}}."""
+"""Schema of one function, as chat templates want it: {"type": "function", "function": {...}}."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Described:
     schemas: list[Schema] = field(default_factory=list)
     """Schema of each tool, in the order of the file."""
     problems: list[str] = field(default_factory=list)
-    """`name: what is wrong with it`."""
+    """Problems of the tools: `name: what is wrong with it`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gives the model."""
+    """Answer that a call gives the model."""
 
     text: str
     failed: bool = False
@@ -97,7 +97,7 @@ _checked = functools.cache(validate_call)
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., object]]:
-    """The tools of a file: its own public functions."""
+    """Return the tools of a file: its own public functions."""
     return {
         name: each
         for name, each in vars(module).items()
@@ -129,7 +129,7 @@ def _problem(function: Callable[..., object]) -> str:
     if any(each.kind is not each.POSITIONAL_OR_KEYWORD and each.kind is not each.KEYWORD_ONLY for each in parameters):
         return "a tool has named parameters only"
     if bare := [each.name for each in parameters if each.annotation is each.empty]:
-        return f"no type hint of {', '.join(bare)}"
+        return f"no type hint for {', '.join(bare)}"
     if not (function.__doc__ or "").strip():
         return "no docstring: the model reads there what the tool is for"
     return ""
@@ -144,22 +144,22 @@ def _shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class ToolsRequest:
-    """Of the child."""
+    """Request to the child that describes tools."""
 
     file: str
     model: str = ""
     """Model whose chat template is to be checked, or empty."""
     trust_remote_code: bool = False
     import_path: tuple[str, ...] = ()
-    """Folders to import what lies beside it from."""
+    """Folders from which the file may import what lies beside it."""
     sha256: str | None = None
     """SHA-256 of the file, as `load_module` takes it."""
     beside: str = ""
-    """Folder beside it, as `load_module` takes it."""
+    """The user's folder of the file, as `load_module` takes it."""
 
 
 def tools_request(plan: RunPlan, *, model: str) -> ToolsRequest:
-    """What runs: the run's copy, where there is one."""
+    """Make the request for a plan's tools: for the run's copy, where there is one."""
     tools, files = as_it_runs(plan).tools, plan.task_files
     if not tools:
         return ToolsRequest("")
@@ -168,8 +168,8 @@ def tools_request(plan: RunPlan, *, model: str) -> ToolsRequest:
 
 
 def read_tools(asked: ToolsRequest) -> list[Schema]:
-    """The schemas of the file's functions, made in a child; none without a file. Raises RecipeError with all that is
-    wrong with them."""
+    """Read the schemas of the file's functions, made in a child; none without a file. Raises RecipeError with all that
+    is wrong with them."""
     if not asked.file:
         return []
     output = run_child("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)

@@ -27,7 +27,7 @@ _LETTERS = "ABCDE"
 
 
 def in_marks(truth: str) -> tuple[str, ...]:
-    """A right answer bare, then in each mark. Of several right answers the first."""
+    """Return a right answer bare, then in each mark; of several right answers the first."""
     answer = truth_alternatives(truth)[0]
     return answer, *(mark.format(answer) for mark in _MARKS)
 
@@ -39,7 +39,7 @@ def first_right(
     above: float,
     before_marked: Callable[[], None] = lambda: None,
 ) -> tuple[int, float]:
-    """The place of the first answer that earns more than `above`, and what it earns; of the best where none does.
+    """Find the first answer that earns more than `above`, else the best one. Returns its place and what it earns.
 
     answers: bare, then marked.  ask: what a text earns.  before_marked: called before each marked one is tried.
     """
@@ -55,21 +55,22 @@ def first_right(
 
 
 def wrong_answers(truth: str, truths: Iterable[str]) -> list[str]:
-    """The near misses, the nearest first, and a right answer of another row. truths: of other rows."""
+    """List the near misses, the nearest first, and a right answer of another row. truths: of other rows."""
     other = other_truth(truth, truths)
     return [*near_misses(truth), *([other] if other else [])]
 
 
 def is_bare(truth: str) -> bool:
-    """Whether it is an answer and nothing else, which fits into any mark."""
+    """Tell whether a truth is an answer and nothing else, which fits into any mark."""
     answer = truth_alternatives(truth)[0]
     marks = ("####", "\\boxed", "<answer", "```", "nswer:")
     return len(answer) <= _LONGEST and "\n" not in answer and not any(mark in answer for mark in marks)
 
 
 def near_misses(truth: str) -> tuple[str, ...]:
-    """Wrong answers that look like a right one: another last digit, a digit more, the other sign, another letter. Of a
-    solution they are the solution with another answer in its mark; without a mark nobody knows what its answer is."""
+    """Make wrong answers that look like a right one: another last digit, a digit more, the other sign, another letter.
+    Of a solution they are the solution with another answer in its mark; without a mark nobody knows what its answer
+    is."""
     alternatives = truth_alternatives(truth)
     answer = alternatives[0]
     if not is_bare(truth):
@@ -97,7 +98,7 @@ def _with_other_answers(solution: str) -> Iterator[str]:
 
 
 def other_truth(truth: str, truths: Iterable[str]) -> str:
-    """A right answer of another row that is surely wrong for this one; empty where there is none."""
+    """Find a right answer of another row that is surely wrong for this one; empty where there is none."""
     alternatives = [_plain(text) for text in truth_alternatives(truth)]
     for other in truths:
         text = truth_alternatives(other)[0]

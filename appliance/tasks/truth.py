@@ -11,14 +11,14 @@ _FORMS |= {list: "a list", dict: "an object"}
 
 
 def as_text(value: object) -> str:
-    """Text as it is, everything else as JSON; a number without an exponent, 132.0 as 132."""
+    """Return text as it is, everything else as JSON; a number without an exponent, 132.0 as 132."""
     if isinstance(value, float):
         return _in_digits(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def answer_text(value: object) -> str:
-    """An answer to compare with: text, a number, or the JSON list of the texts of which each is right.
+    """Return an answer to compare with: text, a number, or the JSON list of the texts each of which is right.
 
     Raises ValueError for what is none of them, in words that follow the name of its field.
     """
@@ -38,12 +38,12 @@ def answer_text(value: object) -> str:
 
 
 def form_of(value: object) -> str:
-    """What kind of thing a value is, in words."""
+    """Name the kind of thing that a value is."""
     return next((form for kind, form in _FORMS.items() if isinstance(value, kind)), "null")
 
 
 def is_nothing(value: object) -> bool:
-    """Null, or what a column of numbers has in its place."""
+    """Tell whether a value is null, or what a column of numbers has in its place."""
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 

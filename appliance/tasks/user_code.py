@@ -54,9 +54,9 @@ Values = dict[str, object]
 
 
 class UserCodeError(ValueError):
-    """The user's file has no such function, or one that cannot be called as a reward, or it returned no reward.
+    """A file of the user's that has no such function, or a function that cannot be called as a reward or returned none.
 
-    remedy: against it, empty for the usual one.
+    remedy: what to do about it, empty for the usual remedy.
     """
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
@@ -67,7 +67,8 @@ class UserCodeError(ValueError):
 def load_function(
     file: str, name: str, *, given: Given, sha256: str | None = None, beside: str = ""
 ) -> Callable[[Response], object]:
-    """sha256, beside: as of load_module. Raises what the file raises when it is imported, and UserCodeError."""
+    """Load a reward function of the user's. sha256, beside: as of load_module. Raises what the file raises when it is
+    imported, and UserCodeError."""
     module = load_module(file, sha256=sha256, beside=beside)
     function = getattr(module, name, None)
     if not callable(function):
@@ -159,8 +160,8 @@ async def _awaited(returned: Any) -> object:
 
 
 def line_of(error: BaseException) -> str:
-    """` (rewards.py, line 3)`: the last one of the user's file on the way to the error, as Python has it for a syntax
-    error; empty where there is none."""
+    """Name the last line of the user's file on the way to the error, ` (rewards.py, line 3)`, as Python has it for a
+    syntax error; empty where there is none."""
     lines = [
         f" ({Path(frame.f_code.co_filename).name}, line {line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -170,7 +171,7 @@ def line_of(error: BaseException) -> str:
 
 
 def load_module(file: str, *, sha256: str | None = None, beside: str = "") -> ModuleType:
-    """Each file once in a process.
+    """Load a Python file of the user's, once in a process.
 
     beside: the user's folder, whose modules the file's imports find first; empty: that in which the file lies.
     sha256: what the plan has, and nothing else runs: neither another file nor a `.pyc`; None: whatever is there.
@@ -180,7 +181,7 @@ def load_module(file: str, *, sha256: str | None = None, beside: str = "") -> Mo
     if name not in sys.modules:
         content = Path(file).read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-            raise UserCodeError(f"{file}: it is not the file that was planned, it changed since")
+            raise UserCodeError(f"{file}: it is not the file that was planned: it has changed since")
         spec = importlib.util.spec_from_file_location(name, Path(file))
         assert spec is not None, "a path ends in .py"
         module = importlib.util.module_from_spec(spec)
@@ -195,21 +196,22 @@ def load_module(file: str, *, sha256: str | None = None, beside: str = "") -> Mo
 
 @dataclass(frozen=True)
 class ChildOutput:
-    """Of a child that has ended."""
+    """Output of a child that has ended."""
 
     words: Mapping[str, Any]
-    """Values that it reported; a later one replaces an earlier one."""
+    """Values that the child reported, by word; a later value replaces an earlier one."""
     code: int
-    """Its exit code."""
+    """Exit code of the child."""
     is_late: bool
-    """Whether it was ended because it was late."""
+    """Whether the child was ended because it was late."""
     printed: str
-    """The last line of what anybody else wrote, in short."""
+    """Last line that anything but `voice` wrote, in short."""
 
 
 def run_child(module: str, *, given: str, within_s: float) -> ChildOutput:
-    """What a child that may run the user's code says. It is ended, with all that it left, at its end or when it has
-    said nothing new for so long: the time is that of one thing that it does, not of all of them.
+    """Run a child that may run the user's code, and return what it reported. It is ended, with all that it left, at its
+    end or when it has reported nothing new for `within_s`: that is the time for one thing that it does, not for all of
+    them.
 
     module: of ours, whose `main` speaks by `voice`.  given: on its stdin.
     """
@@ -237,7 +239,7 @@ def run_child(module: str, *, given: str, within_s: float) -> ChildOutput:
 
 
 def words_in(text: str) -> dict[str, Any]:
-    """What a child said by `voice`, by word."""
+    """Return what a child reported by `voice`, by word."""
     words: dict[str, Any] = {}
     for line in text.splitlines():  # before the first one a library may have printed
         with contextlib.suppress(ValueError, TypeError):
@@ -246,7 +248,7 @@ def words_in(text: str) -> dict[str, Any]:
 
 
 def last_line(printed: IO[bytes]) -> str:
-    """The last line of a file, in short."""
+    """Return the last line of a file, in short."""
     printed.seek(0, os.SEEK_END)
     printed.seek(max(0, printed.tell() - _TAIL_BYTES))
     lines = printed.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""The day that a chat template is told. Imports no torch.
+"""The day that a chat template gets. Imports no torch.
 
 transformers gives templates a function `strftime_now`, by which many name today's date in the system message. Two
 renderings of one prompt would then differ, from day to day or from second to second. transformers hands the arguments
@@ -17,8 +17,9 @@ ANY_DAY = "2026-01-01"  # of what is rendered outside of a run: the same wheneve
 
 
 def clock_of(tokenizer: Any, *, date: str) -> dict[str, Callable[[str], str]]:
-    """What to give to `apply_chat_template` beside the messages; nothing where the template does not ask for the date.
-    tokenizer: of transformers.  date: YYYY-MM-DD, whose midnight it is; empty: the template has transformers' own."""
+    """Return the functions to give to `apply_chat_template` beside the messages; none where the template does not ask
+    for the date. tokenizer: of transformers.  date: YYYY-MM-DD, whose midnight the template gets; empty: the template
+    has transformers' own function."""
     templates = tokenizer.chat_template
     texts = templates.values() if isinstance(templates, Mapping) else (templates,)
     if not date or not any(CLOCK in text for text in texts if isinstance(text, str)):

@@ -26,9 +26,9 @@ class Gpu:
     capability: tuple[int, int]
     """CUDA compute capability (major, minor)."""
     product: str
-    """How nvidia-smi names it, lower case, in part."""
+    """Part of nvidia-smi's name of the GPU, in lower case."""
     memory_gib: int
-    """Of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well."""
+    """Memory of the largest common GPU of that name, as nvidia-smi shows it; there are A100s with 40, too."""
 
     @property
     def has_fp8(self) -> bool:
@@ -40,16 +40,16 @@ class Gpu:
 
     @property
     def sequences_at_once(self) -> int:
-        """The most in one engine, vLLM's own default: there are small A100s."""
+        """Most sequences in one engine: vLLM's own default, by which A100s differ with their memory."""
         return 1024 if self.memory_gib >= _MANY_FROM_GIB and self.name != "a100" else USUAL_SEQUENCES_AT_ONCE
 
 
 @dataclass(frozen=True)
 class StoredResult:
-    """What `bench` measured on a device, with the layer shapes and versions in question."""
+    """Measurement by `bench` on a device, with the layer shapes and versions in question."""
 
     ratios: tuple[tuple[Scheme, float], ...]
-    """(scheme, its tokens/s in times BF16's) of the quantised schemes."""
+    """Pairs of a quantised scheme and its tokens/s, as a multiple of BF16's."""
     what: str
     """The measurement, in words."""
 
@@ -84,7 +84,8 @@ DEVICES: tuple[str, ...] = (CPU, *GPUS)
 
 
 def gpu_of_product(product: str) -> Gpu | None:
-    """The GPU that nvidia-smi calls `product`, such as `NVIDIA A100-SXM4-80GB`. A GH200 is no H200, an A1000 no A10."""
+    """Return the GPU that nvidia-smi calls `product`, such as `NVIDIA A100-SXM4-80GB`. A GH200 is no H200, an A1000 no
+    A10."""
     text = product.lower()
     return next((gpu for gpu in GPUS.values() if re.search(rf"(?<![a-z0-9]){gpu.product}(?![0-9])", text)), None)
 
@@ -92,8 +93,9 @@ def gpu_of_product(product: str) -> Gpu | None:
 def automatic_scheme(
     device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None = None, experts: bool = False
 ) -> tuple[Scheme, str]:
-    """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES. stored: decides on Ada and Hopper, which run
-    INT8 and FP8 alike; elsewhere the rule does, and it is told.  experts: whether experts would be quantised."""
+    """Return (scheme, why) for `rollout.scheme: auto`. device: one of DEVICES. stored: the measurement, which decides
+    on Ada and Hopper, where INT8 and FP8 both run; elsewhere the rule decides and the measurement is reported.
+    experts: whether experts would be quantised."""
     scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
     if device == CPU or not GPUS[device].has_fp8 or GPUS[device].is_blackwell:
         if stored:
@@ -128,7 +130,7 @@ def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[
 
 
 def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: bool = False) -> str:
-    """Why nothing runs the scheme on the device, or an empty text. device: one of DEVICES.  experts: whether the
+    """Return why nothing runs the scheme on the device, or an empty text. device: one of DEVICES.  experts: whether the
     scheme quantises experts."""
     spec = scheme.spec
     if device == CPU:
@@ -145,7 +147,7 @@ def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: 
 
 
 def why_outgrown(scheme: Scheme, *, device: str) -> str:
-    """Why a GPU is too new for the scheme, whatever else is done; or an empty text. device: one of DEVICES."""
+    """Return why a GPU is too new for the scheme, whatever else is done; or an empty text. device: one of DEVICES."""
     gpu, until = GPUS.get(device), scheme.spec.until
     if gpu is None or until is None or gpu.capability < until:
         return ""
@@ -169,21 +171,21 @@ class Topology:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes; each has one rank of the trainer."""
+        """Number of GPUs on all nodes; each has one rank of the trainer."""
         return self.nodes * self.gpus_per_node
 
     @property
     def engines(self) -> int:
-        """At least 1: what does not divide is refused, and has no engines to speak of."""
+        """Number of engines, at least 1: sizes that do not divide are refused before anybody counts engines."""
         return max(1, self.gpus // self.tensor_parallel)
 
     @property
     def data_parallel(self) -> int:
-        """Shares of a mini-batch, at least 1: what does not divide is refused."""
+        """Number of ranks that share a mini-batch, at least 1: sizes that do not divide are refused."""
         return max(1, self.gpus // self.sequence_parallel)
 
     def rollout_rank(self, engine: int, *, rank: int) -> int:
-        """Counted over all engines. rank: within the engine."""
+        """Return the number of a rollout rank, counted over all engines. rank: within the engine."""
         return engine * self.tensor_parallel + rank
 
     def engine_of(self, rollout_rank: int) -> int:

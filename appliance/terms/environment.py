@@ -62,7 +62,7 @@ def child_env(
     reports_support: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, str], ...]:
-    """(name, value) pairs that the child gets on top of the launcher's own environment.
+    """Return the (name, value) pairs that the child gets on top of the launcher's own environment.
 
     offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
     own_engine: verl trains with trainer/verl_engine.py.  one_flow: its forward is the rollouts'.
@@ -132,7 +132,8 @@ def _scales_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:
 
 
 def with_ray_token(environment: Mapping[str, str], token_file: Path, *, is_ours: bool = True) -> dict[str, str]:
-    """The environment of what starts a Ray or speaks to one: without the token in this file nobody is heard.
+    """Return the environment of a process that starts a Ray or connects to one: without the token in this file Ray
+    answers nobody.
 
     The file is the only source: Ray would take a RAY_AUTH_TOKEN first, and turn it all off for RAY_AUTH_MODE=disabled.
     Without the two variables it shares one token among all of a user's Rays, in a file that it lets everybody read.
@@ -144,7 +145,7 @@ def with_ray_token(environment: Mapping[str, str], token_file: Path, *, is_ours:
 
 
 def ray_node_env() -> dict[str, str]:
-    """For every process that starts a node of a cluster or speaks to one, besides its token.
+    """Return the variables, besides the token, of every process that starts a node of a cluster or connects to one.
 
     Ray's own values would take more than the minute within which a loss is to be named. A control store that is gone is
     given up after RECONNECT_S (Ray's own: 60); a node notices that the store is another one, started anew, within 10 s
@@ -162,7 +163,8 @@ def ray_node_env() -> dict[str, str]:
 
 
 def weight_socket(handle: str, *, run_dir: Path | None) -> str:
-    """The socket on which a trainer rank sends weights to the rollout worker beside it, with a name of the run's own.
+    """Return the socket on which a trainer rank sends weights to the rollout worker beside it, with a name of the run's
+    own.
 
     handle: verl's, `ipc:///tmp/rl-colocate-zmq-<Ray's job id>-replica-…`. The job id counts within a cluster, and each
     run has a cluster of its own: the runs of a host would all have the same sockets, and take each other's weights.
@@ -180,14 +182,15 @@ def _mark(run_dir: Path) -> str:
 
 
 def ray_dir(run_dir: Path, *, temporary: Path) -> str:
-    """The folder of a run's Ray, one per run folder; made when the run starts and removed at its end."""
+    """Return the folder of a run's Ray, one per run folder; it is made when the run starts and removed at its end."""
     name = f"appliance-{_mark(run_dir)}"
     return str(short_root(temporary, length=len(name)) / name)
 
 
 def temporary_env(folder: Path) -> dict[str, str]:
-    """For the processes of a folder that goes with them: vLLM, verl and Ray leave sockets and locks in TMPDIR. Nothing
-    where it had to lie elsewhere than TMPDIR says. What torch has compiled stays where others of this user look."""
+    """Return the variables for processes whose temporary folder is removed with them: vLLM, verl and Ray leave sockets
+    and locks in TMPDIR. Nothing where the folder could not be in TMPDIR. What torch has compiled stays where other
+    processes of this user look for it."""
     temporary = Path(tempfile.gettempdir())
     if folder.parent != temporary:
         return {}
@@ -200,6 +203,6 @@ def temporary_env(folder: Path) -> dict[str, str]:
 
 
 def short_root(temporary: Path, *, length: int) -> Path:
-    """Where a folder may lie that has RAY_OWN in it: a long temporary folder is not used. length: of its name, bytes. A
-    socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them."""
+    """Return where a folder may be that has RAY_OWN in it: a long temporary folder is not used. length: of its name,
+    bytes. A socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them."""
     return temporary if len(os.fsencode(temporary)) + 1 + length <= _LONGEST_RAY_DIR else Path("/tmp")

@@ -22,8 +22,8 @@ ONE_EXPERT = re.compile(r"mlp\.experts\.\d+\.(?:gate|up)_proj\.weight")  # what 
 
 
 def packed_parts(name: str) -> tuple[str, tuple[str, ...]]:
-    """Of all experts' weights in one tensor [E, N, K], as transformers 5 has them: the name of their layer, and the
-    parts of an expert's that are stacked along N. Empty of any other name."""
+    """Return the name of the layer and the parts of an expert that are stacked along N, for a tensor [E, N, K] with all
+    experts' weights, as transformers 5 has them. Empty for any other name."""
     found = next((packed for packed in EXPERT_PARTS if name.endswith(packed)), "")
     return (name.removesuffix(found) + EXPERTS, EXPERT_PARTS[found]) if found else ("", ())
 
@@ -38,22 +38,22 @@ class Unit:
     """One quantised layer of the engine, or one of the two GEMMs of all experts."""
 
     members: tuple[str, ...]
-    """The linears that it fuses."""
+    """Linear layers that the unit fuses."""
     norm: str = ""
-    """Whose output they read, or empty."""
+    """Norm whose output the members read, or empty."""
     through: str = ""
-    """The linear whose output they read channel by channel, so that a factor of one of its rows reaches their column
-    of that channel as it is; or empty. Attention passes on factors of values, SwiGLU those of `up_proj`."""
+    """Linear layer whose output the members read channel by channel, so that a factor of one of its rows reaches their
+    column of that channel unchanged; or empty. Attention passes on factors of values, SwiGLU those of `up_proj`."""
     fused: str = ""
-    """The engine's own name of several members, or empty."""
+    """Name that the engine has for several members, or empty."""
     followers: tuple[str, ...] = ()
-    """What else reads the norm and stays in BF16."""
+    """Other layers that read the norm and stay in BF16."""
     ignored_as: tuple[str, ...] = ()
-    """Its names in an `ignore` list, where they are not the members."""
+    """Names of the unit in an `ignore` list, where they are not the members."""
 
     @property
     def layer(self) -> tuple[str, ...]:
-        """Its names in an `ignore` list."""
+        """Names of the unit in an `ignore` list."""
         return self.ignored_as or self.members
 
 
@@ -78,21 +78,22 @@ _MIXTURE = (
 
 @dataclass(frozen=True)
 class Family:
-    """Also that vLLM's class does nothing in `load_weights` but find a tensor's place (engine/routes.py)."""
+    """A model class that the quantised engine knows. A row also says that vLLM's class does nothing in `load_weights`
+    but find a tensor's place (engine/routes.py)."""
 
     architecture: str
     """The model's class, as `architectures` in a checkpoint's config.json names it."""
     model_type: str
-    """As config.json names it."""
+    """Name of the model type in config.json."""
     dense: tuple[Unit, ...] = _DENSE
-    """Of a decoder layer without experts."""
+    """Units of a decoder layer without experts."""
     mixture: tuple[Unit, ...] = ()
-    """Of a decoder layer with experts, where the family has such."""
+    """Units of a decoder layer with experts; empty where the family has none."""
     one_flow: bool = False
-    """Whether `trainer/rollout_forward.py` computes its forward: Llama's, and nothing else is multiplied or added."""
+    """Whether `trainer/rollout_forward.py` can compute the forward: it is Llama's, with no further product or sum."""
 
     def units(self, parameters: Iterable[str]) -> tuple[Unit, ...]:
-        """Of a decoder layer with these parameters."""
+        """Return the units of a decoder layer with these parameters."""
         return self.mixture if self.mixture and GATE_UP in set(parameters) else self.dense
 
 
@@ -109,7 +110,7 @@ FAMILIES: dict[str, Family] = {
 _PATTERNS = tuple(dict.fromkeys(units for each in FAMILIES.values() for units in (each.dense, each.mixture) if units))
 
 LLAMA_NORMS: Mapping[str, tuple[str, ...]] = {unit.norm: unit.members for unit in _DENSE if unit.norm}
-"""Of a dense decoder layer as Llama's: each norm, and the linears that read it."""
+"""Norms of a dense decoder layer such as Llama's, with the linear layers that read each."""
 
 FUSED_LAYERS: Mapping[str, list[str]] = {
     unit.fused.rpartition(".")[2]: [member.rpartition(".")[2] for member in unit.members]
@@ -117,13 +118,13 @@ FUSED_LAYERS: Mapping[str, list[str]] = {
     for unit in units
     if unit.fused
 }
-"""A fused layer's parts, in order, in every family: `qkv_proj` is q_proj, k_proj and v_proj. vLLM's own
+"""Parts of a fused layer, in their order, in every family: `qkv_proj` is q_proj, k_proj and v_proj. vLLM's own
 `packed_modules_mapping` of Qwen3-MoE lacks `gate_up_proj` where dense layers come from `decoder_sparse_step`."""
 
 
 def unlisted(architectures: Iterable[str]) -> str:
-    """The first of a model's classes that has no row here, or an empty text. A dense one is held to its structure
-    (engine/structure.py)."""
+    """Return the first of a model's classes that has no row here, or an empty text. A dense model without a row is
+    checked by its structure (engine/structure.py)."""
     return next((name for name in architectures if name not in FAMILIES), "")
 
 
@@ -131,10 +132,10 @@ NEEDS_A_ROW = "smoothing, UAQ, experts and the rollouts' forward in the trainer 
 
 
 def why_unknown(architectures: Sequence[str] | None) -> str:
-    """Why a model with these `architectures` gets nothing that needs a row here, or an empty text."""
+    """Return why a model with these `architectures` gets nothing that needs a row here, or an empty text."""
     known = ", ".join(FAMILIES)
     if not architectures:
-        return f"the model's configuration names no architecture; known are {known}"
+        return f"the model's configuration names no architecture; the known ones are {known}"
     name = unlisted(architectures)
     return f"{name} is not in the list of model families ({known}): {NEEDS_A_ROW}" if name else ""
 
@@ -145,8 +146,8 @@ UNLIKE_WINDOWS = {
     "MistralForCausalLM": "vLLM goes by layer_types, the trainer gives every layer the window",
     "Qwen3MoeForCausalLM": "neither vLLM nor the trainer goes by layer_types",
 }
-"""What becomes of a model with a sliding window in a part of its layers, by its architecture: in vLLM, which generates,
-and in transformers, which trains."""
+"""Differences for a model with a sliding window in a part of its layers, by its architecture: between vLLM, which
+generates, and transformers, which trains."""
 ALIKE_WINDOWS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM"})
 """Classes of which vLLM and transformers both give the same layers a window (tests/engine/test_engine_structure.py)."""
 NEVER_PARTIAL = "Qwen2ForCausalLM"  # vLLM's class of it asserts that all layers have a sliding window, or none
@@ -154,8 +155,9 @@ _ROPES = (DEFAULT_ROPE, LLAMA3)
 
 
 def beyond_one_flow(config: Mapping[str, Any]) -> str:
-    """What a checkpoint asks for that vLLM has, and the trainer's form of the rollouts' forward has not, or an empty
-    text; transformers has some of it neither. config: its config.json, or what transformers makes of it."""
+    """Return what a checkpoint asks for that vLLM has and the trainer's form of the rollouts' forward does not have, or
+    an empty text; some of it transformers does not have either. config: its config.json, or what transformers makes of
+    it."""
     if has_both_windows(config):
         return "layers with and without a sliding window"
     found = config.get("rope_scaling") or config.get("rope_parameters")
@@ -173,7 +175,8 @@ def beyond_one_flow(config: Mapping[str, Any]) -> str:
 
 
 def has_both_windows(config: Mapping[str, Any]) -> bool:
-    """By `layer_types`, or as transformers makes those of Qwen's older keys."""
+    """Return whether layers with and without a sliding window are mixed, by `layer_types` or by Qwen's older keys as
+    transformers reads them."""
     layers = config.get("layer_types")
     if isinstance(layers, list):
         return len(set(map(str, layers))) > 1
@@ -187,14 +190,15 @@ class NormFed:
     """Parameters by their names in a checkpoint."""
 
     norms: frozenset[str]
-    """Of all decoder layers."""
+    """Norms of all decoder layers."""
     linears: frozenset[str]
-    """All that they feed, with the input channels last: in a mixture the router, too."""
+    """Layers that the norms feed, with the input channels last; in a mixture the router is one of them."""
 
 
 def norm_fed(names: Iterable[str]) -> NormFed:
-    """names: of all parameters of a model. Raises EngineError for a model without the pattern of norms and layers. The
-    last norm is left out: what it feeds (the head) stays BF16 in rollouts and may be tied to the embedding."""
+    """Find a model's norms and the layers that they feed. names: of all its parameters. Raises EngineError for a model
+    without the pattern of norms and layers. The last norm is left out: the head, which it feeds, stays in BF16 in
+    rollouts and may be tied to the embedding."""
     layers: dict[str, set[str]] = {}
     for name in names:
         if found := _DECODER_LAYER.fullmatch(name):

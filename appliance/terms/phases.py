@@ -1,4 +1,4 @@
-"""The phases of a run, by the names that stand in its events, in `run.json` and in reports."""
+"""The phases of a run, by their names in its events, in `run.json` and in reports."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a run is doing. A phase lasts until the next one begins."""
+    """Phase of a run. It lasts until the next one begins."""
 
     STARTING = "starting"
-    """Before any process of it has said what it does."""
+    """No process of the run has reported a phase yet."""
     PREPARE = "prepare"
     """The cache gets the model and the data that it lacks."""
     SCALE = "scale"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
     LOAD_MODEL = "load-model"
     """The trainer's model is loaded, and the rollout engines start."""
     ATTEST = "attest"
-    """Every process says what it runs."""
+    """Every process attests what it runs."""
     SYNC = "sync"
     """Weights go to the rollout engines."""
     ROLLOUT = "rollout"

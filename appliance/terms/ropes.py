@@ -38,13 +38,13 @@ class Rope:
 
     kind: str
     factor: float
-    """Of the length; 1 where the configuration has none."""
+    """Factor of the length; 1 where the configuration has none."""
     original: int
     """Tokens of the longest sequence before the length was extended; 0 where the configuration does not say."""
 
 
 def ropes_of(config: Mapping[str, Any]) -> tuple[Rope, ...]:
-    """All of a model's, as transformers 5 reads the old and the new spelling: `rope_scaling` comes before
+    """Read all ropes of a model, as transformers 5 reads the old and the new spelling: `rope_scaling` comes before
     `rope_parameters`, `type` stands for `rope_type`. Empty where the configuration says nothing that can be read."""
     parameters, longest = config.get("rope_scaling") or config.get("rope_parameters"), config.get(_LENGTHS[0])
     if not isinstance(parameters, dict) or not parameters:
@@ -56,7 +56,7 @@ def ropes_of(config: Mapping[str, Any]) -> tuple[Rope, ...]:
 
 
 def most_positions(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence that vLLM serves; 0 where the configuration does not say."""
+    """Return the tokens of the longest sequence that vLLM serves; 0 where the configuration does not say."""
     given = [number for key in _LENGTHS if (number := _whole_number(config.get(key)))]
     wins = _whole_number(config.get(_LENGTH_THAT_WINS))
     longest: float = wins or min(given, default=0)
@@ -70,7 +70,7 @@ def most_positions(config: Mapping[str, Any]) -> int:
 
 
 def rope_conflict(ropes: tuple[Rope, ...], *, longest: int) -> str:
-    """Why engine and trainer would rotate by different angles, or an empty text. longest: tokens of prompt and
+    """Return why engine and trainer would rotate by different angles, or an empty text. longest: tokens of prompt and
     response.
 
     transformers computes the frequencies of `dynamic` anew for a batch that is longer than any before, and takes those
@@ -88,9 +88,9 @@ def rope_conflict(ropes: tuple[Rope, ...], *, longest: int) -> str:
 
 
 def unknown_rope(ropes: tuple[Rope, ...]) -> str:
-    """Which way of rotating vLLM or transformers does not have, or an empty text."""
+    """Return which way of rotating vLLM or transformers does not have, or an empty text."""
     unknown = [rope.kind for rope in ropes if rope.kind not in _KNOWN]
-    return f"its rope_type is `{unknown[0][:60]}`, and known are {', '.join(sorted(_KNOWN))}" if unknown else ""
+    return f"its rope_type is `{unknown[0][:60]}`; the known ones are {', '.join(sorted(_KNOWN))}" if unknown else ""
 
 
 def _read_rope(parameters: Mapping[str, Any], *, beside: object, otherwise: object) -> Rope:

@@ -38,7 +38,7 @@ class Scheme(StrEnum):
 
 
 class Scales(StrEnum):
-    """Which elements of a weight [N, K] share a scale."""
+    """Elements of a weight [N, K] that share a scale."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"  # a row: an output channel
@@ -49,34 +49,35 @@ class Scales(StrEnum):
 @dataclass(frozen=True)
 class SchemeSpec:
     label: str
-    """For people: what shares a scale, in weights and activations."""
+    """Description for people: what shares a scale, in weights and activations."""
     number: str
     """The kind of number, for messages: `INT8`."""
     bytes_per_weight: float
-    """Of a quantised weight in the engine, without its scales."""
+    """Bytes of a quantised weight in the engine, without its scales."""
     scales: Scales | None = None
-    """None: not quantised."""
+    """Elements that share a scale; None: not quantised."""
     codec: str = ""
-    """`quant/codec_<codec>.py`."""
+    """Name of the codec, which is in `quant/codec_<codec>.py`."""
     method: str = ""
-    """The linear method of the engine, with its proof: a name of `engine/config.py`."""
+    """Linear method of the engine, with its proof: a name of `engine/config.py`."""
     emulation: str = ""
-    """The linear method that emulates it in float where there are no kernels, for numerics only; empty: none does."""
+    """Linear method that emulates the scheme in floating point where it has no kernels, for its numbers only; empty:
+    none does."""
     experts: bool = True
-    """Whether its method runs the experts of a mixture; else they are emulated or nothing."""
+    """Whether the method runs the experts of a mixture; otherwise they are emulated or refused."""
     trained_in: bool = False
-    """Whether a trainer computes in it, too, on a CPU: `trainer.forward: rollout`."""
+    """Whether a trainer on a CPU can compute in the scheme, too: `trainer.forward: rollout`."""
     in_fp16: bool = True
-    """Whether engines have it in FP16, too: `trainer.dtype: fp16`."""
+    """Whether engines have the scheme in FP16, too: `trainer.dtype: fp16`."""
     takes_profile: bool = False
-    """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
+    """Whether a profile is made for the scheme: smoothing is worth something where a scale is of a channel."""
     even_steps: bool = False
-    """Whether codes lie at equal distances, so that rounding is off by the step whatever the value."""
+    """Whether codes lie at equal distances, so that the rounding error is the same for small and large values."""
     finer: tuple[Scheme, ...] = ()
-    """What rollouts can be raised to in an engine and still be quantised, the next one first: of the same `emulation`,
-    an engine that runs becomes no other scheme."""
+    """Schemes to which rollouts can be raised in a running engine and still be quantised, the next one first. They have
+    the same `emulation`: a running engine can change to no other scheme."""
     vllm_name: str = ""
-    """What vLLM's own option calls a method of this kind, where it has one."""
+    """Name of a method of this kind in vLLM's own option, where it has one."""
     since: tuple[int, int] = (0, 0)
     """The first CUDA compute capability that multiplies such numbers."""
     until: tuple[int, int] | None = None
@@ -84,11 +85,11 @@ class SchemeSpec:
     fast_cpu_flags: tuple[str, ...] = ()
     """CPU features of which one is needed to be faster than BF16."""
     not_on_cpu: str = ""
-    """Why no CPU runs it; empty: one does. `{scheme}` stands for its name."""
+    """Reason why no CPU runs the scheme; empty: one does. `{scheme}` stands for its name."""
     not_without_amx: str = ""
-    """The same where the processor has no AMX, if that is another reason."""
+    """Reason why no processor without AMX runs the scheme, if that is another one."""
     not_on_gpu: str = ""
-    """Why no GPU runs it; empty: one does, from `since` on. `{scheme}` stands for its name."""
+    """Reason why no GPU runs the scheme; empty: one does, from `since` on. `{scheme}` stands for its name."""
 
     @property
     def can_emulate(self) -> bool:
@@ -165,7 +166,7 @@ def group_size(length: int) -> int:
 
 
 def why_no_groups(rows: int, length: int) -> str:
-    """Why vLLM's kernels take no weight of this shape in groups, on one rank; or an empty text."""
+    """Return why vLLM's kernels take no weight of this shape in groups, on one rank; or an empty text."""
     if rows % GROUPS[-1] == 0 and group_size(length):
         return ""
     least, groups = GROUPS[-1], ", ".join(map(str, GROUPS[:-1]))
@@ -174,7 +175,7 @@ def why_no_groups(rows: int, length: int) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """For messages: each in back quotes."""
+    """List names for messages, each in back quotes."""
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -198,10 +199,11 @@ PROFILED = tuple(scheme for scheme in Scheme if scheme.spec.takes_profile)
 
 @dataclass(frozen=True)
 class Precision:
-    """A departure from an engine's own settings."""
+    """Departure of an engine's precision from its own settings."""
 
     scheme: Scheme | None = None
-    """None, the engine's own; BF16, no layer is quantised; else a finer scheme of the same kind."""
+    """Scheme of the quantised layers. None: the engine's own; BF16: no layer is quantised; else a finer scheme of the
+    same kind."""
     bf16_layers: tuple[str, ...] = ()
     """Quantised layers that compute in BF16 as well, as `ignore` would name them."""
 
@@ -211,7 +213,7 @@ class Precision:
 
     @property
     def text(self) -> str:
-        """For people: `as planned`, `bf16`, `with some layers in bf16`."""
+        """Description for people: `as planned`, `bf16`, `with some layers in bf16`."""
         raised = "with some layers in bf16" if self.bf16_layers else ""
         return " ".join(filter(None, (str(self.scheme or ""), raised))) or "as planned"
 

@@ -1,4 +1,4 @@
-"""What one rollout engine is told: its scheme and everything that goes with it. Imports no torch. The value travels to
+"""Settings of one rollout engine: its scheme and everything that goes with it. Imports no torch. The value travels to
 vLLM as `hf_overrides.quantization_config`, together with `quantization=appliance`."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ blocks: vLLM's own 128 tokens are more than many prompts have. Its attention wan
 
 
 class Dtype(StrEnum):
-    """Of the trainer's forward and backward, of weights as they are sent, and of engines."""
+    """Data type of the trainer's forward and backward, of weights as they are sent, and of engines."""
 
     BF16 = "bf16"
     FP16 = "fp16"
 
     @property
     def in_torch(self) -> str:
-        """torch's name of it, and verl's, and vLLM's."""
+        """Name of the type in torch, verl and vLLM."""
         return {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}[self]
 
 
@@ -43,14 +43,15 @@ class OldLogProbs(StrEnum):
 
 
 class Schedule(StrEnum):
-    """Of the learning rate, after the warm-up."""
+    """Course of the learning rate after the warm-up."""
 
     CONSTANT = "constant"
     COSINE = "cosine"
     LINEAR = "linear"
 
     def rate(self, step: int, *, steps: int, warmup_steps: int, least: float) -> float:
-        """Of `linear`, as a part of the whole: step 0.., in a run of `steps`; least: what is left at the end."""
+        """Return the learning rate of `linear` at a step, as a share of the full one. step: from 0.  steps: of the run.
+        least: share that is left at the end."""
         assert self is Schedule.LINEAR, "verl has the others"
         if step < warmup_steps:
             return step / warmup_steps
@@ -59,11 +60,12 @@ class Schedule(StrEnum):
 
 
 class Quantisation(Frozen):
-    """What one engine quantises, and how."""
+    """Quantisation of one engine: what is quantised, and how."""
 
     scheme: Scheme
     emulated: bool = False
-    """An FP8 scheme by quantise-dequantise in float, where there are no kernels; for numerics only."""
+    """Whether an FP8 scheme is emulated by quantise-dequantise in floating point, where it has no kernels; for its
+    numbers only."""
     ignore: tuple[str, ...] = ()
     """Layers kept in BF16, each an exact name or `re:` and a pattern, as compressed-tensors has them."""
     profile: str = ""
@@ -77,17 +79,17 @@ class Quantisation(Frozen):
         return self.scheme is Scheme.BF16 and not self.lm_head_fp32
 
     def to_config(self) -> dict[str, Any]:
-        """The value of `hf_overrides.quantization_config`: JSON types only."""
+        """Return the value of `hf_overrides.quantization_config`: JSON types only."""
         return {"quant_method": METHOD_NAME, **self.model_dump(mode="json")}
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What vLLM's `LLM` or `EngineArgs` get: nothing for a plain engine."""
+        """Return the arguments for vLLM's `LLM` or `EngineArgs`: none for a plain engine."""
         if self.is_plain:
             return {}
         return {"quantization": METHOD_NAME, "hf_overrides": {"quantization_config": self.to_config()}}
 
 
 def quantisation_from_config(config: dict[str, Any]) -> Quantisation:
-    """The inverse of `Quantisation.to_config`. Raises ValueError for what it never writes."""
+    """Invert `Quantisation.to_config`. Raises ValueError for what it never writes."""
     values = {key: value for key, value in config.items() if key != "quant_method"}
     return Quantisation.model_validate(values, strict=False)  # JSON has lists for tuples and texts for schemes

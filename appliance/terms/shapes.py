@@ -34,10 +34,10 @@ class Linear(StrEnum):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """0 and empty where config.json says nothing."""
+    """Sizes of a model; 0 and empty where config.json says nothing."""
 
     heads: int = 0
-    """Of attention, in each layer."""
+    """Number of attention heads in each layer."""
     max_positions: int = 0
     """Tokens of the longest sequence that vLLM serves."""
     architectures: tuple[str, ...] = ()
@@ -50,21 +50,21 @@ class ModelShape:
     """Width of a dense MLP."""
     layers: int = 0
     vocab: int = 0
-    """Tokens known."""
+    """Number of tokens in the vocabulary."""
     tied: bool = False
     """Whether the embedding is the last projection as well."""
     experts: int = 0
-    """Of a layer with experts; 0 in a dense model."""
+    """Number of experts in a layer that has them; 0 in a dense model."""
     expert_intermediate: int = 0
     """Width of one expert's MLP."""
     quantised: str = ""
-    """How the checkpoint's weights are, where they are."""
+    """Quantisation of the checkpoint's weights, where they are quantised."""
     beyond_one_flow: str = ""
-    """As the function of this name."""
+    """Feature that the trainer's form of the rollouts' forward does not have: see the function of this name."""
     partial_window: int = 0
     """Tokens of the sliding window that a part of the layers has; 0 where all have it, or none."""
     ropes: tuple[Rope, ...] = field(default=(), compare=False)
-    """How its positions rotate. No size, so that a shape known by its name equals one that was read."""
+    """Ways in which positions rotate. They are no size, so that a shape known by its name equals one that was read."""
 
     @property
     def is_dense(self) -> bool:
@@ -78,21 +78,21 @@ class ModelShape:
 
     @property
     def layer_slug(self) -> str:
-        """What decides how much a scheme gains, the sizes of a layer's GEMMs: `h3584-i18944-a28-kv4`."""
+        """Sizes of a layer's GEMMs, which decide how much a scheme gains: `h3584-i18944-a28-kv4`."""
         width = self.expert_intermediate or self.intermediate
         dense = f"h{self.hidden}-i{width}-a{self.heads}-kv{self.kv_heads}"
         return f"{dense}-e{self.experts}" if self.experts else dense
 
     @property
     def linear_weights(self) -> int:
-        """Weights of the linear layers that are quantised: all but embedding, last projection and norms."""
+        """Number of weights in the linear layers that are quantised: all but embedding, last projection and norms."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def weights(self) -> int:
-        """All of them but norms and biases, which are below a thousandth."""
+        """Number of all weights but those of norms and biases, which are below a thousandth."""
         return self.linear_weights + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
@@ -107,7 +107,8 @@ class ModelShape:
         return f"{self.weights / 1e6:.1f} million weights"
 
     def adapter_weights(self, rank: int, *, targets: Iterable[str]) -> int:
-        """Of LoRA: A [rank, in] and B [out, rank] beside each of these linears. targets: of Linear."""
+        """Count the weights of LoRA: A [rank, in] and B [out, rank] beside each of these linear layers. targets: of
+        Linear."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         both = {  # in + out
             **dict.fromkeys((Linear.Q, Linear.O), self.hidden + queries),
@@ -118,7 +119,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the whole model, in BF16."""
+        """Bytes of the KV cache per token, of the whole model, in BF16."""
         return 2 * self.layers * self.kv_heads * self.head_size * 2
 
 
@@ -152,7 +153,7 @@ KNOWN: dict[str, ModelShape] = {
 
 
 def read_shape(config: Path) -> ModelShape | None:
-    """By a config.json; None when it cannot be read as one."""
+    """Read the sizes from a config.json; None when it cannot be read as one."""
     try:
         raw = json.loads(config.read_text())
     except (OSError, ValueError, RecursionError):
@@ -161,7 +162,7 @@ def read_shape(config: Path) -> ModelShape | None:
 
 
 def shape_of(raw: Mapping[str, Any]) -> ModelShape:
-    """By the content of a config.json."""
+    """Return the sizes by the content of a config.json."""
 
     def number(key: str, otherwise: int = 0) -> int:
         value = raw.get(key)

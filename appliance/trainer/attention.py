@@ -129,7 +129,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """All segments of a row, shared out over blocks."""
+    """Blocks over which all segments of a row are shared out."""
 
     blocks: list[Block]
     of_row_T: Tensor

@@ -1,6 +1,6 @@
-"""What the processes that train say of themselves: the driver, and every worker that holds a part of the model. And
-whether all of a run, the engines too, said what the plan wants. Where log-probs that are to be equal are not, in which
-layer both differ."""
+"""What the processes that train attest of themselves: the driver, and every worker that holds a part of the model. And
+whether all processes of a run, the engines too, attested what the plan wants. Where log-probs that are to be equal are
+not, in which layer both differ."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all 
 
 
 def check_attested(plan: RunPlan, *, precision: Precision) -> None:
-    """Raise AttestationError when a process of the run has not attested what the plan wants, or something else.
-    precision: what the rollout engines were started in."""
+    """Raise AttestationError when a process of the run has not attested what the plan wants, or has attested something
+    else. precision: what the rollout engines were started in."""
     expected = attestations_at(plan, precision)
     found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
     _require_none(found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.quantises else []))
@@ -145,7 +145,7 @@ def _actor(worker: Any) -> Any:
 
 
 def take_settings(plan: RunPlan, *, workers: Sequence[ActorHandle]) -> float:
-    """Of all ranks' optimizers those of the plan, once a checkpoint is loaded: verl loads those of the attempt that
+    """Give all ranks' optimizers the plan's settings, once a checkpoint is loaded: verl loads those of the attempt that
     saved it, also what a resume with `--force` has changed. Returns the rate of the next step's updates."""
     found: list[float] = ray.get([worker.__ray_call__.remote(_take, plan) for worker in workers])
     return found[0]

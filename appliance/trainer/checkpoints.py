@@ -70,19 +70,19 @@ class DriverRandom:
     torch: str
     """Torch's state as hex bytes."""
     numpy: list[Any]
-    """What its own `get_state` gives, as lists."""
+    """State of numpy's generator, as its own `get_state` gives it, in lists."""
     python: list[Any]
-    """What its own `get_state` gives, as lists."""
+    """State of Python's generator, as its own `getstate` gives it, in lists."""
 
 
 @dataclass(frozen=True)
 class DriverState:
-    """What `state.json` holds: the part of a step that neither verl nor the governor keeps."""
+    """Content of `state.json`: the part of a step that neither verl nor the governor keeps."""
 
     step: int
     random: DriverRandom
     line: dict[str, Any]
-    """What metrics.jsonl got of the step."""
+    """Line of metrics.jsonl about the step."""
 
     precision: PrecisionState
     schema_version: Literal[1] = 1

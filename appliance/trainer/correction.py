@@ -93,12 +93,12 @@ LogProbs = Callable[[KVBatchMeta], Any]  # writes `log_probs` of a batch into th
 
 
 class Sequences(NamedTuple):
-    """What a correction is computed from, a row per sequence."""
+    """Inputs of a correction, a row per sequence."""
 
     trainer: Rows
     rollout: Rows
     real: Rows
-    """Mask of the tokens before any was dropped."""
+    """Mask of the real tokens, before any was dropped."""
     advantages: Rows
 
 
@@ -280,7 +280,7 @@ def corrected_loss(
 
 
 def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Correction) -> tuple[TensorDict, bool]:
-    """(a micro-batch with the fields that the driver would have made of these log-probs, whether all of them are
+    """Return (a micro-batch with the fields that the driver would have made of these log-probs, whether all of them are
     finite). Where they are not, both sides of a pair are 0 nats, as in the driver's metrics.
 
     data: with the rollouts' log-probs.  log_probs: nested, of prompt and response, nats, of the policy before the
@@ -489,7 +489,7 @@ def check_used(reported: Mapping[str, Any], *, meant: Mapping[str, float]) -> No
 
 
 class ShadowPass:
-    """Of one run whose correction has one."""
+    """Shadow pass of a run, for a correction that has one."""
 
     def __init__(self, plan: RunPlan) -> None:
         assert plan.shadow is not None, "the plan of such a correction has a shadow pass"

@@ -88,7 +88,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Whether this run is on a CPU: verl asks where no platform is named, and in a run on GPUs it must not
+        """Return whether this run is on a CPU: verl asks where no platform is named, and in a run on GPUs it must not
         choose this one for a process that sees none."""
         return is_run_on_cpu()
 

@@ -14,20 +14,20 @@ from ray.exceptions import RayActorError, RayError
 from appliance.errors import EngineError, last_line
 from appliance.record.liveness import Heartbeat
 
-HINT = "the log has the whole story"
+HINT = "the log has the details"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one kind of rollout is sampled. temperature 0 is greedy."""
+    """Settings by which one kind of rollout is sampled. temperature 0 is greedy."""
 
     temperature: float
     top_p: float
     num_samples: int
     top_k: int = -1
-    """Most likely words that are drawn from; -1: all."""
+    """Number of the most likely words that are drawn from; -1: all."""
     top_log_probs: int = 0
-    """Most likely words at each token whose log-probs are asked for."""
+    """Number of the most likely words at each token whose log-probs are asked for."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Prompt:
     row: dict[str, Any]
     token_ids: list[int]
     seed: int | None
-    """Seed of its first sample, None where nothing is drawn."""
+    """Seed of the prompt's first sample; None where nothing is drawn."""
     group: asyncio.Future[Any]
-    """Its samples, once the engine has answered."""
+    """Samples of the prompt, once the engine has answered."""
 
 
 class EngineShares:

@@ -96,7 +96,7 @@ class RolloutEngines:
         self._engine_watch = EngineWatch(servers, on_death=self._on_death)
 
     def stop_watching(self) -> None:
-        """Before the engines are ended on purpose."""
+        """Stop the watch before the engines are ended on purpose."""
         if self._engine_watch is not None:
             self._engine_watch.stop()
 
@@ -239,7 +239,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class EngineWatch:
-    """Looks after the engines while the trainer waits for them.
+    """Watch of the engines while the trainer waits for them.
 
     An engine that dies in the middle of a weight update leaves verl's sender waiting for an answer that cannot come.
     The trainer's main thread is then inside that wait, so the watch does not raise: it reports and ends the process.
@@ -254,7 +254,7 @@ class EngineWatch:
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Before the engines are ended on purpose."""
+        """Stop before the engines are ended on purpose."""
         self._over.set()
 
     def _watch(self) -> None:

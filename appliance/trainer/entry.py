@@ -99,7 +99,7 @@ def translate(error: Exception) -> ApplianceError:
     last = last_line(error)
     if type(error).__name__ in _OF_DEAD_ACTORS:  # one that the watch of the processes does not know
         return ProcessDied(f"a worker died: {last}", hint="the log has its last words")
-    return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the whole story")
+    return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the details")
 
 
 def train(plan: RunPlan, *, overrides: list[str]) -> None:

@@ -32,13 +32,13 @@ from appliance.terms.settings import Quantisation
 ADAPTER_ONLY = "adapter"
 _CARD = """# {model}, trained in {scheme}
 
-The policy that was trained is this model in {scheme} (one precision flow: trainer and rollouts computed in it). With
-the appliance beside vLLM, in this folder,
+What was trained is this model as {scheme} computes it (one precision flow: trainer and rollouts computed in it). To
+serve that policy, install the appliance beside vLLM and run in this folder
 
     FLASHRL_CONFIG={config} vllm serve .
 
-serves it so; on a CPU, APPLIANCE_EXACT_GEMMS=1 before it keeps the last bits. The weights are in BF16 and load
-everywhere; without that line it is another policy.
+On a CPU put APPLIANCE_EXACT_GEMMS=1 before it, so that log-probs are the trainer's to the last bit. The weights are in
+BF16 and load everywhere; served without FLASHRL_CONFIG they are another policy.
 """
 _ORIGIN = """
 ## Where it is from

@@ -185,7 +185,7 @@ def finish_tracking(finish: Callable[[], object], *, run_dir: Path, within_s: fl
     why = f"not done within {within_s:g} s" if thread.is_alive() else "".join(failed)
     if not why:
         return
-    what = "a backend of logging.backends did not end well: the last numbers may be missing there"
+    what = "a backend of logging.backends did not end well: it may lack the last numbers"
     try:
         append_event(run_dir, kind="note", what=what, why=why)
     except OSError as error:

@@ -50,11 +50,11 @@ class Program:
     fds: list[int]
     """Numbers of the descriptors that come with it."""
     open_files: tuple[int, int]
-    """As the kernel has it of who asks."""
+    """Limits of open files of the process that asks, as the kernel has them."""
     nice: int
-    """As the kernel has it of who asks."""
+    """Niceness of the process that asks, as the kernel has it."""
     oom_score: str
-    """As the kernel has it of who asks."""
+    """OOM score adjustment of the process that asks, as the kernel has it."""
 
 
 def worker_command(address: Path) -> str:

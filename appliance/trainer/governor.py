@@ -116,8 +116,9 @@ def _share_for(k3: float) -> float:
 
 
 class Governor:
-    """One run's governor: its memory is in `guard.json`, from which another attempt continues. had_stopped: whether the
-    governor stopped the attempt before: this one resumes, but not as if nothing had happened."""
+    """One run's governor: the state in `guard.json`, from which another attempt continues, and the judgement of each
+    step. had_stopped: whether the governor stopped the attempt before: this one resumes, but not as if nothing had
+    happened."""
 
     def __init__(self, plan: RunPlan) -> None:
         """Read guard.json, if it is there. Raises ValueError when it cannot be read."""

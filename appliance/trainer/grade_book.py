@@ -31,7 +31,7 @@ class GradeBook:
         self._by_prompt: dict[str, tuple[int, Sequence[Graded]]] = {}
         """By uid: the step, and the prompt's samples."""
         self._ungraded: dict[str, int] = {}
-        """Training samples that could not be graded, by key without its last part: the step."""
+        """Training samples that could not be graded: their step by their key without its last part."""
         self._by_set: dict[str, list[Sequence[Graded]]] = {}
         """By validation set: the samples of each problem, in the order of the problems."""
         self._prompt_rewards: list[float] = []

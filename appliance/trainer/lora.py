@@ -59,7 +59,8 @@ def put_adapter_in(module: Module, *, lora: Lora, seed: int) -> PeftModel:
 
 
 class Frozen:
-    """The weights that do not move. Merging writes into them: a copy that was not put back would be merged again."""
+    """Check of the weights that do not move. Merging writes into them: a copy that was not put back would be merged
+    again."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
@@ -81,7 +82,7 @@ class Frozen:
 
 
 class Expected(NamedTuple):
-    """What is to be sent of one layer. The tensors are None on all ranks but the first."""
+    """Expected weights of one layer of an update. The tensors are None on all ranks but the first."""
 
     name: str
     sum_NK: Tensor | None

@@ -77,12 +77,12 @@ _FIELDS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the rollouts' distributions are from the trainer's: corrections/distributions.py."""
+    """Distance of the rollouts' distributions from the trainer's: corrections/distributions.py."""
 
     mean: float
     """Mean over tokens, nats; NaN where a log-prob is not finite."""
     equal_fraction: float
-    """Tokens at which it is 0, 0..1."""
+    """Share of the tokens at which the divergence is 0, 0..1."""
 
     @staticmethod
     def from_tokens(divergence_T: Tensor) -> Divergence:
@@ -95,21 +95,22 @@ class Divergence:
 
 @dataclass(frozen=True)
 class StepTelemetry:
-    """With `measure_update` all fields but `equal_group_fraction` and `tokens_mean` are of that update's tokens."""
+    """Measurements of a step's batch. With `measure_update` all fields but `equal_group_fraction` and `tokens_mean` are
+    of that update's tokens."""
 
     mismatch: Mismatch
     by_length: MismatchByLength
     equal_group_fraction: float
-    """Prompts of which every sample is the same sequence of tokens, 0..1."""
+    """Share of the prompts of which every sample is the same sequence of tokens, 0..1."""
     nonfinite_fraction: float = 0.0
-    """Tokens of which a log-probability is not finite or beyond FARTHEST, 0..1. Where there are some, no number of
-    `mismatch` is finite, and in `by_length` they count as equal."""
+    """Share of the tokens of which a log-probability is not finite or beyond FARTHEST, 0..1. Where there are some, no
+    number of `mismatch` is finite, and in `by_length` they count as equal."""
     seconds: float = 0.0
     """Seconds that measuring took."""
     tokens_mean: float = 0.0
-    """Tokens of a sequence that count, mean over the sequences."""
+    """Mean number of a sequence's tokens that count."""
     differing_tokens: int = 0
-    """Tokens whose two log-probs are not the same float32."""
+    """Number of tokens whose two log-probs are not the same float32."""
     divergence: Divergence | None = None
     """Divergence of the distributions; None where engines report no words."""
 
@@ -315,7 +316,7 @@ def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
 
 @dataclass
 class StepParts:
-    """What a step has brought so far, from the hooks of verl's, for its line."""
+    """Parts of a step that verl's hooks have brought so far, for its line of metrics."""
 
     rolled: Live
     """Precision that its rollouts are made in."""
@@ -331,7 +332,7 @@ class StepParts:
     """Token whose log-prob the update's forward did not give as the rollouts did, until a layer was searched for."""
 
     def is_exact(self, plan: RunPlan) -> bool:
-        """Whether its log-probs are to be the rollouts' bit by bit: those in the planned precision. On a GPU
+        """Return whether the log-probs are to equal the rollouts' bit by bit: those in the planned precision. On a GPU
         nothing is promised but a bound (trainer/governor.py)."""
         return plan.trainer.one_flow and plan.is_cpu and self.rolled == Live(plan.rollout.label, plan.emulates)
 
@@ -391,8 +392,8 @@ def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
 
 
 def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:
-    """What verl would report of an update that is not made, because log-probs of its step are not finite: NaN. Said as
-    an event: nothing is left out silently."""
+    """Return what verl would report of an update that is not made, because log-probs of its step are not finite: NaN.
+    An event reports it: nothing is left out silently."""
     share = telemetry.nonfinite_fraction
     what = f"step {step} is not learned from: log-probabilities of {share:.2%} of its tokens are not finite"
     append_event(run_dir, kind="note", what=what, why="an update with them would ruin the weights", step=step)
@@ -402,8 +403,8 @@ def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str,
 
 
 def tell_differing(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> None:
-    """Report at once, and with its place, that log-probs differ which must not; the ladder counts the step as a bad
-    one."""
+    """Report at once, and with its place, that log-probs differ that must be equal; the ladder counts the step as
+    bad."""
     whole = telemetry.by_length.whole
     append_event(
         run_dir,

@@ -34,7 +34,7 @@ BF16 = Precision(Scheme.BF16)
 
 @dataclass(frozen=True)
 class Live:
-    """What the engines run since a weight update, as they have reported it."""
+    """Precision of the engines since a weight update, as they have reported it."""
 
     label: str
     """Name of the scheme; `bf16+int8` where replicas differ."""
@@ -48,10 +48,10 @@ class Live:
 
 @dataclass(frozen=True)
 class PrecisionState:
-    """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break."""
+    """Part of a checkpoint by which a resumed attempt rolls out as the run would have without the break."""
 
     planned: str
-    """Label of the rollouts in the plan. For a plan with another one all the rest says nothing."""
+    """Label of the rollouts in the plan. In a plan with another label the rest of the state means nothing."""
 
     rollouts: Precision
     """Precision of the step after the checkpoint's."""
@@ -62,7 +62,7 @@ class PrecisionState:
     scheme: Scheme
     bf16_layer_fraction: float
     """Share of layers in BF16 that the guard asks for, as it asks for `scheme`. For a guard that asks for others the
-    rest says nothing."""
+    rest of the state means nothing."""
 
 
 class RolloutPrecision:
@@ -126,12 +126,12 @@ class RolloutPrecision:
         return AS_PLANNED if self._is_live else self.wanted
 
     def validates_bf16(self, step: int) -> bool:
-        """Whether the validation after this step (0: before training) is made in BF16 as well."""
+        """Return whether the validation after this step (0: before training) is made in BF16 as well."""
         every, steps = self._plan.trainer.validate_bf16_every, self._plan.trainer.steps
         return every > 0 and (step == steps or (step % every == 0 and every < steps))
 
     def restarts_in(self, step: int, *, present: Precision) -> bool:
-        """Whether this step has engines started. present: what those that run were started in."""
+        """Return whether this step has engines started. present: what those that run were started in."""
         if self._is_live:
             return False
         return self.starts_in != present or (self.validates_bf16(step) and self.starts_in != BF16)
@@ -216,7 +216,7 @@ def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
     ranked = ranked or _by_engine(plan)
     if not ranked:
         raise PreflightError(
-            "`raise-precision` has no layer errors to go by: no profile, and no engine tells any (kernels that pack "
+            "`raise-precision` has no layer errors to go by: no profile, and no engine reports any (kernels that pack "
             "their codes, such as Marlin's, do not)",
             hint="give a profile in quantization.profile, or leave `raise-precision` out of guard.actions",
         )
@@ -288,8 +288,8 @@ class WeightUpdates:
 
 
 class Validation:
-    """In what the engines run and, when it is due, the same one with every layer in BF16. scheme: what the newest one
-    was made in, which is not the step's where a change came with its weight update."""
+    """Validations in what the engines run and, when it is due, with every layer in BF16 as well. scheme: what the
+    newest one was made in, which is not the step's where a change came with its weight update."""
 
     def __init__(self, plan: RunPlan, *, precision: RolloutPrecision, check_stop: Callable[[], None]) -> None:
         """check_stop: raises StopAsked when no new validation is to begin."""

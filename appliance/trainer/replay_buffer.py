@@ -75,8 +75,8 @@ def _sorted(samples: dict[str, Any], *, prompts: list[str]) -> dict[str, Any]:
 
 
 class DynamicSampling:
-    """How many prompts were asked for, one step at a time. at_first: prompts that verl asks for at the start of a step.
-    max_prompts: a step that asks for more ends the run; 0: any number."""
+    """Counter of the prompts that were asked for, one step at a time. at_first: prompts that verl asks for at the start
+    of a step. max_prompts: a step that asks for more ends the run; 0: any number."""
 
     def __init__(self, *, at_first: int, max_prompts: int) -> None:
         self._at_first = at_first

@@ -144,8 +144,8 @@ class _TellingPool(ProcessPool):
 
 
 class RewardPool:
-    """Grades responses. graded: how many so far.  faults: how many of them could not be graded, by why. last_fault: the
-    newest of them, None when there is none."""
+    """A pool of processes that grade responses. graded: how many so far.  faults: how many of them could not be graded,
+    by why. last_fault: the newest of them, None when there is none."""
 
     def __init__(
         self,
@@ -330,7 +330,8 @@ def _grade(response: Response) -> Graded:
 
 def note_idle_death(run_dir: Path) -> None:
     """Write an event for people: it costs nothing."""
-    append_event(run_dir, kind="note", what=IDLE_DEATH, why="no reward is lost: the next response starts another one")
+    why = "no reward is lost: the next response starts another process"
+    append_event(run_dir, kind="note", what=IDLE_DEATH, why=why)
 
 
 def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
@@ -371,7 +372,7 @@ def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class RewardFaults:
-    """Counts per step, tells once a step and validation, and stops a run whose rewards say too little."""
+    """Counter of failed rewards: reports once a step and validation, and stops a run whose rewards fail too often."""
 
     def __init__(self, run_dir: Path, *, most: float) -> None:
         """most: share of a step's responses that may fail, 0..1."""

@@ -159,7 +159,7 @@ def put_linears_in(
 
 
 class DecoderLayer:
-    """What one decoder layer of Llama's kind does, in place of its `forward`."""
+    """Forward of one decoder layer of Llama's kind, in place of its `forward`."""
 
     def __init__(
         self,
@@ -214,8 +214,9 @@ class DecoderLayer:
 
 
 class RolloutForward:
-    """Of one model. `forget` after each change of its weights. Where it `keeps`, log-probs of the forwards with
-    gradients are collected from `note_sent` until the weights change (trainer/update_log_probs.py)."""
+    """Forward of one model, computed as the rollouts' is. `forget` after each change of its weights. Where it `keeps`,
+    log-probs of the forwards with gradients are collected from `note_sent` until the weights change
+    (trainer/update_log_probs.py)."""
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ def follow_engines(precision: Precision) -> None:
 
 
 def note_sent(manifest: Manifest) -> None:
-    """As RolloutForward.note_sent. Nothing where the forward is BF16."""
+    """Note what was sent, as RolloutForward.note_sent does. Nothing where the forward is BF16."""
     for flow in _PRESENT:
         flow.note_sent(manifest)
 

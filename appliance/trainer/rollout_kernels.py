@@ -49,9 +49,9 @@ def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
 
 
 class Pages:
-    """A cache for sequences that are there whole. size: tokens of a block. The blocks of a sequence stand one after
-    another: a token's slot is its position after its sequence's first. A segment with a prefix has a copy of that in
-    separate blocks, as if it were a whole sequence."""
+    """Cache of keys and values for sequences that are there whole. size: tokens of a block. The blocks of a sequence
+    follow one another: a token's slot is its position after its sequence's first. A segment with a prefix has a copy of
+    that in separate blocks, as if it were a whole sequence."""
 
     def __init__(self, sequences: Sequences, *, size: int) -> None:
         positions_T = sequences.positions_T
@@ -185,7 +185,7 @@ class _CudaAttention:
 class CpuKernels:
     attention: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] = _CpuAttention
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
-    """None: torch's own operations, which have a gradient by themselves."""
+    """Kernel of `silu_and_mul`; None: torch's own operations, which have a gradient by themselves."""
 
     def load(self) -> None:
         load_kernels()

@@ -202,22 +202,24 @@ class _Rotary(Function):
 
 @dataclass(frozen=True)
 class EngineWeight:
-    """Of one layer of the engine, until the next update: what multiplies, and what the gradients need."""
+    """Weight of one layer of the engine, until the next update: what multiplies, and what the gradients need."""
 
     quantised: QuantisedWeight
     gemm: Gemm
     """Product [T, N] of activations [T, K] and a bias [N] or None."""
     factor_K: Tensor | None
-    """Of smoothing, powers of two; the weights' columns times it are quantised."""
+    """Factors of smoothing, powers of two, by which the columns of the weights are multiplied before they are
+    quantised."""
     factor_N: Tensor | None = None
-    """Of smoothing, powers of two; the weights' rows times it are quantised."""
+    """Factors of smoothing, powers of two, by which the rows of the weights are multiplied before they are
+    quantised."""
     fp8_backward: bool = False
-    """Multiply gradients in E4M3; `quantised` is in `fp8-block`."""
+    """Whether gradients are multiplied in E4M3; `quantised` is then in `fp8-block`."""
     keeps_dequantised: bool = False
     """Whether the weight that gradients are multiplied with is dequantised once, for all backwards until the next
     update, and then takes 2 bytes per element."""
     name: str = "a layer"
-    """Of the layer, for errors."""
+    """Name of the layer, for errors."""
 
     @classmethod
     def from_linears(

@@ -37,13 +37,13 @@ class SharedRow:
     """A micro-batch's row with shared prompts."""
 
     places_U: Tensor
-    """Places of its tokens in verl's row, int64."""
+    """Places of the row's tokens in verl's row, int64."""
     predicting_R: Tensor
     """Places in our row of the token before each response token, sequence by sequence, int64, none of them twice."""
     predicted_R: Tensor
     """Places in verl's row where the log-prob of each response token belongs: of the token before it, int64."""
     offsets_S1: Tensor
-    """Where the responses start in R; the last one is R."""
+    """Start of each response in R; the last entry is R."""
 
     @staticmethod
     def from_micro_batch(micro_batch: TensorDict) -> SharedRow:

@@ -387,8 +387,8 @@ class Trainer(PPOTrainerSync):
         self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, step, max_ckpt_to_keep=None)
 
     def _restart_engines(self, why: str) -> None:
-        """New rollout engines in place of the present ones, in the precision that is wanted, and what they say checked;
-        a weight update must follow. Raises EngineError, AttestationError."""
+        """Start new rollout engines in place of the present ones, in the precision that is wanted, and check what they
+        attest; a weight update must follow. Raises EngineError, AttestationError."""
         phase_before = self._phase
         self._begin_phase(Phase.RESTART_ENGINES)
         self.rollouts.finish()  # still watched: one that dies ends the wait

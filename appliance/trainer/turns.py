@@ -55,7 +55,7 @@ class Trajectory:
     token_ids: list[int]
     log_probs: list[float]
     mask: list[int]
-    """Mask: 1 for what the model said, else 0."""
+    """Mask: 1 for tokens that the model generated, else 0."""
     finished: bool
     text: str
     """Text of its last turn, after what the prompt had begun of it."""
@@ -91,7 +91,7 @@ class TrajectoryGroup:
 
 @dataclass
 class Tally:
-    """What the samples of a step did, for its line."""
+    """Counts of what the samples of a step did, for its line."""
 
     samples: int = 0
     turns: int = 0
@@ -122,7 +122,7 @@ GenerateGroups = Callable[..., AsyncIterator[tuple[int, Any]]]
 
 @dataclass(frozen=True)
 class Opening:
-    """What a conversation begins with."""
+    """Beginning of a conversation."""
 
     messages: list[dict[str, Any]]
     token_ids: list[int]

@@ -24,7 +24,7 @@ _KEY = ("uid", "session_id")  # of a sequence: trainer/rollouts.py makes its key
 
 
 class ForwardLogProbs(NamedTuple):
-    """What one forward of an update gave of its sequences, before that update changed the weights."""
+    """Results of one forward of an update for its sequences, before that update changed the weights."""
 
     keys: list[str]
     """Keys of the sequences, as the queue has them."""
@@ -47,7 +47,7 @@ class SequenceLogProbs(NamedTuple):
 
 
 class UpdateLogProbs:
-    """What one process collects: of every forward with gradients between `begin` and `end`."""
+    """Results that one process collects: of every forward with gradients between `begin` and `end`."""
 
     def __init__(self) -> None:
         self._is_open = False
@@ -55,7 +55,7 @@ class UpdateLogProbs:
 
     @property
     def is_open(self) -> bool:
-        """Whether what the forward gives now is collected."""
+        """Whether the results of a forward are collected now."""
         return self._is_open and torch.is_grad_enabled()
 
     def begin(self, *, is_open: bool = True) -> None:

@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def look(job: Job) -> CheckResult:
-    """Three updates of one engine. Raises ApplianceError."""
+    """Send one engine three updates and return what it did. Raises ApplianceError."""
     with starting():
         llm = _engine(job)
     loaded = _say(llm, job=job)
@@ -137,10 +137,10 @@ def _worker(rank: int, *, probes: tuple[LayerProbe, LayerProbe, LayerProbe]) -> 
 
 
 class VerifyWorker(SyncWorkerExtension):
-    """Both methods return text, which every way to reach a worker can carry."""
+    """Extension of a worker for `verify`. Both methods return text, which every way of calling a worker can carry."""
 
     def verify_update(self, perturb: bool) -> str:
-        """One whole update, tensor by tensor. Returns the error that ended it, or an empty text."""
+        """Make one whole update, tensor by tensor. Returns the error that ended it, or an empty text."""
         runner = self.model_runner
         update = self._weight_update()
         try:
@@ -154,7 +154,7 @@ class VerifyWorker(SyncWorkerExtension):
         return ""
 
     def verify_probe(self) -> str:
-        """A LayerProbe as JSON."""
+        """Return a LayerProbe as JSON."""
         runner = self.model_runner
         live = live_scheme(runner.get_model())
         with set_current_vllm_config(runner.vllm_config), runner.device, torch.no_grad():
@@ -175,7 +175,8 @@ def _checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:
     without files."""
     files = weight_files(_folder(model_config.model, revision=model_config.revision))
     if not files:
-        raise EngineError(f"verify: {model_config.model} has no safetensors files to read")
+        hint = "give a model whose folder has safetensors files"
+        raise EngineError(f"verify: {model_config.model} has no safetensors files to read", hint=hint)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a mapping

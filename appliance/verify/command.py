@@ -102,7 +102,9 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
     reasons = [why_not(e.scheme, device=plan.cluster.device, cpu_flags=host.cpu_flags) for e in asked if not e.emulated]
     if any(reasons):
         message = "verify: " + "; ".join(filter(None, reasons))
-        raise PreflightError(message, hint="leave it out, or check the numbers of an FP8 scheme with --emulate")
+        raise PreflightError(
+            message, hint="leave that scheme out, or check the numbers of an FP8 scheme with --emulate"
+        )
 
 
 def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> CheckResult:
@@ -120,7 +122,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         result=str(result_file),
     )
     job_file.write_text(job.model_dump_json())
-    console.say(f"{label(asked)}: an engine, and three weight updates")
+    console.say(f"{label(asked)}: starting an engine, then three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
     env |= IN_ONE_PROCESS  # a separate core may begin before all prompts have come: another batch, other last bits
     if plan.is_cpu and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
@@ -136,7 +138,7 @@ _HEAD = ("scheme", "worker", "moved by", "layers moved", "returned", "from bf16"
 
 
 def table(rows: list[Row], *, columns: int | None = None) -> str:
-    """A line per worker, then a line per problem. columns: as of console.table."""
+    """Render a line per worker, then a line per problem. columns: as for console.table."""
     problems = [
         f"{label(row)}{f' worker {row.worker.rank}' if row.worker else ''}: {problem}"
         for row in rows

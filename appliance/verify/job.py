@@ -29,41 +29,41 @@ class Job(Frozen):
     """New tokens of each of the few sequences."""
     seed: int
     result: str
-    """The file for the CheckResult."""
+    """File for the CheckResult."""
 
 
 class _Live(Frozen):
-    """What is live in one worker."""
+    """Settings that are live in one worker."""
 
     scheme: Scheme
     emulated: bool
     lm_head_fp32: bool
     kernels: tuple[tuple[str, int], ...]
-    """Name and number of layers."""
+    """Kernels: name and number of layers."""
 
 
 class LayerProbe(_Live):
     """One worker at one moment: what is live, and what each of its layers gives for a fixed input."""
 
     layers: tuple[tuple[str, str], ...]
-    """Name and digest of the output, for every layer that holds weights."""
+    """Layers that hold weights: name and digest of the output."""
 
 
 class EngineOutput(Frozen):
-    """What an engine generated, greedily."""
+    """Output that an engine generated greedily."""
 
     # An engine that is broken may say what is no number: it is judged, not refused.
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     tokens: tuple[tuple[int, ...], ...]
-    """Per prompt."""
+    """Tokens of each prompt's response."""
     log_probs: tuple[tuple[float, ...], ...]
-    """Nats, of those tokens."""
+    """Log-probs of those tokens, nats."""
     prompt_log_probs: tuple[tuple[float, ...], ...]
-    """Nats, of the prompts' own tokens but the first: the same tokens whatever the weights are."""
+    """Log-probs of the prompts' own tokens but the first, nats: the tokens are the same whatever the weights are."""
 
     def distance(self, other: EngineOutput) -> float:
-        """Mean absolute difference of the prompts' log-probs, nats."""
+        """Compute the mean absolute difference of the prompts' log-probs, nats."""
         pairs = [
             (mine, theirs)
             for row, other_row in zip(self.prompt_log_probs, other.prompt_log_probs, strict=True)
@@ -89,15 +89,15 @@ class CheckResult(Frozen):
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     failed: str
-    """The error that ended the check, or empty."""
+    """Error that ended the check, or empty."""
     first: EngineOutput | None = None
-    """Answer after the first update."""
+    """Output after the first update."""
     same_as_loaded: bool = False
-    """Whether that was what it said before any update."""
+    """Whether the output after the first update is the one before any update."""
     moved: float = 0.0
-    """Nats, from the first to the second update."""
+    """Distance of the outputs after the first and the second update, nats."""
     returned: bool = False
-    """Whether it said the same again after the third, to the last bit."""
+    """Whether the output after the third update is that after the first, to the last bit."""
     workers: tuple[Worker, ...] = ()
 
 
@@ -114,13 +114,16 @@ class Row:
     from_bf16: float | None
     """Mean absolute difference of log-probs, nats; None where there is nothing to compare."""
     problems: tuple[str, ...]
-    """Reasons against it; none: live."""
+    """Problems of the worker; none: the patch is live."""
 
 
 def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
-    """One row per worker. reference: what the BF16 engine said, None for that engine itself or where it failed."""
+    """Judge an engine: one row per worker. reference: the output of the BF16 engine; None for that engine itself or
+    where it failed."""
     if seen.failed or seen.first is None:
-        return [Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "it said nothing",))]
+        return [
+            Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "the check gave no result",))
+        ]
     common = _of_the_engine(asked, seen=seen, reference=reference)
     return [
         Row(
@@ -139,15 +142,15 @@ def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | N
 def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> tuple[str, ...]:
     problems = []
     if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
-        problems.append("the checkpoint's own weights, sent as an update, changed what it says")
+        problems.append("the checkpoint's own weights, sent as an update, changed its output")
     if not math.isfinite(seen.moved):
-        problems.append("it says log-probs that are not finite")
+        problems.append("its log-probs are not finite")
     elif not seen.moved:
         problems.append("the logits did not move with other weights")
     if not seen.returned:
         problems.append("tokens or log-probs did not return with the old weights")
     if asked.scheme.quantised and reference is not None and seen.first == reference:
-        problems.append("it says to the last bit what bf16 says: nothing is quantised")
+        problems.append("its output is bf16's to the last bit: nothing is quantised")
     return tuple(problems)
 
 
@@ -161,7 +164,7 @@ def _of_a_worker(asked: Quantisation, *, worker: Worker) -> tuple[str, ...]:
     if worker.unmoved:
         problems.append(f"{_layers(worker.unmoved)} the same with other weights")
     if worker.unreturned:
-        problems.append(f"{_layers(worker.unreturned)} something else with the old weights back")
+        problems.append(f"{_layers(worker.unreturned)} another output once the old weights are back")
     return tuple(problems)
 
 

@@ -50,7 +50,7 @@ def run(ground: Ground, *, code: str, arguments: dict[str, Any]) -> None:
             traceback.print_exc()
             ground.write(State.FAILED, why=failure_text(error))
     else:
-        nothing = "" if ground.checks else "nothing was held against anything"
+        nothing = "" if ground.checks else "nothing was compared with anything"
         ground.write(State.FAILED if nothing else State.PASSED, why=nothing)
 
 

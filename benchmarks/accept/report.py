@@ -111,7 +111,7 @@ def page(outcomes: list[Outcome], *, title: str, facts: Facts, waiting: Sequence
             lines += [f"* passed: {'; '.join(passed)}"] if passed else []
             lines += [f"* {part.text}" for part in outcome.parts if part.state is not State.PASSED]
             lines += [f"* {figure.text}" for figure in outcome.figures]
-            lines += [f"* in the place of {each}" for each in outcome.stand_ins]
+            lines += [f"* stand-in for {each}" for each in outcome.stand_ins]
     return "\n".join(lines) + "\n"
 
 

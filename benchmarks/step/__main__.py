@@ -14,8 +14,8 @@ each of `--micro-batches` with and without gradient checkpointing; verl also wit
 many tokens in place of so many sequences. A setting that fails, for want of memory or because its
 training has no end after an hour, is left out and named.
 
-Each training that has ended is a line of `trainings.jsonl` in `--folder`: after an interruption the same command goes
-on with what is missing. Another commit, host or number of steps is refused there and needs a folder of its own.
+Each training that has ended is a line of `trainings.jsonl` in `--folder`: after an interruption the same command
+continues with what is missing. Another commit, host or number of steps is refused there and needs a folder of its own.
 
 `verl` is its own entry point with its documented settings for a small model on one device, in BF16 with vLLM, and
 old log-probs by a pass of their own, verl's default. `verl-bypass` takes the rollouts' log-probs for these
@@ -62,16 +62,20 @@ TRIED_STEPS = 2  # of a training that tries a setting; the first one is left out
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for step.json and step.md")
-    parser.add_argument("--systems", help="of these, with commas: " + ", ".join(SYSTEMS))
-    parser.add_argument("--old", metavar="COMMIT", help="another commit of this repository, beside this checkout")
+    parser.add_argument("--systems", help="systems to measure, with commas between them: " + ", ".join(SYSTEMS))
+    parser.add_argument(
+        "--old", metavar="COMMIT", help="another commit of this repository, to measure beside this checkout"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of a training, the first one left out")
-    parser.add_argument("--micro-batches", default="8,16,32,128", help="sequences of a peer's forward, with commas")
-    parser.add_argument("--folder", type=Path, default=Path("runs/step"), help="for runs, problems and peers")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a training; the first one does not count")
+    parser.add_argument(
+        "--micro-batches", default="8,16,32,128", help="sequences of a peer's forward to try, with commas"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/step"), help="folder for runs, problems and peers")
     parser.add_argument("--model", type=Path, help="another model's folder, to try the benchmark")
     arguments = parser.parse_args()
     if arguments.steps < 2:
-        parser.error("--steps: the first one is left out, so give 2 at least")
+        parser.error("--steps: the first one is left out, so give at least 2")
     systems = chosen(arguments.systems, old=arguments.old)
     if unknown := [name for name in systems if name not in (*SYSTEMS, OLD)]:
         parser.error(f"--systems: there is no {unknown[0]!r}; give some of {', '.join(SYSTEMS)}")

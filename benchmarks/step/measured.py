@@ -1,4 +1,4 @@
-"""What the trainings of `benchmarks.step` took: the file that an interrupted benchmark goes on from, and the page."""
+"""What the trainings of `benchmarks.step` took: the file that an interrupted benchmark continues with, and the page."""
 
 from __future__ import annotations
 

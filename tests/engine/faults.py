@@ -164,7 +164,8 @@ class Bench:
         layer: of which the proof must say that it is not as received.  says: a pattern that the error must have, where
         the proof is not what catches it. One of them.
         """
-        says = says or f"{re.escape(layer)} on rank 0 is not as received: .*there is .*, the tensor received gives "
+        held = "the engine has .*, the tensor received gives "
+        says = says or f"{re.escape(layer)} on rank 0 is not as received: .*{held}"
         assert layer or says[0] != " ", "what must the error say?"
         assert stream is None or not _same(stream, self.stream), f"{case}: nothing is wrong with this stream"
         caught = ""

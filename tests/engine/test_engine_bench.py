@@ -73,7 +73,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-2:] == [
         "error: the rollout engine does not start: ValueError: Unsupported activation: gelu. Only silu is supported "
         "for now.",
-        "hint: these are vLLM's own words; the log has where it was raised",
+        "hint: these are vLLM's own words; the log says where the error was raised",
     ]
     assert done.returncode == EngineError.exit_code
 

@@ -54,7 +54,7 @@ def test_a_checkpoint_has_the_names_that_verl_sends(tmp_path: Path) -> None:
 
 
 def test_a_configuration_without_an_architecture_is_refused() -> None:
-    assert why_unknown(None) == f"the model's configuration names no architecture; known are {KNOWN}"
+    assert why_unknown(None) == f"the model's configuration names no architecture; the known ones are {KNOWN}"
     assert why_unknown(["Qwen2ForCausalLM"]) == ""
     assert why_unknown(["Qwen2ForCausalLM", "Other"]) == (
         f"Other is not in the list of model families ({KNOWN}): smoothing, UAQ, experts and the rollouts' forward in "

@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_told_as_what_it_is(
     if shape == "tied":
         apply = method.apply
         monkeypatch.setattr(method, "apply", lambda *given: apply(*given) * float("nan"))
-        wanted = "weight update 1: lm_head on rank 0 is not as received: probe, output channel 0: there is nan"
+        wanted = "weight update 1: lm_head on rank 0 is not as received: probe, output channel 0: the engine has nan"
     else:
         held = dict(tensors)[name].clone()
         held[7, -1] = float("inf")

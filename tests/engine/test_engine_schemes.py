@@ -144,7 +144,7 @@ def test_a_layer_that_fell_out_is_an_error(served: Engine, monkeypatch: pytest.M
     with pytest.raises(EngineError) as raised:
         live_scheme(served.model)
     assert raised.value.message == (
-        f"1 layers are not {served.scheme} and were not to be left out, first model.layers.0.self_attn.o_proj"
+        f"1 layers are not {served.scheme} and are not to be left out, the first is model.layers.0.self_attn.o_proj"
     )
 
 
@@ -224,4 +224,4 @@ def test_the_method_without_its_settings_is_refused(checkpoints: tuple[Path, Pat
     """`quantization=appliance` alone names no scheme: nothing is assumed."""
     with pytest.raises(EngineError) as raised:
         start_engine(checkpoints[0], scheme="bf16", quantization="appliance")
-    assert raised.value.message == "quantization=appliance says no scheme"
+    assert raised.value.message == "quantization=appliance names no scheme"

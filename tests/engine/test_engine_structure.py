@@ -195,7 +195,10 @@ REFUSED = {
         "model.decoder.embed_positions is a OPTLearnedPositionalEmbedding: the quantised engine does not know",
     ),
     "gpt2": ({}, "transformer.wpe is a Embedding: the quantised engine does not know how it holds its weights"),
-    "mamba": ({}, "backbone.layers.0.mixer is a MambaMixer: of what mixes tokens only plain attention is known"),
+    "mamba": (
+        {},
+        "backbone.layers.0.mixer is a MambaMixer: among layers that mix tokens only plain attention is known",
+    ),
     "mixtral": (
         {"num_experts_per_tok": 2, "num_local_experts": 4},
         "model.layers.0.block_sparse_moe.experts.routed_experts has experts, and the model has no row in the list",

@@ -141,7 +141,7 @@ def keep_a_norm(patch: pytest.MonkeyPatch) -> None:
             serve_bf16,
             "int8",
             "verify: 1 of 2 workers failed: int8: it runs bf16, asked for int8",
-            ["int8 worker 0: it says to the last bit what bf16 says: nothing is quantised"],
+            ["int8 worker 0: its output is bf16's to the last bit: nothing is quantised"],
         ),
         (
             lose_a_tensor,

@@ -132,7 +132,7 @@ NO_NUMBERS = [
     *(Part(text, NO_NUMBER) for text in ("{1}", "f", "(x for x in 'a')", "__import__('numpy').complex64(1)")),
     *(Part(text, NO_NUMBER) for text in ("__import__('torch').ones(2)", "'x' * 9999", "'a\\nb'")),
     Part(ODD, f"ZeroDivisionError: division by zero{LINE}"),
-    Part("2e15", "the rewards come to 2e+15, which is not within ±1e+15"),
+    Part("2e15", "the rewards add up to 2e+15, which is not within ±1e+15"),
     Part("None", "no reward applies to the truth of row 1"),
 ]
 SHAPES = {
@@ -262,7 +262,7 @@ def tool(draw: st.DrawFn, name: str) -> Tool:
     elif star in ("*_: int", "**_: int"):
         says = f"{name}: a tool has named parameters only"
     elif bare := [each for each in parameters if not hinted[each]]:
-        says = f"{name}: no type hint of {', '.join(bare)}"
+        says = f"{name}: no type hint for {', '.join(bare)}"
     elif not doc.strip():
         says = f"{name}: no docstring: the model reads there what the tool is for"
     return Tool("" if name[0] == "_" else name, f"{head}\n    {doc!r}\n    return 1\n", says)

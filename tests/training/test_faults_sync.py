@@ -78,7 +78,7 @@ def test_a_bit_that_flips_in_an_update_ends_the_run_before_any_rollout_with_it(r
     failure = next(event for event in events if event["kind"] == "failure")
     assert (failure["error"], failure["exit_code"]) == ("SyncError", 4)
     said = rf"weight update {BROKEN}: {re.escape(LAYER)} on rank 0 is not as received: "
-    assert re.match(rf"{said}.*there is \S+, the tensor received gives \S+", failure["what"]), failure["what"]
+    assert re.match(rf"{said}.*the engine has \S+, the tensor received gives \S+", failure["what"]), failure["what"]
     ended = (run.run_dir / "run.json").stat().st_mtime
     assert ended - failure["time"] < ENDS_WITHIN_S
     assert [line["step"] for line in run.json_lines("metrics.jsonl")] == [1, 2]

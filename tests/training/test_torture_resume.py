@@ -127,7 +127,7 @@ def test_a_run_in_two_halves_is_the_run_in_one_go(name: str, new_run: Callable[.
     assert halves.end() == -signal.SIGKILL and halves.steps[-1] < case.steps
     halves.start()
     assert halves.end() == 0, halves.log_text[-3000:]
-    assert [event["what"] for event in halves.events("resume")] == [f"attempt 2 goes on after step {half}"]
+    assert [event["what"] for event in halves.events("resume")] == [f"attempt 2 resumes after step {half}"]
     assert halves.steps == whole.steps and [step for step in whole.steps if step] == list(range(1, case.steps + 1))
     assert without_times(halves) == without_times(whole)
     assert samples(halves, case) == samples(whole, case)

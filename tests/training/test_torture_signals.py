@@ -93,7 +93,7 @@ def test_a_save_that_takes_longer_than_it_may_is_ended(new_run: Callable[..., Ru
     assert run.processes() == []
     run.start()
     assert run.end() == 0, run.log_text[-3000:]
-    assert [event["what"] for event in run.events("resume")] == ["attempt 2 goes on after step 5"]
+    assert [event["what"] for event in run.events("resume")] == ["attempt 2 resumes after step 5"]
     assert run.steps == list(range(1, 15)) and run.damaged_files() == []
     assert run.processes() == []
 

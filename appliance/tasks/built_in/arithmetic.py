@@ -36,7 +36,7 @@ class Pool(StrEnum):
 
 
 def pool_of(a: int, b: int) -> Pool:
-    """The pool of the problem `a+b`, the same for `b+a`."""
+    """Return the pool of the problem `a+b`, the same for `b+a`."""
     digest = hashlib.sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     if share < 0.70:
@@ -46,7 +46,7 @@ def pool_of(a: int, b: int) -> Pool:
 
 @functools.cache  # every recipe that is read asks for their number
 def pairs(pool: Pool, *, difficulty: int) -> tuple[tuple[int, int], ...]:
-    """All pairs of a pool in numeric order; above two digits those of a fixed sample of 20 000 pairs."""
+    """List all pairs of a pool in numeric order; above two digits those of a fixed sample of 20 000 pairs."""
     low, high = 10 ** (difficulty - 1), 10**difficulty
     if (high - low) ** 2 <= _POOL_LIMIT:
         candidates = [(a, b) for a in range(low, high) for b in range(low, high)]
@@ -62,8 +62,8 @@ def problem(a: int, b: int) -> Problem:
 
 
 def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems of a seed. A size of 0 takes the whole pool. Raises RecipeError for a difficulty
-    outside 2..6 and for a size above its pool, all at once."""
+    """Draw the training and validation problems of a seed. A size of 0 takes the whole pool. Raises RecipeError for a
+    difficulty outside 2..6 and for a size above its pool, all at once."""
     problems = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
     if problems:
         raise RecipeError(problems)
@@ -77,7 +77,7 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
     """Report every value that the task cannot serve."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
-        return [(message, "it is the number of digits of an operand")]
+        return [(message, "give the number of digits of an operand")]
     faults = []
     train = len(pairs(Pool.TRAIN, difficulty=difficulty))
     if train_size > train:
@@ -91,13 +91,13 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
             of = f"{val + left} validation problems of difficulty {difficulty}"
             also = f", the {left} that task.train_size leaves included" if left else ""
             message = f"task.val_size: {val_size} is more than the {of}{also}"
-            hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
+            hint = "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
             faults.append((message, hint))
     return faults
 
 
 def _train(*, difficulty: int, seed: int, size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The problems to train on, and those of their pool that are neither among them nor the mirror of one."""
+    """Draw the problems to train on, and those of their pool that are neither among them nor the mirror of one."""
     drawn = _shuffled(Pool.TRAIN, difficulty=difficulty, seed=seed)
     train = drawn[: size or None]
     known = {*train, *((b, a) for a, b in train)}
@@ -111,7 +111,8 @@ def _shuffled(pool: Pool, *, difficulty: int, seed: int) -> list[tuple[int, int]
 
 
 def score(*, response: str, truth: str) -> float:
-    """1.0 when the response is exactly the sum in decimal digits (white space around it is ignored), else 0.0."""
+    """Return 1.0 when the response is exactly the sum in decimal digits (white space around it is ignored), else
+    0.0."""
     return float(response.strip() == truth)
 
 

@@ -34,8 +34,8 @@ HINT = "each row has `problem` and `answer`, both text, or verl's `prompt` and `
 
 
 def final_answer(response: str) -> str | None:
-    """What follows the last `Answer:` on its line, else what the last box holds, with those that are of the same
-    answer, else None."""
+    """Return what follows the last `Answer:` on its line, else what the last box holds, with the boxes that are parts
+    of the same answer, else None."""
     answer, response = None, answer_text(response)
     for _ in range(DEEPEST_MARK):
         mark = answer_line(response) or last_box(response)
@@ -50,8 +50,8 @@ def final_answer(response: str) -> str | None:
 
 
 def score(*, response: str, truth: str) -> float:
-    """1.0 when the final answer equals the truth, or one of its alternatives, as a careful person compares them; else
-    0.0."""
+    """Return 1.0 when the final answer equals the truth, or one of its alternatives, as a careful person compares them;
+    else 0.0."""
     answer = final_answer(response)
     return float(
         answer is not None and any(is_right(answer, truth=alternative) for alternative in truth_alternatives(truth))
@@ -59,13 +59,14 @@ def score(*, response: str, truth: str) -> float:
 
 
 def parse_row(row: Row) -> Problem | str:
-    """The problem of a row with `problem` and `answer`, or what is wrong with it. (verl's schema: `tasks.rows`.)"""
+    """Make the problem of a row with `problem` and `answer`, or return what is wrong with it. (verl's schema:
+    `tasks.rows`.)"""
     fields = text_fields(row, "problem", "answer")
     return fields if isinstance(fields, str) else Problem(prompt=as_prompt(fields[0]), truth=fields[1].strip())
 
 
 def as_prompt(problem: str) -> str:
-    """A bare problem in the words of DAPO-Math-17k."""
+    """Put a bare problem into the words of DAPO-Math-17k."""
     return problem if problem.startswith(BEFORE) else f"{BEFORE}{problem.strip()}{AFTER}"
 
 

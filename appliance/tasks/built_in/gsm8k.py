@@ -22,16 +22,16 @@ _EXACTLY = Context(prec=400)  # as many digits as a number is read with
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last `####` that has one, its unit and currency dropped. None when there is none, or what is
-    there is no single number."""
+    """Return the number after the last `####` that has one, its unit and currency dropped. None when there is none, or
+    what is there is no single number."""
     line = last_line(text)
     value = single_value(line.inner) if line is not None else None
     return None if value is None else _EXACTLY.divide(Decimal(value.numerator), Decimal(value.denominator))
 
 
 def score(*, response: str, truth: str) -> float:
-    """1.0 when the number after the last `####` of the response equals the truth, or one of its alternatives, else
-    0.0."""
+    """Return 1.0 when the number after the last `####` of the response equals the truth, or one of its alternatives,
+    else 0.0."""
     line = last_line(answer_text(response))
     if line is None or single_value(line.inner) is None:
         return 0.0
@@ -39,7 +39,7 @@ def score(*, response: str, truth: str) -> float:
 
 
 def parse_row(row: Row) -> Problem | str:
-    """The problem of a row of the data set, or what is wrong with it."""
+    """Make the problem of a row of the data set, or return what is wrong with it."""
     fields = text_fields(row, "question", "answer")
     if isinstance(fields, str):
         return fields

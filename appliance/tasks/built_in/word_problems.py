@@ -30,7 +30,7 @@ UNNAMED_THINGS = (
     *("bags", "beads", "bells", "boxes", "bricks", "buttons", "candles", "carrots", "chairs", "clocks", "dolls"),
     *("flags", "forks", "hats", "jars", "keys", "kites", "lamps", "lemons", "masks", "mugs", "nuts", "pears", "rings"),
 )
-"""Those of no training, for large validations."""
+"""Things that no training names, for large validations."""
 LEAST, MOST = 2, 10  # of what is added, and of the first number of a sum
 VALIDATION_SHARE = 0.2
 USUAL_DIFFICULTY = 2  # the schema's default: this task has only one
@@ -63,12 +63,12 @@ FORMS: tuple[Form, ...] = (
     (_difference, DIFFERENCES, -1),
     (_gives, DIFFERENCES, -1),
 )
-"""Each with the numbers that it takes, and the sign of the second one."""
+"""Forms of problems, each with the numbers that it takes and the sign of the second number."""
 
 
 @functools.cache  # every recipe that is read asks for the number of problems
 def pools() -> tuple[Pools, Pools]:
-    """(training, validation): the problems of each form, in a fixed order."""
+    """Return (training, validation): the problems of each form, in a fixed order."""
     train, validation = [], []
     for form in FORMS:
         sides: tuple[list[Problem], list[Problem]] = ([], [])
@@ -81,7 +81,7 @@ def pools() -> tuple[Pools, Pools]:
 
 @functools.cache
 def unnamed_pools() -> Pools:
-    """The problems of each form with things that no training names, in a fixed order."""
+    """Return the problems of each form with things that no training names, in a fixed order."""
     return tuple(tuple(_problems(form, things=UNNAMED_THINGS)) for form in FORMS)
 
 
@@ -99,9 +99,9 @@ def _share(text: str) -> float:
 
 
 def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems of a seed. Raises RecipeError for what `check` finds.
+    """Draw the training and validation problems of a seed. Raises RecipeError for what `check` finds.
 
-    A size of 0 takes all that are of either side. A larger validation continues with things that no training names.
+    A size of 0 takes all problems of its side. A larger validation continues with things that no training names.
     """
     faults = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
     if faults:
@@ -122,10 +122,10 @@ def _draw(forms: Pools, *, seed: str, size: int) -> list[Problem]:
 
 
 def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faults:
-    """The faults of every value that the task cannot serve."""
+    """Report every value that the task cannot serve."""
     faults = []
     if difficulty != USUAL_DIFFICULTY:
-        message = f"task.difficulty: {difficulty} is of `arithmetic`, these problems have one difficulty"
+        message = f"task.difficulty: {difficulty} is for `arithmetic`; these problems have one difficulty"
         faults.append((message, "remove it"))
     train, validation = pools()
     for side, size, forms in (("train", train_size, train), ("val", val_size, (*validation, *unnamed_pools()))):
@@ -136,7 +136,8 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
 
 
 def score(*, response: str, truth: str) -> float:
-    """1.0 when the number that the response states as its answer, else its last number, is the truth; else 0.0."""
+    """Return 1.0 when the number that the response states as its answer, else its last number, is the truth; else
+    0.0."""
     return number(Response(response, truth))
 
 

@@ -71,7 +71,7 @@ GUESS = re.compile(
 
 
 def words_of(text: str) -> set[str]:
-    """The words of a text, in small letters."""
+    """Return the words of a text, in small letters."""
     return set(re.findall(r"[a-z]+", text.lower()))
 
 

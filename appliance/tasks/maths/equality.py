@@ -24,7 +24,8 @@ LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
 
 
 def is_same(answer: str, *, truth: str) -> bool:
-    """Whether a careful person takes the answer for the truth. Never takes long, runs nothing, works in any thread."""
+    """Tell whether a careful person takes the answer for the truth. Never takes long, runs nothing, works in any
+    thread."""
     if not answer or not truth:
         return False
     if max(len(answer), len(truth)) > LONGEST_ANSWER:
@@ -43,7 +44,7 @@ def prepare() -> None:
 
 
 def single_value(text: str) -> Fraction | None:
-    """The rational that a text is, its unit and currency dropped; None where it is none, or several."""
+    """Return the rational number that a text is, its unit and currency dropped; None where it is none, or several."""
     if not 0 < len(text) <= LONGEST_ANSWER:
         return None
     node = read_answer(normal_form(text))
@@ -79,7 +80,7 @@ def _is_same_word(one: str, other: str) -> bool:
 
 
 def is_same_node(given: Node, wanted: Node) -> bool:
-    """given: the answer's, wanted: the truth's."""
+    """Tell whether two nodes are the same. given: the answer's, wanted: the truth's."""
     if isinstance(given, Option) or isinstance(wanted, Option):
         return _is_same_option(given, wanted)
     if isinstance(given, Named) or isinstance(wanted, Named):

@@ -42,14 +42,14 @@ _CLOSING = {"(": ")", "{": "}", "[": "]", "⌊": "⌋", "⌈": "⌉"}
 
 
 class UnreadableError(ValueError):
-    """It is no expression, or one that cannot be evaluated."""
+    """A text that is no expression, or an expression that cannot be evaluated."""
 
 
 @dataclass(frozen=True)
 class Number:
     value: Fraction
     is_decimal: bool = False
-    """Whether it is written with digits behind a decimal point, and so rounded perhaps."""
+    """Whether the number is written with digits behind a decimal point, and so may be rounded."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class _Token:
     kind: str
     text: str
     is_apart: bool
-    """Whether a blank is before it."""
+    """Whether a blank is before the token."""
 
 
 def read_expression(text: str) -> Expression:
-    """The expression that the whole text is. Raises UnreadableError."""
+    """Read the expression that the whole text is. Raises UnreadableError."""
     if _DERIVATIVE.search(text):
         raise UnreadableError("a derivative")
     parser = _Parser(tuple(_tokens(text)))
@@ -343,7 +343,7 @@ def walk(expression: Expression) -> Iterator[Expression]:
 
 
 def symbols(expression: Expression) -> frozenset[str]:
-    """The letters that mean something unknown."""
+    """Return the letters that mean something unknown."""
     return frozenset(part.name for part in walk(expression) if isinstance(part, Symbol) and part.name not in CONSTANTS)
 
 

@@ -35,12 +35,12 @@ class Items:
     """Several answers in brackets, or in none."""
 
     opening: str
-    """The bracket before them; empty of a list without."""
+    """Bracket before the items; empty where the list has none."""
     items: tuple[Node, ...]
     closing: str
-    """The bracket behind them; empty of a list without."""
+    """Bracket behind the items; empty where the list has none."""
     joined_by: str = ","
-    """`,`, `and` or `or`."""
+    """Word or sign between the items: `,`, `and` or `or`."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Union:
 @dataclass(frozen=True)
 class Matrix:
     kind: str
-    """The LaTeX environment's letter: empty where rows are in brackets, `v` of a determinant."""
+    """Letter of the LaTeX environment: empty where rows are in brackets, `v` for a determinant."""
     rows: tuple[tuple[Node, ...], ...]
 
 
@@ -62,7 +62,7 @@ class Named:
     name: str
     value: Node
     difference: Expression | None = None
-    """Left side minus right, where it is an equation of expressions."""
+    """Left side minus right side, where the node is an equation of expressions."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Relation:
 
     difference: Expression
     sign: str
-    """=, <, ≤ or ≠."""
+    """Sign of the relation: =, <, ≤ or ≠."""
     value: Node | None = None
-    """The right side, where the left one is only letters."""
+    """Right side, where the left side is only letters."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _SPACED_THOUSANDS = re.compile(
 
 
 def plain_numbers(text: str) -> str:
-    """The text with an ASCII minus, and `1e-05` as `0.00001`: exponents of up to three digits.
+    """Write the text with an ASCII minus, and `1e-05` as `0.00001`: exponents of up to three digits.
 
     A minus is U+2212, and an en dash or a full-width one directly before a digit where no range can end.
     """
@@ -35,7 +35,7 @@ def plain_numbers(text: str) -> str:
 
 
 def joined_numbers(text: str) -> str:
-    """The text with `1 1/2` as `3/2` where the fraction is a proper one, and thousands as in `12 345` joined."""
+    """Write the text with `1 1/2` as `3/2` where the fraction is a proper one, and thousands as in `12 345` joined."""
     return _SPACED_THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _MIXED.sub(_improper, text))
 
 
@@ -130,7 +130,8 @@ _OUTER_DELIMITERS = re.compile(r"\\[()\[\]]|\$\$")
 
 
 def normal_form(text: str) -> str:
-    """The answer in the normal form; that of a normal form is itself. Time and memory are linear in the text."""
+    """Bring an answer into the normal form; a text in the normal form stays as it is. Time and memory are linear in the
+    text."""
     text = _without_markup(text.translate(_CHARACTERS))
     text = _without_latex(_with_plain_characters(text))
     text = re.sub(r"(?<=\d)\{,\}(?=\d)", ",", text)

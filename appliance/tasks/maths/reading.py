@@ -26,7 +26,7 @@ _LABEL = re.compile(r"([A-Za-z][A-Za-z' ]*[A-Za-z]{2}):\s+(\S.*)")
 
 
 def trimmed(text: str) -> str:
-    """An answer without what surrounds it: marks of a sentence, quotation marks, words that lead to it."""
+    """Return an answer without what surrounds it: marks of a sentence, quotation marks, words that lead to it."""
     before = ""
     while text != before:
         before = text
@@ -90,7 +90,7 @@ def _without_thousands(text: str) -> str:
 
 
 def read_answer(text: str, *, depth: int = 0) -> Node:
-    """What a text in the normal form says."""
+    """Read what a text in the normal form says."""
     text = _without_thousands(trimmed(text))
     if depth > _DEEPEST:
         return _words(text)

@@ -114,14 +114,14 @@ _LETTERS_OF_ALGEBRA = set("abcxyz")
 
 
 def unit_of_word(word: str) -> str | None:
-    """The unit that a word or abbreviation names; None where it names none."""
+    """Return the unit that a word or abbreviation names; None where it names none."""
     if word in _SPEEDS:
         return word
     return _UNIT_OF.get(word) or (_UNIT_OF.get(word.lower()) if len(word) > 2 else None)
 
 
 def multiple_of(parts: tuple[str, ...]) -> int:
-    """What a number is multiplied by: `2 dozen` is 24."""
+    """Return what a number is multiplied by: `2 dozen` is 24."""
     factor = 1
     for part in parts:
         factor *= _MULTIPLES.get(part, 1)
@@ -138,7 +138,7 @@ def conversion(one: tuple[str, ...], other: tuple[str, ...]) -> Fraction | None:
 
 
 def read_unit(text: str) -> tuple[str, ...] | None:
-    """The parts of a unit such as `cm^2`, `miles per hour` or `red apples`; None where the text is none."""
+    """Read the parts of a unit such as `cm^2`, `miles per hour` or `red apples`; None where the text is none."""
     if not _WHOLE.fullmatch(text):
         return None
     words = re.findall(r"[A-Za-z]+", text)
@@ -195,7 +195,7 @@ def is_algebra(text: str) -> bool:
 
 
 def is_same_unit(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Whether a careful person takes them for the same; an empty one is none and differs from nothing."""
+    """Tell whether a careful person takes two units for the same; an empty unit is none and differs from nothing."""
     one, other = (tuple(part for part in unit if part not in _MULTIPLES) for unit in (one, other))
     if not one or not other or one == other:
         return True

@@ -223,8 +223,8 @@ def _power(context: Any, base: Any, exponent: Any) -> Any:
 
 
 def is_same_value(one: Expression, other: Expression, *, bound: Fraction = Fraction(0)) -> bool:
-    """Whether they have the same value, for each value of their letters. bound: relative to the larger, 0..1; at least
-    1e-6 where one is written as a decimal. Raises UnreadableError."""
+    """Tell whether two expressions have the same value, for each value of their letters. bound: relative to the larger,
+    0..1; at least 1e-6 where one is written as a decimal. Raises UnreadableError."""
     bound = max(bound, DECIMALS) if has_decimal(one) or has_decimal(other) else bound
     first, second = exact(one), exact(other)
     if first is not None and second is not None:
@@ -236,7 +236,7 @@ def is_same_value(one: Expression, other: Expression, *, bound: Fraction = Fract
 
 
 def is_within(first: Any, second: Any, *, bound: float) -> bool:
-    """Relative to the larger. bound: 0..1."""
+    """Tell whether two values differ by at most the bound, relative to the larger. bound: 0..1."""
     return bool(abs(first - second) <= bound * max(abs(first), abs(second)))
 
 

@@ -192,7 +192,7 @@ def test_text_becomes_sentencepieces_tokens(tmp_path: Path, is_prefixed: bool) -
 
 
 def test_a_tokenizer_that_transformers_would_replace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GgufError, match="for a model of `qwen2` transformers cuts text into words otherwise"):
+    with pytest.raises(GgufError, match="for a model of `qwen2` transformers cuts text into words differently"):
         written_model(tiny("qwen2"), tmp_path, family="qwen2", tokenizer=published("llama-bpe"), pre="llama-bpe")
 
 
@@ -206,5 +206,5 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.1.attn_output.bias"])
 def test_biases_that_transformers_would_leave_out_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(GgufError, match=f"tensor {name} is none that a model of `llama` is read with"):
+    with pytest.raises(GgufError, match=f"tensor {name} is not one that a model of `llama` has"):
         written_model(tiny("llama"), tmp_path, family="llama", more={name: np.ones(64, np.float32)})

@@ -394,7 +394,8 @@ def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(r
     assert "mlp.down_proj" in worst
     assert "model.layers.0.self_attn.{q,k,v}_proj" in text
     assert re.search(
-        r"smoothing     strength 0\.5: 4 norms(, \d up_proj)?(, \d v_proj)?, each with all that reads it", text
+        r"smoothing     strength 0\.5: 4 norms(, \d up_proj)?(, \d v_proj)?, each with every layer that reads it;",
+        text,
     )
     assert f"(for a mismatch of {job.mismatch_budget:g} nats, or by `ignore`)" in text
     assert f"{bf16_layers[0]['contribution']:.1e}" in text

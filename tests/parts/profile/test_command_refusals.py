@@ -299,8 +299,12 @@ def test_the_table_calls_the_model_as_the_recipe_does_and_counts_one_norm(file: 
     one = {**header, "smoothing": header["smoothing"][:1]}
     lines = table(one, folder="f", model="here/model")
     assert lines[0] == "profile of here/model for int8 (calibrated)"
-    text = "smoothing     strength 0.5: 1 norm, each with all that reads it; others gain nothing by it"
+    text = (
+        "smoothing     strength 0.5: 1 norm, each with every layer that reads it; smoothing others would gain nothing"
+    )
     assert text in lines
     linears = [{"source": f"l.{place}.{name}_proj.weight"} for place in range(2) for name in ("up", "v")]
-    text = "smoothing     strength 0.5: 1 norm, 2 up_proj, 2 v_proj, each with all that reads it; "
-    assert text + "others gain nothing by it" in table({**one, "smoothing": [*one["smoothing"], *linears]}, folder="f")
+    text = "smoothing     strength 0.5: 1 norm, 2 up_proj, 2 v_proj, each with every layer that reads it; "
+    assert text + "smoothing others would gain nothing" in table(
+        {**one, "smoothing": [*one["smoothing"], *linears]}, folder="f"
+    )

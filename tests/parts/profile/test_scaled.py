@@ -68,7 +68,10 @@ def test_another_scale_is_refused(plan: RunPlan) -> None:
     with pytest.raises(EngineError) as raised:
         scaling_child(plan.replace(uaq=plan.uaq.replace(scale=2.0)))
     assert raised.value.message == f"{plan.uaq.folder}: made with uaq_scale 1.5, and the plan says 2"
-    assert raised.value.hint == "give back what the run began with, or start another run"
+    assert (
+        raised.value.hint
+        == "put correction.uaq_scale and the model back as the run began with them, or start another run"
+    )
 
 
 def test_a_model_that_has_changed_is_refused(plan: RunPlan) -> None:

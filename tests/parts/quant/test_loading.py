@@ -83,7 +83,7 @@ def test_names_that_transformers_takes_and_no_engine_are_refused(
 ) -> None:
     folder = changed(whole[family], tmp_path / "new", lambda now: {rename(name): now[name] for name in now})
     said = ask_transformers(folder)
-    assert "by a name that transformers takes and vLLM does not, first for " in said.problem
+    assert "under names that transformers accepts and vLLM does not, the first for " in said.problem
     assert said.remedy == "load the model with transformers and save it again"
 
 
@@ -169,7 +169,7 @@ def test_two_names_for_one_tensor_are_refused(whole: dict[str, Path], tmp_path: 
     name = "layers.0.mlp.up_proj.weight"
     folder = changed(whole["llama"], tmp_path / "new", lambda now: now | {name: now[f"model.{name}"] + 1})
     assert ask_transformers(folder).problem == (
-        f"the files have one tensor of the model by two names, {name} and model.{name}"
+        f"the files have one tensor of the model under two names, {name} and model.{name}"
     )
 
 
@@ -189,7 +189,7 @@ def test_a_gap_in_the_numbers_of_experts_is_found(whole: dict[str, Path], tmp_pa
 def test_an_architecture_that_is_not_the_type_is_refused(whole: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(whole["llama"], tmp_path / "new", dict, architectures=["MistralForCausalLM"])
     assert ask_transformers(folder).problem == (
-        "config.json names MistralForCausalLM, which vLLM builds, and by its model_type transformers builds "
+        "config.json names MistralForCausalLM, which vLLM builds, but by its model_type transformers builds "
         "LlamaForCausalLM"
     )
 
@@ -211,7 +211,7 @@ def test_a_type_that_does_not_fit_the_bits_is_found_and_a_rounded_one_is_not(
 
     found = ask_transformers(changed(whole[family], tmp_path / "a", relabelled))
     fine = ask_transformers(changed(whole[family], tmp_path / "b", rounded))
-    assert f"{kind} is F16" in found.problem and "by their types other numbers" in found.problem
+    assert f"{kind} is F16" in found.problem and "labelled with a type that does not fit the bits" in found.problem
     assert fine.problem == "" and fine.doubt.startswith("1 is of another type of 16 bits than the rest (")
 
 

@@ -94,8 +94,8 @@ def test_process_that_keeps_no_stacks_is_never_signalled(tmp_path: Path) -> None
 def test_who_stood_still(phase: str, kind: type, tmp_path: Path) -> None:
     error = ask_around(tmp_path, log_dir=tmp_path / "logs", phase=phase, stall_s=90.0)
     assert type(error) is kind
-    assert error.message == f"no progress for 1 min 30 s in phase {phase}: cut"
-    assert error.hint == "no process said what it was doing: see the log"
+    assert error.message == f"no progress for 1 min 30 s in phase {phase}: ended by the launcher"
+    assert error.hint == "no process reported what it was doing: see the log"
 
 
 def test_stalled_training_is_cut_and_says_where_it_hung(
@@ -107,7 +107,7 @@ def test_stalled_training_is_cut_and_says_where_it_hung(
     _, err = process.communicate(timeout=60)
     assert process.returncode == 5, err
     assert err.splitlines()[-4:] == [
-        "error: training failed in phase update: no progress for 4 s in phase update: cut",
+        "error: training failed in phase update: no progress for 4 s in phase update: ended by the launcher",
         "hint: what 2 processes were doing is in small-1/logs/1/stacks; if they are only slow, raise guard.stall_s",
         "log: small-1/logs/1/train.log",
         "next: appliance logs small-1",
@@ -143,7 +143,10 @@ def test_a_stall_on_a_full_disk_is_told_all_the_same(
     monkeypatch.setattr("appliance.launch.train.ask_around", on_a_full_disk)
     assert run_training(plan, recipe_yaml="name: small\n", findings=(), name="small", json_mode=True) == 5
     captured = capsys.readouterr()
-    assert "error: training failed in phase starting: no progress for 2 s in phase starting: cut" in captured.err
+    assert (
+        "error: training failed in phase starting: no progress for 2 s in phase starting: ended by the launcher"
+        in captured.err
+    )
     assert f"error: {plan.run_dir}: no space left: run.json does not say how the run ended" in captured.err
     (failure,) = [each for each in map(json.loads, captured.out.splitlines()) if each.get("kind") == "failure"]
     assert (failure["error"], failure["exit_code"]) == ("TrainingError", 5)
@@ -180,7 +183,10 @@ def test_a_child_before_the_training_is_cut_too(
     assert time.monotonic() - started < 30
     assert code == 5
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == "error: profiling failed in phase starting: no progress for 4 s in phase starting: cut"
+    assert (
+        err[0]
+        == "error: profiling failed in phase starting: no progress for 4 s in phase starting: ended by the launcher"
+    )
     (stacks,) = (run_dir / "logs" / "1" / "stacks").iterdir()
     assert stacks.name.startswith("profile-") and "in waits_for_a_download" in stacks.read_text()
     assert read_record(run_dir).state is RunStatus.FAILED

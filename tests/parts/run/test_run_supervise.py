@@ -274,7 +274,7 @@ def test_the_next_attempt_waits_until_a_killed_launchers_processes_are_ended(run
     os.kill(subreaper, signal.SIGSTOP)  # as on a busy host: its turn comes late
     launcher.kill()
     launcher.wait()
-    with pytest.raises(PreflightError, match=f"process {subreaper} still ends the attempt before"):
+    with pytest.raises(PreflightError, match=f"process {subreaper} is still ending the earlier attempt"):
         wait_for_sweep(run_dir, within_s=0.2)
     threading.Timer(0.5, os.kill, (subreaper, signal.SIGCONT)).start()
     wait_for_sweep(run_dir)

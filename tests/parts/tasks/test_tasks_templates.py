@@ -150,8 +150,8 @@ def test_a_prompt_without_a_generation_prompt_is_told() -> None:
     found = examine(tokenizer_with(without), conversations=[USER], date="")
     assert (found.problem, found.begin_of_answer) == ("", "<|im_start|>assistant")
     assert found.no_generation_prompt == (
-        "the chat template has no generation prompt: with add_generation_prompt and without it makes the same, so the "
-        "model has to write `<|im_start|>assistant` itself before it answers"
+        "the chat template has no generation prompt: it renders the same with and without add_generation_prompt, so "
+        "the model has to write `<|im_start|>assistant` itself before it answers"
     )
 
 

@@ -94,7 +94,7 @@ def test_every_function_that_is_no_tool_is_named(tmp_path: Path) -> None:
         "Cannot generate JSON schema for not_described because the docstring has no description for the argument 'a'"
     )
     assert problems(file) == [
-        f"task.tools: {file}: no_hint: no type hint of a",
+        f"task.tools: {file}: no_hint: no type hint for a",
         f"task.tools: {file}: no_docstring: no docstring: the model reads there what the tool is for",
         f"task.tools: {file}: not_described: {described}",
         f"task.tools: {file}: waits: a tool is a plain function, not `async`",
@@ -219,5 +219,5 @@ def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_fi
 def test_a_file_that_was_not_planned_answers_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD)
     answer = call_tool(str(file), "0" * 64, "multiply", '{"a": 4}')
-    why = f"error: UserCodeError: {file}: it is not the file that was planned, it changed since"
+    why = f"error: UserCodeError: {file}: it is not the file that was planned: it has changed since"
     assert (answer.text, answer.failed) == (why, True)

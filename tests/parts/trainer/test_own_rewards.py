@@ -107,4 +107,4 @@ def test_a_process_that_begins_later_runs_no_other_copy(plan: RunPlan) -> None:
     finally:
         pool.close()
     assert [each.fault for each in (first, died, later)] == [None, Fault.DIED, Fault.RAISED]
-    assert later.why == f"UserCodeError: {copy}: it is not the file that was planned, it changed since"
+    assert later.why == f"UserCodeError: {copy}: it is not the file that was planned: it has changed since"

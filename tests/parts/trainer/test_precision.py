@@ -207,7 +207,7 @@ def test_engines_that_tell_no_errors_are_refused_by_the_first_update_that_quanti
         precision.took(record(acknowledgement("bf16", raised=4, switched=4)))
     with pytest.raises(PreflightError) as caught:
         precision.took(record(acknowledgement("int8", switched=4)))
-    message = "`raise-precision` has no layer errors to go by: no profile, and no engine tells any"
+    message = "`raise-precision` has no layer errors to go by: no profile, and no engine reports any"
     assert caught.value.message == f"{message} (kernels that pack their codes, such as Marlin's, do not)"
     remedy = "give a profile in quantization.profile, or leave `raise-precision` out of guard.actions"
     assert caught.value.hint == remedy

@@ -17,7 +17,7 @@ from appliance.trainer import fit
 from appliance.trainer.fit import finish_tracking
 from appliance.trainer.stopping import Stopping
 
-WHAT = "a backend of logging.backends did not end well: the last numbers may be missing there"
+WHAT = "a backend of logging.backends did not end well: it may lack the last numbers"
 
 
 def events(run_dir: Path) -> list[tuple[str, str, str]]:

@@ -123,7 +123,7 @@ def test_an_engine_that_took_other_weights_is_an_error(parts: Callable[..., Part
         parts_of_run.engine.update(step)
         append_sent(parts_of_run.run_dir, Sent(sync=1, replica=0, rank=0, manifest="abc", digest_s=0.1))
 
-    with pytest.raises(SyncError, match="took the weights ab, it was sent abc"):
+    with pytest.raises(SyncError, match="took the weights ab, was sent abc"):
         parts_of_run.updates.proven(update)(0)
 
 

@@ -51,7 +51,9 @@ def test_each_worker_of_two_is_looked_at(
 def test_a_scheme_without_kernels_is_refused(settings: tuple[str, ...]) -> None:
     done = verify(settings, "--schemes", "fp8")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.splitlines()[1] == ("hint: leave it out, or check the numbers of an FP8 scheme with --emulate")
+    assert done.stderr.splitlines()[1] == (
+        "hint: leave that scheme out, or check the numbers of an FP8 scheme with --emulate"
+    )
 
 
 def asked(
@@ -136,7 +138,7 @@ def test_preflight_stops_it_before_an_engine_starts(
     assert raised.value.message == "this host cannot run the plan: 2 findings above"
     assert capsys.readouterr().err.splitlines() == [
         "error: --set cluster.device=h200: cluster.device: `h200` is wanted, this host has no GPU",
-        "hint: run it there, or try `--set cluster.device=cpu`",
+        "hint: run it on a host with 1 x `h200`, or try `--set cluster.device=cpu`",
         "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",
     ]

@@ -84,7 +84,7 @@ def ended(one: Row, *, folder: Path) -> Outcome:
     [
         ("wrongly", State.FAILED, "the answer is 41"),
         ("by_a_typo", State.FAILED, "AttributeError: 'Ground' object has no attribute 'hould'"),
-        ("unchecked", State.FAILED, "nothing was held against anything"),
+        ("unchecked", State.FAILED, "nothing was compared with anything"),
         ("skipped", State.SKIPPED, "needs what is not there"),
         ("by_a_fault", State.FAILED, "its process was ended by signal 11, after before the fault: 7"),
         ("silently", State.FAILED, "its process ended with 0 and said nothing"),
@@ -438,7 +438,7 @@ def test_it_ends_in_time_and_names_what_was_not_done(
     assert re.search(
         r"\* passed: first\n\* hangs: interrupted: the time of --within was over, after .*\n\* last: not", text
     )
-    assert "skipped: the time of --within was over: give it more, or this row alone by --only\n" in text
+    assert "skipped: the time of --within was over: give it more, or run this row alone by --only\n" in text
     assert find_processes(f"{process.MARK}={tmp_path / 'runs/accept/gpu-h100/in-parts'}") == []
 
 
@@ -549,7 +549,7 @@ def test_a_training_that_would_be_refused_is_skipped(monkeypatch: pytest.MonkeyP
     assert why(FACTS) == "`appliance train` finds GPUs by nvidia-smi, which is not here"
     versions.pop("verl")
     assert why(FACTS) == "`appliance train` needs verl 0.9.1, none is installed"
-    assert lack(row("well"), facts=FACTS, rehearsal=True) == "rehearses with vLLM for CPUs, which is not installed"
+    assert lack(row("well"), facts=FACTS, rehearsal=True) == "a rehearsal needs vLLM for CPUs, which is not installed"
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_the_name_of_a_page(products: tuple[str, ...], name: str) -> None:
 def test_a_gpu_that_others_use_is_told() -> None:
     busy = FACTS.model_copy(update={"devices": (H100.replace(free_bytes=20 << 30),)})
     told = command.warnings(busy, rehearsal=False)
-    assert told == ["of GPU 0 75% is in use: rows may fail for want of memory"]
+    assert told == ["75% of GPU 0 is in use: rows may fail for want of memory"]
     assert command.warnings(FACTS, rehearsal=False) == command.warnings(busy, rehearsal=True) == []
 
 

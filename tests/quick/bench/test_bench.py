@@ -89,7 +89,7 @@ A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
         (PLAIN, "a100", (A100,), None, ""),
         (PLAIN[::-1], "cpu", (), None, "the base of the comparison is not bf16"),
         (PLAIN[:1], "cpu", (), None, "nothing was compared with bf16"),
-        (PLAIN, "cpu", (), "1.0", "torch installed in another version than runs use"),
+        (PLAIN, "cpu", (), "1.0", "torch: installed in another version than runs use"),
         (
             (PLAIN[0], Quantisation(scheme=Scheme.INT8, ignore=("a",))),
             "cpu",
@@ -102,7 +102,7 @@ A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
             "cpu",
             (),
             None,
-            "rollout.lm_head_fp32 makes every engine another one",
+            "with rollout.lm_head_fp32 every engine differs from the usual ones",
         ),
         (PLAIN, "h200", (), None, "it was not measured on `h200`"),
         (PLAIN, "h200", (A100,), None, "it was not measured on `h200`"),
@@ -157,7 +157,7 @@ def test_the_table_says_whether_it_pays(int8: int, verdict_text: str) -> None:
         "bf16         100  2.00 GiB  1.00 GiB  10 of 64  1.00 (1.00-1.00)",
         f"int8         {int8}   1.0 MiB  2.00 GiB  64 of 64  1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",
         f"int8 {verdict_text} here for these rollouts: 1.0{int8 % 10} times bf16 ({int8} against 100 tokens/s; "
-        "from 1.05 on it does)",
+        "it pays from 1.05 on)",
         "each engine had 3.00 GiB a worker for weights and KV cache together",
     ]
 
@@ -218,7 +218,7 @@ def test_engines_that_do_not_fit_the_memory_are_refused() -> None:
         _refuse_without_memory(shapes, engines=2, kv_bytes=GIB, host=host)
     assert (raised.value.message, raised.value.hint) == (
         "bench: 2 engines of 6 layers and 152,064 words take 13.3 GiB, this host has 8.0 GiB free",
-        "measure fewer layers or words: `layers=1`; with `vocabulary=1024` it is the layers' ratio alone",
+        "measure fewer layers or words: `layers=1`, or `vocabulary=1024`, which compares the layers alone",
     )
     few = parse_shapes("qwen2.5-7b,vocabulary=1024")
     _refuse_without_memory(few, engines=2, kv_bytes=GIB, host=host)

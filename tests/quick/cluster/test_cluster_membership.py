@@ -78,7 +78,9 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
     monkeypatch.setattr(form, "RETURNS_WITHIN_S", 0.03)
     with pytest.raises(PreflightError) as caught:
         Cluster(plan, head=None).wait(wait_s=60)
-    assert caught.value.message == ("gamma (10.0.0.3) died and was not back after 0.03 s: 1 of 2 nodes with 8 GPUs")
+    assert caught.value.message == (
+        "gamma (10.0.0.3) died and did not come back within 0.03 s: 1 of 2 nodes with 8 GPUs"
+    )
     told = [json.loads(line)["what"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [words.partition(": ")[0] for words in told] == [
         *("alpha (10.0.0.1) joined", "gamma (10.0.0.3) joined", "gamma (10.0.0.3) died (killed)"),

@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
         seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
     (folder / "data.pt").write_bytes(b"weight")  # the newest is damaged
     ready = _ready(run, state=look(run))
-    assert capsys.readouterr().err == "a, seed 0: goes on after step 4\n"
+    assert capsys.readouterr().err == "a, seed 0: resumes after step 4\n"
     assert ready.resume is not None and ready.resume.step == 4
     newest = str(checkpoint_folder(run.run_dir, step=4))
     assert ready.plan.resume_from == newest and f"trainer.resume_from_path={newest}" in ready.plan.argv
@@ -418,7 +418,8 @@ def test_results_that_would_be_overwritten_are_refused(
     assert output.read_bytes() == results_file.read_bytes()
     assert command.run_compare("c.yaml", json_mode=True, results_file=results_file) == 0
     said = capsys.readouterr().err
-    assert "1 of 2 runs have their result in c.results.jsonl\nb, seed 0: not taken: its recipe is another one" in said
+    unused = "b, seed 0: its stored result is not used: its recipe is another one"
+    assert f"1 of 2 runs have their result in c.results.jsonl\n{unused}" in said
 
 
 def test_a_key_that_came_later_counts_as_its_default(planned: list[PlannedRun], results_file: Path) -> None:

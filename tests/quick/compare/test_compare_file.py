@@ -91,8 +91,8 @@ margin: 0
             "did you mean `arithmetic-tiny-int8`?",
         ),
         ("c.yaml:2: sett: unknown key", "did you mean `set`?"),
-        ("c.yaml:3: set: `seed` cannot be set here", "the seeds are `seeds`"),
-        ("c.yaml:5: arms.bf16: `task.val_size` cannot be set here", "it is `validation`"),
+        ("c.yaml:3: set: `seed` cannot be set here", "set `seeds` instead"),
+        ("c.yaml:5: arms.bf16: `task.val_size` cannot be set here", "set `validation` instead"),
         (
             "c.yaml:6: arms: the text `in t8` is not a name",
             "use letters, digits, `.`, `_` and `-`, at most 80 with the seed, no space or slash",
@@ -115,10 +115,10 @@ margin: 0
     ("settings", "key", "hint"),
     [
         ("{extends: arithmetic-tiny-bf16}", "extends", "write it into a recipe file"),
-        ("{task: {val_size: 4}}", "task.val_size", "it is `validation`"),
+        ("{task: {val_size: 4}}", "task.val_size", "set `validation` instead"),
         ("{task: {val_sets: {}}}", "task.val_sets", "a comparison validates once, on `validation` problems"),
         ("[task.val_sets.a.size=4]", "task.val_sets", "a comparison validates once, on `validation` problems"),
-        ("['task={val_size: 4}']", "task.val_size", "it is `validation`"),
+        ("['task={val_size: 4}']", "task.val_size", "set `validation` instead"),
     ],
 )
 def test_what_is_given_elsewhere_cannot_be_set_in_whatever_form(write, settings: str, key: str, hint: str) -> None:
@@ -168,7 +168,7 @@ def test_problems_of_all_arms_come_once_with_their_lines(write) -> None:
         ("c.yaml:8: corection: unknown key", "did you mean `correction`?"),
         (
             "c.yaml:11: task.val_size: 5000 is more than the 998 validation problems of difficulty 2",
-            "lower it, or task.train_size, which leaves some for it; or raise task.difficulty",
+            "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty",
         ),
     ]
 

@@ -76,7 +76,7 @@ def node(tmp_path: Path) -> Path:
 
 def test_a_node_is_healthy_before_it_knows_its_training(tmp_path: Path, node: Path) -> None:
     assert marked(tmp_path / "proc") == ([], [node])
-    assert look(tmp_path / "proc") == Health(True, "a node, of no training yet")
+    assert look(tmp_path / "proc") == Health(True, "a node that has no training yet")
 
 
 def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,11 +287,13 @@ def test_a_token_in_a_variable_stays_outside_and_it_is_said(
     (tmp_path / "none").write_text("hf_another")
     plan = with_model(plan, "Qwen/Qwen2.5-0.5B")
     assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
-    note = f"note: the container gets no token from a variable: it has that of {tmp_path / 'none'}\n"
+    note = f"note: the container gets no token from a variable: it uses the one in {tmp_path / 'none'}\n"
     assert capsys.readouterr().err.replace("\n", "") == note.replace("\n", "")
 
 
-NO_VARIABLE = "note: the container gets no token from a variable: write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
+NO_VARIABLE = (
+    "note: the container gets no token from a variable: write it to a file (mode 0600), and set HF_TOKEN_PATH=FILE"
+)
 
 
 def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_what_is_left_out_of_their_file_is_said(tmp_path: Path) -> None:
     settings = settings_of(written(tmp_path, THEIRS))
     assert (settings.backend, settings.load_format, settings.same_for_all) == ("", "dummy", False)
     assert settings.notes[1:] == (
-        "distributed_executor_backend: external_launcher of the file is left out, the engine's own holds",
+        "distributed_executor_backend: external_launcher of the file is left out; the engine's own setting applies",
         "load_format: dummy: the weights are random until the first sync",
     )
 

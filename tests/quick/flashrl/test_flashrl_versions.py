@@ -123,7 +123,8 @@ def test_another_version_is_refused_before_anything_of_it_is_imported(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EngineError) as refused:
         require_known_version()
-    message = f"vllm {version} is installed: weight updates are proven in vllm 0.28.0, 0.29.0, 0.30.0 and 0.31.0 alone"
+    known = "0.28.0, 0.29.0, 0.30.0 and 0.31.0"
+    message = f"vllm {version} is installed: weight updates are proven with vllm {known} alone"
     assert (refused.value.message, refused.value.hint) == (message, "install one of these versions")
     program = REGISTER.format(folder=str(tmp_path), package=package)
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -120,7 +120,7 @@ METADATA_REFUSED = {
         {"tokenizer.ggml.tokens": list("abcdefghi"), "tokenizer.ggml.token_type": [1] * 9},
         "it has 9 tokens, and its model 8 rows for them",
     ),
-    "another merge": ({"tokenizer.ggml.merges": ["a c"]}, "its merge `a c` is none of its tokens"),
+    "another merge": ({"tokenizer.ggml.merges": ["a c"]}, "its merge `a c` is not made of its tokens"),
     "no end": ({"tokenizer.ggml.eos_token_id": 99}, "it does not say which of its tokens ends an answer"),
     "two ends": (
         {"tokenizer.ggml.eot_token_id": 0},
@@ -171,7 +171,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.attn_q_norm.weight", "blk.0.ffn_gate_exps.weight"])
 def test_a_tensor_that_transformers_would_leave_out_is_refused(tmp_path: Path, name: str) -> None:
     said = refusal(changed(tmp_path, tensors={**TENSORS, name: (8,)}))
-    assert said == f"tensor {name} is none that a model of `llama` is read with"
+    assert said == f"tensor {name} is not one that a model of `llama` has"
 
 
 def test_a_head_of_its_own_is_one(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_llama_3_scaling_is_read_from_its_factors_and_another_one_refused(tmp_pa
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 32.0, 8192)
     assert model_config(read_header(path), rope_factors=(1.0, 1.0))["rope_parameters"]["rope_type"] == "default"
     said = refusal(changed(tmp_path, base, **factors(2.0, 32.0)))
-    assert said == "its rope_freqs.weight scales positions otherwise than Llama 3.1 does"
+    assert said == "its rope_freqs.weight scales positions differently from Llama 3.1"
 
 
 def test_padding_is_never_what_ends_an_answer(tmp_path: Path) -> None:

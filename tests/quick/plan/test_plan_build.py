@@ -181,17 +181,17 @@ def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
         ),
         (
             ("model.lora={rank: 4, dropout: 0.1}",),
-            "an update's forward drops what `model.lora` says, and the policy does not",
+            "an update's forward has the dropout of `model.lora`, and the policy has none",
         ),
         (
             ("cluster.device=h100", "trainer.attention=flash_attention_2"),
-            "flash-attn may drop in an update, as the model's config.json says, and the policy does not",
+            "flash-attn may apply dropout in an update, by the model's config.json, and the policy has none",
         ),
         (
             ("algorithm.kl=0.1", "algorithm.kl_in=reward"),
             "`algorithm.kl` is in the reward, which the advantages are made of",
         ),
-        (("correction.method=adaptive",), "`adaptive` weighs a sequence by the whole step"),
+        (("correction.method=adaptive",), "`adaptive` weights a sequence by the whole step"),
         (
             ("correction.method=calibrated-clipping",),
             "`calibrated-clipping` has a shadow pass that compares with them",
@@ -258,7 +258,7 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     flow = ("trainer.forward=rollout", "trainer.backward=fp8-block", "rollout.scheme=fp8-block")
     plan = planned(*flow, "quantization.emulate=true")
     assert plan.trainer.fp8_backward
-    assert choice(plan, "trainer.backward") == ("fp8-block", "as given; emulated: its numbers are meant")
+    assert choice(plan, "trainer.backward") == ("fp8-block", "as given; emulated: for its numbers, not for speed")
     assert "; rollouts in fp8-block, emulated; gradients in fp8-block, emulated; " in plan_text(
         plan, needs=[("disk", "1 GiB")]
     )
@@ -420,7 +420,7 @@ def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
     asked = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
     with pytest.raises(RecipeError) as raised:
         planned(*asked, "cluster.device=b200")
-    message = f"--set {asked[1]}: quantization.mismatch_budget: it is of a profile, and none is made for `fp8`"
+    message = f"--set {asked[1]}: quantization.mismatch_budget: it is a setting of profiles, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
     assert planned(*asked, "cluster.device=h100").quantization.mismatch_budget == 0.02
 

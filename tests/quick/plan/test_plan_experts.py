@@ -63,7 +63,8 @@ def test_activations_are_recomputed_and_the_plan_says_why(moe: Path) -> None:
     recomputes = choices["trainer.gradient_checkpointing"]
     assert (recomputes.value, recomputes.why) == (
         "true",
-        "activations are recomputed, a third more time: the memory of a forward through experts is not estimated",
+        "activations are recomputed, which takes a third more time: the memory of a forward through experts is not "
+        "estimated",
     )
 
 
@@ -109,7 +110,8 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     plan = planned(moe, "rollout.scheme=int8", device=device)
     assert plan.engine.eager
     assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
-    assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
+    why = "quantised experts run one by one, which no CUDA graph can hold"
+    assert choices(plan)["rollout.enforce_eager"] == ("true", why)
     assert plan.guard.scheme_change is SchemeChange.RESTART
     assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
@@ -220,8 +222,8 @@ def test_auto_with_the_experts_kept_is_as_without_any(moe: Path) -> None:
 def test_experts_that_a_name_did_not_tell_of_are_refused_with_the_way_out(moe: Path) -> None:
     plan = planned(Path("owner/moe"), "rollout.scheme=int8", f"cluster.run_dir={moe.parent}", device="h100")
     message = (
-        "error: model.path: owner/moe has experts, and quantised ones need engines without CUDA graphs: the plan of a "
-        "model that is only a name cannot see it"
+        "error: model.path: owner/moe has experts, and quantised ones need engines without CUDA graphs: from a name "
+        "alone the plan cannot see that"
     )
     assert refused(plan, shape=read_shape(moe / "config.json")) == [
         (message, f"give the model's folder in model.path, or {KEEP}")

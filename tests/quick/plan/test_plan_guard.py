@@ -48,7 +48,7 @@ def findings(plan: RunPlan, inputs: InputFacts = INPUTS) -> list[tuple[str, str]
 def test_on_a_cpu_engines_change_live_and_the_whole_ladder_is_there() -> None:
     plan = planned()
     assert (plan.guard.actions, plan.guard.scheme_change) == (USUAL, SchemeChange.LIVE)
-    why = "engines run eagerly: a layer changes with a weight update, proven like any"
+    why = "engines run eagerly: a layer changes with a weight update, proven like any other"
     assert choice(plan, "rollout.scheme_changes") == ("live", why)
     assert choice(plan, "guard.actions") == ("warn, tighten, bf16, stop", "the usual ladder")
     assert findings(plan) == []

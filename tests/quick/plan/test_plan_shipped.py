@@ -136,7 +136,7 @@ FOR_DAPO: tuple[Broken, ...] = (
     (("algorithm.overlong_tokens=30000",), "algorithm.overlong_tokens: 30000 is more than the"),
     (("algorithm.dual_clip=1",), "algorithm.dual_clip: must be greater than 1"),
     (("algorithm.max_generation_batches=-1",), "algorithm.max_generation_batches: must be at least 0"),
-    (("algorithm.kind=grpo",), "batch.generation_prompts: `grpo` has no such thing"),
+    (("algorithm.kind=grpo",), "batch.generation_prompts: `grpo` does not have this key"),
     (("algorithm.kind=ppo",), "algorithm.kind: unknown value `ppo`"),
     (("rollout.samples_per_prompt=1",), "rollout.samples_per_prompt: must be at least 2"),
 )

@@ -213,7 +213,7 @@ def test_findings_name_place_and_remedy() -> None:
         ("error: cluster.address: h:1 does not answer (refused)", "start Ray there, or leave cluster.address out"),
         (
             "error: cluster.token_file: /t: no such file",
-            "copy the token of that cluster there, readable by you alone; a cluster of this host's own makes one",
+            "copy that cluster's token file there, readable by you alone; a cluster of this host makes its own",
         ),
         (
             "error: logging.backends: `wandb` has no key here, and would ask for one in the middle of the start",

@@ -70,7 +70,7 @@ def test_faults_of_model_device_and_host_are_told_together_each_with_its_place(
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     for option, fact in WRONG.items():
         assert f"error: --set {option}: {fact.format(folder=model)}" in errors
-    assert "no name on the hub" not in done.stderr  # the folder is judged as a folder
+    assert "possible name on the hub" not in done.stderr  # the folder is judged as a folder
     if "--json" in command:
         findings = json.loads(done.stdout)["findings"]
         where = {each["place"]: (each["where"], each["code"]) for each in findings}
@@ -116,7 +116,7 @@ def test_rules_that_single_keys_do_not_mend_leave_the_other_sections_to_be_judge
     """A task of the user's own without rewards breaks a rule with its defaults, too."""
     messages = problems_of(tmp_path, model, "task.kind=own", "logging.backends=[trackio]")
     keys = [each.partition(": ")[2].partition(": ")[0] for each in messages]
-    assert "logging.backends" in keys and any("has no rewards" in each for each in messages)
+    assert "logging.backends" in keys and any("needs rewards" in each for each in messages)
     assert not any(key.startswith("task.") for key in keys if key != "task.rewards")
 
 

@@ -157,14 +157,14 @@ def test_fp8_on_a_gpu(device, reason):
 
 def test_a_gpu_is_wanted_and_there_is_none():
     found = findings(recipe="gsm8k-0.5b-int8")
-    remedy = "run it there, or try `--set cluster.device=cpu`"
+    remedy = "run it on a host with 1 x `a100`, or try `--set cluster.device=cpu`"
     assert found == [("error: cluster.device: `a100` is wanted, this host has no GPU", remedy)]
 
 
 def test_too_few_or_other_gpus():
     found = findings("cluster.gpus_per_node=2", recipe="gsm8k-0.5b-int8", host=GPU_HOST)
     text = "error: cluster.device: 2 x `a100` wanted, this host has NVIDIA A100-SXM4-80GB"
-    assert found == [(text, "run it there")]
+    assert found == [(text, "run it on a host with 2 x `a100`")]
 
 
 def test_the_right_gpu():
@@ -348,7 +348,7 @@ def test_a_save_that_takes_longer_than_a_stop_may_last_is_said():
     assert findings(*sets, inputs=inputs) == [
         (
             "warning: guard.save_budget_s: a run that is to stop has 300 s to end its step and save 512.0 GiB",
-            "a disk that takes 1 GB/s is 550 s at it: raise it, and the grace period of the host",
+            "a disk that takes 1 GB/s needs 550 s for the save alone: raise it, and the grace period of the host",
         )
     ]
     assert findings(*sets, "guard.save_budget_s=600", inputs=inputs) == []
@@ -433,8 +433,8 @@ def test_time_is_estimated_where_it_was_measured():
 def test_an_emulated_scheme_is_said_and_runs():
     assert findings("rollout.scheme=fp8", "quantization.emulate=true") == [
         (
-            "warning: quantization.emulate: `fp8` is emulated by rounding in float: its numbers are meant, its speed is"
-            " not",
+            "warning: quantization.emulate: `fp8` is emulated by rounding in float: its numbers are right, its speed "
+            "says nothing",
             "use `int8` where speed matters",
         )
     ]
@@ -537,7 +537,7 @@ def test_what_needs_a_row_is_refused_without_one(tmp_path, sets, sizes, place, r
 def test_a_window_in_a_part_of_the_layers_needs_a_class_that_was_tried(tmp_path, architecture, is_refused):
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     found = of_an_unlisted_model(tmp_path, architectures=[architecture], **windows)
-    assert any("a part of its layers has a sliding window" in message for message, _ in found) == is_refused
+    assert any("some of its layers have a sliding window" in message for message, _ in found) == is_refused
 
 
 def test_one_flow_is_refused_without_a_row(tmp_path):
@@ -547,7 +547,8 @@ def test_one_flow_is_refused_without_a_row(tmp_path):
 
 def test_a_model_without_a_class_is_refused(tmp_path):
     sets = ("model.builtin=null", f"model.path={tmp_path}")
-    message = f"error: model.path: {tmp_path}: the model's configuration names no architecture; known are {LIST}"
+    message = f"error: model.path: {tmp_path}: the model's configuration names no architecture; "
+    message += f"the known ones are {LIST}"
     found = findings(*sets, inputs=with_inputs(model_shape=ModelShape()))
     assert found == [(message, "use a model of the list")]
 

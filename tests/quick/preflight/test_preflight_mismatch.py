@@ -28,7 +28,7 @@ MESSAGE = (
     "the profile predicts a mismatch of 0.02 nats per token, by 900 tokens; above 0.015 a step is bad (guard.k3_kl)"
 )
 ONE_FLOW = "`trainer.forward: rollout`, with `trainer.attention: auto`, has exactly none (docs/one-flow.md)"
-BF16 = "`rollout.scheme: bf16` has only what BF16 rounds in other places"
+BF16 = "`rollout.scheme: bf16` leaves only the mismatch that BF16's own rounding makes"
 
 
 def planned(*sets: str, recipe: str = "arithmetic-tiny-int8") -> RunPlan:
@@ -62,8 +62,8 @@ def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
 def test_a_budget_that_no_choice_meets_is_a_warning() -> None:
     chosen = dataclasses.replace(FAR, kl=0.0101, kept_layers=("a.0.o_proj",), without_budget=0.02, budget=0.01)
     message = (
-        "the budget of 0.01 nats per token is not met: of the choices that were measured the nearest is predicted "
-        "0.0101"
+        "the budget of 0.01 nats per token is not met: the nearest of the measured choices has a predicted "
+        "mismatch of 0.0101"
     )
     assert warned(expected=chosen)[1:] == [(message, "a smaller budget keeps more layers in BF16")]
     assert len(warned(expected=dataclasses.replace(chosen, kl=0.01))) == 1

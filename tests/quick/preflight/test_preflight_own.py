@@ -31,7 +31,7 @@ WRONG = {
     "no validation file": (["val_file=v.parquet"], "{cwd}/v.parquet: no such file", NO_FILE.format("parquet")),
     "all held out": (
         ["val_size=512"],
-        "task.val_size: 512 of the 3 problems in {cwd}/rows.jsonl leaves none for one side",
+        "task.val_size: 512 of the 3 problems in {cwd}/rows.jsonl leave no problem for training or none for validation",
         "use 1 to 2, or give task.val_file",
     ),
     "more than there are": (

@@ -68,7 +68,7 @@ REMEDIES = {
     "the import of {file} failed": "mend the file, or install what it imports",
     "there is no function": "use one of `g`",
     "no end after": "mend what takes so long, or raise task.reward_timeout_s",
-    "its process ended": "mend the file: a reward leaves its process alone",
+    "its process ended": "mend the file: a reward must not end its process",
 }
 OF_WRONG = (
     "mend the function, or task.truth, or take a reward that reads such answers; "
@@ -213,7 +213,7 @@ def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
 def test_a_function_that_takes_a_truth_is_told_that_there_is_none(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(response, truth): return response == truth", truth="")
     assert found == RewardProblem(
-        "`f` takes a `truth`, and the rows have none: task.truth names its field", is_rare=True
+        "`f` takes a `truth`, and the rows have none: set task.truth to its field", is_rare=True
     )
 
 
@@ -273,8 +273,8 @@ def test_rows_of_the_hub_are_graded_once_a_run_has_made_its_data(tmp_path: Path)
 def test_rows_of_the_hub_that_are_not_graded_are_told(tmp_path: Path) -> None:
     plan = planned(tmp_path, make_reward("exact"))
     from_hub = plan.replace(task=plan.task.replace(train_file=None, data="owner/sums"))
-    message = "info: task.data: rewards are not tried on rows of owner/sums before a run has made its data of them"
-    hint = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
+    message = "info: task.data: rewards are not tried on rows of owner/sums before a run has prepared its data"
+    hint = "look at its rows with `appliance data preview`; on the rows of a task.train_file rewards are tried at once"
 
     def findings_of(plan: RunPlan, **facts: object) -> list[tuple[str, str]]:
         findings = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, **facts))

@@ -31,7 +31,7 @@ LONGROPE = {"type": "su", "original_max_position_embeddings": 10}
 LAYERS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
 NO_ROPE = "train sequences no longer than the model was made for (task.max_prompt_tokens, task.max_response_tokens) "
 NO_ROPE += 'with a copy whose config.json has "rope_type": "default", or another model'
-WINDOW_OF_8 = "/m: a part of its layers has a sliding window, of 8 tokens"
+WINDOW_OF_8 = "/m: some of its layers have a sliding window, of 8 tokens"
 NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
 
 
@@ -59,18 +59,18 @@ NO_WINDOW = 'use a copy whose config.json has "use_sliding_window": false, and n
         (
             "Qwen3ForCausalLM",
             {"rope_parameters": {"rope_type": "spiral"}},
-            ["/m: its rope_type is `spiral`, and known are default, linear, llama3, longrope, yarn"],
+            ["/m: its rope_type is `spiral`; the known ones are default, linear, llama3, longrope, yarn"],
         ),
         ("Qwen3ForCausalLM", LAYERS, []),
         (
             "Qwen2ForCausalLM",
             LAYERS,
-            ["/m: a part of its layers has a sliding window, of 16 tokens: vLLM does not start with them"],
+            ["/m: some of its layers have a sliding window, of 16 tokens: vLLM does not start with them"],
         ),
         (
             "Qwen2ForCausalLM",
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-            ["/m: a part of its layers has a sliding window, of 16 tokens: vLLM does not start with them"],
+            ["/m: some of its layers have a sliding window, of 16 tokens: vLLM does not start with them"],
         ),
         (
             "Qwen3ForCausalLM",
@@ -96,8 +96,9 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, "architectures": [architecture], **config}))
     found = findings(model_shape=read_shape(tmp_path / "config.json"))
-    remedies = {"its rope": NO_ROPE, "a part o": NO_WINDOW}
-    assert found == [(f"error: model.path: {each}", remedies[each[4:12]]) for each in findings_of_it]
+    assert found == [
+        (f"error: model.path: {text}", NO_ROPE if "its rope_type" in text else NO_WINDOW) for text in findings_of_it
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
             "the model has 151,936 rows and its tokenizer 259 words: rollouts never sample the others, and what "
             "probability the trainer gives them is mismatch",
         ),
-        (151937, "the tokenizer has 151,937 words and the model 151,936 rows: a token beyond ends the training"),
+        (151937, "the tokenizer has 151,937 words and the model 151,936 rows: a token without a row ends the training"),
     ],
 )
 def test_a_tokenizer_that_is_not_the_models(words: int, message: str) -> None:
@@ -126,8 +127,8 @@ def test_what_a_template_does_to_messages_is_found() -> None:
     no_prompt = TemplateFacts(begin_of_answer="<|im_start|>assistant\n")
     assert findings(template=no_prompt) == [
         (
-            "warning: model.path: the chat template has no generation prompt: with add_generation_prompt and without "
-            "it makes the same, so the model has to write `<|im_start|>assistant\\n` itself before it answers",
+            "warning: model.path: the chat template has no generation prompt: it renders the same with and without "
+            "add_generation_prompt, so the model has to write `<|im_start|>assistant\\n` itself before it answers",
             "end the template with what begins an answer, under {% if add_generation_prompt %}",
         )
     ]

@@ -174,7 +174,7 @@ def test_a_child_that_dies_is_an_error_and_is_asked_again(child: Path, tmp_path:
         with WeightsChild() as one:
             one.start(tmp_path / "model", trust_remote_code=False)
             assert one.hear().problem == (
-                "its weights could not be held against its config.json: exit code 1: no torch here"
+                "its weights could not be checked against its config.json: exit code 1: no torch here"
             )
     assert times(child) == 2
 
@@ -189,12 +189,12 @@ def test_a_child_that_takes_too_long_is_ended(
     with WeightsChild() as one:
         one.start(tmp_path / "model", trust_remote_code=False)
         facts = one.hear()
-        assert facts == WeightsFacts(unproven="its weights could not be held against its config.json within 0.2 s")
+        assert facts == WeightsFacts(unproven="its weights could not be checked against its config.json within 0.2 s")
         pid = one._child._process.pid
     (late,) = judge_weights(facts, model="/models/a")
     assert (late.severity, late.code) == (Severity.WARNING, "model-unproven")
     assert capsys.readouterr().err == (
-        "note: still holding the model's weights against its config.json, for at most 0.2 s\n"
+        "note: still checking the model's weights against its config.json, for at most 0.2 s\n"
     )
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -154,9 +154,8 @@ def test_set_problems_name_the_option(write):
 def test_a_key_of_an_earlier_version_names_what_replaces_it(write):
     name = write(MINIMAL)
     hint = (
-        "use `quantization.mismatch_budget`, such as 0.01: nats per token that rollouts are predicted to differ by at "
-        "most, in place of the error of a layer's outputs; a run that began with it is finished by the version that "
-        "began it"
+        "use `quantization.mismatch_budget`, such as 0.01: a bound on the predicted mismatch, in nats per token, "
+        "not on the error of a layer's outputs; finish a run that began with the old key with the version that began it"
     )
     message = "--set quantization.error_budget=0.02: quantization.error_budget: unknown key"
     assert problems_of(name, "quantization.error_budget=0.02") == [(message, hint)]

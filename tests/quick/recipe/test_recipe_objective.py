@@ -80,7 +80,7 @@ def test_the_reasons_say_what_would_go_wrong() -> None:
         "a wider one gives back what the cap took"
     )
     assert METHODS["tis"].conflict(Loss.GEO_MEAN) == (
-        "`tis` weighs a response token by token, and `geo-mean` has one product for all of them"
+        "`tis` weights a response token by token, and `geo-mean` has one product for all of them"
     )
 
 
@@ -113,7 +113,7 @@ def test_a_bound_that_a_loss_has_not_is_refused(loss: Loss) -> None:
 def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
     sets = (f"algorithm.loss={loss}", "correction.method=none", NO_CAP)
     assert loaded(*sets, "algorithm.aggregate=sequence-mean").algorithm.aggregated is Aggregate.SEQUENCE_MEAN
-    message = f"algorithm.aggregate: `{loss}` is a mean over responses, and no other"
+    message = f"algorithm.aggregate: `{loss}` is aggregated as a mean over responses, and in no other way"
     assert only(*sets, "algorithm.aggregate=constant") == (message, "use `sequence-mean`, or null")
 
 
@@ -169,7 +169,7 @@ def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
         (
             ("trainer.dtype=fp16",),
             (
-                "trainer.dtype: a profile scales weights, and small ones have no place in FP16",
+                "trainer.dtype: a profile scales weights, and FP16 has no numbers as small as some of them become",
                 "use quantization.profile: none, or trainer.dtype: bf16",
             ),
         ),
@@ -190,14 +190,14 @@ def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
         (
             (*FP16, "model.lora.rank=8"),
             (
-                "model.lora: the model under an adapter is held and merged in BF16",
+                "model.lora: with an adapter the model is kept and merged in BF16",
                 "use model.lora: null, or trainer.dtype: bf16",
             ),
         ),
         (
             (*FP16, "correction.uaq_scale=2"),
             (
-                "correction.uaq_scale: UAQ's small weights have no place in FP16",
+                "correction.uaq_scale: FP16 has no numbers as small as UAQ's weights",
                 "use correction.uaq_scale: null, or trainer.dtype: bf16",
             ),
         ),

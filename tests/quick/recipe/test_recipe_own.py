@@ -10,7 +10,7 @@ BRACES = "write {field} or {field.inner} for a field's value, {{ and }} for brac
 RULES = {
     "no data": (
         (),
-        ("task.train_file: a task of your own has no problems", "give task.train_file, or a data set as task.data"),
+        ("task.train_file: a task of your own needs problems", "give task.train_file, or a data set as task.data"),
     ),
     "a file and a data set": (
         ("task.train_file=a.jsonl", "task.data=a/b"),
@@ -32,7 +32,7 @@ RULES = {
     ),
     "a split of nothing": (
         ("task.train_file=a.jsonl", "task.split=test"),
-        ("task.split: it is of a data set on the hub, and `data` names none", "remove it, or give task.data"),
+        ("task.split: it is for a data set on the hub, and `data` names none", "remove it, or give task.data"),
     ),
     "a field and a template": (
         ("task.train_file=a.jsonl", "task.prompt=q", "task.template='{q}?'"),

@@ -57,13 +57,16 @@ CODE = "it is code that the run executes: copy it here first, and read it"
             ("no reward is called `zzz`", f"use one of {ALL}, or a function of a file: `rewards.py:name`"),
         ),
         ("[{name: exact, weight: 0}]", ("all weights are 0, so no response earns anything", "give one a weight")),
-        ("[{name: exact, pattern: x}]", ("`exact` has no `pattern`, it is of `regex`", "remove it")),
-        ("[{name: 'a.py:f', target: 3}]", ("`f` has no `target`, it is of `length`", "remove it")),
+        ("[{name: exact, pattern: x}]", ("`exact` has no option `pattern`: it is for `regex`", "remove it")),
+        ("[{name: 'a.py:f', target: 3}]", ("`f` has no option `target`: it is for `length`", "remove it")),
         ("[{name: length}]", ("`length` has no `target`", "give it: `{name: length, target: ...}`")),
         ("[{name: judge, url: 'http://x/v1'}]", ("`judge` has no `model`", "give it: `{name: judge, model: ...}`")),
         (
             "[{name: judge, model: m, url: 'http://me:word@x/v1'}]",
-            ("`http://me:word@x/v1` is no address of an API", "such as `http://localhost:8000/v1`, without a password"),
+            (
+                "`http://me:word@x/v1` is no address of an API",
+                "give one such as `http://localhost:8000/v1`, without a password",
+            ),
         ),
         (
             "[{name: regex, pattern: '('}]",

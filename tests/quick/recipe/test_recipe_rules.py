@@ -177,19 +177,22 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         ),
         (
             ("cluster.address=10.0.0.1:6379",),
-            ("cluster.token_file: cluster.address is a cluster that is there already", "give the file with its token"),
+            (
+                "cluster.token_file: cluster.address names a cluster that runs already",
+                "give the file that holds its token",
+            ),
         ),
         (
             ("algorithm.overlong_tokens=3",),
-            ("algorithm.overlong_tokens: `grpo` has no such thing, it is of `dapo`", OF_DAPO),
+            ("algorithm.overlong_tokens: `grpo` does not have this key: it is for `dapo`", OF_DAPO),
         ),
         (
             ("algorithm.max_generation_batches=3",),
-            ("algorithm.max_generation_batches: `grpo` has no such thing, it is of `dapo`", OF_DAPO),
+            ("algorithm.max_generation_batches: `grpo` does not have this key: it is for `dapo`", OF_DAPO),
         ),
         (
             ("batch.generation_prompts=64",),
-            ("batch.generation_prompts: `grpo` has no such thing, it is of `dapo`", OF_DAPO),
+            ("batch.generation_prompts: `grpo` does not have this key: it is for `dapo`", OF_DAPO),
         ),
         (
             ("algorithm.kind=dapo", "algorithm.overlong_tokens=7"),
@@ -199,7 +202,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("algorithm.kind=dapo", "batch.generation_prompts=48"),
             (
                 "batch.generation_prompts: 48 is no multiple of the 32 prompts of a step",
-                "verl 0.9.1 counts prompts in generation in whole steps (max_inflight_gen_batches)",
+                "use a multiple of 32: verl 0.9.1 generates for whole steps (max_inflight_gen_batches)",
             ),
         ),
         (
@@ -269,14 +272,14 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             ("rollout.scheme=fp8", EMULATED, "quantization.mismatch_budget=0.1"),
             (
-                "quantization.mismatch_budget: it is of a profile, and none is made for `fp8`",
+                "quantization.mismatch_budget: it is a setting of profiles, and none is made for `fp8`",
                 "remove it, or use `int8`, `fp8-channel`",
             ),
         ),
         (
             ("rollout.scheme=fp8-block", EMULATED, "quantization.smoothing=0.7"),
             (
-                "quantization.smoothing: it is of a profile, and none is made for `fp8-block`",
+                "quantization.smoothing: it is a setting of profiles, and none is made for `fp8-block`",
                 "remove it, or use `int8`, `fp8-channel`",
             ),
         ),
@@ -306,7 +309,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         ),
         (
             ("trainer.forward=rollout", "rollout.scheme=auto", "rollout.replicas=[int8, fp8]", TWO_ENGINES),
-            ("trainer.forward: `rollout` is one scheme, not several", "name one scheme"),
+            ("trainer.forward: `rollout` computes in one scheme, not in several", "name one scheme"),
         ),
         (
             ("trainer.backward=fp8-block", "rollout.scheme=fp8-block", EMULATED),
@@ -336,16 +339,14 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             ("rollout.top_p=0.9", "trainer.sequence_parallel=2", *GPU),
             (
-                "rollout.top_p: log-probs over the words that are drawn from are not computed where sequences are "
-                "shared out",
+                "rollout.top_p: log-probs over a part of the words are not computed where GPUs share a sequence",
                 "use 1.0, or sequence_parallel: 1",
             ),
         ),
         (
             ("rollout.top_k=50", "trainer.sequence_parallel=2", *GPU),
             (
-                "rollout.top_k: log-probs over the words that are drawn from are not computed where sequences are "
-                "shared out",
+                "rollout.top_k: log-probs over a part of the words are not computed where GPUs share a sequence",
                 "use 0, or sequence_parallel: 1",
             ),
         ),
@@ -359,7 +360,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             ("trainer.forward=rollout", "trainer.attention=flash_attention_2", *GPU),
             (
-                "trainer.attention: only the forward in BF16 has a choice of it",
+                "trainer.attention: only the forward in BF16 has a choice of attention",
                 "use auto, or trainer.forward: bf16",
             ),
         ),
@@ -375,7 +376,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             (*REUSES, "correction.method=calibrated-clipping", "correction.cap=null"),
             (
                 "trainer.old_log_probs: `calibrated-clipping` fits bounds to how log-probs differ from the engines', "
-                "and these do not",
+                "and here they do not",
                 "use another method, or trainer.old_log_probs: recompute",
             ),
         ),
@@ -435,7 +436,7 @@ def test_a_rule_stands_where_the_user_wrote_the_key():
 def test_pool_sizes_of_arithmetic():
     message, hint = only("task.val_size=5000")
     assert message.startswith("task.val_size: 5000 is more than the ")
-    assert hint == "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
+    assert hint == "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
 
 
 def test_rules_wait_for_keys_that_are_wrong_themselves():

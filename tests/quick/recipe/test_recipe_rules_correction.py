@@ -61,7 +61,7 @@ CALIBRATED = "correction:\n  method: calibrated-clipping\n  "
             "cap: 1.1",
             (
                 "correction.cap: 1/1.1..1.1 leaves out a part of the clip range 0.8..1.2, which can only be widened",
-                "give 1.25 at least",
+                "give at least 1.25",
             ),
         ),
     ],
@@ -96,7 +96,7 @@ def test_what_acts_on_single_tokens_does_not_go_with_a_loss_of_responses(tmp_pat
         assert load_recipe("arithmetic-tiny-int8", sets=sets).correction.method == method
         return
     message = (
-        f"`{method}` {does.get(method, 'weighs')} a response token by token, and `tbpo` has one ratio for all of them"
+        f"`{method}` {does.get(method, 'weights')} a response token by token, and `tbpo` has one ratio for all of them"
     )
     if METHODS[method].centers:
         message = f"`{method}` centers the score of each token, and `tbpo` has one ratio for a whole response"
@@ -149,7 +149,7 @@ CENTERED = "correction:\n  method: score-centering-tis\n"
             "trainer: {sequence_parallel: 2}\ncluster: {device: h100, gpus_per_node: 2}\n",
             (
                 "2: trainer.sequence_parallel: log-probs of the engine's most likely words are not computed where "
-                "sequences are shared out",
+                "GPUs share a sequence",
                 "use 1, or rollout.top_log_probs: 0 and a correction.method that needs none",
             ),
         ),

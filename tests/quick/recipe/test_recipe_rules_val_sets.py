@@ -109,7 +109,7 @@ def test_an_empty_mapping_takes_inherited_sets_away(recipe: Path) -> None:
         (
             ("task.val_sets.held_out.size=0",),
             (
-                "task.val_sets.held_out.size: how many problems are held out of the training data is not given",
+                "task.val_sets.held_out.size: the number of problems to hold out of the training data is not given",
                 "give `size`, or a `file`",
             ),
         ),

@@ -90,7 +90,7 @@ def test_a_wall_of_brackets_is_refused_and_not_followed():
 
 def test_size_is_limited():
     assert problems_of(b"#" * (MAX_BYTES + 1)) == [
-        ("r.yaml: more than 65536 bytes, the most that a recipe has", "is this a recipe?")
+        ("r.yaml: more than 65536 bytes, the most that a recipe may have", "is this a recipe?")
     ]
 
 

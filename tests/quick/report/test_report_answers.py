@@ -34,7 +34,7 @@ AFTER = validated(20, sample_of(PROBLEMS[1], "7"), sample_of(PROBLEMS[0], "12"))
 def test_the_first_and_the_last_answers_side_by_side() -> None:
     training = StepSamples(15, "int8", training=(sample_of(PROBLEMS[0], "1"),))
     assert answers_table([BEFORE, BETWEEN, training, AFTER], is_graded=True).splitlines() == [
-        "a problem of the validation        before                           after step 20",
+        "a validation problem               before                           after step 20",
         "Tom has 7 apples and gets 5 more.  Tom has 7 apples, so …  (wrong)  12  (right)",
         "What is 3 eggs plus 4 eggs?        7  (right)                       7  (right)",
     ]
@@ -85,4 +85,4 @@ def test_a_run_ends_with_its_answers_for_people(
     _tell(plan, RunState(steps=20), outcome=DONE, seconds=9.0, json_mode=json_mode, quiet=quiet)
     printed = capsys.readouterr()
     assert (answers_table([BEFORE, AFTER], is_graded=True) in printed.err) == is_shown
-    assert "a problem of the validation" not in printed.out
+    assert "a validation problem" not in printed.out

@@ -149,7 +149,7 @@ def test_a_step_that_was_done_again_is_there_once_and_attempts_are_marked(
     tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
 ) -> None:
     run_dir = make_run(tmp_path, done=6, attempt=2)
-    append_event(run_dir, kind="resume", what="attempt 2 goes on after step 4", step=4, attempt=2)
+    append_event(run_dir, kind="resume", what="attempt 2 resumes after step 4", step=4, attempt=2)
     assert cut_lines(run_dir / "metrics.jsonl", after=4, attempt=1) is not None
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(metrics_line(step, reward_mean=0.7)) + "\n" for step in (5, 6, 7))
@@ -159,7 +159,7 @@ def test_a_step_that_was_done_again_is_there_once_and_attempts_are_marked(
     assert [mean for _, mean in rewards[4:]] == [0.7, 0.7, 0.7]
     assert (view.state.rewards.count, view.steps.judged) == (7, 7)
     text, _ = page_of(run_dir)
-    assert "attempt 2 goes on after step 4" in text and "2 attempts" in text
+    assert "attempt 2 resumes after step 4" in text and "2 attempts" in text
 
 
 def test_a_mismatch_out_of_its_bounds_is_bad_until_it_returns(
@@ -309,7 +309,7 @@ def test_a_reward_of_fewer_than_five_steps_is_no_mean_of_five(tmp_path: Path, ma
 def test_a_run_of_one_step_that_is_over_waits_for_no_other(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     view = read_view(make_run(tmp_path, steps=1, done=1))
     (said,) = [each.text for each in verdicts(view) if each.question == "Did the reward climb?"]
-    assert said == "no step to compare with"
+    assert said == "no other step to compare with"
 
 
 def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(

@@ -31,14 +31,21 @@ FIGURES = {  # a curve's title -> what else must be written in its figure
     "Quantisation error": ("0.009",),
     "Rollout speed": ("2000", "tokens per second"),
     "Time of a step": ("rollout |0.5", "log-probs |0.5", "update |1", "sync |0.1", "rest |0.3"),
-    "What it was doing": ("preparing", "loading", "training", "saving", "checkpoints", "step 10 is saved (the end)"),
+    "What the run was doing": (
+        "preparing",
+        "loading",
+        "training",
+        "saving",
+        "checkpoints",
+        "step 10 is saved (the end)",
+    ),
     "Memory": ("2", "GiB, proportional set size"),
 }
 DETAILS = {  # of what ran: a fold's title -> what is in it
     "Recipe, as resolved": ("name: made  # <&>",),
     "1 numbers that were derived, with their reasons": ("rollout.scheme|int8|this processor has VNNI",),
     "1 findings of preflight": ("memory: 2.0 GiB are missing; close other programs",),
-    "2 processes, by their own word": ("rollout-0-0|rollout|int8|a|16 × Int8Kernel",),
+    "2 processes, as they report themselves": ("rollout-0-0|rollout|int8|a|16 × Int8Kernel",),
     "Versions": ("torch|2.13.0|python|3.11.7",),
     "The training process, exactly": ("-m\ntrain\na<b",),
 }

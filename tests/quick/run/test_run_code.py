@@ -62,7 +62,7 @@ def test_a_file_that_changed_since_it_was_planned_is_refused_and_no_folder_is_le
         with pytest.raises(RecipeError) as caught:
             create_session(plan, recipe_yaml="", is_chosen=False)
         assert caught.value.problems == [
-            (f"{file}: it is not the file that was planned, it changed since", "start again")
+            (f"{file}: it is not the file that was planned: it has changed since", "start again")
         ]
         assert not Path(plan.run_dir).exists()
 
@@ -143,7 +143,7 @@ def _without_place(message: str) -> str:
     return fact
 
 
-GIVE = "give what the run has, start a new one with another --name, or take the change with --force"
+GIVE = "put it back as the run has it, start a new run with another --name, or take the change with --force"
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -296,7 +296,7 @@ def test_a_copy_that_changed_like_its_file_is_named(tmp_path: Path, run_recipe: 
         each.write_text("other")
     with pytest.raises(RecipeError) as caught:
         copy_code(plan)
-    message = f"{file}: it is not the file that was planned, it changed since, and so did the run's copy {copy}"
+    message = f"{file}: it is not the file that was planned: it has changed since, and so did the run's copy {copy}"
     assert caught.value.problems == [(message, "put one of them back, or start a new run")]
 
 

@@ -33,7 +33,7 @@ def test_a_file_is_in_verls_schema_and_counted(tmp_path: Path, source: str, caps
     said = capsys.readouterr()
     assert said.out == f"{target}\n"
     assert said.err.splitlines() == [
-        "dapo-math-17k.parquet: 10 rows, 3 problems, 7 rows repeat one of them (1 with another answer: the first one "
+        "dapo-math-17k.parquet: 10 rows, 3 problems, 7 rows repeat a problem (1 with another answer: the first one "
         "counts)"
     ]
     first = pq.read_table(target).to_pylist()[0]
@@ -105,7 +105,7 @@ def test_every_data_set_is_made_from_the_hub(
     make_data(name, folder=folder)
     assert {path.stem: pq.read_table(path).num_rows for path in folder.glob("*.parquet")} == files
     said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["3 rows, 2 problems, 1 rows repeat one of them"] * len(files)
+    assert said == ["3 rows, 2 problems, 1 rows repeat a problem"] * len(files)
     assert len(asked) == len(files)
     make_data(name, folder=folder)
     assert len(asked) == len(files)
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_made_is_no_fault_of_what_was_typed(source: str)
         (
             "gsm8k",
             ("a",),
-            ("--from: 1 given, and `gsm8k` is made of 2", "for gsm8k-train.parquet, gsm8k-val.parquet"),
+            ("--from: 1 given, `gsm8k` needs 2", "give a file for each of gsm8k-train.parquet, gsm8k-val.parquet"),
         ),
         ("aime-2024", ("none.jsonl",), ("none.jsonl: no such file", NO_FILE.format("JSON-lines or parquet"))),
     ],

@@ -78,7 +78,7 @@ def test_panel_shows_the_warm_start(tmp_path: Path, small_plan: Callable) -> Non
     )
     assert drawn(small_plan(tmp_path, steps=60), state, columns=80) == (
         "╭─ small-1: int8 rollouts, tis with cap 2 ─────────────────────────────────────╮\n"
-        "│ phase       making what the cache lacks  30 s                                │\n"
+        "│ phase       preparing model and data  30 s                                   │\n"
         "│ warm start  [██████████░░░░░░░░░░░░░░░░░░░░]  100 of 300  loss 1.210  about  │\n"
         "│             30 s left                                                        │\n"
         "│ step        [░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░]  0 of 60                        │\n"
@@ -133,7 +133,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines() == [
-        "phase prepare: making what the cache lacks",
+        "phase prepare: preparing model and data",
         "warm start 0/8  loss 1.2",
         "warm start 2/8  loss 1.2",
         "warm start 4/8  loss 1.2",

@@ -123,7 +123,9 @@ def test_the_plan_of_another_version_will_do_if_it_says_how_the_model_was_scaled
 def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         run_export(str(run_dir), run_root=tmp_path, step=3, output=tmp_path / "out")
-    assert caught.value.problems == [(f"--step 3: {run_dir} has no checkpoint of it", "its steps: 2, 4")]
+    assert caught.value.problems == [
+        (f"--step 3: {run_dir} has no checkpoint of that step", "steps with a checkpoint: 2, 4")
+    ]
     with pytest.raises(PreflightError) as caught:
         run_export(str(run_dir), run_root=tmp_path, step=4, output=tmp_path / "out")
     why = "actor/huggingface/config.json has other content than was saved"

@@ -102,7 +102,7 @@ def test_attempt_that_is_not_there_names_those_that_are(session: Session, tmp_pa
     (session.run_dir / "logs" / "2").mkdir()
     with pytest.raises(RecipeError) as caught:
         print_logs("small-1", run_root=tmp_path, attempt=7)
-    assert caught.value.problems == [("run `small-1`: no logs of attempt 7", "there are those of: 1, 2, 10")]
+    assert caught.value.problems == [("run `small-1`: no logs of attempt 7", "attempts with logs: 1, 2, 10")]
 
 
 def test_following_prints_lines_as_they_come_and_ends_with_the_run(

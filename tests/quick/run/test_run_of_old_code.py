@@ -64,6 +64,6 @@ def test_a_run_of_old_code_goes_on_where_its_problems_are_todays(run_dir: Path) 
     assert resume(run_dir) == 0
     assert read_record(run_dir).attempt == 2
     assert Path(read_plan(run_dir / "plan.json").resume_from).name == "global_step_3"
-    assert events(run_dir, "resume") == [("attempt 2 goes on after step 3", "")]
+    assert events(run_dir, "resume") == [("attempt 2 resumes after step 3", "")]
     assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3]
     assert json.loads((run_dir / "logs/1/plan.json").read_text())["argv"][2] == "appliance.trainer.entry"

@@ -105,7 +105,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(
 
 def test_same_fault_at_the_same_step_ends_it(resume_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     assert resume_run((5, 2), (5, None), (0, 3)) == (5, 2)
-    assert capsys.readouterr().err.splitlines()[-1] == "not restarted: it got no further than step 2 again"
+    assert capsys.readouterr().err.splitlines()[-1] == "not restarted: two attempts in a row got no further than step 2"
 
 
 def test_stop_of_the_guard_after_a_fault_ends_it(resume_run: Callable) -> None:
@@ -115,7 +115,7 @@ def test_stop_of_the_guard_after_a_fault_ends_it(resume_run: Callable) -> None:
 def test_lasting_fault_is_read_from_the_newest_attempt(resume_run: Callable, tmp_path: Path) -> None:
     append_event(tmp_path, kind="failure", what="a patch does not fit", error="PatchError")
     assert resume_run((4, 2), (0, 3)) == (4, 1)
-    append_event(tmp_path, kind="resume", what="attempt 2 goes on after step 2")
+    append_event(tmp_path, kind="resume", what="attempt 2 resumes after step 2")
     assert resume_run((4, 5), (0, 6)) == (0, 2)
 
 

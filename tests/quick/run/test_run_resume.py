@@ -79,7 +79,7 @@ def test_a_run_whose_disk_of_checkpoints_is_gone_does_not_start_from_the_beginni
         with pytest.raises(RecipeError) as caught:
             find_start(each)
         message = f"{run_dir / 'checkpoints'} leads to {large}, which is not there"
-        assert caught.value.problems == [(message, "bring it back, such as the disk that it is on")]
+        assert caught.value.problems == [(message, "bring that folder back, for example by mounting its disk again")]
     (run_dir / "checkpoints").unlink()
     (run_dir / "checkpoints").symlink_to("x" * 300)  # asked for, it is an error of its own, as of a disk that failed
     with pytest.raises(RecipeError, match="xxx, which is not there"):
@@ -143,7 +143,7 @@ def test_what_a_change_of_the_recipe_means(tmp_path: Path, small_plan: Callable)
     changed = recipe("optimizer.learning_rate=1e-3", "seed=1", "trainer.steps=99")
     with pytest.raises(RecipeError) as caught:
         refuse_changes(changed, target=target, force=False)
-    hint = "give what the run has, start a new one with another --name, or take the change with --force"
+    hint = "put it back as the run has it, start a new run with another --name, or take the change with --force"
     rate = "--set optimizer.learning_rate=1e-3: optimizer.learning_rate"
     assert caught.value.problems == [
         (f"{rate}: the run has 0.0002, the recipe 0.001", hint),
@@ -245,7 +245,7 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
     (run_dir / "profile" / "profile.safetensors").write_bytes(b"scales")
     digest = "9b6a3a7a4ad6cf8ac5ad5cfa2aa30ba3e6f6b1a8e7e4a3a2b8d4d0a4a3b2c1d0"
     save(run_dir, 3, profile=(("profile.safetensors", digest),))
-    with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
+    with pytest.raises(PreflightError, match="is not the file that global_step_3 was trained with"):
         refuse_misfit(resumed(run_dir), plan=plan)
     other = plan.replace(task_files=plan.task_files.replace(train_parquet="/other/train.parquet"))
     with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
@@ -441,7 +441,7 @@ def test_a_dry_run_of_a_resume_prints_its_plan_and_changes_nothing(
     captured = capsys.readouterr()
     assert code == 0
     assert Path(json.loads(captured.out)["plan"]["resume_from"]).name == "global_step_3"
-    assert captured.err == "the run small-1 goes on after step 3\n"
+    assert captured.err == "the run small-1 resumes after step 3\n"
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
@@ -567,4 +567,4 @@ def test_a_named_checkpoint_that_is_not_there_is_not_called_damaged(tmp_path: Pa
     target = find_target(str(missing), root=tmp_path, recipe_name="", name=None)
     with pytest.raises(RecipeError) as caught:
         find_start(target)
-    assert caught.value.problems == [(f"--resume {missing}: no such checkpoint", "the run's steps: 3")]
+    assert caught.value.problems == [(f"--resume {missing}: no such checkpoint", "steps with a checkpoint: 3")]

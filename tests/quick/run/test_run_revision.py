@@ -320,7 +320,7 @@ def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp
     with pytest.raises(PreflightError) as caught:
         refuse_misfit(start, plan=planned(tmp_path, commit=NEW))
     assert caught.value.message == f"{NAME}: main is {NEW} on the hub now, the run began with {OLD}"
-    assert caught.value.hint == f"go on with what it began with: --set model.revision={OLD}"
+    assert caught.value.hint == f"continue with the run's own commit: --set model.revision={OLD}"
     named = f"model.revision={OLD}"
     refuse_changes(recipe(named), target=target, force=False)
     refuse_misfit(start, plan=planned(tmp_path, named))
@@ -367,7 +367,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
         with pytest.raises(PreflightError) as caught:
             _todo(list(runs), folder=tmp_path, file=file)
         assert caught.value.message == f"a, seed 0: {NAME}: main is {NEW} on the hub now, the run began with {OLD}"
-        hint = f"to continue with what is there: model.revision: {OLD} in {file}, under `set` or in the arm"
+        hint = f"to continue with those runs: model.revision: {OLD} in {file}, under `set` or in the arm"
         return caught.value.hint == hint
 
     named = f"model.revision={OLD}"

@@ -81,7 +81,7 @@ def test_another_profile_is_refused(
     with pytest.raises(PreflightError) as caught:
         resume_run(run_dir, plan)
     path = run_dir / "profile" / "profile.safetensors"
-    assert caught.value.message == f"{path} is not the one that global_step_3 was trained with"
+    assert caught.value.message == f"{path} is not the file that global_step_3 was trained with"
     assert caught.value.hint == remedy
 
 
@@ -89,7 +89,7 @@ def test_a_profile_that_is_gone_and_was_not_copied_is_refused(tmp_path: Path, sm
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
     save(run_dir, 3, profile=SEALED)
-    with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
+    with pytest.raises(PreflightError, match="is not the file that global_step_3 was trained with"):
         resume_run(run_dir, plan)
 
 
@@ -135,7 +135,7 @@ def adapter(*, alpha: int = 16) -> bytes:
 
 
 LORA = Lora(rank=8, alpha=16, targets=("q_proj", "v_proj"), dropout=0.1)
-OTHER = "model.lora is another one than global_step_3 was trained with: "
+OTHER = "model.lora differs from global_step_3, which was trained with "
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_status_names_attempts_checkpoints_and_how_to_go_on(
         "folder      small-1",
         "attempts    3",
         "checkpoint  global_step_12, the newest of 2",
-        "go on       appliance train small-1/recipe.yaml --resume small-1",
+        "to resume   appliance train small-1/recipe.yaml --resume small-1",
     ]
     print_status("small-1", run_root=tmp_path, json_mode=True)
     assert json.loads(capsys.readouterr().out)["checkpoint_steps"] == [4, 12]

@@ -109,7 +109,7 @@ def test_replicas_that_were_sent_different_weights_are_found(tmp_path: Path) -> 
     write(tmp_path, sent=other, taken=other)
     with pytest.raises(SyncError) as raised:
         check(tmp_path)
-    assert raised.value.message.count("took the weights xyz, it was sent xyz, the first rank abc") == 2
+    assert raised.value.message.count("took the weights xyz, was sent xyz, and the first rank was sent abc") == 2
 
 
 @pytest.mark.parametrize(

@@ -188,26 +188,32 @@ def test_what_a_function_returns_is_compared_as_json(returned: str, wanted: obje
         ),
         (
             {"inputs": [[1, 2]], "outputs": [3]},
-            "`inputs` is `[1, 2]`, no text, and no `fn_name` says that it is of a call",
+            "`inputs` is `[1, 2]`, which is not text, and no `fn_name` says that the tests are calls",
         ),
-        ([{"input": "1", "output": 2}], "`output` is `2`, no text, and no `fn_name` says that it is of a call"),
+        (
+            [{"input": "1", "output": 2}],
+            "`output` is `2`, which is not text, and no `fn_name` says that the tests are calls",
+        ),
         (
             {"inputs": ["1", "2"], "outputs": ["3"]},
-            "`inputs` has 2 and `outputs` 1: each test has one of both",
+            "`inputs` has 2 entries and `outputs` 1: each test needs one of both",
         ),
-        ({"inputs": "1", "outputs": ["3"]}, '`inputs` is `"1"`, and with several tests it is a list, one of each'),
-        ([{"input": "1", "output": "1"}, {"input": "1"}], "test 2 of 2 has none of the forms, others have"),
+        ({"inputs": "1", "outputs": ["3"]}, '`inputs` is `"1"`, but must be a list with an entry for each test'),
+        (
+            [{"input": "1", "output": "1"}, {"input": "1"}],
+            "test 2 of 2 has none of the known forms, and other tests have one",
+        ),
         (
             "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2)])\ndef test_a(a, b):\n    assert f(a) == b",
-            "the test function `test_a` has a decorator: make one of each case, `def test_a_1():`",
+            "the test function `test_a` has a decorator: make a function of each case, `def test_a_1():`",
         ),
         (
             "def test_a(tmp_path):\n    assert f(1) == 2",
-            "the test function `test_a` has parameters: make one of each case, `def test_a_1():`",
+            "the test function `test_a` has parameters: make a function of each case, `def test_a_1():`",
         ),
         (
             "async def test_a():\n    assert f(1) == 2",
-            "the test function `test_a` is no plain one: make one of each case, `def test_a_1():`",
+            "the test function `test_a` is no plain function: make a function of each case, `def test_a_1():`",
         ),
         (
             "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self):\n        assert f(1)",

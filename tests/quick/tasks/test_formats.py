@@ -122,8 +122,8 @@ FORMATS: dict[str, tuple[bytes, str, str]] = {
         "no JSON lines: its first line is `- question: 1+1`",
         "each line is a JSON object",
     ),
-    "zeros.bin": (b"\x00" * 4096, "binary, and no format that is known", "give JSON lines or parquet"),
-    "lines.parquet": (LINES.encode(), "JSON lines, and its name says parquet", "name it "),
+    "zeros.bin": (b"\x00" * 4096, "binary, in no known format", "give JSON lines or parquet"),
+    "lines.parquet": (LINES.encode(), "JSON lines, though its name says parquet", "name it "),
 }
 
 
@@ -178,7 +178,7 @@ def test_the_command_that_is_named_makes_the_rows(tmp_path: Path, monkeypatch: p
     folder.mkdir()
     (folder / "python").symlink_to(sys.executable)
 
-    command = remedy.removeprefix("unpack it: ").removesuffix(", with the encoding that it has")
+    command = remedy.removeprefix("unpack it: ").removesuffix(", with its real encoding instead of WINDOWS-1252")
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path), "LC_ALL": "C"}
     subprocess.run(command, shell=True, check=True, env=environment)
     assert (tmp_path / name).read_bytes() == content
@@ -222,7 +222,7 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkey
     for number in range(3):
         pq.write_table(pa.Table.from_pylist(ROWS[number::3]), folder / f"train-{number}-of-3.parquet")
     ((message, hint),) = read(folder).faults
-    assert message == "my data: it is a folder (3 .parquet), and one file is read"
+    assert message == "my data: it is a folder (3 .parquet), but only one file is read"
     assert hint.startswith("name one, or join them: python -c")
     *_, program, target, _pattern = shlex.split(hint)
     monkeypatch.setattr(sys, "argv", ["-c", target, *map(str, folder.iterdir())])
@@ -233,7 +233,7 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkey
     for number in range(3):
         (folder / f"{number}.jsonl").write_text(LINES.strip())
     ((message, hint),) = read(folder).faults
-    assert message == "my data: it is a folder (3 .jsonl), and one file is read"
+    assert message == "my data: it is a folder (3 .jsonl), but only one file is read"
     quoted = str(folder).replace(" ", "\\ ")
     assert hint == f"name one, or join them: awk 1 {quoted}/*.jsonl > all.jsonl"
     subprocess.run(hint.partition(": ")[2], shell=True, check=True)
@@ -242,7 +242,7 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkey
     assert hint == f"name one, or join them: awk 1 {quoted}/*.jsonl > all-2.jsonl"  # all.jsonl is one of them now
     (folder / "README.md").write_text("rows")
     assert read(folder).faults == [
-        ("my data: it is a folder (4 .jsonl, 1 .md), and one file is read", "name one file: JSON lines or parquet")
+        ("my data: it is a folder (4 .jsonl, 1 .md), but only one file is read", "name one file: JSON lines or parquet")
     ]
 
 
@@ -250,7 +250,7 @@ def test_a_data_set_that_was_saved_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(write_stream))
     ((message, hint),) = read(tmp_path).faults
-    assert message == f"{tmp_path.name}: it is a folder in which `datasets` saved a data set, and one file is read"
+    assert message == f"{tmp_path.name}: it is a folder in which `datasets` saved a data set, but only one file is read"
     assert hint.endswith(
         f'load_from_disk(sys.argv[1]).to_parquet(sys.argv[2])" {tmp_path} {tmp_path.name}-rows.parquet'
     )
@@ -260,14 +260,14 @@ def test_a_pattern_is_named_with_the_files_that_it_matches(tmp_path: Path) -> No
     for name in ("a.jsonl", "b.jsonl", "c.txt"):
         (tmp_path / name).write_text(LINES)
     ((message, hint),) = read(tmp_path / "*.jsonl").faults
-    assert message == "*.jsonl: no such file: it is a pattern, which 2 files match, and one file is read"
+    assert message == "*.jsonl: no such file: it is a pattern, which 2 files match, but only one file is read"
     assert hint == f"name one, or join them: awk 1 {tmp_path}/*.jsonl > all.jsonl"
     ((_, hint),) = read(tmp_path / "**" / "*.jsonl").faults
     assert hint == "name one file: JSON lines or parquet"  # a shell may read ** as one star
-    one = [("*.txt: no such file: it is a pattern, and one file is read", f"name it: {tmp_path}/c.txt")]
+    one = [("*.txt: no such file: it is a pattern, but only one file is read", f"name it: {tmp_path}/c.txt")]
     assert read(tmp_path / "*.txt").faults == one
     ((message, _),) = read(tmp_path / "*.csv").faults
-    assert message == "*.csv: no such file: it is a pattern, which 0 files match, and one file is read"
+    assert message == "*.csv: no such file: it is a pattern, which 0 files match, but only one file is read"
     ((message, _),) = read(tmp_path / "a[1].jsonl").faults
     assert message == "a[1].jsonl: no such file"
 

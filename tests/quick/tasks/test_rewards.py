@@ -204,7 +204,7 @@ def test_regex_length_and_exact() -> None:
 
 @pytest.mark.parametrize("name", ["math", "number", "exact", "choice", "regex", "code"])
 def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^the row has no truth to compare with: task\.truth names its field$"):
+    with pytest.raises(ValueError, match=r"^the row has no truth to compare with: set task\.truth to its field$"):
         graded(name, "1", " ")
 
 
@@ -214,11 +214,19 @@ def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
         ("number", "many", "the truth `many` has no number"),
         ("choice", "K", "the truth `K` is not a letter from A to J"),
         ("code", "[]", "the truth `[]` has no tests: it is JSON such as "),
-        ("code", '{"inputs": ["1"], "outputs": []}', "`inputs` has 1 and `outputs` 0: each test has one of both"),
-        ("code", '[{"input": 1, "output": 2}]', "`input` is `1`, no text, and no `fn_name` says that it is of a call"),
-        ("code", '{"inputs": "12", "outputs": "34"}', '`inputs` is `"12"`, and with several tests it is a list'),
-        ("code", '{"inputs": ["1"], "outputs": "3"}', '`outputs` is `"3"`, and with several tests it is a list'),
-        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', '`inputs` is `{"1": 2}`, and with several tests it is'),
+        (
+            "code",
+            '{"inputs": ["1"], "outputs": []}',
+            "`inputs` has 1 entries and `outputs` 0: each test needs one of both",
+        ),
+        (
+            "code",
+            '[{"input": 1, "output": 2}]',
+            "`input` is `1`, which is not text, and no `fn_name` says that the tests are calls",
+        ),
+        ("code", '{"inputs": "12", "outputs": "34"}', '`inputs` is `"12"`, but must be a list'),
+        ("code", '{"inputs": ["1"], "outputs": "3"}', '`outputs` is `"3"`, but must be a list'),
+        ("code", '{"inputs": {"1": 2}, "outputs": ["3"]}', '`inputs` is `{"1": 2}`, but must be a list'),
     ],
 )
 def test_a_truth_of_another_kind_is_named(name: str, truth: str, message: str) -> None:

@@ -71,7 +71,7 @@ def test_splits_refuse_sizes_above_the_pools_all_at_once() -> None:
         ("task.train_size: 5000 is more than the 1431 train problems of difficulty 2", hint),
         (
             "task.val_size: 1000 is more than the 998 validation problems of difficulty 2",
-            "lower it, or task.train_size, which leaves some for it; or raise task.difficulty",
+            "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty",
         ),
     ]
 
@@ -88,7 +88,7 @@ def test_a_large_validation_goes_on_with_what_training_leaves() -> None:
 def test_a_validation_above_what_training_leaves_is_refused_with_the_number_that_there_is() -> None:
     problems = check(difficulty=2, seed=0, train_size=192, val_size=2074)
     what = "2073 validation problems of difficulty 2, the 1075 that task.train_size leaves included"
-    hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
+    hint = "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
     assert problems == [(f"task.val_size: 2074 is more than the {what}", hint)]
     assert check(difficulty=2, seed=0, train_size=192, val_size=2073) == []
 
@@ -96,7 +96,7 @@ def test_a_validation_above_what_training_leaves_is_refused_with_the_number_that
 @pytest.mark.parametrize("difficulty", [0, 1, 7])
 def test_check_refuses_a_difficulty_without_problems(difficulty: int) -> None:
     assert check(difficulty=difficulty, seed=0, train_size=0, val_size=0) == [
-        (f"task.difficulty: {difficulty} is not in 2..6", "it is the number of digits of an operand")
+        (f"task.difficulty: {difficulty} is not in 2..6", "give the number of digits of an operand")
     ]
 
 

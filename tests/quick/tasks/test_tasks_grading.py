@@ -44,9 +44,9 @@ def test_rewards_are_weighed_and_summed_and_what_does_not_apply_is_left_out() ->
 @pytest.mark.parametrize("value", [1.01e15, -1e300])
 def test_what_no_variance_can_be_computed_of_is_a_fault(value: float) -> None:
     assert weighed([("one", 1.0, math.copysign(1e15, value))]).fault is None
-    why = f"the rewards come to {value:g}, which is not within ±1e+15"
+    why = f"the rewards add up to {value:g}, which is not within ±1e+15"
     assert weighed([("one", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
-    assert weighed([("one", 1e300, 1e300)]).why == "the rewards come to inf, which is not within ±1e+15"
+    assert weighed([("one", 1e300, 1e300)]).why == "the rewards add up to inf, which is not within ±1e+15"
 
 
 def test_penalty_starts_where_the_buffer_does_and_ends_at_the_whole() -> None:

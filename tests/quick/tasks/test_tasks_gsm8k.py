@@ -110,7 +110,7 @@ def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_check_rows_names_a_folder(tmp_path: Path) -> None:
-    message = f"{tmp_path}: it is a folder (empty), and one file is read"
+    message = f"{tmp_path}: it is a folder (empty), but only one file is read"
     assert TASK.check_rows(tmp_path) == [(message, "name one file: JSON lines or parquet")]
 
 
@@ -185,7 +185,9 @@ def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(5)])
     with pytest.raises(RecipeError) as caught:
         TASK.splits(make_task(train_file=path, val_size=val_size))
-    message = f"task.val_size: {val_size} of the 5 problems in {path} leaves none for one side"
+    message = (
+        f"task.val_size: {val_size} of the 5 problems in {path} leave no problem for training or none for validation"
+    )
     assert caught.value.problems == [(message, "use 1 to 4, or give task.val_file")]
 
 

@@ -194,11 +194,11 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
     "two system messages": (
         {"prompt": SAID},
         {"system": "Think."},
-        "the field `prompt` begins with a system message, and task.system is another one",
+        "the field `prompt` begins with a system message, and task.system gives another",
     ),
     "null in a template": ({"q": None}, {"template": "{q}"}, "the field `q` of task.template is null"),
     "no number in a template": ({"q": float("nan")}, {"template": "{q}"}, "the field `q` of task.template is NaN"),
-    "an empty template": ({"q": " "}, {"template": "{q}"}, "task.template makes an empty prompt of it"),
+    "an empty template": ({"q": " "}, {"template": "{q}"}, "task.template makes an empty prompt of this row"),
     "half a character": (
         '{"prompt": "1 \\ud800"}',
         {},
@@ -233,7 +233,7 @@ def test_a_truth_may_be_blank_where_no_built_in_reward_reads_it(file: Path) -> N
 def test_tests_of_code_that_are_no_lists_are_refused_by_their_row(file: Path) -> None:
     rows = [{"prompt": f"{each}?", "a": {"inputs": each, "outputs": each}} for each in (["1"], "1")]
     message = fault_of(file, *rows, truth="a", rewards=(make_reward("code"),))
-    why = '`inputs` is `"1"`, and with several tests it is a list, one of each'
+    why = '`inputs` is `"1"`, but must be a list with an entry for each test'
     assert message == f"own.jsonl:2: the field `a`: {why}"
 
 
@@ -341,7 +341,7 @@ def test_a_missing_field_in_row_812(file: Path) -> None:
 def test_truths_of_two_kinds_are_refused(file: Path) -> None:
     rows = ({"prompt": "1?", "a": "1"}, {"prompt": "2?", "a": {"b": "2"}})
     message = fault_of(file, *rows, truth="a", rewards=(OF_A_FILE,))
-    assert message == "own.jsonl:2: its truth is an object, and in the rows before text, a number or a list"
+    assert message == "own.jsonl:2: its truth is an object, but in the rows before it text, a number or a list"
 
 
 @pytest.mark.parametrize("rewards", [(OF_A_FILE,), (OF_A_FILE, make_reward("exact"))])
@@ -454,7 +454,7 @@ def test_more_held_out_than_there_are_is_refused(file: Path) -> None:
     read(file, {"prompt": "1?"}, {"prompt": "2?"})
     with pytest.raises(RecipeError) as error:
         splits(file, val_size=512)
-    message = f"task.val_size: 512 of the 2 problems in {file} leaves none for one side"
+    message = f"task.val_size: 512 of the 2 problems in {file} leave no problem for training or none for validation"
     assert error.value.problems == [(message, "use 1 to 1, or give task.val_file")]
 
 
@@ -462,7 +462,7 @@ def test_of_a_single_problem_none_can_be_held_out(file: Path) -> None:
     read(file, {"prompt": "1?"})
     with pytest.raises(RecipeError) as error:
         splits(file, val_size=1)
-    message = f"task.val_size: 1 of the 1 problems in {file} leaves none for one side"
+    message = f"task.val_size: 1 of the 1 problems in {file} leave no problem for training or none for validation"
     assert error.value.problems == [(message, "give more problems, or give task.val_file")]
 
 

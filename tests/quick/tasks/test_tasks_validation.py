@@ -125,7 +125,8 @@ def test_sizes_that_short_prompts_do_not_have_are_refused(tmp_path: Path, task: 
         task.splits(make_task(train_file=str(train), val_sets=dict(sets)), limit=short(9))
     assert caught.value.problems == [
         (
-            f"task.val_sets.held.size: 10 of the 10 problems of at most 9 tokens in {train} leaves none for one side",
+            f"task.val_sets.held.size: 10 of the 10 problems of at most 9 tokens in {train} leave no "
+            "problem for training or none for validation",
             "use 1 to 9, or give task.val_sets.held.file",
         ),
     ]
@@ -166,7 +167,8 @@ def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: Task) -
         (f"task.val_sets.a.size: 7 is more than the 6 problems in {file}", "use 1 to 6, or 0 for all of them"),
         (f"task.val_sets.b.size: 4 is more than the 3 problems in {other}", "use 1 to 3, or 0 for all of them"),
         (
-            f"task.val_sets.c.size: 6 of the 6 problems in {train} leaves none for one side",
+            f"task.val_sets.c.size: 6 of the 6 problems in {train} leave no problem for training or none "
+            "for validation",
             "use 1 to 5, or give task.val_sets.c.file",
         ),
     ]

@@ -95,7 +95,7 @@ def test_splits_refuse_what_the_task_cannot_serve_all_at_once() -> None:
     train, validation = (sum(map(len, side)) for side in pools())
     assert (train, validation) == (2407, 617)
     assert caught.value.problems == [
-        ("task.difficulty: 3 is of `arithmetic`, these problems have one difficulty", "remove it"),
+        ("task.difficulty: 3 is for `arithmetic`; these problems have one difficulty", "remove it"),
         ("task.train_size: 9999 is more than the 2407 problems", "lower it"),
         ("task.val_size: 6666 is more than the 6665 problems", "lower it"),
     ]

@@ -171,7 +171,7 @@ def test_only_the_file_that_was_planned_runs(tmp_path: Path) -> None:
     file.write_text("def f(response): return 2.0")
     with pytest.raises(UserCodeError) as raised:
         load_function(str(file), "f", given=given, sha256=planned)
-    assert str(raised.value) == f"{file}: it is not the file that was planned, it changed since"
+    assert str(raised.value) == f"{file}: it is not the file that was planned: it has changed since"
 
 
 def test_what_somebody_compiled_does_not_run_in_its_place(tmp_path: Path) -> None:

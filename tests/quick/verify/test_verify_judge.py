@@ -43,14 +43,14 @@ def test_a_live_engine_has_no_problem() -> None:
     ("seen", "problem"),
     [
         (SEEN.replace(moved=0.0), "the logits did not move with other weights"),
-        (SEEN.replace(moved=float("nan")), "it says log-probs that are not finite"),
-        (SEEN.replace(moved=float("inf")), "it says log-probs that are not finite"),
+        (SEEN.replace(moved=float("nan")), "its log-probs are not finite"),
+        (SEEN.replace(moved=float("inf")), "its log-probs are not finite"),
         (SEEN.replace(returned=False), "tokens or log-probs did not return with the old weights"),
         (
             SEEN.replace(same_as_loaded=False),
-            "the checkpoint's own weights, sent as an update, changed what it says",
+            "the checkpoint's own weights, sent as an update, changed its output",
         ),
-        (SEEN.replace(first=BF16_SAID), "it says to the last bit what bf16 says: nothing is quantised"),
+        (SEEN.replace(first=BF16_SAID), "its output is bf16's to the last bit: nothing is quantised"),
         (SEEN.replace(failed="weight update: a came twice"), "weight update: a came twice"),
     ],
 )
@@ -67,7 +67,7 @@ def test_what_an_engine_does_wrong_is_said(seen: CheckResult, problem: str) -> N
         (WORKER.replace(unmoved=("a",)), "a gives the same with other weights"),
         (
             WORKER.replace(unreturned=("a", "b", "c")),
-            "a and 2 other layers give something else with the old weights back",
+            "a and 2 other layers give another output once the old weights are back",
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_numbers_that_are_none_come_through_to_be_judged() -> None:
     nan = SAID.replace(log_probs=((float("nan"), -1.0),))
     read = CheckResult.model_validate_json(SEEN.replace(first=nan, moved=float("nan")).model_dump_json())
     assert math.isnan(read.moved) and math.isnan(read.first.log_probs[0][0])
-    assert problems(read) == ("it says log-probs that are not finite",)
+    assert problems(read) == ("its log-probs are not finite",)
 
 
 def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
@@ -113,4 +113,4 @@ def test_an_engine_that_says_no_number_is_told_in_json() -> None:
     (row,) = judge(INT8, seen=SEEN.replace(first=broken, moved=math.nan), reference=BF16_SAID)
     (worker,) = json.loads(as_json([row]), parse_constant=pytest.fail)["workers"]
     assert (worker["moved"], worker["from_bf16"]) == (None, None)
-    assert worker["problems"] == ["it says log-probs that are not finite"]
+    assert worker["problems"] == ["its log-probs are not finite"]
