@@ -10,9 +10,10 @@ tokens, one update a step, all in BF16 but for the rollouts of those that quanti
 (kernels are packed, caches fill). What counts is the median of all others, and their spread is beside it.
 
 A peer is measured at the fastest of the settings that are tried on this host, in short trainings before the rounds:
-each of `--micro-batches` with and without gradient checkpointing; verl also without padding, and with forwards of so
-many tokens in place of so many sequences. A setting that fails, for want of memory or because its
-training has no end after an hour, is left out and named.
+each of `--micro-batches` without gradient checkpointing (with it, where none of them trains without), and then at the
+fastest size what else it can choose: checkpointing, and with verl no padding, or forwards of so many tokens in place of
+so many sequences. A setting that fails, for want of memory or because its training has no end after an hour, is left
+out and named.
 
 Each training that has ended is a line of `trainings.jsonl` in `--folder`: after an interruption the same command
 continues with what is missing. Another commit, host or number of steps is refused there and needs a folder of its own.
@@ -52,7 +53,7 @@ from benchmarks.step.systems import (
     Setting,
     find_model,
     run_command,
-    settings,
+    variants,
     write_problems,
 )
 
@@ -89,7 +90,7 @@ def main() -> int:
     about = {**here(), "commit": commit(), "old": arguments.old, "steps": arguments.steps, "model": model.name}
     trainings = Trainings.open(folder / "trainings.jsonl", about=about)
     peers = [system for system in systems if system in PEERS]
-    fastest = {peer: try_settings(peer, bench, trainings, settings(peer, micro_batches)) for peer in peers}
+    fastest = {peer: find_fastest(peer, bench, trainings, micro_batches) for peer in peers}
     for number in range(1, arguments.rounds + 1):
         for system in systems:
             measure(system, bench, trainings, round_number=number, steps=arguments.steps, setting=fastest.get(system))
@@ -114,16 +115,26 @@ def commit() -> str:
     return f"{head}+" if changed else head
 
 
-def try_settings(peer: str, bench: Bench, trainings: Trainings, tried: list[Setting]) -> Setting:
-    """The fastest setting of a peer. Raises TrainingError where none works."""
-    times = {}
-    for setting in tried:
-        measured = measure(peer, bench, trainings, round_number=0, steps=TRIED_STEPS, setting=setting)
-        if measured.step_s:
-            times[setting] = median(measured.step_s)
-    if not times:
+def find_fastest(peer: str, bench: Bench, trainings: Trainings, micro_batches: list[int]) -> Setting:
+    """Try a peer's settings, the size of a forward first, and return the fastest one.
+
+    micro_batches: divisors of a step's sequences.  Raises TrainingError where no setting works.
+    """
+    times: dict[Setting, float] = {}
+
+    def try_all(settings: list[Setting]) -> Setting | None:
+        for setting in settings:
+            measured = measure(peer, bench, trainings, round_number=0, steps=TRIED_STEPS, setting=setting)
+            if measured.step_s:
+                times[setting] = median(measured.step_s)
+        return min(times, key=lambda setting: times[setting], default=None)
+
+    by_size = try_all([Setting(number, checkpointing=False) for number in micro_batches])
+    if by_size is None:
+        by_size = try_all([Setting(number, checkpointing=True) for number in micro_batches])
+    if by_size is None:
         raise TrainingError(f"{peer} trained with none of its settings: {trainings.path} has what it printed")
-    return min(times, key=lambda setting: times[setting])
+    return try_all([setting for setting in variants(peer, by_size) if setting not in times]) or by_size
 
 
 def measure(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,12 @@ class Setting:
         return f"{size} sequences a forward{whole}, {checkpointing}{packed}"
 
 
-def settings(peer: str, micro_batches: list[int]) -> list[Setting]:
-    """Return every setting to try. micro_batches: divisors of a step's sequences."""
-    of_all = [Setting(number, checkpointing) for number in micro_batches for checkpointing in (False, True)]
+def variants(peer: str, setting: Setting) -> list[Setting]:
+    """Return what else a peer may choose with forwards of that size: each differs from the setting in one thing."""
+    with_checkpointing = [replace(setting, checkpointing=not setting.checkpointing)]
     if peer not in VERL:
-        return of_all
-    packed = [Setting(number, checkpointing=False, padded=False) for number in micro_batches]
-    return [*of_all, *packed, *(Setting(number, checkpointing=False, by_tokens=True) for number in micro_batches)]
+        return with_checkpointing
+    return [*with_checkpointing, replace(setting, padded=False), replace(setting, by_tokens=True)]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from benchmarks.step.systems import (
     Bench,
     Setting,
     run_command,
-    settings,
+    variants,
     verl_line,
     write_problems,
     write_recipe,
@@ -37,7 +37,8 @@ ABOUT = {
     "steps": 3,
     "model": "m",
 }
-SMALL, WHOLE = Setting(8, False), Setting(SEQUENCES, True)
+SMALL, SMALL_AGAIN = Setting(8, False), Setting(8, True)
+SIZES = [8, SEQUENCES]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ class Trained(Bench):
 
 
 def measured(bench: Bench, trainings: Trainings, *, rounds: int = 2) -> dict[str, Any]:
-    setting = step.try_settings("trl", bench, trainings, [SMALL, WHOLE, Setting(16, False)])
+    setting = step.find_fastest("trl", bench, trainings, SIZES)
     for number in range(1, rounds + 1):
         for system, of_peer in (("ours", None), ("trl", setting)):
             step.measure(system, bench, trainings, round_number=number, steps=3, setting=of_peer)
@@ -83,25 +84,25 @@ def test_the_systems_are_those_asked_for(asked: str | None, old: str | None, sys
 
 def test_a_page_has_each_system_beside_ours_a_peer_at_its_fastest_and_what_was_tried(tmp_path: Path) -> None:
     """The first step of each training, 1000 s, counts nowhere; a setting that fails ends nothing."""
-    bench = Trained(tmp_path, {("ours", None): 20.0, ("trl", SMALL): 60.0, ("trl", WHOLE): 50.0})
+    bench = Trained(tmp_path, {("ours", None): 20.0, ("trl", SMALL): 60.0, ("trl", SMALL_AGAIN): 50.0})
     text = page(measured(bench, Trainings.open(tmp_path / "trainings.jsonl", about=ABOUT)))
     assert "| ours | 20.5 | 20.0 to 21.0 | 4 | 1.00 | 10.0 | 5.0 | - | 14.0 | - |" in text
     assert "| trl | 50.5 | 50.0 to 51.0 | 4 | 2.46 | 10.0 | 5.0 | - | 14.0 | - |" in text
     assert "| trl | 8 sequences a forward, no checkpointing | 60.0 |" in text
-    assert "| trl | 128 sequences a forward, a whole step, with checkpointing | 50.0 |" in text
-    assert "| trl | 16 sequences a forward, no checkpointing | failed |" in text
+    assert "| trl | 8 sequences a forward, with checkpointing | 50.0 |" in text
+    assert "| trl | 128 sequences a forward, a whole step, no checkpointing | failed |" in text
     assert [system for system, _, steps in bench.asked if steps == 3] == ["ours", "trl"] * 2
 
 
 def test_an_interrupted_benchmark_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     """And measures what the one that was not interrupted has measured."""
-    seconds = {("ours", None): 20.0, ("trl", SMALL): 60.0, ("trl", WHOLE): 50.0}
+    seconds = {("ours", None): 20.0, ("trl", SMALL): 60.0, ("trl", SMALL_AGAIN): 50.0}
     file, bench = tmp_path / "trainings.jsonl", Trained(tmp_path, seconds)
     whole = measured(bench, Trainings.open(file, about=ABOUT))
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
     again = Trained(tmp_path, seconds)
     continued = measured(again, Trainings.open(file, about=ABOUT | {"date": "2026-11-30"}))
-    assert again.asked == [("ours", None, 3), ("trl", WHOLE, 3)]
+    assert again.asked == [("ours", None, 3), ("trl", SMALL_AGAIN, 3)]
     assert continued == whole
 
 
@@ -118,9 +119,8 @@ def test_trainings_of_something_else_are_not_continued(tmp_path: Path, key: str,
 def test_a_peer_that_trains_with_no_setting_ends_the_benchmark(tmp_path: Path) -> None:
     trainings = Trainings.open(tmp_path / "trainings.jsonl", about=ABOUT)
     with pytest.raises(TrainingError, match="trl trained with none of its settings"):
-        step.try_settings("trl", Trained(tmp_path, {}), trainings, [SMALL])
-    (failed,) = trainings.measured
-    assert failed.failure == "out of memory"
+        step.find_fastest("trl", Trained(tmp_path, {}), trainings, SIZES)
+    assert [one.failure for one in trainings.measured] == ["out of memory"] * 4
 
 
 def test_a_peer_that_hangs_is_ended_and_what_it_printed_last_is_shown(tmp_path: Path) -> None:
@@ -138,21 +138,35 @@ def test_times_beside_other_work_are_marked() -> None:
     assert "| ours | ~20.0 |" in text and "| one-flow | 20.0 |" in text
 
 
-def test_every_micro_batch_is_tried_with_and_without_checkpointing() -> None:
-    of_all = [Setting(8, False), Setting(8, True), Setting(16, False), Setting(16, True)]
-    assert settings("trl-vllm", [8, 16]) == of_all
-    packed = [Setting(number, False, padded=False) for number in (8, 16)]
-    assert settings("verl", [8, 16]) == [
-        *of_all,
-        *packed,
-        *(Setting(number, False, by_tokens=True) for number in (8, 16)),
-    ]
+def tried(peer: str, folder: Path, seconds: dict[Setting, float]) -> tuple[Setting, list[Setting]]:
+    """(the fastest one, all in their order) of a search among 8 and 16 sequences."""
+    bench = Trained(folder, {(peer, setting): time for setting, time in seconds.items()})
+    fastest = step.find_fastest(peer, bench, Trainings.open(folder / f"{peer}.jsonl", about=ABOUT), [8, 16])
+    return fastest, [setting for _, setting, _ in bench.asked]
+
+
+def test_sizes_are_tried_first_and_then_what_else_a_peer_can_choose_at_the_fastest(tmp_path: Path) -> None:
+    sizes = [Setting(8, False), Setting(16, False)]
+    seconds = {sizes[0]: 50.0, sizes[1]: 40.0, Setting(16, True): 60.0}
+    assert tried("trl-vllm", tmp_path, seconds) == (sizes[1], [*sizes, Setting(16, True)])
+    packed, by_tokens = Setting(16, False, padded=False), Setting(16, False, by_tokens=True)
+    of_verl = tried("verl", tmp_path, {**seconds, packed: 30.0, by_tokens: 35.0})
+    assert of_verl == (packed, [*sizes, Setting(16, True), packed, by_tokens])
+
+
+def test_a_peer_that_lacks_memory_at_every_size_is_tried_with_checkpointing(tmp_path: Path) -> None:
+    recomputed = [Setting(8, True), Setting(16, True)]
+    fastest, order = tried("trl", tmp_path, {recomputed[0]: 50.0, recomputed[1]: 40.0})
+    assert fastest == recomputed[1]
+    assert order == [Setting(8, False), Setting(16, False), *recomputed]
 
 
 def test_no_two_settings_read_the_same() -> None:
     """The file of trainings knows a setting by its words."""
-    tried = settings("verl", [8, 16, SEQUENCES])
-    assert len({str(setting) for setting in tried}) == len(tried)
+    known = [
+        one for size in (8, 16, SEQUENCES) for one in (Setting(size, False), *variants("verl", Setting(size, False)))
+    ]
+    assert len({str(setting) for setting in known}) == len(known)
 
 
 def test_verl_reads_the_same_problems_and_its_steps_have_our_names(tmp_path: Path) -> None:
