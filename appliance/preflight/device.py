@@ -276,7 +276,8 @@ def _doubt(plan: RunPlan, *, shape: ModelShape | None) -> str:
         return f"with {shape.millions} the time goes to the sampler and the processes around it"
     reasons = []
     if shape is not None and shape.is_dense and shape.weights < _WEIGHTS_FROM:
-        reasons.append(f"the model has {shape.weights / 1e9:.1f} billion weights (gains are reported from 14 on)")
+        size = f"{shape.weights / 1e9:.1f} billion weights"
+        reasons.append(f"the model has {size} (others report gains from {_WEIGHTS_FROM / 1e9:g} billion on)")
     if plan.task.max_response_tokens < _LONG_RESPONSE:
         reasons.append(f"responses have up to {plan.task.max_response_tokens} tokens (long ones gain)")
     return ", and ".join(reasons)

@@ -51,13 +51,13 @@ def test_a_measurement_decides(ratio: float, severity: Severity, text: str, reme
 @pytest.mark.parametrize(
     ("plan", "shape", "why"),
     [
-        (planned(), SMALL, "the model has 0.5 billion weights (gains are reported from 14 on)"),
+        (planned(), SMALL, "the model has 0.5 billion weights (others report gains from 14 billion on)"),
         (planned(response=512), LARGE, "responses have up to 512 tokens (long ones gain)"),
         (
             planned(response=512),
             SMALL,
-            "the model has 0.5 billion weights (gains are reported from 14 on), and responses have up to 512 tokens "
-            "(long ones gain)",
+            "the model has 0.5 billion weights (others report gains from 14 billion on), and responses have up to "
+            "512 tokens (long ones gain)",
         ),
         (
             planned(),
