@@ -157,7 +157,8 @@ class Bench:
                 "PYTHONPATH": str(ROOT),
             }
             command = verl_command({**values, **VERL[system]})
-            run_command(command, folder=self.folder, name=system, environment=environment, limit_s=PEER_LIMIT_S)
+            # Not in the benchmark's folder: verl would take the folder `trl` there for the package of that name.
+            run_command(command, folder=Path(folder), name=system, environment=environment, limit_s=PEER_LIMIT_S)
             return [verl_line(json.loads(line)["data"]) for line in metrics.read_text().splitlines()]
 
 
