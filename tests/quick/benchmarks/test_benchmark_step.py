@@ -12,6 +12,7 @@ import pytest
 from appliance.errors import TrainingError
 from appliance.recipe.load import load_recipe
 from benchmarks.step import __main__ as step
+from benchmarks.step import systems
 from benchmarks.step.measured import Trainings, document, page, summary
 from benchmarks.step.systems import (
     OLD,
@@ -167,6 +168,25 @@ def test_no_two_settings_read_the_same() -> None:
         one for size in (8, 16, SEQUENCES) for one in (Setting(size, False), *variants("verl", Setting(size, False)))
     ]
     assert len({str(setting) for setting in known}) == len(known)
+
+
+def test_verl_starts_in_a_folder_without_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks for packages where it starts, and the benchmark's folder has one folder `trl` for TRL."""
+    seconds = {"step": 60.0, "gen": 20.0, "old_log_prob": 10.0, "update_actor": 28.0, "update_weights": 1.5}
+    data = {f"timing_s/{name}": value for name, value in seconds.items()}
+    data |= {"critic/score/mean": 0.5, "response_length/mean": 12.0}
+    started = []
+
+    def run(command: list[str], *, folder: Path, environment: dict[str, str], **more: object) -> str:
+        started.append((command[2], [path.name for path in folder.iterdir()]))
+        Path(environment["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps({"data": data}) + "\n")
+        return ""
+
+    monkeypatch.setattr(systems, "run_command", run)
+    (tmp_path / "trl").mkdir()
+    bench = Bench(tmp_path, tmp_path / "model", write_problems(tmp_path / "problems.jsonl"), None)
+    (step_line,) = bench.train("verl", steps=1, setting=SMALL)
+    assert (started, step_line["step_s"]) == ([("verl.trainer.main_ppo", [])], 60.0)
 
 
 def test_verl_reads_the_same_problems_and_its_steps_have_our_names(tmp_path: Path) -> None:
