@@ -87,8 +87,8 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def lines(findings: Iterable[Finding]) -> list[str]:
-    """Yield `severity: where: place: message`, the worst first, each followed by its `hint:` line where there is a
-    remedy."""
+    """Return lines `severity: where: place: message`, the worst first, each followed by its `hint:` line where there is
+    a remedy."""
     shown = []
     for finding in sorted(findings, key=lambda finding: list(Severity).index(finding.severity)):
         shown += [finding.text, f"hint: {finding.remedy}"] if finding.remedy else [finding.text]

@@ -145,7 +145,7 @@ class Correction:
 
     @classmethod
     def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
-        """Yield what is wrong with the limits that a recipe gives; None where it gives none."""
+        """Yield what is wrong with the limits that a recipe gives; a limit that is None is not given."""
         for key, given, usual in (("cap", cap, cls.usual_cap), ("bounds", bounds, cls.usual_bounds)):
             if given is not None and usual is None:
                 yield (f"correction.{key}",), f"`{cls.name}` has no {key}", "remove it, or set it to null"

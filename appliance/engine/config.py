@@ -266,8 +266,7 @@ def _holds_vectors_alone(layer: Module) -> bool:
 
 def require_ignored_layers(model: Module, config: object) -> None:
     """Check that every entry of `ignore` that a user wrote names a layer: one that is misspelt would quantise what was
-    to be kept. config: vLLM's quantisation config of the engine; another one than ours has nothing to check.  A
-    profile's own entries are not checked: it names each part that is there.  Raises EngineError.
+    to be kept.
 
     config: vLLM's quantisation config of the engine; another one than ours has nothing to check.  A profile's own
     entries are not checked: it names each part that is there.  Raises EngineError.

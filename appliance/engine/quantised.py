@@ -145,7 +145,6 @@ def sampling_step(count: int) -> int:
 
 def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
     """Return whether a rank's part of a weight can have another absmax than the whole weight where they share a scale.
-    Rows are cut when a layer is row-parallel. Blocks of 128 are never cut: a layer where they would be is refused.
 
     Rows are cut when a layer is row-parallel. Blocks of 128 are never cut: a layer where they would be is refused.
     """
@@ -156,7 +155,7 @@ def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
 
 def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks: int, what: str = "channels") -> None:
     """Refuse a layer whose blocks would be cut: they are counted from the start of a rank's part, so that cut ones
-    would differ with the number of ranks. sizes: of a layer's cut dimensions, on this rank.  Raises EngineError.
+    would differ with the number of ranks.
 
     sizes: of a layer's cut dimensions, on this rank.  Raises EngineError.
     """

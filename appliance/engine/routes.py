@@ -74,7 +74,7 @@ class Routes:
         self._known: dict[str, _Route] = {}
 
     def give(self, name: str, tensor: Tensor, *, layers: Sequence[Module]) -> bool:
-        """Give a tensor to vLLM, and return whether vLLM took it or skipped it. layers: those that have a part of it.
+        """Give a tensor to vLLM. Returns False where vLLM skipped it. layers: those that have a part of it.
 
         Remembered is a tensor that one loader got as it is. What vLLM skips, changes, cuts or gives to several goes by
         the model at each update, and so do experts, whose GEMMs have no loader.  Raises what vLLM's loaders raise.

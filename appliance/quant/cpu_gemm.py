@@ -322,7 +322,7 @@ def fp8_product(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
 
 def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -> Tensor:
     """Multiply by an FP8 weight. Returns [M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias
-    in float32, rounded once more. A token that is not finite stays so, as in a kernel.
+    in float32, rounded once more.
 
     A token that is not finite stays so, as in a kernel.
     """

@@ -264,7 +264,7 @@ class Origin:
     model_hash: Text_ = ""
     """SHA-256 of the model's files, or empty."""
     data_hash: Text_ = ""
-    """SHA-256 of the calibration data, or empty."""
+    """SHA-256 of the calibration data or, for `donor`, of the donor's files; or empty."""
     donor: Text_ = ""
     """Donor: the W8A8 checkpoint or FlashRL's file."""
     versions: dict[str, Text_ | None] = Field(default_factory=dict)

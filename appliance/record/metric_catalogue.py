@@ -293,7 +293,7 @@ CORRECTION = Table(
         Metric(
             "is_truncated_fraction",
             "fraction",
-            "Tokens on which the correction acted: cut, weighed 0, dropped, or with another clip bound",
+            "Tokens on which the correction acted: cut, weighted 0, dropped, or with another clip bound",
         ),
         Metric("acr_widened_fraction", "fraction", "Tokens whose upper clip bound was widened", "with `acr`"),
         Metric(

@@ -54,7 +54,6 @@ DOING = {  # the phases of what a run does
 }
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
-_UNREADABLE = "let this user read its files, or name another run"
 _MOST_NAMES = 10
 _MOST_LISTED = 400
 _MOST_BANDS = 4096
@@ -393,7 +392,15 @@ def reading(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", _UNREADABLE)]) from error
+        raise _unreadable(run_dir, error) from error
+
+
+def _unreadable(run_dir: Path, error: Exception) -> RecipeError:
+    """Return the error for a folder that cannot be read as a run."""
+    hint = "name another run"
+    if isinstance(error, PermissionError):
+        hint = f"let this user read its files, or {hint}"
+    return RecipeError([(f"{run_dir}: cannot be read as a run: {error}", hint)])
 
 
 def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
@@ -402,7 +409,7 @@ def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
     try:
         plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
     except (OSError, ValueError) as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", _UNREADABLE)]) from error
+        raise _unreadable(run_dir, error) from error
     if record.state in UNFINISHED and not has_launcher(run_dir):
         return plan, RunRecord(RunStatus.STOPPED, phase=record.phase, attempt=record.attempt, reason=_LOST)
     return plan, record

@@ -79,7 +79,7 @@ class ProblemSet:
     problems: list[Problem]
     """Problems, each prompt once, in the order of the file."""
     rows: int = 0
-    """Number of rows of the file."""
+    """Number of rows that were read."""
     conflicting: int = 0
     """Number of rows whose prompt came before with another truth; the first truth counts."""
     faults: Faults = field(default_factory=list)

@@ -40,7 +40,7 @@ class Gpu:
 
     @property
     def sequences_at_once(self) -> int:
-        """Most sequences in one engine: vLLM's own default, by which A100s differ with their memory."""
+        """Most sequences in one engine: vLLM's own default; every A100 counts as a small one, as some have 40 GiB."""
         return 1024 if self.memory_gib >= _MANY_FROM_GIB and self.name != "a100" else USUAL_SEQUENCES_AT_ONCE
 
 

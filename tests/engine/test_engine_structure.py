@@ -252,7 +252,7 @@ def test_a_checkpoint_that_is_not_read_is_refused(granite: Path) -> None:
 def test_a_layer_with_a_vector_beside_its_layers_is_refused(granite: Path) -> None:
     engine = start(granite)
     engine.model.model.layers[1].scale = torch.nn.Parameter(torch.ones(96))
-    with pytest.raises(EngineError, match=r"model\.layers\.1 has `scale` beside layers"):
+    with pytest.raises(EngineError, match=r"model\.layers\.1 has `scale` beside its layers"):
         require_fit(engine.model, vllm_config=engine.runner.vllm_config)
     free_engine(engine)
 

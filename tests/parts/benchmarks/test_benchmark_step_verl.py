@@ -11,7 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from plans import verl_config
 
-from benchmarks.step.systems import ROOT, VERL, VERL_ON_A_CPU, Setting, settings, verl_command, verl_values
+from benchmarks.step.systems import ROOT, VERL, VERL_ON_A_CPU, Setting, variants, verl_command, verl_values
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 
@@ -56,8 +56,8 @@ def test_each_setting_that_is_tried_is_told_to_verl(tmp_path: Path) -> None:
         f"{ROLLOUT}.log_prob_use_dynamic_bsz",
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     )
-    read = []
-    for setting in settings("verl", [8]):
+    read, without = [], Setting(8, checkpointing=False)
+    for setting in (without, *variants("verl", without)):
         _, config = composed(tmp_path, system="verl", setting=setting)
         read.append(tuple(OmegaConf.select(config, key) for key in keys))
     assert read == [
