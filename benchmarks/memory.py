@@ -87,7 +87,7 @@ class Measured:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all roles at the one moment when it was largest."""
+        """Bytes of all roles at the one moment when it was largest."""
         return max(sum(size for _, size in held) for _, held in self.peaks)
 
 

@@ -389,7 +389,7 @@ class _TaskFilesBefore(BaseModel):
 
     @property
     def sums(self) -> dict[str, str]:
-        """Return SHA-256 of the user's Python files, by the names of their copies."""
+        """SHA-256 of the user's Python files, by the names of their copies."""
         return {file.copy_name: file.sha256 for file in self.code}
 
 

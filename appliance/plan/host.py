@@ -122,7 +122,7 @@ class Ports:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Return the arguments of `ray start` that set a node's ports."""
+        """Arguments of `ray start` that set a node's ports."""
         return (
             f"--node-manager-port={self.base + 1}",
             f"--object-manager-port={self.base + 2}",

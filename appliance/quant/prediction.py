@@ -160,7 +160,7 @@ class _Softmax:
 
     @property
     def log_prob_M(self) -> Tensor:
-        """Return the log-probs of the targets."""
+        """Log-probs of the targets."""
         return self._logit_M - self.lse_M
 
     def add(self, logits_MR: Tensor, *, difference_MR: Tensor, start: int) -> None:

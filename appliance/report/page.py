@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def accuracy(self) -> str:
-        """Return the accuracy as the page shows it."""
+        """Accuracy as the page shows it."""
         return "-" if self.sample.accuracy is None else f"{self.sample.accuracy:g}"
 
     @property
@@ -81,7 +81,7 @@ class PromptAnswers:
 
     @property
     def shown(self) -> list[Answer]:
-        """Return some of the answers."""
+        """Some of the answers."""
         return _some(self.answers)
 
 
