@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -90,17 +89,31 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
 def test_the_wait_ends_at_its_deadline_with_what_is_missing_and_the_line_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's answers and the head's address are given; the clock is real."""
-    plan = make_plan(tmp_path, nodes=2, gpus_per_node=8)
-    looks, answers = [], iter([([HEAD, SMALL], {})] * 1000)
-    monkeypatch.setattr(form, "look_around", lambda: looks.append(time.monotonic()) or next(answers))
-    monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
+    """Ray's answers, the head's address and the time are given: looks are as far apart as the wait sleeps."""
+    plan, clock = make_plan(tmp_path, nodes=2, gpus_per_node=8), Clock()
+    looks: list[float] = []
+    monkeypatch.setattr(form, "time", clock)
+    monkeypatch.setattr(form, "look_around", lambda: looks.append(clock.now) or ([HEAD, SMALL], {}))
+    monkeypatch.setattr(form, "_LOOK_EVERY_S", 2.0)
     monkeypatch.setattr(Cluster, "_address", lambda self: "10.0.0.1:6379")
     with pytest.raises(PreflightError) as caught:
-        Cluster(plan, head=None).wait(wait_s=0.03)
-    assert caught.value.message == "after 0.03 s: 1 of 2 nodes with 8 GPUs (gamma has 2)"
+        Cluster(plan, head=None).wait(wait_s=5.0)
+    assert caught.value.message == "after 5 s: 1 of 2 nodes with 8 GPUs (gamma has 2)"
     assert caught.value.hint == "on each other host: appliance join --head 10.0.0.1:6379"
-    assert len(looks) > 1 and looks[-1] - looks[0] > 0.02
+    assert looks == [0.0, 2.0, 4.0, 6.0]
+
+
+class Clock:
+    """A clock that stands still but for sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def test_a_node_that_is_back_is_no_longer_missed() -> None:
