@@ -166,7 +166,7 @@ def _judged(plan: RunPlan) -> tuple[object, ...]:
 
 
 class Existing(Enum):
-    """What a run's folder holds before the comparison starts that run."""
+    """States of a run's folder before the comparison starts that run."""
 
     DONE = "done"
     """The result of this very recipe: a model, or a stop by the guard."""

@@ -97,7 +97,7 @@ def _schedule(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _dtype(recipe: Recipe) -> Iterator[Finding]:
-    """What is in BF16 whatever is asked. `plan/rules.py` asks for experts, too."""
+    """Refuse FP16 beside what computes in BF16 whatever is asked. `plan/rules.py` asks for experts, too."""
     if recipe.trainer.dtype is not Dtype.FP16:
         return
     quantised = [scheme for scheme in recipe.rollout.schemes if scheme is not Scheme.BF16]

@@ -84,7 +84,7 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _lora(recipe: Recipe) -> Iterator[Finding]:
-    """What acts on weights that LoRA does not train. `plan/rules.py` asks for experts, too."""
+    """Refuse with LoRA what acts on weights that it does not train. `plan/rules.py` asks for experts, too."""
     key, lora = "model.lora", recipe.model.lora
     if lora is None:
         return
@@ -269,7 +269,7 @@ def _rollout(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _one_flow(recipe: Recipe) -> Iterator[Finding]:
-    """What the trainer's own form of the rollouts' forward does not have. `plan/rules.py` asks for the device, too."""
+    """Refuse in one flow what the trainer's form of that forward does not have. `plan/rules.py` asks for the device."""
     key, backward, schemes = "trainer.forward", "trainer.backward", _named_schemes(recipe)
     in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
     if in_fp8 and any(each is not Scheme.FP8_BLOCK for each in schemes):

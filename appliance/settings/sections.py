@@ -623,7 +623,7 @@ class Cluster(Section):
 
 
 class Guard(Section):
-    """What watches the run, and what it may do. After several bad steps the guard takes its next action."""
+    """Bounds that a run is watched by, and what the guard may do. After several bad steps it takes its next action."""
 
     MADE_BY_PLAN = ("actions", "scheme_change")
 

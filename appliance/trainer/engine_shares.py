@@ -127,7 +127,7 @@ class EngineShares:
 
 
 def _engine_error(error: RayError, *, engine: int) -> EngineError:
-    """What happened to an engine, in the same words as the watch of engines.py: either of the two may report it."""
+    """Describe what happened to an engine, in the words of the watch in engines.py: either of the two may report it."""
     if isinstance(error, RayActorError):
         problem = "died: its server's process is gone"
     elif "EngineDeadError" in type(error).__name__:  # Ray names the cause so

@@ -67,7 +67,7 @@ class Outcome(Frozen):
         return "; ".join(f"{part.name}: {part.why}" for part in bad)
 
     def ended(self, how: str, *, state: State = State.FAILED) -> Outcome:
-        """What it is with its process gone. how: it ended where that was not well, or an empty text.
+        """Return the outcome after its process is gone. how: the process ended badly; empty where it ended well.
 
         state: of a row that had not ended, and of the part that was running; one of which a part failed has failed.
         """
@@ -79,9 +79,9 @@ class Outcome(Frozen):
         changed = (p.replace(state=state, why=end) if p.state is State.RUNNING else p for p in self.parts)
         has_failed = any(part.state is State.FAILED for part in self.parts)
         outcome = self.replace(parts=tuple(changed), state=State.FAILED if has_failed else state)
-        told = outcome.why_by_parts or self.why
-        is_told = in_a_part or (told and not how)
-        return outcome.replace(why=told if is_told else "; ".join(filter(None, (told, end))))
+        reason = outcome.why_by_parts or self.why
+        is_explained = in_a_part or (reason and not how)
+        return outcome.replace(why=reason if is_explained else "; ".join(filter(None, (reason, end))))
 
 
 OUTCOME = "outcome.json"  # in the folder of a row, and beside it the log

@@ -154,8 +154,8 @@ def _served(ground: Ground, *, config: str, by: str) -> None:
                 trainer, used = WeightTransferTrainerFactory.trainer_init(info, client=client, source=listed), info
             trainer.send_weights()
             _hold_update(ground, number=number, what=f"{by}, update {number}")
-            told = _answers_of_server(url)
-            moved = told != before if number == 1 else told == before
+            answers = _answers_of_server(url)
+            moved = answers != before if number == 1 else answers == before
             ground.hold(moved, f"update {number} by {by}: the answers are not those of its weights")
         version = requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"]
         ground.hold(version == "2", f"the server counts {version} updates")
