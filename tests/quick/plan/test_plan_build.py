@@ -159,6 +159,27 @@ def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
     assert raised.value.problems == [(f"{place}: `linears` runs on a CPU only", "use `bf16`")]
 
 
+@pytest.mark.parametrize(
+    ("sets", "ours"),
+    [
+        ((), False),
+        (("trainer.old_log_probs=update",), True),
+        (("model.lora.rank=8",), True),
+        (("rollout.top_log_probs=8",), True),
+        (("rollout.top_p=0.9",), True),
+        (("trainer.dtype=fp16", "quantization.profile=none"), True),
+        (("optimizer.norm_fed_lr_scale=1.5",), True),
+        (("optimizer.schedule=linear",), True),
+        (("optimizer.schedule=cosine",), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_on_a_gpu_our_engine_trains_only_what_verls_does_not(sets: tuple[str, ...], ours: bool) -> None:
+    source = () if "trainer.old_log_probs=update" in sets else ("trainer.old_log_probs=recompute",)
+    plan = planned("cluster.device=h100", *source, *sets)
+    assert ("VERL_ENGINE_VENDOR" in dict(plan.env)) == ours
+
+
 def test_one_update_a_step_gives_the_old_log_probs_without_a_pass():
     for method in ("none", "tis", "tis-sequence", "icepop", "sequence-mask", "geometric-mask", "k3-reject", "acr"):
         plan = planned(f"correction.method={method}", "correction.cap=null", "trainer.forward=linears")

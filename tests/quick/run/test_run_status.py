@@ -130,6 +130,29 @@ def test_status_names_attempts_checkpoints_and_how_to_go_on(
     assert json.loads(capsys.readouterr().out)["checkpoint_steps"] == [4, 12]
 
 
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (PermissionError(13, "Permission denied"), "let this user read its files, or name another run"),
+        (FileNotFoundError(2, "No such file or directory"), "name another run"),
+    ],
+)
+def test_only_a_run_of_another_user_is_to_be_made_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, hint: str
+) -> None:
+    """Root may read everything: the refusal is put in the place of the file's."""
+    (tmp_path / "run.json").write_text("{}")
+
+    def refuse(path: Path, *args: object, **more: object) -> str:
+        raise error
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(RecipeError) as caught:
+        print_status(str(tmp_path), run_root=tmp_path)
+    assert caught.value.problems[0][1] == hint
+
+
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl"])
 def test_what_cannot_be_read_of_a_run_is_told(tmp_path: Path, small_plan: Callable, file: str) -> None:
     """As a file of another user: a folder in its place fails for root too."""
