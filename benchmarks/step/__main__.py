@@ -3,6 +3,7 @@
     python -m benchmarks.step -o docs/results                    # ours, one flow, TRL with and without vLLM, verl
     python -m benchmarks.step -o docs/results --old 4fd84013     # the same, and another commit
     python -m benchmarks.step -o FOLDER --systems ours,one-flow  # these alone
+    python -m benchmarks.step -o FOLDER --systems ours,one-flow --avx2  # by the kernels of a CPU without AVX-512
 
 Every system does the same work: SmolLM2-135M by `model.path`, word problems, 16 prompts with 8 samples of at most 24
 tokens, one update a step, all in BF16 but for the rollouts of those that quantise. They take turns: in each of
@@ -74,6 +75,11 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/step"), help="folder for runs, problems and peers")
     parser.add_argument("--model", type=Path, help="another model's folder, to try the benchmark")
+    parser.add_argument(
+        "--avx2",
+        action="store_true",
+        help="compute as on a CPU with AVX2 and without AVX-512",
+    )
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error("--steps: the first one is left out, so give at least 2")
@@ -86,8 +92,9 @@ def main() -> int:
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     model = arguments.model.absolute() if arguments.model else find_model()
-    bench = Bench(folder, model, write_problems(folder / "problems.jsonl"), arguments.old)
+    bench = Bench(folder, model, write_problems(folder / "problems.jsonl"), arguments.old, arguments.avx2)
     about = {**here(), "commit": commit(), "old": arguments.old, "steps": arguments.steps, "model": model.name}
+    about["avx2"] = arguments.avx2
     trainings = Trainings.open(folder / "trainings.jsonl", about=about)
     peers = [system for system in systems if system in PEERS]
     fastest = {peer: find_fastest(peer, bench, trainings, micro_batches) for peer in peers}

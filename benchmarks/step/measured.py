@@ -135,6 +135,7 @@ def page(content: dict[str, Any]) -> str:
         cells = (system, f"{mark}{median(seconds):.1f}", spread, str(len(seconds)), ratio, f"{tokens:.1f}")
         rows.append(f"| {' | '.join((*cells, *(_phase(trainings, name) for name in PHASES)))} |")
     old = f" *old* is commit {content['old']}." if content["old"] else ""
+    kernels = " Every process computed as on a CPU with AVX2 and without AVX-512." if content["avx2"] else ""
     head = (*_HEAD, "rollout", "log-probs", "update", "sync")
     return "\n".join(
         [
@@ -143,7 +144,7 @@ def page(content: dict[str, Any]) -> str:
             "Made by `python -m benchmarks.step`; every number is in `step.json`.",
             f"Begun on {content['date']}, commit {content['commit']}: {content['processor']}, "
             f"{content['cores']} cores, CPython {content['python']}. Times with ~ were taken while the machine had "
-            "other work.",
+            f"other work.{kernels}",
             "",
             f"{content['model']}, {PROMPTS} prompts with {SAMPLES} samples of at most {RESPONSE_TOKENS} tokens, one "
             f"update a step. {content['rounds']} rounds in which the systems took turns, each a training of "

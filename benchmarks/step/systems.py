@@ -19,6 +19,7 @@ from appliance.plan.verl_args import ACTOR, MODEL, ROLLOUT, VLLM, Value, hydra_v
 from appliance.tasks.built_in import word_problems
 
 ROOT = Path(__file__).parents[2]
+AS_AVX2 = ROOT / "benchmarks/as_avx2"  # in PYTHONPATH, it hides what a CPU has beyond AVX2
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS, LEARNING_RATE = 16, 8, 64, 24, 2e-5
 SEQUENCES = PROMPTS * SAMPLES
 PEER_LIMIT_S = 3600  # of a peer's training, which takes minutes: one that hangs is no reason to wait for ever
@@ -109,6 +110,8 @@ class Bench:
     problems: Path
     old: str | None
     """Another commit of this repository."""
+    avx2: bool = False
+    """Whether every process computes as on a CPU with AVX2 and without AVX-512."""
 
     def train(self, system: str, *, steps: int, setting: Setting | None) -> Lines:
         """Train in processes of its own. setting: of a peer.  Raises TrainingError with what it printed last."""
@@ -124,9 +127,13 @@ class Bench:
         command = [str(root / ".venv/bin/appliance"), "train", str(recipe), "--name", name]
         sets = (f"cluster.run_dir={self.folder}", *OURS.get(system, ()))
         command += [part for value in sets for part in ("--set", value)]
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # each its own code
+        environment = {**os.environ, "PYTHONPATH": self._python_path()}  # without this checkout: each its own code
         run_command(command, folder=root, name=system, environment=environment)
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def _python_path(self, *folders: Path) -> str:
+        """PYTHONPATH of a system's processes."""
+        return os.pathsep.join(map(str, (*([AS_AVX2] if self.avx2 else []), *folders)))
 
     def _commit(self) -> Path:
         """A worktree of the other commit with its environment."""
@@ -140,7 +147,7 @@ class Bench:
     def _train_trl(self, system: str, *, steps: int, setting: Setting) -> Lines:
         library = fetch_trl(self.folder / "trl")
         command = trl_command(model=self.model, problems=self.problems, steps=steps, setting=setting, more=TRL[system])
-        environment = {**os.environ, **VLLM_ON_A_CPU, "PYTHONPATH": os.pathsep.join([str(ROOT), str(library)])}
+        environment = {**os.environ, **VLLM_ON_A_CPU, "PYTHONPATH": self._python_path(ROOT, library)}
         text = run_command(command, folder=self.folder, name=system, environment=environment, limit_s=PEER_LIMIT_S)
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
@@ -154,7 +161,7 @@ class Bench:
                 **VERL_ON_A_CPU,
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores())),  # Ray would set 1
                 "VERL_FILE_LOGGER_PATH": str(metrics),
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": self._python_path(ROOT),
             }
             command = verl_command({**values, **VERL[system]})
             # Not in the benchmark's folder: verl would take the folder `trl` there for the package of that name.

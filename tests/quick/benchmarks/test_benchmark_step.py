@@ -35,6 +35,7 @@ ABOUT = {
     "python": "3.11",
     "commit": "abc",
     "old": None,
+    "avx2": False,
     "steps": 3,
     "model": "m",
 }
@@ -107,7 +108,9 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(tmp_path: Path) -
     assert continued == whole
 
 
-@pytest.mark.parametrize(("key", "value"), [("commit", "def"), ("steps", 4), ("old", "123"), ("cores", 8)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("commit", "def"), ("steps", 4), ("old", "123"), ("cores", 8), ("avx2", True)]
+)
 def test_trainings_of_something_else_are_not_continued(tmp_path: Path, key: str, value: object) -> None:
     file = tmp_path / "trainings.jsonl"
     Trainings.open(file, about=ABOUT)
