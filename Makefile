@@ -24,8 +24,8 @@ quick: setup ## the tests to run while you work: no engine, no training, no torc
 	@TIMEFORMAT='quick: %0R s, %0U + %0S s of processor time'; \
 	time .venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS)
 
-test-long: setup ## the longest tests: whole trainings of examples, each algorithm, a comparison, a lost head of two nodes, `accept` rehearsed, a million steps shown
-	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long tests/engine tests/training tests/parts/report $(ARGS)
+test-long: setup ## the longest tests: whole trainings of examples, each algorithm, a comparison, two nodes, killed processes, `accept` rehearsed but for its trainings, a million steps shown
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long tests/engine tests/training tests/parts/report tests/parts/verify $(ARGS)
 
 test-container: setup ## the tests of the image that `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)
@@ -64,7 +64,7 @@ accept: setup ## run what no GPU has run yet, row by row, in the image; without 
 bundle: setup ## pack environment and code in parts of 60 MB, for a GPU host that reaches no index: ARGS="--python 3.12 --has FREEZE"
 	@.venv/bin/python -m container.bundle.pack $(ARGS)
 
-torture: setup ## kill real trainings again and again, train every model class, up to two hours: ARGS="-k kills" picks some
+torture: setup ## kill real trainings again and again, train every model class, rehearse every training of `accept`, up to two hours: ARGS="-k kills" picks some
 	@.venv/bin/python -m pytest -m torture -s tests/training $(ARGS)
 
 fuzz: setup ## try more than 100 000 cases of bad input, each of which must be refused or read: ARGS="-k manifests" picks some

@@ -23,7 +23,7 @@ from appliance.quant.files import Origin, Settings
 from appliance.quant.profile import Profile, fold, load_smoothing, write_profile
 from appliance.terms.schemes import Scheme
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
 
 RANKS = 2
 # Key-value heads: one that both ranks hold a copy of, with biases; one for each rank and experts.

@@ -12,7 +12,7 @@ from rehearsal import rehearse
 from appliance.terms.schemes import Scheme
 from benchmarks.accept.rows import ROWS
 
-pytestmark = [pytest.mark.e2e(minutes=6), pytest.mark.long]
+pytestmark = [pytest.mark.e2e(minutes=15), pytest.mark.torture]
 
 
 def test_every_training(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:

@@ -26,7 +26,7 @@ import appliance
 from appliance.processes import find_processes
 from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE
 
-pytestmark = pytest.mark.e2e(minutes=2)
+pytestmark = [pytest.mark.e2e(minutes=4), pytest.mark.long]
 
 HEAD_PORT = 26379  # not Ray's own: another test may run a cluster, too
 NODE_PORT = 28379
@@ -99,7 +99,6 @@ def is_free(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
-@pytest.mark.long
 def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses(
     tmp_path: Path, with_tiny_cache: Callable
 ) -> None:

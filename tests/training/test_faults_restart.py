@@ -13,7 +13,7 @@ import pytest
 from killable import Run
 from trainings import SHORT, STEPS, Finished
 
-pytestmark = pytest.mark.e2e(minutes=4)
+pytestmark = [pytest.mark.e2e(minutes=4), pytest.mark.long]
 
 NAMED_WITHIN_S = 60.0
 OF_A_CLOCK = ("_s", "_per_s")

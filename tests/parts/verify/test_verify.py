@@ -28,6 +28,7 @@ def verify(settings: tuple[str, ...], *options: str) -> subprocess.CompletedProc
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.long  # a minute and a half: four engines
 def test_each_worker_of_two_is_looked_at(
     settings: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
