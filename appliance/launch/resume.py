@@ -525,15 +525,16 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
         if (run_dir / folder).exists():
             (run_dir / folder).rename(logs / folder)
     _put_checkpoints_aside(resume)
-    after = resume.step if checkpoint else -1
+    last_step = resume.step if checkpoint else -1
     # The last step's line is written again, whole, after the validation that a stop cut.
-    owed = owed_line(run_dir, checkpoint=checkpoint, plan=plan) is not None
-    for name, last in ((METRICS_FILE, after - owed), (FITS_FILE, after), (SAMPLES_FILE, after)):
+    owes_line = owed_line(run_dir, checkpoint=checkpoint, plan=plan) is not None
+    last_metrics_step = last_step - 1 if owes_line else last_step
+    for name, last in ((METRICS_FILE, last_metrics_step), (FITS_FILE, last_step), (SAMPLES_FILE, last_step)):
         cut = cut_lines(run_dir / name, after=last, attempt=attempt, may_repeat=name == SAMPLES_FILE)
         if cut is not None:
             what = f"the lines of {name} after step {max(0, last)} are cut off"
             append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
-    if checkpoint is not None and not owed and _plan_before(run_dir).trainer.steps == resume.step:
+    if checkpoint is not None and not owes_line and _plan_before(run_dir).trainer.steps == resume.step:
         _bring_back_line(run_dir, checkpoint=checkpoint)
     _restore(run_dir, checkpoint=checkpoint)
     for partial in run_dir.glob(f"{partial_prefix(run_dir / _MODEL)}*"):  # of an attempt that was killed

@@ -12,6 +12,7 @@ from appliance.corrections.registry import METHODS, correction_of
 from appliance.guard.policy import Action
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import in_yaml
 from appliance.record.plan import Choice, EnginePlan, ShadowPlan, TrainerMemory, UaqPlan
 from appliance.settings.sections import (
     Algorithm,
@@ -70,8 +71,7 @@ class Book:
         self.choices: list[Choice] = []
 
     def note(self, key: str, value: Value, why: str) -> Value:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        self.choices.append(Choice(key=key, value=text, why=why))
+        self.choices.append(Choice(key=key, value=in_yaml(value), why=why))
         return value
 
 

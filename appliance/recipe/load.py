@@ -28,6 +28,7 @@ from appliance.recipe.text import (
     Problem,
     Refused,
     Scalar,
+    in_yaml,
     odd_character,
     parse,
     scalar,
@@ -457,11 +458,7 @@ def shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return "a list"
-    return f"`{_in_yaml(value)}`"
-
-
-def _in_yaml(value: bool | int | float) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{in_yaml(value)}`"
 
 
 def _similar_key(path: list[str]) -> str:
@@ -501,7 +498,7 @@ def _quoting_hint(kind: str, value: Any) -> str:
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off"):
         return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     if kind == "string_type" and isinstance(value, int | float):
-        return f'put it in quotes: "{_in_yaml(value)}"'
+        return f'put it in quotes: "{in_yaml(value)}"'
     if kind == "tuple_type" and isinstance(value, str):
         return f"write `[{value[:60]}]`"
     if kind == "tuple_type" and isinstance(value, int | float):

@@ -8,6 +8,7 @@ from appliance.corrections.objective import Advantage, Estimator, KlPlace
 from appliance.corrections.registry import METHODS
 from appliance.finding import Finding, fault
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import Scalar, in_yaml
 from appliance.settings.sections import Algorithm, Forward
 from appliance.terms.devices import AUTO
 from appliance.terms.schemes import Scheme, listed
@@ -102,7 +103,7 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
         return
     quantised = [scheme for scheme in recipe.rollout.schemes if scheme is not Scheme.BF16]
     named = [scheme for scheme in quantised if scheme != AUTO]
-    refused: list[tuple[str, object, object, str]] = [
+    refused: list[tuple[str, object, Scalar, str]] = [
         ("trainer.forward", recipe.trainer.forward, Forward.BF16, "the rollouts' forward has its kernels in BF16"),
         ("model.lora", recipe.model.lora, None, "with an adapter the model is kept and merged in BF16"),
         ("correction.uaq_scale", recipe.correction.uaq_scale, None, "FP16 has no numbers as small as UAQ's weights"),
@@ -112,7 +113,7 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
         refused.append(("quantization.profile", recipe.quantization.profile, "none", message))
     for name, given, fitting, message in refused:
         if given != fitting:
-            hint = f"use {name}: {'null' if fitting is None else fitting}, or trainer.dtype: bf16"
+            hint = f"use {name}: {in_yaml(fitting)}, or trainer.dtype: bf16"
             yield fault((name, "trainer.dtype"), message, hint)
     if other := next((scheme for scheme in named if not scheme.spec.in_fp16), None):
         key = "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"

@@ -15,7 +15,7 @@ from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.objective import broken_objective
 from appliance.recipe.schema import NAMED, SECTIONS, Recipe
-from appliance.recipe.text import path_problem, pattern_problem
+from appliance.recipe.text import in_yaml, path_problem, pattern_problem
 from appliance.settings.sections import (
     Algorithm,
     AlgorithmKind,
@@ -291,7 +291,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Finding]:
     }
     for name, (usual, message) in refused.items():
         if attrgetter(name)(recipe) != usual:
-            yield fault((name, key), message, f"use {usual}, or trainer.forward: bf16".replace("False", "false"))
+            yield fault((name, key), message, f"use {in_yaml(usual)}, or trainer.forward: bf16")
 
 
 def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:

@@ -69,6 +69,13 @@ def scalar(text: str) -> Scalar:
     return float(text) if FLOAT.fullmatch(text) else text
 
 
+def in_yaml(value: Scalar) -> str:
+    """Write a scalar as YAML has it: `true`, `false` and `null`, and anything else as its text."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def odd_character(text: str) -> str:
     """Return the first control character or lone surrogate of a text, such as `U+001B`, or an empty text. No name and
     no path needs one; on a terminal, in a log and in another program's grammar they are read as commands."""
