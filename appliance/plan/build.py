@@ -26,7 +26,7 @@ from appliance.plan.model_source import hub_name
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import argv
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import NAMED, Recipe
 from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
@@ -40,6 +40,7 @@ from appliance.record.plan import (
 )
 from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, Trainer, ValSet
 from appliance.tasks.library import (
+    BUILT_IN_MODELS,
     PACKAGED_MODELS,
     builtin_model_key,
     data_key,
@@ -47,7 +48,7 @@ from appliance.tasks.library import (
     is_from_hub,
 )
 from appliance.terms.clock import CLOCK
-from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
+from appliance.terms.devices import AUTO, CPU, DEVICES, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import CPU_KV_BLOCK, Dtype, OldLogProbs, Schedule
@@ -110,6 +111,25 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, **more: Any) -
     return plan
 
 
+def planned_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe with another value wherever nothing can be made of the user's: a device or a built-in model that
+    nobody knows, no model at all, no length, one bound of two. Rules find each of them; a recipe without such a fault
+    stays as it is."""
+    model, trainer, cluster, correction = recipe.model, recipe.trainer, recipe.cluster, recipe.correction
+    if not model.path and model.builtin not in BUILT_IN_MODELS:
+        model = model.replace(**NAMED["model"])
+    elif model.builtin and model.builtin not in BUILT_IN_MODELS:
+        model = model.replace(builtin=None)
+    if not trainer.steps and not (trainer.epochs and recipe.task.train_size >= recipe.batch.prompts_per_step):
+        trainer = trainer.replace(**NAMED["trainer"])
+    if cluster.device not in (AUTO, *DEVICES):
+        cluster = cluster.replace(device=AUTO)
+    if correction.bounds is not None and len(correction.bounds) != 2:
+        correction = correction.replace(bounds=None)
+    sections = {"model": model, "trainer": trainer, "cluster": cluster, "correction": correction}
+    return recipe.model_copy(update=sections)
+
+
 def resolve(
     recipe: Recipe,
     *,
@@ -129,9 +149,10 @@ def resolve(
     commit: that the model's revision is on the hub, empty where nobody asked.  data_commit: of `task.data` likewise; a
     run that is resumed keeps its own.  date: the day that the chat template is given, as a comparison began with it;
     None: that of the original, else today where the template asks, or may ask.
-    Raises nothing for a recipe that breaks no rule of recipe/rules.py: what its plan shows to be wrong is left to
-    plan/rules.py.
+    Raises nothing, whatever is wrong with the recipe: rules find that. A value of which nothing can be made is replaced
+    as `planned_recipe` does.
     """
+    recipe = planned_recipe(recipe)
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
     weights = _weights(recipe, cache_dir=cache_dir, commit=commit)
     shape = model_shape(recipe.model, weights=weights)
@@ -465,7 +486,8 @@ def _attestations(recipe: Recipe, *, rollout: Rollout, is_cpu: bool) -> tuple[Ex
     in_engine = tuple(sorted(VERL_PATCHES + (CPU_ROLLOUT_PATCHES if is_cpu else ())))
     in_trainer = tuple(sorted(VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())))
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
-    schemes_of_workers = [scheme for scheme in rollout.replicas for _ in range(rollout.tensor_parallel)]
+    workers = min(rollout.tensor_parallel, recipe.topology.gpus)  # of an engine; more than there are is refused
+    schemes_of_workers = [scheme for scheme in rollout.replicas for _ in range(workers)]
     return (
         *(
             ExpectedAttestation(

@@ -197,7 +197,8 @@ def sequences_of_a_rank(recipe: Recipe) -> int:
 
 
 def _largest_divisor(number: int, *, most: int) -> int:
-    return next(each for each in range(min(most, number), 0, -1) if number % each == 0)
+    """Return the largest divisor up to `most`; 1 for a number of 0, which rules refuse."""
+    return next((divisor for divisor in range(min(most, number), 0, -1) if number % divisor == 0), 1)
 
 
 def plan_engine(recipe: Recipe, *, device: str, eager: bool, shape: ModelShape | None, book: Book) -> EnginePlan:

@@ -27,6 +27,7 @@ SHARES = {
     "recipe values": (150, 6_000),
     "--set": (150, 6_000),
     "plans": (100, 3_000),
+    "typed recipes": (300, 6_000),
     "overrides": (100, 4_000),
     "comparisons": (200, 7_000),
     "FlashRL YAML": (300, 11_000),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from fuzz_surface import attempt, fuzzed
@@ -14,12 +18,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from plans import DISK, HOST
+from pydantic import ValidationError
 
 from appliance import hub
 from appliance.errors import RecipeError
 from appliance.finding import refuse_faults
 from appliance.plan.build import resolve
-from appliance.plan.host import HostGpu
+from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import hydra_value
 from appliance.preflight.checks import estimates, judge
@@ -27,12 +32,15 @@ from appliance.preflight.disk import Disks
 from appliance.preflight.inputs import InputFacts
 from appliance.preflight.report import plan_text
 from appliance.recipe.load import read_recipe, to_yaml
-from appliance.recipe.rules import usable
-from appliance.recipe.schema import SECTIONS
+from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import child_env
 
-HOSTS = (HOST, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100 80GB HBM3", 80 << 30),) * 8))
+HOSTS = (
+    HOST,
+    dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100 80GB HBM3", 80 << 30),) * 8),
+    dataclasses.replace(HOST, gpus=(HostGpu("Tesla K80", 11 << 30),)),
+)
 BASE = {"model": {"builtin": "tiny-arithmetic"}, "task": {"max_prompt_tokens": 16, "max_response_tokens": 8}}
 INPUTS = InputFacts(True, (), 0, None, True, True, "", (), True, Disks(DISK, checkpoints=DISK))
 PARSER = OverridesParser.create()
@@ -97,15 +105,20 @@ def changes(draw: st.DrawFn) -> dict[str, Any]:
 
 def plan(file: Path, *, host: int) -> RunPlan:
     typed = read_recipe(str(file))
-    if (rest := usable(typed.recipe)) is None:
+    resolved = judged(typed.recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])
+    if typed.problems:
         raise RecipeError(typed.problems)
-    recipe, put_back = rest
-    assert bool(put_back) <= bool(typed.problems)
-    resolved = resolve(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])  # raises nothing, whatever was wrong
-    refuse_faults(judge_plan(recipe, resolved, host=HOSTS[host]))
-    judge(resolved, host=HOSTS[host], inputs=INPUTS)
+    return resolved
+
+
+def judged(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
+    """The plan of any recipe, after everything that reads it: nothing of it raises, whatever is wrong."""
+    resolved = resolve(recipe, run_dir=run_dir, host=host)
+    faults = judge_plan(recipe, resolved, host=host)
+    judge(resolved, host=host, inputs=INPUTS)
     plan_text(resolved, recipe_yaml=to_yaml(recipe), needs=estimates(resolved, model_bytes=0, shape=None))
     assert RunPlan.model_validate_json(resolved.to_json()) == resolved
+    refuse_faults(faults)
     return resolved
 
 
@@ -124,6 +137,60 @@ def test_fuzz_plans(room: Path, tree: dict[str, Any], host: int) -> None:
     assert [parsed(each)[0] for each in texts] == [each.partition("=")[0] for each in texts]
     wanted = resolved.trained_model
     assert parsed(next(each for each in texts if "model.path=" in each)) == ("actor_rollout_ref.model.path", wanted)
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """The members of the enums, and the literal values, that a type allows."""
+    if inspect.isclass(annotation) and issubclass(annotation, Enum):
+        yield from annotation
+    for inner in get_args(annotation):
+        yield from members(inner) if get_origin(annotation) is not Literal else (inner,)
+
+
+VALUES = (
+    *(None, True, False, 0, 1, 2, 3, 5, 7, 8, 12, 16, 64, 1000, 10**9, 10**15, 1e-300, 1e-6, 1e-4, 0.25, 0.5, 0.9),
+    *(1.0, 1.5, 2.0, 1e6, 1e300, "auto", "none", "h100", "h1000", "cpu", "b200", "tiny-arithmetic", "tiny-calculator"),
+    *("tiny-none", "owner/name", "./here", "~nobody-here/x", "../x", "rewards.py", "rewards.py:score", "{a}", "x"),
+    *([], [0.5], [0.5, 2.0], ["re:("], ["re:a{99999999999}", "lm_head"], ["fp8", "auto", "bf16"], ["int8"] * 3),
+    *([{"name": "math"}], [{"name": "math"}, {"name": "rewards.py:score", "weight": 0.0}], [{"name": "judge"}]),
+    *({"a": {}}, {"a": {"size": 3}, "b": {"file": "b.jsonl", "samples": 4}}, {"rank": 8, "targets": ["q_proj"] * 2}),
+    *([0.9, 0.999], "10.0.0.7:6379", 29500, ["trackio", "tensorboard"], "owner/name:x", "a" * 40),
+)
+
+
+@functools.cache
+def legal(section: str) -> dict[str, list[Any]]:
+    """By key, the values of its type: those that pydantic takes for it."""
+    model = SECTIONS[section]
+
+    def takes(name: str, value: Any) -> bool:
+        try:
+            model.model_validate({name: value})
+        except ValidationError:
+            return False
+        return True
+
+    return {
+        name: [value for value in (*VALUES, *members(field.annotation)) if takes(name, value)]
+        for name, field in model.model_fields.items()
+    }
+
+
+@st.composite
+def typed_recipes(draw: st.DrawFn) -> dict[str, Any]:
+    """Keys with any values of their types, which break rule upon rule, some of them upon a recipe that has a plan."""
+    tree: dict[str, Any] = json.loads(as_json(BASE)) | {"trainer": {"steps": 3}} if draw(st.booleans()) else {}
+    for _ in range(draw(st.integers(1, 16))):
+        section = draw(st.sampled_from(sorted(SECTIONS)))
+        name, values_of_it = draw(st.sampled_from(sorted(legal(section).items(), key=lambda pair: pair[0])))
+        tree.setdefault(section, {})[name] = draw(st.sampled_from(values_of_it))
+    return tree
+
+
+@fuzzed("typed recipes", tree=typed_recipes(), host=st.integers(0, len(HOSTS) - 1))
+def test_every_recipe_of_the_schema_s_types_has_a_plan(room: Path, tree: dict[str, Any], host: int) -> None:
+    recipe = Recipe.model_validate(tree)
+    attempt("typed recipes", lambda: judged(recipe, run_dir=room / "runs/r-1", host=HOSTS[host]), folder=room)
 
 
 @fuzzed(
