@@ -134,7 +134,7 @@ def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption 
     from appliance.launch.command import run_check
     from appliance.profile.command import made_before
 
-    run_check(_load_judged(recipe, sets), typed=recipe, json_mode=json_mode, find_profile=made_before)
+    run_check(recipe, sets=sets or (), json_mode=json_mode, find_profile=made_before)
 
 
 @app.command()

@@ -26,9 +26,11 @@ Besides it: console.StdoutError (3), what stdout says when it cannot be written,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 MOST_SHOWN = 20
+Problem = tuple[str, str]  # (message, hint)
 
 
 class ApplianceError(Exception):
@@ -51,14 +53,18 @@ class ApplianceError(Exception):
 
 
 class RecipeError(ApplianceError):
-    """One or more problems in what the user typed. `problems` are (message, hint) pairs, in the order of the file."""
+    """One or more problems in what the user typed. `problems` are (message, hint) pairs, in the order of the file.
+
+    findings: a Finding (finding.py) for each of them where they are wrong settings; empty otherwise.
+    """
 
     exit_code = 2
 
-    def __init__(self, problems: list[tuple[str, str]]) -> None:
+    def __init__(self, problems: list[Problem], *, findings: Sequence[Any] = ()) -> None:
         hint = problems[0][1] if problems else ""
         super().__init__("\n".join(message for message, _ in problems), hint=hint)
         self.problems = problems
+        self.findings = tuple(findings)
 
     @classmethod
     def retold(cls, message: str, *, hint: str) -> RecipeError:
@@ -66,7 +72,7 @@ class RecipeError(ApplianceError):
         return cls([*((line, "") for line in others), (last, hint)])
 
     @property
-    def shown(self) -> list[tuple[str, str]]:
+    def shown(self) -> list[Problem]:
         """The first twenty problems, and how many more there are."""
         more = len(self.problems) - MOST_SHOWN
         return [*self.problems[:MOST_SHOWN], *([(f"and {more} more", "")] if more > 0 else [])]

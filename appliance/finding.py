@@ -1,13 +1,15 @@
 """A finding: what is wrong, or worth knowing, about one setting, one file or this host. It is reported in this form
 alone.
 
-Rules yield findings, and no rule stops another one: the rules of the recipe (recipe/rules.py), those that need the
-model or the device (plan/rules.py), and those that need this host (preflight/).
+Rules yield findings, and no rule stops another one. They are one list, `preflight.report.RULES`, which
+`recipe.rules.judge` runs: rules of the recipe (recipe/rules.py), those that need the model or the device
+(plan/rules.py), and those that need this host (preflight/). What differs from the run that is resumed is found by
+launch/changes.py and launch/resume.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,17 +33,21 @@ class Finding:
     code: str
     """Stable name of this kind of finding, for scripts."""
     keys: tuple[str, ...]
-    """Dotted keys of the recipe that it concerns, the one to change first; or one file, folder or limit."""
+    """Dotted keys of the recipe that it concerns, the one to change first; or one file, folder or limit. None for a
+    text that could not be read far enough to have a key."""
     message: str
     remedy: str = ""
     """Instruction for the user, or empty."""
     where: str = ""
     """Place where the user wrote the first key, `file:line` or an option; empty where nobody wrote it."""
+    is_of_no_value: bool = False
+    """Whether nothing can be made of the value of these keys, such as the name of no device: what else was found about
+    them is about another value, and is not reported."""
 
     @property
     def place(self) -> str:
-        """The key, file, folder or limit concerned."""
-        return self.keys[0]
+        """The key, file, folder or limit concerned; empty where there is none."""
+        return self.keys[0] if self.keys else ""
 
     @property
     def is_fault(self) -> bool:
@@ -70,16 +76,31 @@ def warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
     return Finding(Severity.WARNING, code, (place,), message, remedy)
 
 
-def fault(keys: tuple[str, ...], message: str, remedy: str = "") -> Finding:
-    """Make an error that is the recipe's. keys: as of Finding; it is placed at the first one that the user wrote."""
-    return Finding(Severity.ERROR, FAULT, keys, message, remedy)
+def fault(
+    keys: tuple[str, ...], message: str, remedy: str = "", *, where: str = "", is_of_no_value: bool = False
+) -> Finding:
+    """Make an error that is the recipe's. keys: as of Finding; `Recipe.placed` places it at the first one that the user
+    wrote, unless `where` says the place."""
+    return Finding(Severity.ERROR, FAULT, keys, message, remedy, where, is_of_no_value)
+
+
+def refused(findings: Iterable[Finding]) -> RecipeError:
+    """Make the error for wrong settings, in their order."""
+    errors = list(findings)
+    return RecipeError([(finding.fact, finding.remedy) for finding in errors], findings=errors)
 
 
 def refuse_faults(findings: Iterable[Finding]) -> None:
     """Raise RecipeError with all errors, those of this host too, when one of them is the recipe's."""
     errors = [finding for finding in findings if finding.is_error]
     if any(finding.is_fault for finding in errors):
-        raise RecipeError([(finding.fact, finding.remedy) for finding in errors])
+        raise refused(errors)
+
+
+def concerns(finding: Finding, keys: Collection[tuple[str, ...]]) -> bool:
+    """Tell whether a finding is about one of the keys, or about something below one. keys: split at their dots."""
+    paths = [tuple(key.split(".")) for key in finding.keys]
+    return any(path[: len(key)] == key for path in paths for key in keys)
 
 
 def has_error(findings: Iterable[Finding]) -> bool:

@@ -18,9 +18,8 @@ from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
-from appliance.errors import ApplianceError, RecipeError
+from appliance.errors import ApplianceError, Problem, RecipeError
 from appliance.patch import Patch, apply_patch
-from appliance.recipe.text import Problem
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import EngineSettings, engine_settings

@@ -9,9 +9,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import RecipeError
+from appliance.errors import Problem, RecipeError
 from appliance.quant.files import PROFILE_FILE
-from appliance.recipe.text import MAX_BYTES, Node, Problem, Refused, parse, path_problem, pattern_problem
+from appliance.recipe.text import MAX_BYTES, Node, Refused, parse, path_problem, pattern_problem
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import METHOD_NAME, Quantisation
 from flashrl_compat.names import IN_FILES, NAMES, OWN_NAMES, Name, listed
@@ -132,7 +132,8 @@ def read_config(path: Path, *, shown: str = "") -> tuple[Entry, ...]:
             raw = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise RecipeError([(f"{file}: cannot be read: {error.strerror}", "")]) from error
-    root, problems = parse(raw, file=file)
+    root, faults = parse(raw, file=file)
+    problems: list[Problem] = [(finding.fact, finding.remedy) for finding in faults]
     nodes = _entries(root, file=file, problems=problems) if root else []
     entries = [_Reader(node, index=i, folder=path.parent, problems=problems).entry() for i, node in enumerate(nodes)]
     if problems:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import ApplianceError, RecipeError
-from appliance.recipe.text import Problem, full_path
+from appliance.errors import ApplianceError, Problem, RecipeError
+from appliance.recipe.text import full_path
 from flashrl_compat.names import BY_NAME, IN_FILES, NAMES, Name, listed
 
 CONFIG_VARIABLE = "FLASHRL_CONFIG"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -13,16 +13,17 @@ import yaml
 from appliance import hub
 from appliance.compare.file import Comparison, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
-from appliance.finding import Finding, refuse_faults
-from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
+from appliance.finding import Finding, fault, refuse_faults, refused
+from appliance.launch.resume import Resume, Target, find_misfits, find_start, has_problems_of, original_plan
+from appliance.launch.side_job import stop_on_errors
 from appliance.plan.build import CACHE_NAME, OriginalPlan, resolve
 from appliance.plan.host import HostFacts
 from appliance.plan.model_source import hub_name
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
-from appliance.recipe.load import Setting, in_order, is_written, load_recipe
-from appliance.recipe.schema import Recipe, Task
-from appliance.recipe.text import Node, Problem, full_path
+from appliance.recipe.load import Setting, in_order, is_written, read_recipe
+from appliance.recipe.schema import Recipe
+from appliance.recipe.text import Node, full_path
 from appliance.record.code import code_of
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, cannot_write, has_launcher, read_record
@@ -105,56 +106,54 @@ def _date_begun(recipes: Mapping[tuple[str, int], Recipe], *, folder: Path) -> s
 def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
     """Load the recipes by arm and seed, seed by seed."""
     recipes: dict[tuple[str, int], Recipe] = {}
-    problems = _several_validations(comparison.recipe)
-    for seed in comparison.seeds if not problems else ():
+    faults = _several_validations(comparison.recipe)
+    for seed in comparison.seeds if not faults else ():
         for arm in comparison.arms:
             own = ((("seed",), seed), (("name",), comparison.name))
             settings = [*arm.settings, *(Setting(path, Node(value, str(comparison.file))) for path, value in own)]
-            try:
-                recipes[arm.name, seed] = load_recipe(str(comparison.recipe), settings=settings)
-            except RecipeError as error:
-                problems += error.problems
-            else:
-                problems += _not_compared(recipes[arm.name, seed].task, file=comparison.recipe)
+            typed = read_recipe(str(comparison.recipe), settings=settings)
+            recipes[arm.name, seed] = typed.recipe
+            faults += typed.faults or _not_compared(typed.recipe)
     folders = {recipe.cluster.run_dir for recipe in recipes.values()}
-    if len(folders) > 1:
-        problems.append((f"{comparison.file}: cluster.run_dir: the arms have several", "set it once, in `set`"))
-    if problems:
-        raise RecipeError(in_order(problems, file=str(comparison.file)))
+    if len(folders) > 1 and not faults:
+        message, hint = "the arms have several", "set it once, in `set`"
+        faults.append(fault(("cluster.run_dir",), message, hint, where=str(comparison.file)))
+    if faults:
+        raise refused(in_order(faults, file=str(comparison.file)))
     return recipes
 
 
-def _several_validations(file: Path) -> list[Problem]:
-    """Looked for before `validation`, which no recipe with some can take."""
-    try:
-        task = load_recipe(str(file)).task
-    except RecipeError:  # with the settings of the arms it may be whole
+def _several_validations(file: Path) -> list[Finding]:
+    """Return the fault of a recipe with validation sets. It is looked for before `validation` is set, which no recipe
+    with some can take."""
+    typed = read_recipe(str(file))
+    if typed.faults or not typed.recipe.task.val_sets:  # with the settings of the arms it may be whole
         return []
-    message = f"{file}: task.val_sets: a comparison validates once, on `validation` problems that all arms share"
+    message = "a comparison validates once, on `validation` problems that all arms share"
     hint = "compare a recipe without them: task.val_file may be the file of one of them"
-    return [(message, hint)] if task.val_sets else []
+    return [typed.recipe.placed(fault(("task.val_sets",), message, hint))]
 
 
-def _not_compared(task: Task, *, file: Path) -> Iterator[Problem]:
-    if task.tools:
-        message = "in the final validation of a comparison the model speaks once, and calls nothing"
-        yield f"{file}: task.tools: {message}", "compare a recipe without tools"
+def _not_compared(recipe: Recipe) -> list[Finding]:
+    if not recipe.task.tools:
+        return []
+    message = "in the final validation of a comparison the model speaks once, and calls nothing"
+    return [recipe.placed(fault(("task.tools",), message, "compare a recipe without tools"))]
 
 
 def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:
     """Rewards are paired problem by problem, so all arms are validated on the same ones, by the same rewards. Raises
     RecipeError."""
-    first, faults = planned[0], []
+    first, faults = planned[0], list[Finding]()
     for arm, place in ((arm.name, arm.place) for arm in comparison.arms):
         plan = next(run.plan for run in planned if run.arm == arm)
         if _judged(plan) != _judged(first.plan):  # first: the rewards choose problems too, by the truths they read
             hint = f"`task.rewards` must be as in the arm `{first.arm}`"
-            faults.append((f"{place}: arms.{arm}: it is judged by other rewards", hint))
+            faults.append(fault((f"arms.{arm}",), "it is judged by other rewards", hint, where=place))
         elif _validated(plan) != _validated(first.plan):
             hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
-            faults.append((f"{place}: arms.{arm}: it validates on other problems", hint))
-    if faults:
-        raise RecipeError(faults)
+            faults.append(fault((f"arms.{arm}",), "it validates on other problems", hint, where=place))
+    refuse_faults(faults)
 
 
 def _validated(plan: RunPlan) -> tuple[object, ...]:
@@ -246,8 +245,8 @@ def has_result(record: RunRecord) -> bool:
 
 
 def resumed_run(run: PlannedRun) -> PlannedRun | None:
-    """Plan a run from its newest whole checkpoint; None where it has none. Raises as find_start and refuse_misfit
-    do."""
+    """Plan a run from its newest whole checkpoint; None where it has none. Raises as find_start and
+    stop_on_errors do."""
     target = Target(run.run_dir, read_record(run.run_dir))
     start = find_start(target)
     newest = start.search.newest
@@ -263,7 +262,8 @@ def resumed_run(run: PlannedRun) -> PlannedRun | None:
         original=original_plan(target, alone=True),
         commit=run.plan.weights.commit,
     )
-    refuse_misfit(start, plan=plan)
+    misfits = map(run.recipe.placed, find_misfits(start, plan=plan))
+    stop_on_errors([replace(finding, message=f"{run.label}: {finding.message}") for finding in misfits])
     return replace(run, plan=plan, resume=start)
 
 

@@ -28,10 +28,11 @@ from pydantic import Field, ValidationError
 
 from appliance.errors import RecipeError
 from appliance.files import Frozen
+from appliance.finding import Finding, fault, refused
 from appliance.recipe import library
 from appliance.recipe.load import Setting, explain, in_order, read_option, read_tree, shown, similar
 from appliance.recipe.schema import NAME_PATTERN
-from appliance.recipe.text import Node, Problem, Refused
+from appliance.recipe.text import Node, Refused
 
 FOLDER = "comparisons"
 _SUFFIX = ".yaml"
@@ -101,24 +102,24 @@ def find(name_or_path: str) -> Path:
         return Path(name_or_path)
     names = sorted(path.stem for path in shipped.parent.glob(f"*{_SUFFIX}"))
     hint = f"give a file, or one of the shipped: {', '.join(names)}" if names else "give a file"
-    raise RecipeError([(f"{name_or_path}: no such comparison", hint)])
+    raise refused([fault((name_or_path,), "no such comparison", hint)])
 
 
 def load_comparison(name_or_path: str) -> Comparison:
     """Load a comparison. Raises RecipeError with all problems of the file, in the order of its lines. The recipes of
     the arms are not loaded."""
     path = find(name_or_path)
-    problems: list[Problem] = []
-    tree = read_tree(path, problems, what="comparison", hint="see docs/experiments.md")
+    faults: list[Finding] = []
+    tree = read_tree(path, faults, what="comparison", hint="see docs/experiments.md")
     read = recipe = None
     try:
         read = _File.model_validate({key: _plain(node) for key, node in tree.items()})
     except ValidationError as error:
-        problems += [_explained(each, tree=tree, file=str(path)) for each in error.errors()]
-    shared = _settings(tree.get("set"), key="set", problems=problems)
+        faults += [_explained(details, tree=tree, file=str(path)) for details in error.errors()]
+    shared = _settings(tree.get("set"), key="set", faults=faults)
     named = tree["arms"].value if "arms" in tree else None
     arms = [
-        Arm(name, each.place, tuple(_settings(each, key=f"arms.{name}", problems=problems)))
+        Arm(name, each.place, tuple(_settings(each, key=f"arms.{name}", faults=faults)))
         for name, each in (named.items() if isinstance(named, dict) else ())
     ]
     node = tree.get("recipe")
@@ -126,11 +127,11 @@ def load_comparison(name_or_path: str) -> Comparison:
         try:
             recipe = library.find(node.value, beside=path.parent)
         except RecipeError as error:
-            problems += [(f"{node.place}: recipe: {message}", hint) for message, hint in error.problems]
-    _check_names(tree, name=path.stem, file=str(path), problems=problems)
-    if problems:
-        raise RecipeError(in_order(problems, file=str(path)))
-    assert read is not None and recipe is not None  # only a problem stops them
+            faults += [fault(("recipe",), message, hint, where=node.place) for message, hint in error.problems]
+    faults += _wrong_names(tree, name=path.stem, file=str(path))
+    if faults:
+        raise refused(in_order(faults, file=str(path)))
+    assert read is not None and recipe is not None  # only a fault stops them
     size = Setting(("task", "val_size"), Node(read.validation, _place(tree, "validation", file=str(path))))
     return Comparison(
         name=path.stem,
@@ -145,15 +146,14 @@ def load_comparison(name_or_path: str) -> Comparison:
     )
 
 
-def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:
+def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Finding:
     dotted = ".".join(map(str, error["loc"]))
     key = str(error["loc"][0])
     if error["type"] == "missing":
-        return f"{file}: {key}: the key is missing", _EXAMPLES[key]
+        return fault((key,), "the key is missing", _EXAMPLES[key], where=file)
     if error["type"] == "extra_forbidden":
-        return f"{tree[key].place}: {key}: unknown key", similar(key, names=_File.model_fields)
-    message, hint = explain(error)
-    return f"{_place(tree, key, file=file)}: {dotted}: {message}", hint
+        return fault((key,), "unknown key", similar(key, names=_File.model_fields), where=tree[key].place)
+    return fault((dotted,), *explain(error), where=_place(tree, key, file=file))
 
 
 _EXAMPLES = {
@@ -176,7 +176,7 @@ def _place(tree: dict[str, Node], key: str, *, file: str) -> str:
     return tree[key].place if key in tree else file
 
 
-def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[Setting]:
+def _settings(node: Node | None, *, key: str, faults: list[Finding]) -> list[Setting]:
     """Read settings from a list of KEY=VALUE or a mapping of dotted keys; nothing at all is an arm that changes
     nothing."""
     if node is None or node.value is None or node.value is Refused.VALUE:
@@ -187,16 +187,16 @@ def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[S
     elif isinstance(node.value, list):
         for item in node.value:
             if isinstance(item.value, str) and "=" in item.value:
-                read.append(read_option(item.value, place=item.place, problems=problems))
+                read.append(read_option(item.value, place=item.place, faults=faults))
             elif item.value is not Refused.VALUE:
-                message = f"{item.place}: {key}: expected KEY=VALUE, got {shown(_plain(item))}"
-                problems.append((message, "such as `rollout.scheme=bf16`"))
+                message = f"expected KEY=VALUE, got {shown(_plain(item))}"
+                faults.append(fault((key,), message, "such as `rollout.scheme=bf16`", where=item.place))
     else:
         hint = "such as `[rollout.scheme=bf16]`, or `{rollout.scheme: bf16}`"
-        problems.append((f"{node.place}: {key}: expected settings, got {shown(_plain(node))}", hint))
+        faults.append(fault((key,), f"expected settings, got {shown(_plain(node))}", hint, where=node.place))
     settings = [setting for setting in read if setting is not None]
     for dotted, place in (each for setting in settings for each in _given_elsewhere(setting.path, setting.node)):
-        problems.append((f"{place}: {key}: `{dotted}` cannot be set here", _GIVEN_ELSEWHERE[dotted]))
+        faults.append(fault((key,), f"`{dotted}` cannot be set here", _GIVEN_ELSEWHERE[dotted], where=place))
     return settings
 
 
@@ -210,38 +210,45 @@ def _given_elsewhere(path: tuple[str, ...], node: Node) -> Iterator[tuple[str, s
             yield from _given_elsewhere((*path, key), each)
 
 
-def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[Problem]) -> None:
-    """What keys say of each other. A value of the wrong kind is somebody else's problem."""
+def _wrong_names(tree: dict[str, Node], *, name: str, file: str) -> Iterator[Finding]:
+    """Yield what is wrong with names: of the file, of arms and in what refers to arms. A value of the wrong kind has a
+    fault of its own."""
     hint = "use letters, digits, `.`, `_` and `-`, at most 80 with the seed, no space or slash"
     if not NAME_PATTERN.fullmatch(name):
-        problems.append((f"{file}: the text `{name}` is not a name for a comparison", f"rename the file: {hint}"))
+        yield fault((), f"the text `{name}` is not a name for a comparison", f"rename the file: {hint}", where=file)
     arms, seeds, baseline = (_plain(tree[key]) if key in tree else None for key in ("arms", "seeds", "baseline"))
     arms = arms if isinstance(arms, dict) else {}
-    seeds = [each for each in seeds if isinstance(each, int)] if isinstance(seeds, list) else []
+    seeds = [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
     for arm in arms:
         if not NAME_PATTERN.fullmatch(run_name(arm, seed=max(seeds, default=0))):
-            problems.append((f"{tree['arms'].value[arm].place}: arms: the text `{arm}` is not a name", hint))
+            yield fault(("arms",), f"the text `{arm}` is not a name", hint, where=tree["arms"].value[arm].place)
     if len(set(seeds)) < len(seeds):
-        problems.append((f"{tree['seeds'].place}: seeds: a seed is named twice", "name each once"))
+        yield fault(("seeds",), "a seed is named twice", "name each once", where=tree["seeds"].place)
     if arms and isinstance(baseline, str) and baseline not in arms:
-        message = f"{tree['baseline'].place}: baseline: no arm is called `{baseline}`"
-        problems.append((message, similar(baseline, names=arms)))
-    against = _plain(tree["against"]) if "against" in tree else None
-    for arm, other in against.items() if arms and isinstance(against, dict) else ():
+        similar_arm = similar(baseline, names=arms)
+        yield fault(("baseline",), f"no arm is called `{baseline}`", similar_arm, where=tree["baseline"].place)
+    if arms:
+        yield from _wrong_pairs(tree, arms=arms, baseline=baseline)
+
+
+def _wrong_pairs(tree: dict[str, Node], *, arms: Mapping[str, Any], baseline: object) -> Iterator[Finding]:
+    """Yield what is wrong with `against`."""
+    key, against = ("against",), _plain(tree["against"]) if "against" in tree else None
+    for arm, other in against.items() if isinstance(against, dict) else ():
         place = tree["against"].value[arm].place
-        for each in (arm, other):
-            if isinstance(each, str) and each not in arms:
-                problems.append((f"{place}: against: no arm is called `{each}`", similar(each, names=arms)))
+        for name in (arm, other):
+            if isinstance(name, str) and name not in arms:
+                yield fault(key, f"no arm is called `{name}`", similar(name, names=arms), where=place)
         if arm in (other, baseline):
             hint = (
                 "name another arm"
                 if arm == other
                 else "it is the arm that others are compared with: give another `baseline`"
             )
-            problems.append((f"{place}: against: `{arm}` cannot be compared with `{other}`", hint))
+            yield fault(key, f"`{arm}` cannot be compared with `{other}`", hint, where=place)
         elif isinstance(other, str) and other in against and other != baseline:
             hint = "compare both with one arm: a chain of differences ends at no baseline"
-            problems.append((f"{place}: against: `{arm}` is compared with `{other}`, which has its own", hint))
+            yield fault(key, f"`{arm}` is compared with `{other}`, which has its own", hint, where=place)
 
 
 def run_name(arm: str, *, seed: int) -> str:

@@ -15,7 +15,7 @@ import os.path
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from appliance.launch import resume as resuming
 from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
 from appliance.launch.train import Stage, run_training
 from appliance.plan.derive import steps_of
-from appliance.preflight.report import as_json, examine, lines, print_plan
+from appliance.preflight.report import as_json, examine, lines, load_judged, print_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
@@ -137,9 +137,8 @@ class Attempts:
             resume_from=start.search.newest,
             original=resuming.original_plan(target, alone=restart is not None),
         )
-        refuse_faults(findings)
-        resuming.refuse_misfit(start, plan=plan)
-        return self.begin(plan, findings, name=target.run_dir.name, resume=start)
+        misfits = map(self.recipe.placed, resuming.find_misfits(start, plan=plan))
+        return self.begin(plan, [*findings, *misfits], name=target.run_dir.name, resume=start)
 
     def through_faults(self, code: int, run_dir: Path) -> int:
         """Make further attempts after one that ended with this code, where faults allow it. Returns the last exit
@@ -207,19 +206,31 @@ def run_plan(
     print_plan(plan, recipe=recipe, findings=findings, json_mode=json_mode, full=full)
 
 
-def run_check(recipe: Recipe, *, typed: str, json_mode: bool, find_profile: FindProfile = lambda plan: None) -> None:
-    """Judge this host. typed: the recipe as the user named it. Raises RecipeError when the recipe has a fault, with all
-    errors, and PreflightError when the host cannot run it."""
+def run_check(
+    name_or_path: str, *, sets: Iterable[str] = (), json_mode: bool, find_profile: FindProfile = lambda plan: None
+) -> None:
+    """Judge a recipe on this host. name_or_path, sets: as of load_judged. Raises RecipeError with all errors when the
+    recipe has a fault, and PreflightError when the host cannot run it."""
+    try:
+        recipe = load_judged(name_or_path, sets=sets)
+    except RecipeError as error:
+        if json_mode:
+            _print_findings(error.findings)
+        raise
     run_dir = new_run_dir(recipe, name=None)
     findings = examine(recipe, run_dir=run_dir, ask_hub=True, find_profile=find_profile)[2]
     if json_mode:
-        console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
+        _print_findings(findings)
     refuse_faults(findings)
     if not json_mode:
         its = "it" if recipe.cluster.nodes == 1 else "its part; other hosts are judged when they join a training"
-        can = [] if has_error(findings) else [f"{typed}: this host can run {its}"]
+        can = [] if has_error(findings) else [f"{name_or_path}: this host can run {its}"]
         console.show("\n".join([*lines(findings), *can]))
     raise_on_errors(findings)
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
 
 
 def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:

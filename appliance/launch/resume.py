@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +18,12 @@ from pydantic import BaseModel, ValidationError
 
 from appliance import console
 from appliance.errors import Interrupted, PreflightError, RecipeError
-from appliance.files import partial_prefix, write_whole
-from appliance.finding import Finding, fault, refuse_faults
+from appliance.files import digest_of, partial_prefix, write_whole
+from appliance.finding import Finding, error, fault, refuse_faults
 from appliance.launch.changes import REMEDIES, Change, refused_changes
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, code_files, plan_task
 from appliance.plan.derive import Pace
-from appliance.plan.engines import refuse_other_profile
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe
@@ -276,90 +276,149 @@ def find_start(target: Target) -> Resume:
     return Resume(target, CheckpointSearch(target.checkpoint))
 
 
-def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
-    """Raise PreflightError when this plan cannot load the checkpoint, or would continue with other data or scales."""
-    folder, run_dir = resume.search.newest, resume.target.run_dir
-    if resume.target.record.attempt:
-        before = _plan_before(run_dir)
-        refuse_other_profile(
-            plan,
-            before=before.profile,
-            quantization_before=before.quantization,
-            profile_file=run_dir / PROFILE_FOLDER / PROFILE_FILE,
-        )
-    if folder is None:
+def find_misfits(resume: Resume, *, plan: RunPlan) -> list[Finding]:
+    """Return everything for which this plan cannot continue the run: its checkpoint could not be loaded, or data or
+    scales would be others. Settings that differ are faults of the recipe; files that differ are errors of this host.
+    Raises RecipeError when the run's plan cannot be read."""
+    checkpoint, run_dir = resume.search.newest, resume.target.run_dir
+    misfits = list(_other_profile(plan, run_dir=run_dir)) if resume.target.record.attempt else []
+    if checkpoint is None:
+        return misfits
+    facts = read_manifest(checkpoint).facts
+    return [
+        *misfits,
+        *_other_size(resume, checkpoint, facts=facts, plan=plan),
+        *_other_commit(resume.target, plan=plan),
+        *_other_problems(plan, run_dir=run_dir),
+        *_other_profile_file(checkpoint, facts=facts, run_dir=run_dir),
+        *_other_scale(checkpoint, uaq=plan.uaq),
+        *_other_adapter(checkpoint, plan=plan),
+        *_other_dtype(checkpoint, plan=plan),
+    ]
+
+
+_OF_A_PROFILE = ("smoothing", "mismatch_budget", "ignore")  # keys of `quantization` that a profile is made by
+_MISFIT = "resume"  # the code of a file, or of a commit on the hub, that is not the run's
+
+
+def _other_profile(plan: RunPlan, *, run_dir: Path) -> Iterator[Finding]:
+    """Yield the settings of another profile than the run has: it is made, or copied, once, and the rollouts would have
+    the first one's scales. The run's may not be there yet."""
+    run, now, profile_file = _plan_before(run_dir), plan.profile, run_dir / PROFILE_FOLDER / PROFILE_FILE
+    before = run.profile
+    if now is None or before is None or not profile_file.is_file():
         return
-    facts, ranks = read_manifest(folder).facts, plan.topology.gpus
+    if before.error_budget is not None and not now.source:
+        message = "it was made with quantization.error_budget, which this version does not have"
+        yield error(_MISFIT, str(profile_file), message, "finish it with the version that began it, or start a new run")
+        return
+    differ = {
+        "rollout.scheme": now.scheme is not before.scheme,
+        "quantization.profile": _is_other_profile(now.source, before=before.source, profile_file=profile_file),
+    }
+    if not now.source:  # one that is named was made without this recipe
+        for key in _OF_A_PROFILE:
+            differ[f"quantization.{key}"] = getattr(plan.quantization, key) != getattr(run.quantization, key)
+    message = "the run's profile was made with another value, and is made once"
+    for key in (key for key, is_other in differ.items() if is_other):
+        yield fault((key,), message, "put back what the run has, or start a new run")
+
+
+def _is_other_profile(source: str, *, before: str, profile_file: Path) -> bool:
+    """Tell whether a profile is another one. A path may differ and name the same: of a run that was moved, or from
+    another folder. profile_file: the run's."""
+    if source == before or not (source and before):
+        return source != before
+    file = Path(source) / profile_file.name if Path(source).is_dir() else Path(source)
+    return digest_of(file) not in ("", digest_of(profile_file))
+
+
+def _other_size(resume: Resume, checkpoint: Path, *, facts: Facts, plan: RunPlan) -> Iterator[Finding]:
+    ranks = plan.topology.gpus
     if facts.world_size != ranks:
         s = "" if facts.world_size == 1 else "s"
-        message = f"{folder.name} was saved by {facts.world_size} rank{s}, the plan has {ranks}"
+        message = f"{checkpoint.name} was saved by {facts.world_size} rank{s}, the plan has {ranks}"
         hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
-        raise PreflightError(message, hint=hint)
+        yield fault(("cluster.gpus_per_node", "cluster.nodes"), message, hint)
     if resume.step > plan.trainer.steps:
-        message = f"{folder.name} is later than trainer.steps, {plan.trainer.steps}"
-        raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
-    original, now = original_plan(resume.target), plan.weights.commit
+        message = f"{checkpoint.name} is later than the last step, {plan.trainer.steps}"
+        hint = f"set trainer.steps to {resume.step} at least, or name an older checkpoint"
+        yield fault(("trainer.steps", "trainer.epochs"), message, hint)
+
+
+def _other_commit(target: Target, *, plan: RunPlan) -> Iterator[Finding]:
+    original, now = original_plan(target), plan.weights.commit
     is_same = original is not None and original.model == plan.weights.hub_name
     if is_same and original.commit and now and original.commit != now:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
-        raise PreflightError(
-            message, hint=f"continue with the run's own commit: --set model.revision={original.commit}"
-        )
+        hint = f"continue with the run's own commit: --set model.revision={original.commit}"
+        yield error(_MISFIT, "model.revision", message, hint)
+
+
+def _other_problems(plan: RunPlan, *, run_dir: Path) -> Iterator[Finding]:
     if not has_problems_of(_with_tools_before(plan, run_dir), run_dir=run_dir):
         message = "the training problems are not those that the run began with"
-        raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
-    _refuse_other_profile(folder, facts=facts, run_dir=run_dir)
-    _refuse_other_scale(folder, uaq=plan.uaq)
-    _refuse_other_adapter(folder, plan=plan)
-    saved = Dtype.FP16 if (folder / "actor" / SCALER_FILE).is_file() else Dtype.BF16
-    if saved is not plan.trainer.dtype:
-        message = f"{folder.name} was trained in {saved}, and the plan says {plan.trainer.dtype}"
-        raise PreflightError(message, hint="put trainer.dtype back, or start a new run")
+        hint = "put the data file or the version of this program back, or start a new run"
+        yield error(_MISFIT, "task", message, hint)
 
 
-def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
-    """Refuse a profile that has changed. One that is gone comes back from the checkpoint, if that has a copy."""
+def _other_profile_file(checkpoint: Path, *, facts: Facts, run_dir: Path) -> Iterator[Finding]:
+    """Yield files of the profile that have changed. One that is gone comes back from the checkpoint, if that has a
+    copy."""
     for name, digest in facts.profile:
-        path = plan_profile_file(run_dir, name)
-        has_copy = (folder / PROFILE_FOLDER / name).is_file()
-        if hash_file(path) != digest if path.is_file() else not has_copy:
-            message = f"{path} is not the file that {folder.name} was trained with"
+        path, has_copy = profile_file_of(run_dir, name), (checkpoint / PROFILE_FOLDER / name).is_file()
+        if path is None:
+            message = f"its manifest names `{name}` as a file of the profile, which is a path"
+            hint = "resume from another checkpoint: --resume RUN/checkpoints/global_step_N"
+            yield error(_MISFIT, str(checkpoint), message, hint)
+        elif hash_file(path) != digest if path.is_file() else not has_copy:
             remedy = "remove it, and the checkpoint's copy is taken" if has_copy else "put it back"
-            raise PreflightError(message, hint=f"{remedy}, or start a new run")
+            message = f"it is not the file that {checkpoint.name} was trained with"
+            yield error(_MISFIT, str(path), message, f"{remedy}, or start a new run")
 
 
-def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
-    """Refuse another scale. Weights are scaled as the checkpoint's mark says, and not at all without one."""
-    saved, now = read_mark(folder), read_mark(Path(uaq.folder)) if uaq else None
-    scale, wanted = (each.scale if each else 1.0 for each in (saved, uaq))
+def profile_file_of(run_dir: Path, name: str) -> Path | None:
+    """Return the path of a file of the run's own profile; None for a name that is a path."""
+    return run_dir / PROFILE_FOLDER / name if Path(name).name == name else None
+
+
+def _other_scale(checkpoint: Path, *, uaq: UaqPlan | None) -> Iterator[Finding]:
+    """Yield another scale. Weights are scaled as the checkpoint's mark says, and not at all without one."""
+    try:
+        saved, now = read_mark(checkpoint), read_mark(Path(uaq.folder)) if uaq else None
+    except PreflightError as problem:
+        file, _, message = problem.message.partition(": ")
+        yield error(_MISFIT, file, message, problem.hint)
+        return
+    scale, wanted = (mark.scale if mark else 1.0 for mark in (saved, uaq))
     if scale != wanted:
-        message = f"the weights of {folder.name} are scaled by {scale:g} (UAQ), and the plan says {wanted:g}"
-        raise PreflightError(message, hint="put correction.uaq_scale back, or start a new run")
+        message = f"the weights of {checkpoint.name} are scaled by {scale:g} (UAQ), and the plan says {wanted:g}"
+        yield fault(("correction.uaq_scale",), message, "put it back, or start a new run")
     if uaq and saved and now and now.model_hash != saved.model_hash:
-        message = f"{Path(uaq.folder) / MARK_FILE} is of another model than {folder.name} was trained with"
-        raise PreflightError(message, hint="remove its folder, which is then made again, or start a new run")
+        message = f"it is of another model than {checkpoint.name} was trained with"
+        hint = "remove its folder, which is then made again, or start a new run"
+        yield error(_MISFIT, str(Path(uaq.folder) / MARK_FILE), message, hint)
 
 
-def _refuse_other_adapter(folder: Path, *, plan: RunPlan) -> None:
-    """Refuse another adapter. Another alpha would load, and be another model; another rank fails in verl."""
-    file, lora = folder / "actor" / ADAPTER_FOLDER / "adapter_config.json", plan.model.lora
+def _other_adapter(checkpoint: Path, *, plan: RunPlan) -> Iterator[Finding]:
+    """Yield another adapter. Another alpha would load, and be another model; another rank fails in verl."""
+    file, lora = checkpoint / "actor" / ADAPTER_FOLDER / "adapter_config.json", plan.model.lora
     saved = None
     if file.is_file():
         config = json.loads(file.read_bytes())
         saved = (config["r"], config["lora_alpha"], sorted(config["target_modules"]))
     if saved != ((lora.rank, lora.alpha, sorted(lora.targets)) if lora else None):
         what = "no LoRA" if saved is None else f"rank {saved[0]}, alpha {saved[1]}, {', '.join(saved[2])}"
-        message = f"model.lora differs from {folder.name}, which was trained with {what}"
-        raise PreflightError(message, hint="put model.lora back, or start a new run")
+        message = f"it differs from {checkpoint.name}, which was trained with {what}"
+        yield fault(("model.lora",), message, "put it back, or start a new run")
 
 
-def plan_profile_file(run_dir: Path, name: str) -> Path:
-    """Return the path of a file of the run's own profile. Raises PreflightError for a name that is a path."""
-    if Path(name).name != name:
-        message = f"a checkpoint's manifest names `{name}` as a file of the profile, which is a path"
-        raise PreflightError(message, hint="resume from another checkpoint: --resume RUN/checkpoints/global_step_N")
-    return run_dir / PROFILE_FOLDER / name
+def _other_dtype(checkpoint: Path, *, plan: RunPlan) -> Iterator[Finding]:
+    saved = Dtype.FP16 if (checkpoint / "actor" / SCALER_FILE).is_file() else Dtype.BF16
+    if saved is not plan.trainer.dtype:
+        message = f"{checkpoint.name} was trained in {saved}, and the plan says {plan.trainer.dtype}"
+        yield fault(("trainer.dtype",), message, "put it back, or start a new run")
 
 
 def _with_tools_before(plan: RunPlan, run_dir: Path) -> RunPlan:

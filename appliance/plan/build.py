@@ -10,6 +10,7 @@ from __future__ import annotations
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from appliance.plan.model_source import hub_name
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import argv
+from appliance.recipe.rules import PATHS
 from appliance.recipe.schema import NAMED, Recipe
-from appliance.recipe.text import full_path
+from appliance.recipe.text import full_path, path_problem
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
@@ -38,7 +40,7 @@ from appliance.record.plan import (
     TaskFiles,
     WeightsPlan,
 )
-from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Task, Trainer, ValSet
+from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Section, Task, Trainer, ValSet
 from appliance.tasks.library import (
     BUILT_IN_MODELS,
     PACKAGED_MODELS,
@@ -55,6 +57,7 @@ from appliance.terms.settings import CPU_KV_BLOCK, Dtype, OldLogProbs, Schedule
 from appliance.terms.shapes import ModelShape
 
 CACHE_NAME = ".cache"
+UNNAMED_MODEL = "unnamed/unnamed"  # in the plan of a recipe that names no model
 USUAL_TURNS = 4  # of a model with tools
 TOKEN_FILE = ".cluster-token"  # in the folder of the run folders
 
@@ -112,21 +115,33 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, **more: Any) -
 
 
 def planned_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe with another value wherever nothing can be made of the user's: a device or a built-in model that
-    nobody knows, no model at all, no length, one bound of two. Rules find each of them; a recipe without such a fault
-    stays as it is."""
+    """Return the recipe with another value wherever nothing can be made of the user's: a device or a built-in model
+    that nobody knows, no model at all, no length, one bound of two, a path that no file can have. Rules find each of
+    them; a recipe without such a fault stays as it is."""
+    impossible = [key.split(".") for key in PATHS if path_problem(attrgetter(key)(recipe) or "")]
+    for name, key in impossible:
+        section = getattr(recipe, name)
+        recipe = _with(recipe, **{name: section.replace(**{key: type(section).model_fields[key].default})})
     model, trainer, cluster, correction = recipe.model, recipe.trainer, recipe.cluster, recipe.correction
-    if not model.path and model.builtin not in BUILT_IN_MODELS:
-        model = model.replace(**NAMED["model"])
-    elif model.builtin and model.builtin not in BUILT_IN_MODELS:
+    if model.builtin and model.builtin not in BUILT_IN_MODELS:
         model = model.replace(builtin=None)
+    if not model.path and not model.builtin:
+        model = model.replace(path=UNNAMED_MODEL)
     if not trainer.steps and not (trainer.epochs and recipe.task.train_size >= recipe.batch.prompts_per_step):
         trainer = trainer.replace(**NAMED["trainer"])
     if cluster.device not in (AUTO, *DEVICES):
         cluster = cluster.replace(device=AUTO)
     if correction.bounds is not None and len(correction.bounds) != 2:
         correction = correction.replace(bounds=None)
-    sections = {"model": model, "trainer": trainer, "cluster": cluster, "correction": correction}
+    val_sets = {
+        name: val_set.replace(file=None) if path_problem(val_set.file or "") else val_set
+        for name, val_set in recipe.task.val_sets.items()
+    }
+    task = recipe.task.replace(val_sets=val_sets)
+    return _with(recipe, model=model, task=task, trainer=trainer, cluster=cluster, correction=correction)
+
+
+def _with(recipe: Recipe, **sections: Section) -> Recipe:
     return recipe.model_copy(update=sections)
 
 

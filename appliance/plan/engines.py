@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.corrections.registry import METHODS
-from appliance.errors import PreflightError
-from appliance.files import digest_of
 from appliance.gguf.source import gguf_facts
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
@@ -112,42 +110,6 @@ def plan_eager(rollout: Rollout, *, is_cpu: bool, one_flow: bool, experts: bool,
 def is_eager(scheme: Scheme, *, is_cpu: bool, one_flow: bool, experts: bool) -> bool:
     """Return whether an engine runs without CUDA graphs and torch.compile. experts: whether it quantises experts."""
     return is_cpu or one_flow or (experts and scheme.quantised)
-
-
-_OF_A_PROFILE = ("smoothing", "mismatch_budget", "ignore")  # keys of `quantization` that a profile is made by
-
-
-def refuse_other_profile(
-    plan: RunPlan, *, before: ProfilePlan | None, quantization_before: Quantization, profile_file: Path
-) -> None:
-    """Refuse another profile than the run has: it is made, or copied, once, and the rollouts would have the first one's
-    scales. before, quantization_before: as planned when it was made.  profile_file: the run's, which may not be there
-    yet.  Raises PreflightError."""
-    now = plan.profile
-    if now is None or before is None or not profile_file.is_file():
-        return
-    if before.error_budget is not None and not now.source:
-        message = "the run's profile was made with quantization.error_budget, which this version does not have"
-        raise PreflightError(message, hint="finish it with the version that began it, or start a new run")
-    differ = {
-        "rollout.scheme": now.scheme is not before.scheme,
-        "quantization.profile": _is_other_profile(now.source, before=before.source, profile_file=profile_file),
-    }
-    if not now.source:  # one that is named was made without this recipe
-        for key in _OF_A_PROFILE:
-            differ[f"quantization.{key}"] = getattr(plan.quantization, key) != getattr(quantization_before, key)
-    if keys := [key for key, is_other in differ.items() if is_other]:
-        message = f"the run's profile was made with another {', '.join(keys)}, and is made once"
-        raise PreflightError(message, hint="put back what the run has, or start a new run")
-
-
-def _is_other_profile(source: str, *, before: str, profile_file: Path) -> bool:
-    """Whether a profile is another one. A path may differ and name the same: of a run that was moved, or from another
-    folder. profile_file: the run's."""
-    if source == before or not (source and before):
-        return source != before
-    file = Path(source) / profile_file.name if Path(source).is_dir() else Path(source)
-    return digest_of(file) not in ("", digest_of(profile_file))
 
 
 def layers_with_experts(weights: WeightsPlan) -> int:

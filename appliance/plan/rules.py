@@ -13,12 +13,13 @@ from appliance.plan.derive import why_a_pass
 from appliance.plan.engines import layers_with_experts
 from appliance.plan.host import HostFacts
 from appliance.plan.model_source import hub_name
-from appliance.recipe.rules import broken_on_cpu, broken_without_profile
+from appliance.recipe.rules import RULES as OF_RECIPE
+from appliance.recipe.rules import Needs, Rule, judge, scheme_key
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
-from appliance.settings.sections import Backward, Forward
-from appliance.terms.devices import AUTO, CPU, GPUS, gpu_of_product
-from appliance.terms.schemes import Scheme
+from appliance.settings.sections import Attention, Backward, Forward, Quantization
+from appliance.terms.devices import AUTO, CPU, DEVICES, GPUS, gpu_of_product
+from appliance.terms.schemes import PROFILED, Scheme, listed
 from appliance.terms.settings import Dtype, OldLogProbs
 
 HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
@@ -26,19 +27,15 @@ _BF16 = "use `bf16`"
 
 
 def judge_plan(recipe: Recipe, plan: RunPlan, *, host: HostFacts) -> list[Finding]:
-    """Return every fault of the recipe that its plan shows, each with the place where the user wrote it. recipe: one
-    that breaks no rule of recipe/rules.py.  host: that the plan was made for."""
-    # An unknown GPU has another one in its place in the plan, whose kernels say nothing of it.
-    of_the_device = (_automatic_scheme, _forward, _finer_schemes) if not unknown_gpu(recipe, host) else ()
-    findings = [
-        *_unknown_gpu(recipe, host),
-        *_revision(recipe),
-        *_automatic_device(recipe, plan),
-        *_old_log_probs(recipe, plan),
-        *(finding for rule in of_the_device for finding in rule(recipe, plan)),
-        *(faults_of_experts(plan) if layers_with_experts(plan.weights) else ()),
-    ]
-    return [recipe.placed(finding) for finding in findings]
+    """Return every fault of the recipe that it and its plan show, each with the place where the user wrote it. host:
+    that the plan was made for."""
+    return judge(RULES, recipe, plan, host)
+
+
+def knows_device(recipe: Recipe, host: HostFacts) -> bool:
+    """Tell whether the plan is for the device that the recipe means; else it is for another one (build.py), of which
+    nothing needs to be reported."""
+    return recipe.cluster.device in (AUTO, *DEVICES) and not unknown_gpu(recipe, host)
 
 
 def unknown_gpu(recipe: Recipe, host: HostFacts) -> str:
@@ -49,21 +46,29 @@ def unknown_gpu(recipe: Recipe, host: HostFacts) -> str:
     return host.gpus[0].product
 
 
-def _unknown_gpu(recipe: Recipe, host: HostFacts) -> Iterator[Finding]:
+def _unknown_gpu(recipe: Recipe, plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if product := unknown_gpu(recipe, host):
         message = f"`auto` found `{product}`, which this version does not know"
-        yield fault(("cluster.device",), message, "name the most similar GPU in cluster.device, or `cpu`")
+        hint = "name the most similar GPU in cluster.device, or `cpu`"
+        yield fault(("cluster.device",), message, hint, is_of_no_value=True)
 
 
-def _revision(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.model.revision and not hub_name(recipe):
+def _revision(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    if recipe.model.revision and recipe.model.path and not hub_name(recipe):
         message = f"{recipe.model.path} is not a model on the hub"
         yield fault(("model.revision", "model.path"), message, "leave it out")
 
 
-def _automatic_device(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    if recipe.cluster.device == AUTO and plan.is_cpu:  # a device that is named is judged without a plan
-        yield from broken_on_cpu(recipe)
+def _on_cpu(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    """Settings that a CPU cannot carry out."""
+    if not plan.is_cpu:
+        return
+    if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
+        yield fault(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
+    for key in ("offload_parameters", "offload_optimizer"):
+        if getattr(recipe.trainer, key):
+            message = "on a CPU everything is in the host's memory already"
+            yield fault((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")
 
 
 def _old_log_probs(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
@@ -74,26 +79,42 @@ def _old_log_probs(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     yield fault(("trainer.old_log_probs",), f"`update` cannot give them: {reason}", "use `auto`")
 
 
-def _automatic_scheme(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """What `rollout.scheme: auto` has found does not go with; a scheme that is named is judged without a plan."""
-    asked, schemes = recipe.rollout.schemes, plan.rollout.replicas
-    if AUTO not in asked:
+def _without_profile(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    """Settings that only a profile carries out, where none is made."""
+    quantised = [scheme for scheme in plan.rollout.replicas if scheme.quantised]
+    if recipe.quantization.profile != AUTO or not quantised or any(scheme in PROFILED for scheme in quantised):
         return
-    yield from broken_without_profile(recipe, schemes=schemes)
-    automatic = {scheme for scheme, choice in zip(schemes, cycle(asked)) if choice == AUTO}
-    for scheme in automatic:
+    for key in ("smoothing", "mismatch_budget"):
+        value = getattr(recipe.quantization, key)
+        if value and value != Quantization.model_fields[key].default:
+            message = f"it is a setting of profiles, and none is made for `{quantised[0]}`"
+            hint = f"remove it, or use {listed(PROFILED)}"
+            yield fault((f"quantization.{key}", scheme_key(recipe), *_chosen_by(recipe)), message, hint)
+
+
+def _chosen_by(recipe: Recipe) -> tuple[str, ...]:
+    """The key by which schemes are chosen that are not named; none where all of them are."""
+    return ("cluster.device",) if AUTO in recipe.rollout.schemes else ()
+
+
+def _automatic_scheme(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    """What `rollout.scheme: auto` has found does not go with FP16; a scheme that is named is judged without a plan."""
+    asked, schemes = recipe.rollout.schemes, plan.rollout.replicas
+    for scheme in dict.fromkeys(scheme for scheme, choice in zip(schemes, cycle(asked)) if choice == AUTO):
         if recipe.trainer.dtype is Dtype.FP16 and not scheme.spec.in_fp16:
             message = f"`auto` is `{scheme}` on {plan.cluster.device}, which engines have in BF16 alone"
-            keys = ("rollout.replicas" if recipe.rollout.replicas else "rollout.scheme", "trainer.dtype")
+            keys = (scheme_key(recipe), "trainer.dtype", "cluster.device")
             yield fault(keys, message, "use `int8`, or `bf16`, or trainer.dtype: bf16")
 
 
 def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     """The device and the scheme on which the trainer cannot compute as the rollouts do."""
     forward, scheme, key = recipe.trainer.forward, plan.rollout.scheme, ("trainer.forward", "cluster.device")
-    in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
     if forward is Forward.BF16:
         return
+    if other := next((scheme for scheme in plan.rollout.replicas if not forward.knows(scheme)), None):
+        keys = ("trainer.forward", scheme_key(recipe), *_chosen_by(recipe))
+        yield fault(keys, f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
     if not plan.is_cpu and forward is not Forward.ROLLOUT:
         yield fault(key, f"`{forward}` runs on a CPU only", _BF16)
         return
@@ -105,14 +126,18 @@ def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
         yield fault(key, f"`{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")
     if scheme is Scheme.FP8_BLOCK and not _has_block_kernel(plan.cluster.device):
         yield fault(key, f"`{forward}` has a kernel of `fp8-block` on Hopper only", _BF16)
-        if in_fp8:
-            yield fault(("trainer.backward", "cluster.device"), "`fp8-block` has a kernel on Hopper only", _BF16)
-    elif not forward.knows(scheme):
-        keys = ("trainer.forward", "rollout.scheme")
-        yield fault(keys, f"`{forward}` does not know `{scheme}`", "use rollout.scheme: int8")
-    elif in_fp8 and scheme is not Scheme.FP8_BLOCK:
-        keys = ("trainer.backward", "rollout.scheme")
-        yield fault(keys, f"`fp8-block` does not know `{scheme}`", "use rollout.scheme: fp8-block")
+
+
+def _backward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    """The device and the schemes on which gradients cannot be computed as the recipe wants."""
+    if recipe.trainer.backward is not Backward.FP8_BLOCK:
+        return
+    if any(scheme is not Scheme.FP8_BLOCK for scheme in plan.rollout.replicas):
+        message = "`fp8-block` takes the codes of a forward in `fp8-block`"
+        keys = ("trainer.backward", scheme_key(recipe), *_chosen_by(recipe))
+        yield fault(keys, message, "use rollout.scheme: fp8-block, or backward: bf16")
+    elif recipe.trainer.forward is Forward.ROLLOUT and not _has_block_kernel(plan.cluster.device):
+        yield fault(("trainer.backward", "cluster.device"), "`fp8-block` has a kernel on Hopper only", _BF16)
 
 
 def _finer_schemes(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
@@ -125,12 +150,17 @@ def _finer_schemes(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
         if not (has_kernel and forward.knows(scheme)):
             message = f"`raise-precision` leads to `{scheme}`, which `{forward}` cannot compute here"
             remedy = "leave it out, or use trainer.forward: bf16"
-            yield fault(("guard.actions", "trainer.forward"), message, remedy)
+            yield fault(("guard.actions", "trainer.forward", "cluster.device"), message, remedy)
 
 
 def _has_block_kernel(device: str) -> bool:
     """Whether the forward of `fp8-block` runs there: torch has its kernel for Hopper, and we have one for CPUs."""
     return device == CPU or GPUS[device].capability[0] == HOPPER
+
+
+def _experts(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    if layers_with_experts(plan.weights):
+        yield from faults_of_experts(plan)
 
 
 def faults_of_experts(plan: RunPlan) -> Iterator[Finding]:
@@ -142,3 +172,17 @@ def faults_of_experts(plan: RunPlan) -> Iterator[Finding]:
         yield fault(("trainer.dtype",), "engines have experts in BF16 alone", _BF16)
     if plan.trainer.quantises:
         yield fault(("trainer.forward",), f"`{plan.trainer.forward}` does not know experts", _BF16)
+
+
+RULES = (
+    *OF_RECIPE,
+    Rule(_unknown_gpu, Needs.HOST),
+    *(
+        Rule(check, Needs.PLAN)
+        for check in (
+            *(_revision, _on_cpu, _old_log_probs, _without_profile, _automatic_scheme, _forward, _backward),
+            *(_finer_schemes, _experts),
+        )
+    ),
+)
+"""Rules of the recipe, and those that need its plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from appliance.finding import Finding, Severity, error, warning
@@ -51,34 +51,41 @@ _THREADS = 2048  # OpenMP and Ray start some per core, in every process
 _THREADS_PER_CORE = 64
 
 
-def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
-    """Judge a plan on this host: find what prevents it, and what the user should know."""
+def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: bool = True) -> list[Finding]:
+    """Judge a plan on this host: find what prevents it, and what the user should know.
+
+    knows_device: whether the plan is for the device that the recipe means; else nothing is judged that depends on it.
+    """
     model_bytes = bytes_in_bf16(inputs.model_shape, in_files=inputs.model_bytes)
     schemes = list(device.schemes(plan, host))
     is_slow = any(each.code == "scheme-slow" for each in schemes)  # said once, unless `bench` has measured it
     may_gain = inputs.stored is not None or not is_slow
+
+    def of_the_device(findings: Iterable[Finding]) -> Iterable[Finding]:
+        return findings if knows_device else ()
+
     checks = (
         _python(host),
-        judge_stack(plan, host, inputs.stack),
+        of_the_device(judge_stack(plan, host, inputs.stack)),
         judge_limits(host.limits, cores=host.cores, actors=plan.topology.gpus + plan.topology.engines),
         # Who may not write the run root may not write the cache in it: one cause, one finding.
         judge_access(replace(inputs.access, cache_problem="") if host.run_root_problem else inputs.access),
-        _libraries(plan, host),
-        device.wanted(plan, host),
+        of_the_device(_libraries(plan, host)),
+        of_the_device(device.wanted(plan, host)),
         device.attention(plan, host),
-        schemes,
+        of_the_device(schemes),
         device.groups(plan, inputs.model_shape),
-        device.experts(plan, host=host, shape=inputs.model_shape),
+        of_the_device(device.experts(plan, host=host, shape=inputs.model_shape)),
         _profile_and_uaq(inputs),
         device.flow(plan, shape=inputs.model_shape),
-        judge_mismatch(plan, expected=inputs.expected, shape=inputs.model_shape, stored=inputs.stored),
+        of_the_device(judge_mismatch(plan, expected=inputs.expected, shape=inputs.model_shape, stored=inputs.stored)),
         _model(plan, inputs),
         _shape(plan, inputs),
         _vocabulary(inputs),
-        device.parallel(plan, inputs.model_shape),
-        device.memory(plan, host, inputs.model_shape),
+        of_the_device(device.parallel(plan, inputs.model_shape)),
+        of_the_device(device.memory(plan, host, inputs.model_shape)),
         _data(plan, inputs),
-        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored)
+        of_the_device(device.gain(plan, shape=inputs.model_shape, stored=inputs.stored))
         if may_gain and (plan.is_cpu or host.gpus)
         else (),
         _folder(host),
@@ -90,17 +97,17 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
             written=inputs.written,
             to_cache=bytes_to_cache(plan, inputs.model_shape, in_files=inputs.model_bytes),
         ),
-        _memory(plan, host, inputs.model_shape),
-        _shared_memory(plan, host, inputs.model_shape),
+        of_the_device(_memory(plan, host, inputs.model_shape)),
+        of_the_device(_shared_memory(plan, host, inputs.model_shape)),
         _logging(plan, host),
         _sampling(plan, host, inputs.model_shape),
         judge_container(
             host.container,
-            needs_gpu=not plan.is_cpu,
+            needs_gpu=knows_device and not plan.is_cpu,
             num_gpus=len(host.gpus),
             writable=not host.run_root_problem,
         ),
-        device.guard(plan, inputs.model_shape),
+        of_the_device(device.guard(plan, inputs.model_shape)),
     )
     return [finding for check in checks for finding in check]
 

@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from appliance import console, hub
-from appliance.errors import RecipeError
-from appliance.finding import Finding, as_json, lines
-from appliance.plan.build import OriginalPlan, build_plan, resolve
+from appliance.finding import Finding, as_json, lines, refused
+from appliance.plan.build import OriginalPlan, build_plan, planned_recipe, resolve
 from appliance.plan.host import HostFacts
 from appliance.plan.model_shape import model_shape
 from appliance.plan.model_source import hub_name
-from appliance.plan.rules import judge_plan, unknown_gpu
-from appliance.preflight.checks import estimates, judge
+from appliance.plan.rules import RULES as OF_PLAN
+from appliance.plan.rules import judge_plan, knows_device
+from appliance.preflight.checks import estimates
+from appliance.preflight.checks import judge as judge_host
 from appliance.preflight.inputs import InputFacts, look_at_inputs, model_bytes, read_inputs
 from appliance.preflight.probes import read_host
-from appliance.recipe.load import TypedRecipe, concerns, in_order, read_recipe, to_plain, to_yaml
-from appliance.recipe.rules import usable
+from appliance.recipe.load import TypedRecipe, in_order, read_recipe, to_plain, to_yaml
+from appliance.recipe.rules import Needs, Rule, judge
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.plan import Choice, RunPlan
@@ -38,30 +39,29 @@ _LONGEST_VALUE = 28
 
 def load_judged(name_or_path: str, *, sets: Iterable[str] = (), for_this_host: bool = True) -> Recipe:
     """Load the recipe of a command as load_recipe does. Raises RecipeError with everything that is wrong with it, and
-    with the errors that the rest of the recipe has by its model and this host, as far as they show without a child or
-    the network.
+    with the errors that it has by its model and this host, as far as they show without a child or the network.
 
     for_this_host: whether it is to run here, so that what this host lacks counts.
     """
     typed = read_recipe(name_or_path, sets=sets)
-    if not typed.problems:
-        return typed.recipe
-    problems = [*typed.problems, *((error.fact, error.remedy) for error in _errors_of_the_rest(typed, for_this_host))]
-    raise RecipeError(in_order(problems, file=typed.file))
+    if typed.faults:
+        errors = [*typed.faults, *(finding for finding in _look_at(typed, for_this_host) if finding.is_error)]
+        raise refused(in_order(errors, file=typed.file))
+    return typed.recipe
 
 
-def _errors_of_the_rest(typed: TypedRecipe, for_this_host: bool) -> Iterator[Finding]:
-    """Errors of what is left of a recipe when the keys that are wrong with it are put back to their defaults."""
-    if (rest := usable(typed.recipe)) is None:
-        return
-    recipe, put_back = rest
-    run_dir = full_path(recipe.cluster.run_dir) / recipe.name
+def _look_at(typed: TypedRecipe, for_this_host: bool) -> list[Finding]:
+    """Judge a recipe that has faults by its plan, and by what can be read of this host."""
+    recipe, run_dir = typed.recipe, run_dir_of(typed.recipe)
     host = read_host(run_dir.parent)
     plan = resolve(recipe, run_dir=run_dir, host=host)
-    findings = judge_plan(recipe, plan, host=host)
-    if for_this_host:
-        findings += _of_this_host(recipe, plan, host=host, inputs=look_at_inputs(plan))
-    yield from (each for each in findings if each.is_error and not concerns(each, put_back | typed.faulty))
+    inputs = [look_at_inputs(plan)] if for_this_host else []
+    return judge(RULES, recipe, plan, host, *inputs, unreadable=typed.unreadable)
+
+
+def run_dir_of(recipe: Recipe) -> Path:
+    """Return the folder of a run of the recipe's own name, below a folder that can be."""
+    return full_path(planned_recipe(recipe).cluster.run_dir) / recipe.name
 
 
 def examine(
@@ -99,22 +99,22 @@ def examine(
         data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
         date=date,
     )
-    faults = judge_plan(recipe, plan, host=host)
-    if faults:
+    if judge_plan(recipe, plan, host=host):
         inputs = look_at_inputs(plan)
     else:
         profile = find_profile(plan)
         inputs = read_inputs(
             plan, ask_hub=ask_hub, run_code=run_code, read_weights=run_code, host=host, made_profile=profile
         )
-    return plan, host, [*faults, *_of_this_host(recipe, plan, host=host, inputs=inputs)]
+    return plan, host, judge(RULES, recipe, plan, host, inputs)
 
 
-def _of_this_host(recipe: Recipe, plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> Iterator[Finding]:
-    """Preflight's findings, each with its place; but none about a device that stands in for one that is not known."""
-    stand_ins = [("cluster", "device")] if unknown_gpu(recipe, host) else []
-    findings = (recipe.placed(finding) for finding in judge(plan, host=host, inputs=inputs))
-    yield from (finding for finding in findings if not concerns(finding, stand_ins))
+def _on_this_host(recipe: Recipe, plan: RunPlan, host: HostFacts, inputs: InputFacts) -> list[Finding]:
+    return judge_host(plan, host=host, inputs=inputs, knows_device=knows_device(recipe, host))
+
+
+RULES = (*OF_PLAN, Rule(_on_this_host, Needs.INPUTS))
+"""All rules: of the recipe, of its plan, and of this host."""
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from appliance.errors import RecipeError
+from appliance.finding import fault, refused
 
 _SUFFIX = ".yaml"
 _SUFFIXES = (_SUFFIX, ".yml")
@@ -38,12 +39,12 @@ def find(name_or_path: str, *, beside: Path | None = None) -> Path:
         return path
     if name_or_path and os.path.exists(path):  # a folder, a pipe: `<(...)` is one
         hint = "a recipe is a plain file; `appliance recipes ls` lists the shipped ones"
-        raise RecipeError([(f"{path}: not a file", hint)])
+        raise refused([fault((str(path),), "not a file", hint)])
     near = _nearest(name_or_path, beside=beside or Path())
     hint = f"did you mean `{near}`?" if near else "`appliance recipes ls` lists the shipped recipes"
     if "/" in name_or_path or name_or_path.endswith(_SUFFIXES):
-        raise RecipeError([(f"{path}: no such file", hint)])
-    raise RecipeError([(f"{name_or_path}: no shipped recipe has this name, and no file", hint)])
+        raise refused([fault((str(path),), "no such file", hint)])
+    raise refused([fault((name_or_path,), "no shipped recipe has this name, and no file", hint)])
 
 
 def _nearest(name_or_path: str, *, beside: Path) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from pydantic_core import ErrorDetails
 
 from appliance.corrections.registry import correction_of
 from appliance.errors import MOST_SHOWN, RecipeError
-from appliance.finding import Finding
+from appliance.finding import Finding, fault, refuse_faults, refused
 from appliance.recipe import library
-from appliance.recipe.rules import broken_rules
+from appliance.recipe.rules import RULES, judge
 from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.text import (
     FLOAT,
     MAX_BYTES,
     MAX_DEPTH,
     Node,
-    Problem,
     Refused,
     Scalar,
     in_yaml,
@@ -56,12 +55,12 @@ class TypedRecipe:
 
     recipe: Recipe
     """Recipe of the keys that could be read, with the place of each; the other keys have their defaults."""
-    problems: list[Problem]
-    """Problems of the recipe, whatever the host, in the order of the file."""
-    faulty: frozenset[Path_]
+    faults: list[Finding]
+    """What is wrong with the recipe, whatever the host, in the order of the file."""
+    unreadable: frozenset[Path_]
     """Sections and keys that could not be read."""
     file: str
-    """Path of the recipe, as the problems name it."""
+    """Path of the recipe, as the faults name it."""
 
 
 def load_recipe(
@@ -69,8 +68,7 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe as `read_recipe` does. Raises RecipeError with all problems."""
     typed = read_recipe(name_or_path, sets=sets, settings=settings, by_rules=by_rules)
-    if typed.problems:
-        raise RecipeError(typed.problems)
+    refuse_faults(typed.faults)
     return typed.recipe
 
 
@@ -82,19 +80,20 @@ def read_recipe(
     checked; the recipe that a run kept was checked by the rules of its day.  Raises RecipeError for a file that is not
     there, or no YAML mapping."""
     path = library.find(name_or_path)
-    problems: list[Problem] = []
-    tree = _with_parent(read_tree(path, problems), path=path, problems=problems)
-    given = [read_option(option, place=f"--set {option}", problems=problems) for option in sets]
+    faults: list[Finding] = []
+    tree = _with_parent(read_tree(path, faults), path=path, faults=faults)
+    given = [read_option(option, place=f"--set {option}", faults=faults) for option in sets]
     for setting in filter(None, (*settings, *given)):
         node = setting.node
         if len(setting.path) > MAX_DEPTH:
-            problems.append((f"{node.place[:80]}: more than {MAX_DEPTH} levels deep", "a recipe has three levels"))
+            message, hint = f"more than {MAX_DEPTH} levels deep", "a recipe has three levels"
+            faults.append(fault((), message, hint, where=node.place[:80]))
             continue
         for key in reversed(setting.path[1:]):
             node = Node({key: node}, node.place)
         tree = _merged(tree, {setting.path[0]: node})
     tree.setdefault("name", Node(path.stem, str(path)))
-    return _validated(tree, file=str(path), problems=problems, by_rules=by_rules)
+    return _validated(tree, file=str(path), faults=faults, by_rules=by_rules)
 
 
 def files_of(recipe: Path) -> list[Path]:
@@ -147,28 +146,28 @@ def is_written(recipe: Recipe, *, plain: object) -> bool:
 
 
 def read_tree(
-    path: Path, problems: list[Problem], *, what: str = "recipe", hint: str = "see `appliance recipes show reference`"
+    path: Path, faults: list[Finding], *, what: str = "recipe", hint: str = "see `appliance recipes show reference`"
 ) -> dict[str, Node]:
-    """Read the top level of a YAML file. Raises RecipeError when there is none; smaller problems are added to the
+    """Read the top level of a YAML file. Raises RecipeError when there is none; smaller faults are added to the
     list."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RecipeError([(f"{path}: cannot be read: {error.strerror}", "")]) from error
-    root, found = parse(raw, file=str(path))
-    problems.extend(found)
+        raise refused([fault((str(path),), f"cannot be read: {error.strerror}")]) from error
+    root, faults_of_text = parse(raw, file=str(path))
+    faults.extend(faults_of_text)
     if root is None:
-        raise RecipeError(problems)
+        raise refused(faults)
     if root.value is None:
         return {}
     if not isinstance(root.value, dict):
-        raise RecipeError([*problems, (f"{root.place}: a {what} is a mapping of keys", hint)])
+        raise refused([*faults, fault((), f"a {what} is a mapping of keys", hint, where=root.place)])
     return root.value
 
 
 def _with_parent(
-    tree: dict[str, Node], *, path: Path, problems: list[Problem], above: tuple[Path, ...] = ()
+    tree: dict[str, Node], *, path: Path, faults: list[Finding], above: tuple[Path, ...] = ()
 ) -> dict[str, Node]:
     """Merge the tree with what it extends, which lies below it. above: the files that lead here, each of which extends
     the next. Where the parent is refused, every key that it might have set is refused as well, so that no rule misses
@@ -180,11 +179,11 @@ def _with_parent(
     try:
         parent_path = _parent(extends.value, chain=chain)
     except RecipeError as error:
-        problems.extend((f"{extends.place}: extends: {message}", hint) for message, hint in error.problems)
+        faults.extend(fault(("extends",), message, hint, where=extends.place) for message, hint in error.problems)
         refused = Node(Refused.VALUE, extends.place)
         sections = {name: dict.fromkeys(section.model_fields, refused) for name, section in SECTIONS.items()}
         return _merged({name: Node(fields, extends.place) for name, fields in sections.items()}, tree)
-    parent = _with_parent(read_tree(parent_path, problems), path=parent_path, problems=problems, above=chain)
+    parent = _with_parent(read_tree(parent_path, faults), path=parent_path, faults=faults, above=chain)
     parent.pop("name", None)
     return _merged(parent, tree)
 
@@ -215,23 +214,24 @@ def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
     return merged
 
 
-def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting | None:
-    """Read `dotted.key=value` as a setting; None where it is none, with a problem added to the list. place: where
+def read_option(option: str, *, place: str, faults: list[Finding]) -> Setting | None:
+    """Read `dotted.key=value` as a setting; None where it is none, with a fault added to the list. place: where
     messages say it was written."""
     key, equals, text = option.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or odd_character(key):
-        problems.append((f"{place}: expected KEY=VALUE", "such as --set optimizer.learning_rate=1e-6"))
+        faults.append(fault((), "expected KEY=VALUE", "such as --set optimizer.learning_rate=1e-6", where=place))
         return None
     if path[0] == "extends":
-        problems.append((f"{place}: `extends` cannot be set here", "write it into a recipe file"))
+        faults.append(fault((), "`extends` cannot be set here", "write it into a recipe file", where=place))
         return None
     if not text.strip():  # as `key:` in a file
         return Setting(path, Node(None, place))
-    node, found = parse(text.encode("utf-8", "surrogatepass"), file=place)
-    problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
-    if not found and (comment := _comment(text)):
-        problems.append((f"{place}: `{comment[:40]}` would be a comment, and left out", "put the value into quotes"))
+    node, faults_of_text = parse(text.encode("utf-8", "surrogatepass"), file=place)
+    faults.extend(replace(finding, where=place) for finding in faults_of_text)
+    if not faults_of_text and (comment := _comment(text)):
+        message = f"`{comment[:40]}` would be a comment, and left out"
+        faults.append(fault((), message, "put the value into quotes", where=place))
     return Setting(path, _placed(node or Node(Refused.VALUE, place), place=place))
 
 
@@ -261,29 +261,22 @@ def _placed(node: Node, *, place: str) -> Node:
 # A tree to a recipe
 
 
-def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem], by_rules: bool) -> TypedRecipe:
-    """Make the recipe, and add the problems of its keys. Rules are checked on what is left when faulty keys are taken
+def _validated(tree: dict[str, Node], *, file: str, faults: list[Finding], by_rules: bool) -> TypedRecipe:
+    """Make the recipe, and add the faults of its keys. Rules are checked on what is left when unreadable keys are taken
     out."""
     tree = {name: node for name, node in tree.items() if name not in SECTIONS or node.value is not None}
     tree = _without_replaced(tree)
-    faulty: set[Path_] = set()
+    unreadable: set[Path_] = set()
     try:
-        recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
+        recipe = Recipe.model_validate(_plain(tree, unreadable=unreadable))
     except ValidationError as error:
-        faulty |= _explain_all(error, tree=tree, file=file, problems=problems)
-        recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
+        unreadable |= _explain_all(error, tree=tree, file=file, faults=faults)
+        recipe = Recipe.model_validate(_plain(tree, unreadable=unreadable))
     places, shipped = _own_places(tree, file=file)
     recipe = recipe.at(places, shipped=shipped)
-    for finding in map(recipe.placed, broken_rules(recipe) if by_rules else ()):
-        if not concerns(finding, faulty):
-            problems.append((finding.fact, finding.remedy))
-    return TypedRecipe(recipe, in_order(problems, file=file), frozenset(faulty), file=file)
-
-
-def concerns(finding: Finding, keys: Collection[Path_]) -> bool:
-    """Tell whether a finding is about one of the keys, or about something below one."""
-    paths = [tuple(key.split(".")) for key in finding.keys]
-    return any(path[: len(key)] == key for path in paths for key in keys)
+    if by_rules:
+        faults += judge(RULES, recipe, unreadable=unreadable)
+    return TypedRecipe(recipe, in_order(faults, file=file), frozenset(unreadable), file=file)
 
 
 def _places(level: Scalar | list[Node] | dict[str, Node] | Refused, path: Path_ = ()) -> Iterator[tuple[str, str]]:
@@ -321,24 +314,27 @@ def _without_replaced(tree: dict[str, Node]) -> dict[str, Node]:
     return tree
 
 
-def _plain(level: Any, *, faulty: set[Path_], path: Path_ = ()) -> Any:
-    """Return values without their places, and without faulty keys; the keys of refused values are added to `faulty`."""
+def _plain(level: Any, *, unreadable: set[Path_], path: Path_ = ()) -> Any:
+    """Return values without their places, and without unreadable keys, to which the keys of refused values are
+    added."""
     if isinstance(level, dict):
         values = {}
         for key, node in level.items():
             at = (*path, key)
             if node.value is Refused.VALUE:
-                faulty.add(at[:2])
-            elif at not in faulty:
-                values[key] = _plain(node.value, faulty=faulty, path=at)
+                unreadable.add(at[:2])
+            elif at not in unreadable:
+                values[key] = _plain(node.value, unreadable=unreadable, path=at)
         return values
     if isinstance(level, list):
-        return [_plain(node.value, faulty=faulty, path=path) for node in level if node.value is not Refused.VALUE]
+        return [
+            _plain(node.value, unreadable=unreadable, path=path) for node in level if node.value is not Refused.VALUE
+        ]
     return level
 
 
-def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, problems: list[Problem]) -> set[Path_]:
-    """Add a problem per error, and return the paths of the faulty keys. What nobody will see is not explained: each
+def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, faults: list[Finding]) -> set[Path_]:
+    """Add a fault per error, and return the paths of the unreadable keys. What nobody will see is not explained: each
     explanation looks for a similar name."""
     errors = []
     for details in error.errors(include_url=False):
@@ -346,23 +342,23 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
             continue  # a list is short of its faulty values, which have errors of their own
         path = tuple(str(part) for part in details["loc"] if part != "[key]")  # pydantic's mark of a key
         place = _place(tree, path[:-1] if details["type"] == "missing" else path, file=file)
-        errors.append((f"{place}: {'.'.join(path)}", path, details))
+        errors.append((place, path, details))
     errors.sort(key=lambda placed: line_of(placed[0], file=file))
-    for number, (key, _, details) in enumerate(errors):
+    for number, (place, path, details) in enumerate(errors):
         message, hint = explain(details) if number < MOST_SHOWN else (details["msg"], "")
-        problems.append((f"{key}: {message}", hint))
+        faults.append(fault((".".join(path),), message, hint, where=place))
     return {path[:2] for _, path, _ in errors}
 
 
-def in_order(problems: Iterable[Problem], *, file: str) -> list[Problem]:
-    """Sort problems by their lines in the file, each problem once; problems of other places come last, in their own
+def in_order(findings: Iterable[Finding], *, file: str) -> list[Finding]:
+    """Sort findings by their lines in the file, each finding once; those of other places come last, in their own
     order."""
-    return sorted(dict.fromkeys(problems), key=lambda problem: line_of(problem[0], file=file))
+    return sorted(dict.fromkeys(findings), key=lambda finding: line_of(finding.where, file=file))
 
 
-def line_of(message: str, *, file: str) -> tuple[int, int]:
-    """Return a sort key: the line of a message in the recipe's own file; messages about other places come last."""
-    number = message.removeprefix(f"{file}:").partition(":")[0] if message.startswith(f"{file}:") else ""
+def line_of(where: str, *, file: str) -> tuple[int, int]:
+    """Return a sort key: the line of a place in the recipe's own file; other places come last."""
+    number = where.removeprefix(f"{file}:") if where.startswith(f"{file}:") else ""
     return (0, int(number)) if number.isdigit() else (1, 0)
 
 

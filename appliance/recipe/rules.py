@@ -1,20 +1,23 @@
-"""What one key cannot say of another: rules over a whole recipe, which need nothing else. Pure; each broken one is a
-finding that names the keys it concerns."""
+"""Rules: what one key cannot say of another. Here are those over a whole recipe, which need nothing else, and `judge`,
+which runs them and the rules of plan/rules.py and preflight/. Pure; each broken one is a finding that names the keys it
+concerns."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
 from operator import attrgetter
 from pathlib import PurePath
 
 from appliance.corrections.registry import METHODS
-from appliance.finding import Finding, fault
+from appliance.finding import Finding, concerns, fault
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.objective import broken_objective
-from appliance.recipe.schema import NAMED, SECTIONS, Recipe
+from appliance.recipe.schema import Recipe
 from appliance.recipe.text import in_yaml, path_problem, pattern_problem
 from appliance.settings.sections import (
     Algorithm,
@@ -23,15 +26,14 @@ from appliance.settings.sections import (
     Backward,
     Correction,
     Forward,
-    Quantization,
     Reward,
     Task,
 )
 from appliance.tasks.library import BUILT_IN_MODELS, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own_task import template_parts
 from appliance.tasks.rewards import BUILT_IN
-from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
-from appliance.terms.schemes import PROFILED, Scheme, listed
+from appliance.terms.devices import AUTO, DEVICES, why_outgrown
+from appliance.terms.schemes import Scheme, listed
 from appliance.terms.settings import OldLogProbs
 
 PATHS = (
@@ -42,30 +44,42 @@ OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "r
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def broken_rules(recipe: Recipe) -> list[Finding]:
-    """Return every rule that the recipe breaks, in the order of the file's sections."""
-    rules = (_model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
-    rules = (*rules, _batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
-    return [broken for rule in rules for broken in rule(recipe)]
+class Needs(IntEnum):
+    """What a rule is given: the facts up to this one, in this order."""
+
+    RECIPE = 1
+    PLAN = 2
+    """RunPlan of the recipe."""
+    HOST = 3
+    """HostFacts of the host that the plan was made on."""
+    INPUTS = 4
+    """InputFacts: what preflight has read."""
 
 
-def usable(recipe: Recipe) -> tuple[Recipe, frozenset[tuple[str, ...]]] | None:
-    """Return a recipe that breaks no rule, so that the rest of it can be judged, and the keys or whole sections that
-    were put back to their defaults for it: all those that broken rules concern. None where that is not enough."""
-    put_back = set[tuple[str, ...]]()
-    for depth in (2, 2, 1, 1):  # single keys first, then sections
-        if not (broken := broken_rules(recipe)):
-            return recipe, frozenset(put_back)
-        paths = {tuple(key.split(".")[:depth]) for finding in broken for key in finding.keys}
-        put_back |= paths
-        sections = {}
-        for name in {path[0] for path in paths}:
-            usual = SECTIONS[name].model_validate(NAMED.get(name, {}))
-            keys = [path[1] for path in paths if path[0] == name and len(path) > 1]
-            update = {key: getattr(usual, key) for key in keys}
-            sections[name] = getattr(recipe, name).model_copy(update=update) if keys else usual
-        recipe = recipe.model_copy(update=sections)
-    return None
+@dataclass(frozen=True)
+class Rule:
+    """A rule: the function that yields a finding for each way in which it is broken, and what that function needs."""
+
+    check: Callable[..., Iterable[Finding]]
+    needs: Needs = Needs.RECIPE
+
+
+def judge(
+    rules: Iterable[Rule], recipe: Recipe, *facts: object, unreadable: Collection[tuple[str, ...]] = ()
+) -> list[Finding]:
+    """Return what breaks the rules, in their order, each finding once and with the place where the user wrote it. Rules
+    that need more facts than are given are left out.
+
+    facts: as many of those of Needs after the recipe as there are, in that order.  unreadable: keys of the recipe whose
+    values could not be read. What was found about these, and about the keys of a finding `is_of_no_value`, is not
+    reported: it would be about another value.
+    """
+    given = (recipe, *facts)
+    findings = [finding for rule in rules if rule.needs <= len(given) for finding in rule.check(*given[: rule.needs])]
+    findings = [finding for finding in findings if not concerns(finding, unreadable)]
+    without_value = {tuple(key.split(".")) for finding in findings if finding.is_of_no_value for key in finding.keys}
+    reported = [finding for finding in findings if finding.is_of_no_value or not concerns(finding, without_value)]
+    return list(dict.fromkeys(map(recipe.placed, reported)))
 
 
 def _model(recipe: Recipe) -> Iterator[Finding]:
@@ -73,11 +87,13 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
     if model.path and model.builtin:
         yield fault(keys, "`path` and `builtin` exclude each other", "set one of them to null")
     if not model.path and not model.builtin:
-        yield fault(keys, "no model is named", f"give `path`, or `builtin: {next(iter(TINY_MODELS))}`")
+        hint = f"give `path`, or `builtin: {next(iter(TINY_MODELS))}`"
+        yield fault(keys, "no model is named", hint, is_of_no_value=True)
     if model.builtin and model.revision:
         yield fault(("model.revision",), "a built-in model has none", "leave it out, or set model.builtin to null")
     if model.builtin and model.builtin not in BUILT_IN_MODELS:
-        yield fault(("model.builtin",), f"unknown value `{model.builtin}`", f"use {listed(BUILT_IN_MODELS)}")
+        message, hint = f"unknown value `{model.builtin}`", f"use {listed(BUILT_IN_MODELS)}"
+        yield fault(("model.builtin",), message, hint, is_of_no_value=True)
     elif model.builtin and recipe.task.longest > (most := BUILT_IN_MODELS[model.builtin].max_positions):
         message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
         yield fault(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
@@ -160,12 +176,13 @@ def _val_sets(task: Task) -> Iterator[Finding]:
 def _own_task(task: Task) -> Iterator[Finding]:
     if not task.train_file and not task.data:
         keys = ("task.train_file", "task.data")
-        yield fault(keys, "a task of your own needs problems", "give task.train_file, or a data set as task.data")
+        hint = "give task.train_file, or a data set as task.data"
+        yield fault(keys, "a task of your own needs problems", hint, is_of_no_value=True)
     if task.train_file and task.data:
         yield fault(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
     if task.data and not _DATA_SET.fullmatch(task.data):
         hint = "a data set of the hub is `owner/name`; a file is task.train_file"
-        yield fault(("task.data",), f"`{task.data}` is no name of a data set", hint)
+        yield fault(("task.data",), f"`{task.data}` is no name of a data set", hint, is_of_no_value=True)
     for key in ("config", "split"):
         if not task.data and getattr(task, key) != Task.model_fields[key].default:
             message = "it is for a data set on the hub, and `data` names none"
@@ -180,7 +197,7 @@ def _own_code(task: Task) -> Iterator[Finding]:
         yield fault(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
         hint = "give some, such as [{name: math}]; docs/own-task.md has them all"
-        yield fault(("task.rewards",), "a task of your own needs rewards", hint)
+        yield fault(("task.rewards",), "a task of your own needs rewards", hint, is_of_no_value=True)
     elif not any(each.weight for each in task.rewards):
         yield fault(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
     timed = [each.name for each in task.rewards if each.name in BUILT_IN and BUILT_IN[each.name].most_s]
@@ -189,9 +206,10 @@ def _own_code(task: Task) -> Iterator[Finding]:
         hint = f"give task.reward_timeout_s more than {most_s:g}"
         yield fault(("task.reward_timeout_s", "task.rewards"), message, hint)
     for each in task.rewards:
-        yield from (fault(("task.rewards",), message, hint) for message, hint in _broken_reward(each))
+        for message, hint in _broken_reward(each):
+            yield fault(("task.rewards",), message, hint, is_of_no_value=True)
     if task.tools and (why := _no_code(task.tools)):
-        yield fault(("task.tools",), *why)
+        yield fault(("task.tools",), *why, is_of_no_value=True)
 
 
 def _no_code(file: str) -> tuple[str, str] | None:
@@ -269,18 +287,14 @@ def _rollout(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _one_flow(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse in one flow what the trainer's form of that forward does not have. `plan/rules.py` asks for the device."""
+    """Refuse in one flow what the trainer's form of that forward does not have. `plan/rules.py` asks for what `auto`
+    may choose: the scheme and the device."""
     key, backward, schemes = "trainer.forward", "trainer.backward", _named_schemes(recipe)
     in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
-    if in_fp8 and any(each is not Scheme.FP8_BLOCK for each in schemes):
-        message = "`fp8-block` takes the codes of a forward in `fp8-block`"
-        yield fault((backward, _scheme_key(recipe)), message, "use rollout.scheme: fp8-block, or backward: bf16")
     if in_fp8 and recipe.trainer.forward is not Forward.ROLLOUT:
         yield fault((backward, key), "`fp8-block` needs the rollouts' forward", "use trainer.forward: rollout")
     if (forward := recipe.trainer.forward) is Forward.BF16:
         return
-    if other := next((each for each in schemes if not forward.knows(each)), None):
-        yield fault((key, _scheme_key(recipe)), f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
     if len({*schemes}) > 1:
         yield fault((key, "rollout.replicas"), f"`{forward}` computes in one scheme, not in several", "name one scheme")
     refused = {
@@ -312,7 +326,8 @@ def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:
         yield fault(("guard.actions", key), message, f"remove `tighten`, {hint}")
 
 
-def _scheme_key(recipe: Recipe) -> str:
+def scheme_key(recipe: Recipe) -> str:
+    """Return the key that names the schemes of the engines."""
     return "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"
 
 
@@ -333,22 +348,6 @@ def _quantization(recipe: Recipe) -> Iterator[Finding]:
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
                 message = f"it comes from the profile, and `profile` {has}"
                 yield fault((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
-    if AUTO not in recipe.rollout.schemes:
-        yield from broken_without_profile(recipe, schemes=_named_schemes(recipe))
-
-
-def broken_without_profile(recipe: Recipe, *, schemes: Sequence[Scheme]) -> Iterator[Finding]:
-    """Yield the settings that only a profile carries out, where none is made. `plan/rules.py` asks again when `auto`
-    has chosen a scheme."""
-    quantised = [scheme for scheme in schemes if scheme.quantised]
-    if recipe.quantization.profile != "auto" or not quantised or any(each in PROFILED for each in quantised):
-        return
-    for key in ("smoothing", "mismatch_budget"):
-        value = getattr(recipe.quantization, key)
-        if value and value != Quantization.model_fields[key].default:
-            message = f"it is a setting of profiles, and none is made for `{quantised[0]}`"
-            hint = f"remove it, or use {listed(PROFILED)}"
-            yield fault((f"quantization.{key}", _scheme_key(recipe)), message, hint)
 
 
 def _correction(recipe: Recipe) -> Iterator[Finding]:
@@ -468,7 +467,7 @@ def _length(recipe: Recipe) -> Iterator[Finding]:
     if trainer.steps and trainer.epochs:
         yield fault(keys, "`steps` and `epochs` exclude each other", "set one of them to null")
     if not trainer.steps and not trainer.epochs:
-        yield fault(keys, "the length of the training is not given", "give `steps` or `epochs`")
+        yield fault(keys, "the length of the training is not given", "give `steps` or `epochs`", is_of_no_value=True)
     if trainer.epochs and not recipe.task.train_size:
         yield fault(("trainer.epochs", "task.train_size"), "`epochs` needs task.train_size", "give it, or `steps`")
     if recipe.topology.gpus % trainer.sequence_parallel:
@@ -479,7 +478,7 @@ def _length(recipe: Recipe) -> Iterator[Finding]:
 def _guard(recipe: Recipe) -> Iterator[Finding]:
     quantised = set(recipe.rollout.schemes) - {Scheme.BF16}
     if Action.RAISE_PRECISION in (recipe.guard.actions or ()):
-        keys = ("guard.actions", _scheme_key(recipe))
+        keys = ("guard.actions", scheme_key(recipe))
         if not quantised:
             yield fault(keys, "rollouts in BF16 have no precision to raise", "remove `raise-precision`")
         elif len(quantised) > 1:
@@ -511,34 +510,32 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
         near = difflib.get_close_matches(device.lower(), DEVICES, n=1)
         use = f"use one of {listed((AUTO, *DEVICES))}"
         hint = f"did you mean `{near[0]}`? {use}" if near else use
-        yield fault(("cluster.device",), f"unknown value `{device}`", hint)
+        yield fault(("cluster.device",), f"unknown value `{device}`", hint, is_of_no_value=True)
         return
     for scheme in dict.fromkeys(_named_schemes(recipe)):
         if why := why_outgrown(scheme, device=device):
-            yield fault((_scheme_key(recipe), "cluster.device"), why, "use `fp8`, or `bf16`")
-    if device == CPU:
-        yield from broken_on_cpu(recipe)
-
-
-def broken_on_cpu(recipe: Recipe) -> Iterator[Finding]:
-    """Yield the settings that a CPU cannot carry out. `plan/rules.py` asks again when `auto` has chosen a CPU."""
-    if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
-        yield fault(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
-    for key in ("offload_parameters", "offload_optimizer"):
-        if getattr(recipe.trainer, key):
-            message = "on a CPU everything is in the host's memory already"
-            yield fault((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")
+            yield fault((scheme_key(recipe), "cluster.device"), why, "use `fp8`, or `bf16`")
 
 
 def _texts(recipe: Recipe) -> Iterator[Finding]:
     for key in PATHS:
         value = attrgetter(key)(recipe)
         if value and (why := path_problem(value)):
-            yield fault((key,), why, "correct the path")
+            yield fault((key,), why, "correct the path", is_of_no_value=True)
     for name, each in recipe.task.val_sets.items():
         if each.file and (why := path_problem(each.file)):
-            yield fault((f"task.val_sets.{name}.file",), why, "correct the path")
+            yield fault((f"task.val_sets.{name}.file",), why, "correct the path", is_of_no_value=True)
     for rule in recipe.quantization.ignore:
         if rule.startswith("re:") and (why := pattern_problem(rule[3:])):
             message = f"`{rule[:60]}` is not a regular expression: {why}"
             yield fault(("quantization.ignore",), message, "correct it")
+
+
+RULES = tuple(
+    Rule(check)
+    for check in (
+        *(_model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo),
+        *(_batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts),
+    )
+)
+"""Rules that need the recipe alone, in the order of the file's sections."""

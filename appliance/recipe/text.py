@@ -19,6 +19,8 @@ from pathlib import Path
 
 import yaml
 
+from appliance.finding import Finding, fault
+
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 8
 MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255  # Linux takes 4096 and 255; a run needs some below it
@@ -33,7 +35,6 @@ FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 Scalar = None | bool | int | float | str
-Problem = tuple[str, str]
 
 
 class Refused(Enum):
@@ -82,30 +83,31 @@ def odd_character(text: str) -> str:
     return next((f"U+{ord(each):04X}" for each in text if unicodedata.category(each) in ("Cc", "Cs")), "")
 
 
-def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
-    """Read the tree and every problem on the way; no tree when the document cannot be read at all. file: how messages
+def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Finding]]:
+    """Read the tree and every fault on the way; no tree when the document cannot be read at all. file: how messages
     call the text."""
     if len(raw) > MAX_BYTES:
-        return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe may have", "is this a recipe?")]
+        message = f"more than {MAX_BYTES} bytes, the most that a recipe may have"
+        return None, [fault((), message, "is this a recipe?", where=file)]
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        return None, [(f"{file}:{line}: not UTF-8 text", "save the file as UTF-8")]
+        return None, [fault((), "not UTF-8 text", "save the file as UTF-8", where=f"{file}:{line}")]
     reader = _Reader(file=file)
     try:
         tree = reader.document(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}:{mark.line + 1}" if mark else file
-        return None, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", _WRITE)]
+        return None, [*reader.faults, fault((), f"not YAML: {error.problem or error.context}", _WRITE, where=where)]
     except yaml.YAMLError as error:
-        return None, [*reader.problems, (f"{file}: not YAML: {str(error).splitlines()[0]}", "")]
+        return None, [*reader.faults, fault((), f"not YAML: {str(error).splitlines()[0]}", where=file)]
     except (ValueError, OverflowError):  # PyYAML's own: the number of an escape or of a %YAML line
-        return None, [*reader.problems, (f"{file}: not YAML: an escape that stands for no character", "")]
+        return None, [*reader.faults, fault((), "not YAML: an escape that stands for no character", where=file)]
     except _TooDeep:
-        return None, reader.problems
-    return tree, reader.problems
+        return None, reader.faults
+    return tree, reader.faults
 
 
 class _Reader:
@@ -113,7 +115,7 @@ class _Reader:
 
     def __init__(self, *, file: str) -> None:
         self.file = file
-        self.problems: list[Problem] = []
+        self.faults: list[Finding] = []
 
     def document(self, text: str) -> Node:
         self._events = yaml.parse(text, Loader=yaml.SafeLoader)
@@ -132,8 +134,8 @@ class _Reader:
         return f"{self.file}:{event.start_mark.line + 1}"
 
     def _refuse(self, event: yaml.Event, message: str, hint: str, *, path: tuple[str, ...] = ()) -> None:
-        key = f"{'.'.join(path)}: " if path else ""
-        self.problems.append((f"{self._place(event)}: {key}{message}", hint))
+        keys = (".".join(path),) if path else ()
+        self.faults.append(fault(keys, message, hint, where=self._place(event)))
 
     def _node(self, event: yaml.Event, *, path: tuple[str, ...]) -> Node:
         if len(path) > MAX_DEPTH:

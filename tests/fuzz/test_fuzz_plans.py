@@ -21,7 +21,6 @@ from plans import DISK, HOST
 from pydantic import ValidationError
 
 from appliance import hub
-from appliance.errors import RecipeError
 from appliance.finding import refuse_faults
 from appliance.plan.build import resolve
 from appliance.plan.host import HostFacts, HostGpu
@@ -106,8 +105,7 @@ def changes(draw: st.DrawFn) -> dict[str, Any]:
 def plan(file: Path, *, host: int) -> RunPlan:
     typed = read_recipe(str(file))
     resolved = judged(typed.recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])
-    if typed.problems:
-        raise RecipeError(typed.problems)
+    refuse_faults(typed.faults)
     return resolved
 
 
@@ -154,7 +152,7 @@ VALUES = (
     *([], [0.5], [0.5, 2.0], ["re:("], ["re:a{99999999999}", "lm_head"], ["fp8", "auto", "bf16"], ["int8"] * 3),
     *([{"name": "math"}], [{"name": "math"}, {"name": "rewards.py:score", "weight": 0.0}], [{"name": "judge"}]),
     *({"a": {}}, {"a": {"size": 3}, "b": {"file": "b.jsonl", "samples": 4}}, {"rank": 8, "targets": ["q_proj"] * 2}),
-    *([0.9, 0.999], "10.0.0.7:6379", 29500, ["trackio", "tensorboard"], "owner/name:x", "a" * 40),
+    *("x" * 300, [0.9, 0.999], "10.0.0.7:6379", 29500, ["trackio", "tensorboard"], "owner/name:x", "a" * 40),
 )
 
 

@@ -164,9 +164,8 @@ def test_findings_of_check_are_text(room: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("appliance.launch.command.examine", lambda *_, **__: (made, HOST, found))
     monkeypatch.chdir(room)
     with strict_stdout() as printed:
-        recipe = load_recipe("arithmetic-tiny-int8")
-        run_check(recipe, typed="arithmetic-tiny-int8", json_mode=False)
-        run_plan(recipe, name=None, full=False, json_mode=False)
+        run_check("arithmetic-tiny-int8", json_mode=False)
+        run_plan(load_recipe("arithmetic-tiny-int8"), name=None, full=False, json_mode=False)
         text = printed()
     assert text.count(SHOWN) == 6
     assert not set(text) & set("\x1b\x07\u202e\ud800")

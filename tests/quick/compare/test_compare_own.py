@@ -83,7 +83,8 @@ def test_the_margin_is_in_the_unit_of_the_rewards(folder: Path) -> None:
         (
             "model.builtin: tiny-calculator, task.tools: rewards.py",
             (
-                "r.yaml: task.tools: in the final validation of a comparison the model speaks once, and calls nothing",
+                "c.yaml:4: task.tools: "
+                "in the final validation of a comparison the model speaks once, and calls nothing",
                 "compare a recipe without tools",
             ),
         ),
@@ -100,7 +101,7 @@ def test_several_validations_are_not_compared(folder: Path) -> None:
     Path("r.yaml").write_text(RECIPE.replace("  truth", "  val_sets: {all: {size: 9}}\n  truth"))
     with pytest.raises(RecipeError) as caught:
         planned()
-    message = "r.yaml: task.val_sets: a comparison validates once, on `validation` problems that all arms share"
+    message = "r.yaml:7: task.val_sets: a comparison validates once, on `validation` problems that all arms share"
     hint = "compare a recipe without them: task.val_file may be the file of one of them"
     assert caught.value.problems == [(message, hint)]
 

@@ -1,10 +1,14 @@
 import re
+from pathlib import Path
 
 import pytest
+from plans import HOST
 
 from appliance.corrections.registry import CorrectionMethod
-from appliance.errors import RecipeError
-from appliance.recipe.load import load_recipe
+from appliance.plan.build import resolve
+from appliance.plan.rules import RULES
+from appliance.recipe.load import in_order, load_recipe, read_recipe
+from appliance.recipe.rules import judge
 
 ICEPOP = ("correction.method=icepop", "correction.cap=null")
 REUSES = ("trainer.forward=rollout", "trainer.old_log_probs=rollout")
@@ -13,9 +17,11 @@ EMULATED, TWO_ENGINES = "quantization.emulate=true", "cluster.gpus_per_node=2"
 
 
 def problems_of(*sets: str) -> list[tuple[str, str]]:
-    with pytest.raises(RecipeError) as raised:
-        load_recipe("arithmetic-tiny-int8", sets=sets)
-    return raised.value.problems
+    """The faults of the recipe and of its plan, each of them once."""
+    typed = read_recipe("arithmetic-tiny-int8", sets=sets)
+    plan = resolve(typed.recipe, run_dir=Path("/runs/a-1"), host=HOST)
+    faults = [*typed.faults, *judge(RULES, typed.recipe, plan, HOST, unreadable=typed.unreadable)]
+    return [(finding.fact, finding.remedy) for finding in in_order(faults, file=typed.file)]
 
 
 def without_place(message: str) -> str:

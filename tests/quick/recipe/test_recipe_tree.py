@@ -6,7 +6,8 @@ WRITE = "close brackets and quotes, indent with spaces, put a text with `: ` or 
 
 
 def problems_of(text: str | bytes) -> list[tuple[str, str]]:
-    return parse(text if isinstance(text, bytes) else text.encode(), file="r.yaml")[1]
+    faults = parse(text if isinstance(text, bytes) else text.encode(), file="r.yaml")[1]
+    return [(finding.fact, finding.remedy) for finding in faults]
 
 
 @pytest.mark.parametrize(

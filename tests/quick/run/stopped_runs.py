@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.launch.resume import Resume, Target, find_start, find_target, original_plan
+from appliance.launch.resume import Resume, Target, find_misfits, find_start, find_target, original_plan
 from appliance.plan.build import OriginalPlan
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
@@ -92,6 +92,11 @@ def events(run_dir: Path, kind: str) -> list[tuple[str, str]]:
 
 def resumed(run_dir: Path) -> Resume:
     return find_start(target_of(run_dir))
+
+
+def misfits(run_dir: Path, plan: RunPlan) -> list[tuple[str, str]]:
+    """What this plan cannot continue the run for: (fact, remedy)."""
+    return [(finding.fact, finding.remedy) for finding in find_misfits(resumed(run_dir), plan=plan)]
 
 
 def is_free(run_dir: Path) -> bool:

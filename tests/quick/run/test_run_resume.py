@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import shlex
@@ -13,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from plans import HOST
-from stopped_runs import events, recipe, resumed, save, stopped, target_of, without_pace
+from stopped_runs import events, misfits, recipe, resumed, save, stopped, target_of, without_pace
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import refuse_faults
 from appliance.launch import command
 from appliance.launch.changes import CHANGES, REMEDIES, Change, change_of
 from appliance.launch.resume import (
@@ -23,12 +23,12 @@ from appliance.launch.resume import (
     Target,
     begin_attempt,
     cache_of,
+    find_misfits,
     find_start,
     find_target,
     is_done,
     original_plan,
     refuse_changes,
-    refuse_misfit,
 )
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight import report
@@ -220,22 +220,44 @@ def test_the_keys_that_may_change_are_these_and_no_others() -> None:
 
 # what does not fit
 
+OTHER_PROBLEMS = "task: the training problems are not those that the run began with"
+
 
 def test_another_number_of_ranks_is_said(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
     save(run_dir, 3, world_size=2)
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(resumed(run_dir), plan=plan)
-    assert caught.value.message == "global_step_3 was saved by 2 ranks, the plan has 1"
+    remedy = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
+    fact = "cluster.gpus_per_node: global_step_3 was saved by 2 ranks, the plan has 1"
+    assert misfits(run_dir, plan) == [(fact, remedy)]
 
 
 def test_fewer_steps_than_were_made_are_refused(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path, steps=2)
     run_dir = stopped(plan)
     save(run_dir, 3)
-    with pytest.raises(PreflightError, match=r"global_step_3 is later than trainer\.steps, 2"):
-        refuse_misfit(resumed(run_dir), plan=plan)
+    remedy = "set trainer.steps to 3 at least, or name an older checkpoint"
+    assert misfits(run_dir, plan) == [("trainer.steps: global_step_3 is later than the last step, 2", remedy)]
+
+
+def test_all_misfits_are_reported_at_once_each_with_its_place(tmp_path: Path, small_plan: Callable) -> None:
+    """Wrong settings have the line or option where they were written, and make the exit code that of a recipe."""
+    plan = small_plan(tmp_path, steps=2)
+    run_dir = stopped(plan)
+    mark = {"scale": 1.5, "model": "/m", "model_hash": "aa", "norms": 9, "schema_version": 1}
+    save(run_dir, 3, world_size=2, files={"actor/scaler.json": b"{}", "uaq.json": json.dumps(mark).encode()})
+    typed = recipe("trainer.steps=2", "cluster.gpus_per_node=1")
+    found = [typed.placed(finding) for finding in find_misfits(resumed(run_dir), plan=plan)]
+    places = [(finding.place, finding.where) for finding in found]
+    assert places[:2] == [
+        ("cluster.gpus_per_node", "--set cluster.gpus_per_node=1"),
+        ("trainer.steps", "--set trainer.steps=2"),
+    ]
+    assert [place for place, _ in places[2:]] == ["correction.uaq_scale", "trainer.dtype"]
+    assert all(where for _, where in places)
+    with pytest.raises(RecipeError) as caught:
+        refuse_faults(found)
+    assert len(caught.value.problems) == 4
 
 
 def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: Callable) -> None:
@@ -245,11 +267,11 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
     (run_dir / "profile" / "profile.safetensors").write_bytes(b"scales")
     digest = "9b6a3a7a4ad6cf8ac5ad5cfa2aa30ba3e6f6b1a8e7e4a3a2b8d4d0a4a3b2c1d0"
     save(run_dir, 3, profile=(("profile.safetensors", digest),))
-    with pytest.raises(PreflightError, match="is not the file that global_step_3 was trained with"):
-        refuse_misfit(resumed(run_dir), plan=plan)
+    file = run_dir / "profile" / "profile.safetensors"
+    (fact, _), *more = misfits(run_dir, plan)
+    assert (fact, more) == (f"{file}: it is not the file that global_step_3 was trained with", [])
     other = plan.replace(task_files=plan.task_files.replace(train_parquet="/other/train.parquet"))
-    with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
-        refuse_misfit(resumed(run_dir), plan=other)
+    assert [fact for fact, _ in misfits(run_dir, other)] == [OTHER_PROBLEMS, fact]
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1])
@@ -276,14 +298,14 @@ def test_another_profile_than_the_one_that_was_made_is_refused(
     for step in range(3, 3 + checkpoints):
         save(run_dir, step)
     refuse_changes(changed, target=target_of(run_dir), force=True)
-    refuse_misfit(resumed(run_dir), plan=again)  # none was made yet
+    assert misfits(run_dir, again) == []  # none was made yet
     for folder in (run_dir / "profile", other):
         folder.mkdir()
         (folder / "profile.safetensors").write_text(folder.name)
-    refuse_misfit(resumed(run_dir), plan=plan)
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(resumed(run_dir), plan=again)
-    assert caught.value.message == f"the run's profile was made with another {key}, and is made once"
+    assert misfits(run_dir, plan) == []
+    (fact, remedy), *more = misfits(run_dir, again)
+    assert (fact, more) == (f"{key}: the run's profile was made with another value, and is made once", [])
+    assert remedy == "put back what the run has, or start a new run"
 
 
 def test_a_profile_of_a_key_that_is_gone_is_finished_by_the_version_that_began_it(tmp_path: Path) -> None:
@@ -293,14 +315,12 @@ def test_a_profile_of_a_key_that_is_gone_is_finished_by_the_version_that_began_i
     before = json.loads((run_dir / "plan.json").read_text())
     before["profile"]["error_budget"] = 0.02
     (run_dir / "plan.json").write_text(json.dumps(before))
-    refuse_misfit(resumed(run_dir), plan=plan)  # none was made yet
+    assert misfits(run_dir, plan) == []  # none was made yet
     (run_dir / "profile").mkdir()
-    (run_dir / "profile" / "profile.safetensors").touch()
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(resumed(run_dir), plan=plan)
-    message = "the run's profile was made with quantization.error_budget, which this version does not have"
-    assert caught.value.message == message
-    assert caught.value.hint == "finish it with the version that began it, or start a new run"
+    file = run_dir / "profile" / "profile.safetensors"
+    file.touch()
+    fact = f"{file}: it was made with quantization.error_budget, which this version does not have"
+    assert misfits(run_dir, plan) == [(fact, "finish it with the version that began it, or start a new run")]
 
 
 def test_a_run_whose_recipe_has_a_key_that_is_gone_is_finished_by_the_version_that_began_it(tmp_path: Path) -> None:
@@ -331,7 +351,7 @@ def test_a_profile_that_was_named_may_lie_elsewhere_now(tmp_path: Path) -> None:
         (folder / "profile.safetensors").write_text("scales")
     for folder in (now, tmp_path / "gone"):
         plan = build_plan(recipe(*usual, f"quantization.profile={folder}"), run_dir=run_dir, host=HOST)
-        refuse_misfit(resumed(run_dir), plan=plan)
+        assert misfits(run_dir, plan) == []
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -344,8 +364,8 @@ def test_layers_may_be_kept_by_the_recipe_where_the_profile_was_named(tmp_path: 
         folder.mkdir()
         (folder / "profile.safetensors").write_text("scales")
     plan = build_plan(recipe(*usual, "quantization.ignore=[lm_head]"), run_dir=run_dir, host=HOST)
-    with contextlib.nullcontext() if is_named else pytest.raises(PreflightError, match=r"another quantization\.ignore"):
-        refuse_misfit(resumed(run_dir), plan=plan)
+    keys = [fact.partition(":")[0] for fact, _ in misfits(run_dir, plan)]
+    assert keys == ([] if is_named else ["quantization.ignore"])
 
 
 def test_a_run_that_was_moved_has_the_problems_it_began_with(tmp_path: Path) -> None:
@@ -358,10 +378,9 @@ def test_a_run_that_was_moved_has_the_problems_it_began_with(tmp_path: Path) -> 
     refuse_changes(recipe("trainer.steps=9", f"cluster.run_dir={now}"), target=target, force=False)
     start = find_start(target)
     assert cache_of(target) is None
-    refuse_misfit(start, plan=build_plan(recipe("trainer.steps=9"), run_dir=now / "small-1", host=HOST))
+    assert find_misfits(start, plan=build_plan(recipe("trainer.steps=9"), run_dir=now / "small-1", host=HOST)) == []
     other = build_plan(recipe("trainer.steps=9", "task.seed=1"), run_dir=now / "small-1", host=HOST)
-    with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
-        refuse_misfit(start, plan=other)
+    assert [finding.fact for finding in find_misfits(start, plan=other)] == [OTHER_PROBLEMS]
 
 
 def test_what_a_run_began_with_is_read_from_its_plan(tmp_path: Path) -> None:
@@ -388,7 +407,7 @@ def test_a_run_of_another_version_goes_on_from_what_its_plan_has(tmp_path: Path)
         del raw[key]
     file.write_text(json.dumps({**raw, "told_by_another_version": 1}))
     assert without_pace(target) == OriginalPlan("cpu", Scheme.INT8)
-    refuse_misfit(find_start(target), plan=plan)
+    assert find_misfits(find_start(target), plan=plan) == []
     with pytest.raises(RecipeError) as raised:
         read_run(run_dir)
     why = "not a plan that this version reads: engine: Field required, and 3 more"

@@ -17,14 +17,14 @@ from hub_variables import set_hub
 from plans import HOST
 from stopped_runs import save, stopped, without_pace
 
-from appliance import hub
+from appliance import console, hub
 from appliance.cluster.node_report import describe_node
 from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
 from appliance.finding import Severity
-from appliance.launch.resume import find_start, find_target, refuse_changes, refuse_misfit
+from appliance.launch.resume import find_misfits, find_start, find_target, refuse_changes
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight.checks import judge
 from appliance.preflight.inputs import read_inputs
@@ -315,26 +315,30 @@ def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None and without_pace(target) == OriginalPlan("cpu", None, model=NAME, commit=OLD)
     start = find_start(target)
-    refuse_misfit(start, plan=planned(tmp_path, commit=OLD))
-    refuse_misfit(start, plan=planned(tmp_path))  # nobody knows: the hub was not there
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(start, plan=planned(tmp_path, commit=NEW))
-    assert caught.value.message == f"{NAME}: main is {NEW} on the hub now, the run began with {OLD}"
-    assert caught.value.hint == f"continue with the run's own commit: --set model.revision={OLD}"
+    assert find_misfits(start, plan=planned(tmp_path, commit=OLD)) == []
+    assert find_misfits(start, plan=planned(tmp_path)) == []  # nobody knows: the hub was not there
+    (misfit,) = find_misfits(start, plan=planned(tmp_path, commit=NEW))
+    assert misfit.fact == f"model.revision: {NAME}: main is {NEW} on the hub now, the run began with {OLD}"
+    assert misfit.remedy == f"continue with the run's own commit: --set model.revision={OLD}"
+    assert misfit.is_error and not misfit.is_fault  # of the hub, not of the recipe
     named = f"model.revision={OLD}"
     refuse_changes(recipe(named), target=target, force=False)
-    refuse_misfit(start, plan=planned(tmp_path, named))
+    assert find_misfits(start, plan=planned(tmp_path, named)) == []
     with pytest.raises(RecipeError, match=r"model\.revision: the run has null, the recipe \"v1\""):
         refuse_changes(recipe("model.revision=v1"), target=target, force=False)
 
 
-def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(tmp_path: Path, cache: Path) -> None:
+def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(
+    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     begun_run(tmp_path, commit=OLD)
     now = PlannedRun("a", 0, recipe=recipe(), plan=planned(tmp_path, commit=OLD), findings=())
     resumed = resumed_run(now)
     assert resumed is not None and resumed.plan.weights.commit == OLD
-    with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
+    console.err_console.cache_clear()
+    with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
         resumed_run(replace(now, plan=planned(tmp_path, commit=NEW)))
+    assert f"model.revision: a, seed 0: {NAME}: main is {NEW} on the hub now" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("revision", [None, "v1"])
@@ -403,6 +407,6 @@ def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, 
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None
     assert without_pace(target) == OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
-    refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=v1"))
-    with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
-        refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=main"))
+    assert find_misfits(find_start(target), plan=planned(tmp_path, "model.revision=v1")) == []
+    misfit, of_its_problems = find_misfits(find_start(target), plan=planned(tmp_path, "model.revision=main"))
+    assert of_its_problems.place == "task" and misfit.message.startswith(f"{NAME}: main is {NEW} on the hub now")

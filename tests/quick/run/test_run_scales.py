@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stopped_runs import events, resumed, save, stopped
+from stopped_runs import events, misfits, resumed, save, stopped
 
-from appliance.errors import EngineError, PreflightError
-from appliance.launch.resume import begin_attempt, refuse_misfit
+from appliance.errors import EngineError
+from appliance.launch.resume import begin_attempt, find_misfits
 from appliance.profile.uaq import is_scaled
 from appliance.record.plan import RunPlan, UaqPlan
 from appliance.settings.sections import Lora
@@ -32,7 +32,7 @@ def mark(scale: float = 1.5, model: str = "aa") -> bytes:
 
 def resume_run(run_dir: Path, plan: RunPlan) -> None:
     resume = resumed(run_dir)
-    refuse_misfit(resume, plan=plan)
+    assert find_misfits(resume, plan=plan) == []
     begin_attempt(plan, resume=resume, recipe_yaml="").release()
 
 
@@ -78,19 +78,16 @@ def test_another_profile_is_refused(
     save(run_dir, 3, files=copies, profile=SEALED)
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / "profile.safetensors").write_bytes(b"others")
-    with pytest.raises(PreflightError) as caught:
-        resume_run(run_dir, plan)
     path = run_dir / "profile" / "profile.safetensors"
-    assert caught.value.message == f"{path} is not the file that global_step_3 was trained with"
-    assert caught.value.hint == remedy
+    assert misfits(run_dir, plan) == [(f"{path}: it is not the file that global_step_3 was trained with", remedy)]
 
 
 def test_a_profile_that_is_gone_and_was_not_copied_is_refused(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
     save(run_dir, 3, profile=SEALED)
-    with pytest.raises(PreflightError, match="is not the file that global_step_3 was trained with"):
-        resume_run(run_dir, plan)
+    ((fact, _),) = misfits(run_dir, plan)
+    assert fact.endswith(": it is not the file that global_step_3 was trained with")
 
 
 # UAQ: `here` is the mark of the run's scaled model, None: the folder is gone.
@@ -107,7 +104,7 @@ def test_a_profile_that_is_gone_and_was_not_copied_is_refused(tmp_path: Path, sm
         (mark(), None, 2.0, "the weights of global_step_3 are scaled by 1.5 (UAQ), and the plan says 2"),
         (mark(), mark(), None, "the weights of global_step_3 are scaled by 1.5 (UAQ), and the plan says 1"),
         (None, None, 1.5, "the weights of global_step_3 are scaled by 1 (UAQ), and the plan says 1.5"),
-        (mark(), mark(model="bb"), 1.5, "uaq.json is of another model than global_step_3 was trained with"),
+        (mark(), mark(model="bb"), 1.5, "uaq.json: it is of another model than global_step_3 was trained with"),
         (mark(), b"[]", 1.5, "uaq.json: not a mark of UAQ: Input should be an object"),
     ],
 )
@@ -122,12 +119,8 @@ def test_the_scale_of_the_weights_is_the_checkpoints(
     if here:
         folder.mkdir()
         (folder / "uaq.json").write_bytes(here)
-    if not why:
-        refuse_misfit(resumed(run_dir), plan=plan)
-        return
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(resumed(run_dir), plan=plan)
-    assert caught.value.message.endswith(why)
+    facts = [fact for fact, _ in misfits(run_dir, plan)]
+    assert len(facts) == bool(why) and all(fact.endswith(why) for fact in facts)
 
 
 def adapter(*, alpha: int = 16) -> bytes:
@@ -135,7 +128,7 @@ def adapter(*, alpha: int = 16) -> bytes:
 
 
 LORA = Lora(rank=8, alpha=16, targets=("q_proj", "v_proj"), dropout=0.1)
-OTHER = "model.lora differs from global_step_3, which was trained with "
+OTHER = "model.lora: it differs from global_step_3, which was trained with "
 
 
 @pytest.mark.parametrize(
@@ -156,12 +149,7 @@ def test_the_adapter_is_the_checkpoints(
     files = {"actor/data.pt": b"1"} | ({"actor/adapter/adapter_config.json": saved} if saved else {})
     save(run_dir, 3, files=files)
     plan = plan.replace(model=plan.model.replace(lora=lora))
-    if not why:
-        refuse_misfit(resumed(run_dir), plan=plan)
-        return
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(resumed(run_dir), plan=plan)
-    assert (caught.value.message, caught.value.hint) == (why, "put model.lora back, or start a new run")
+    assert misfits(run_dir, plan) == ([(why, "put it back, or start a new run")] if why else [])
 
 
 @pytest.mark.parametrize(("saved", "now"), [(a, b) for a in Dtype for b in Dtype])
@@ -171,13 +159,8 @@ def test_the_dtype_is_the_checkpoints(tmp_path: Path, small_plan: Callable, save
     run_dir = stopped(plan)
     save(run_dir, 3, files={"actor/data.pt": b"1"} | ({"actor/scaler.json": b"{}"} if saved is Dtype.FP16 else {}))
     plan = plan.replace(trainer=plan.trainer.replace(dtype=now))
-    if saved is now:
-        refuse_misfit(resumed(run_dir), plan=plan)
-        return
-    with pytest.raises(PreflightError) as caught:
-        refuse_misfit(resumed(run_dir), plan=plan)
-    assert caught.value.message == f"global_step_3 was trained in {saved}, and the plan says {now}"
-    assert caught.value.hint == "put trainer.dtype back, or start a new run"
+    fact = f"trainer.dtype: global_step_3 was trained in {saved}, and the plan says {now}"
+    assert misfits(run_dir, plan) == ([] if saved is now else [(fact, "put it back, or start a new run")])
 
 
 def test_a_scaled_model_that_is_made_again_is_of_the_same_model(tmp_path: Path, small_plan: Callable) -> None:
