@@ -11,6 +11,7 @@ from pathlib import Path
 from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
+from appliance.settings.sections import Lora
 from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Dtype, OldLogProbs, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
@@ -52,6 +53,7 @@ _ENTROPY_AT_ONCE = 128  # tokens: so few that those in FP32 count for little bes
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
 
 Value = None | bool | int | float | str | list[str] | list[float] | dict[str, float] | dict[str, str]
+Settings = list[tuple[str, Value]]
 
 
 def hydra_value(value: Value) -> str:
@@ -77,7 +79,7 @@ def argv(plan: RunPlan) -> tuple[str, ...]:
     return module_argv(ENTRY_MODULE, *(f"{key}={hydra_value(value)}" for key, value in overrides(plan)))
 
 
-def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
+def overrides(plan: RunPlan) -> Settings:
     """Return all of verl's settings, (key, value) in the order of its configuration. A `+` before a key: verl's
     configuration does not have it.
 
@@ -89,25 +91,18 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     Never verl's own search for a checkpoint: it crashes on an empty tracker file and starts anew on one that names no
     folder. A step that is resumed from was validated, where it was due, before it was saved.
     """
-    trainer, batch, optimizer, rollout, lora = plan.trainer, plan.batch, plan.optimizer, plan.rollout, plan.model.lora
+    return [
+        *_algorithm(plan),
+        *_data(plan),
+        *_model(plan),
+        *_actor(plan),
+        *_rollout(plan),
+        *_trainer(plan),
+    ]
+
+
+def _algorithm(plan: RunPlan) -> Settings:
     correction = "algorithm.rollout_correction"
-    sleeps = not plan.is_cpu  # vLLM's sleep mode frees GPU memory
-    one_process = plan.is_cpu and rollout.tensor_parallel == 1  # a worker of its own costs 6 s and 0.6 GB
-    resume: list[tuple[str, Value]] = [("trainer.resume_mode", "disable")]
-    if plan.resume_from:
-        resume = [("trainer.resume_mode", "resume_path"), ("trainer.resume_from_path", plan.resume_from)]
-    saved = ["model", "optimizer", "extra", "hf_model"]
-    adapter: list[tuple[str, Value]] = []
-    if lora:  # `hf_model` would be the model without the adapter: trainer/lora.py saves that beside it
-        saved = saved[:3]
-        adapter = [
-            (f"{MODEL}.lora_rank", lora.rank),
-            (f"{MODEL}.lora_alpha", lora.alpha),
-            (f"{MODEL}.target_modules", list(lora.targets)),
-            (f"{MODEL}.lora.merge", True),
-            (f"{ACTOR}.fsdp_config.model_dtype", "bf16"),  # of what is not trained
-            (f"+{ACTOR}.checkpoint.save_lora_only", True),
-        ]
     return [
         ("algorithm.adv_estimator", ESTIMATORS[plan.algorithm.advantage]),
         ("algorithm.use_kl_in_reward", plan.algorithm.kl_place is KlPlace.REWARD),
@@ -119,7 +114,12 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{correction}.rollout_is_batch_normalize", False),
         (f"{correction}.rollout_rs", None),
         (f"{correction}.rollout_rs_threshold", None),
-        (f"{correction}.bypass_mode", trainer.old_log_probs is not OldLogProbs.RECOMPUTE),
+        (f"{correction}.bypass_mode", plan.trainer.old_log_probs is not OldLogProbs.RECOMPUTE),
+    ]
+
+
+def _data(plan: RunPlan) -> Settings:
+    return [
         ("data.train_files", glob.escape(plan.task_files.train_parquet)),  # `datasets` takes a path for a pattern
         ("data.val_files", glob.escape(plan.task_files.val_parquet)),
         ("data.train_batch_size", plan.batch.prompts_per_step),
@@ -131,14 +131,40 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("data.validation_shuffle", False),
         ("data.dataloader_num_workers", 0),  # a process each, for a file of kilobytes
         ("data.trust_remote_code", plan.model.trust_remote_code),
+    ]
+
+
+def _model(plan: RunPlan) -> Settings:
+    return [
         (f"{MODEL}.path", plan.trained_model),
         (f"{MODEL}.trust_remote_code", plan.model.trust_remote_code),
         (f"{MODEL}.use_remove_padding", True),
-        (f"{MODEL}.use_fused_kernels", trainer.one_flow),  # log-probs come from the model, not from logits
+        (f"{MODEL}.use_fused_kernels", plan.trainer.one_flow),  # log-probs come from the model, not from logits
         (f"{MODEL}.enable_gradient_checkpointing", plan.trainer_memory.gradient_checkpointing),
-        (f"+{MODEL}.override_config.attn_implementation", trainer.attention.in_transformers),
+        (f"+{MODEL}.override_config.attn_implementation", plan.trainer.attention.in_transformers),
         (f"+{MODEL}.override_config.model_config", {}),  # else that name goes into the trained model's config.json
-        *adapter,
+        *(_adapter(plan.model.lora) if plan.model.lora else []),
+    ]
+
+
+def _adapter(lora: Lora) -> Settings:
+    return [
+        (f"{MODEL}.lora_rank", lora.rank),
+        (f"{MODEL}.lora_alpha", lora.alpha),
+        (f"{MODEL}.target_modules", list(lora.targets)),
+        (f"{MODEL}.lora.merge", True),
+        (f"{ACTOR}.fsdp_config.model_dtype", "bf16"),  # of what is not trained
+        (f"+{ACTOR}.checkpoint.save_lora_only", True),
+    ]
+
+
+def _actor(plan: RunPlan) -> Settings:
+    """verl's settings of the trainer, and the reference's strategy."""
+    trainer, batch, optimizer = plan.trainer, plan.batch, plan.optimizer
+    saved = ["model", "optimizer", "extra", "hf_model"]
+    if plan.model.lora:  # `hf_model` would be the model without the adapter: trainer/lora.py saves that beside it
+        saved.remove("hf_model")
+    return [
         (f"{ACTOR}.strategy", "fsdp2"),
         (f"{REFERENCE}.strategy", "fsdp2"),
         (f"{ACTOR}.use_kl_loss", plan.algorithm.kl_place is KlPlace.LOSS),
@@ -169,6 +195,14 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
         (f"{ACTOR}.optim.clip_grad", optimizer.max_grad_norm),
         (f"{ACTOR}.checkpoint.save_contents", saved),
+    ]
+
+
+def _rollout(plan: RunPlan) -> Settings:
+    rollout, batch = plan.rollout, plan.batch
+    sleeps = not plan.is_cpu  # vLLM's sleep mode frees GPU memory
+    one_process = plan.is_cpu and rollout.tensor_parallel == 1  # a worker of its own costs 6 s and 0.6 GB
+    return [
         (f"{ROLLOUT}.name", "vllm"),
         (f"{ROLLOUT}.n", rollout.samples_per_prompt),
         (f"{ROLLOUT}.temperature", rollout.temperature),
@@ -192,6 +226,16 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"+{VLLM}.worker_extension_cls", WORKER_EXTENSION),
         (f"+{VLLM}.config_format", "hf"),  # what the trainer reads; vLLM would prefer Mistral's own
         (f"+{VLLM}.distributed_executor_backend", "uni" if one_process else "mp"),
+    ]
+
+
+def _trainer(plan: RunPlan) -> Settings:
+    """verl's settings of the run as a whole, with the checkpoint that it resumes from."""
+    trainer = plan.trainer
+    resume: Settings = [("trainer.resume_mode", "disable")]
+    if plan.resume_from:
+        resume = [("trainer.resume_mode", "resume_path"), ("trainer.resume_from_path", plan.resume_from)]
+    return [
         ("reward.num_workers", 0),  # trainer/rollouts.py scores where the samples arrive
         ("trainer.device", "cpu" if plan.is_cpu else "cuda"),
         ("trainer.nnodes", plan.cluster.nodes),
@@ -211,18 +255,18 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     ]
 
 
-def _blocks(plan: RunPlan) -> list[tuple[str, Value]]:
+def _blocks(plan: RunPlan) -> Settings:
     """Give the number of blocks of the KV cache, where fewer are needed than `rollout.kv_cache_gb` has room for. vLLM's
     key has this name on a CPU, too."""
     blocks = plan.engine.kv_cache_blocks
     return [] if blocks is None else [(f"+{VLLM}.num_gpu_blocks_override", blocks)]
 
 
-def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
+def _where_asked(plan: RunPlan) -> Settings:
     """Keys of which verl's default holds where the recipe asks for nothing else. One that stays is the reference's
     FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
-    settings: list[tuple[str, Value]] = []
+    settings: Settings = []
     if plan.rollout.leaves_words_out:
         settings.append((f"{ROLLOUT}.top_k", plan.rollout.top_k or -1))
         settings.append((f"+{VLLM}.return_sampling_mask", True))
