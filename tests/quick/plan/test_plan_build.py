@@ -9,11 +9,13 @@ from pydantic import ValidationError
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
-from appliance.plan.build import build_plan
+from appliance.plan.build import build_plan, planned_recipe, resolve
 from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import ROLLOUT, argv
 from appliance.preflight.report import plan_text
-from appliance.recipe.load import load_recipe
+from appliance.recipe import library
+from appliance.recipe.load import load_recipe, read_recipe
 from appliance.record.earlier_plans import with_keys_of_today
 from appliance.record.plan import ExpectedAttestation, ProfilePlan, RunPlan, WeightsPlan, read_plan
 from appliance.settings.sections import Guard, Lora, Model
@@ -300,7 +302,8 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     assert choice(on_hopper, "trainer.backward") == ("fp8-block", "as given")
     with pytest.raises(RecipeError) as raised:
         planned(*flow[:2], "rollout.scheme=auto")
-    problem = (f"{backward}: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")
+    message = f"{backward}: `fp8-block` takes the codes of a forward in `fp8-block`"
+    problem = (message, "use rollout.scheme: fp8-block, or backward: bf16")
     assert raised.value.problems == [problem]
 
 
@@ -701,3 +704,32 @@ def test_what_verl_is_told_follows_from_the_plan_alone() -> None:
     changed = plan.replace(seed=9, resume_from="/runs/a/checkpoints/global_step_3")
     told = set(argv(changed)) - set(plan.argv)
     assert {"data.seed=9", "trainer.resume_mode=resume_path", "trainer.val_before_train=false"} <= told
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("cluster.device=h1000", "rollout.scheme=auto"),
+        ("model.builtin=tiny-none",),
+        ("model.builtin=null",),
+        ("trainer.steps=null",),
+        ("trainer.steps=null", "trainer.epochs=2"),
+        ("trainer.steps=null", "trainer.epochs=2", "task.train_size=3"),
+        ("correction.method=calibrated-clipping", "correction.cap=null", "correction.shadow_fraction=0.0001"),
+        ("correction.method=icepop", "correction.cap=null", "correction.bounds=[1.5]"),
+        ("rollout.tensor_parallel=1000000000",),
+        (f"cluster.run_dir={'x' * 300}", f"task.train_file={'x' * 300}", "task.kind=gsm8k"),
+    ],
+)
+def test_a_recipe_with_a_value_of_which_nothing_can_be_made_has_a_plan(sets: tuple[str, ...], tmp_path: Path) -> None:
+    """So that everything else can be judged, too; the fault itself is reported, once."""
+    typed = read_recipe("arithmetic-tiny-int8", sets=sets)
+    plan = resolve(typed.recipe, run_dir=tmp_path / "a-1", host=HOST)
+    keys = [finding.place for finding in judge_plan(typed.recipe, plan, host=HOST)]
+    assert keys and len(keys) == len(set(keys)) and {finding.place for finding in typed.faults} == set(keys)
+
+
+def test_a_recipe_that_has_a_plan_is_planned_as_it_is() -> None:
+    for name in library.names():
+        recipe = load_recipe(name)
+        assert planned_recipe(recipe) == recipe

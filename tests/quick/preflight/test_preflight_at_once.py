@@ -89,6 +89,63 @@ def test_what_the_recipe_alone_shows_does_not_hide_the_rest(model: Path, tmp_pat
     assert {each.partition(": ")[0] for each in messages[:3]} == {f"--set {each}" for each in (*alone[:2], alone[3])}
 
 
+def test_a_broken_rule_hides_no_other_fault_of_its_keys(model: Path, tmp_path: Path) -> None:
+    """`trainer.forward` has a value, so that the device and the scheme are judged by it."""
+    options = ("cluster.device=h100", "trainer.forward=linears", "rollout.lm_head_fp32=true", "rollout.scheme=fp8")
+    messages = problems_of(tmp_path, model, *options)
+    of_options = [message.partition(": ")[2] for message in messages if message.startswith("--set ")]
+    assert of_options[:4] == [
+        "rollout.lm_head_fp32: the last projection of `linears` is in BF16",
+        "trainer.forward: `linears` does not know `fp8`",
+        "trainer.forward: `linears` runs on a CPU only",
+        "cluster.device: `h100` is wanted, this host has no GPU",
+    ]
+
+
+def test_what_no_device_decides_is_judged_where_the_device_is_not_known(model: Path, tmp_path: Path) -> None:
+    messages = problems_of(tmp_path, model, "cluster.device=h1000", "trainer.forward=linears", "rollout.scheme=fp8")
+    of_options = [message.partition(": ")[2] for message in messages if message.startswith("--set ")]
+    assert "trainer.forward: `linears` does not know `fp8`" in of_options
+    assert not any("fp8" in message and message.startswith("rollout.scheme") for message in of_options)
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "message"),
+    [
+        ("trainer.stpes=3", "trainer.stpes", "unknown key"),
+        ("trainer.steps=x", "trainer.steps", "expected a whole number, got the text `x`"),
+        ("trainer.epochs=2", "trainer.steps", "`steps` and `epochs` exclude each other"),
+        ("nonsense", "", "expected KEY=VALUE"),
+    ],
+)
+def test_check_prints_json_for_a_recipe_that_cannot_be_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    option: str,
+    place: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    console.err_console.cache_clear()
+    command = ("check", "--json", "arithmetic-tiny-int8", "--set", option)
+    done = called(*command, monkeypatch=monkeypatch, capfd=capfd)
+    assert done.returncode == 2 and message in done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    (about,) = [finding for finding in findings if finding["message"].startswith(message)]
+    assert (about["severity"], about["code"], about["place"]) == ("error", "recipe", place)
+    assert about["where"] and about["keys"][:1] == [place][: bool(place)]
+
+
+def test_check_prints_json_where_there_is_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = called("check", "--json", "none.yaml", monkeypatch=monkeypatch, capfd=capfd)
+    ((place, message),) = [(about["place"], about["message"]) for about in json.loads(done.stdout)["findings"]]
+    assert (done.returncode, place, message) == (2, "none.yaml", "no such file")
+
+
 def test_a_key_that_is_wrong_is_not_judged_by_its_default(model: Path, tmp_path: Path) -> None:
     """`cluster.device` and the log backends have defaults on which other things would be wrong, or right."""
     messages = problems_of(
@@ -100,16 +157,15 @@ def test_a_key_that_is_wrong_is_not_judged_by_its_default(model: Path, tmp_path:
     assert "trainer.forward" not in keys  # on which device, is not known
 
 
-@pytest.mark.parametrize(("wrong", "key"), [("task.train_file=5", "train_file"), ("task.val_file=v.jsonl", "val_file")])
 def test_data_that_is_named_wrongly_is_not_said_to_be_missing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, key: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without `task.train_file` the data would come from the hub, which is not asked."""
     set_hub(monkeypatch, HF_HUB_OFFLINE="1")
     with pytest.raises(RecipeError) as raised:
-        load_judged("gsm8k-0.5b-int8", sets=(f"model.path={model}", f"cluster.run_dir={tmp_path}", wrong))
+        load_judged("gsm8k-0.5b-int8", sets=(f"model.path={model}", f"cluster.run_dir={tmp_path}", "task.train_file=5"))
     (about_the_task,) = [message for message, _ in raised.value.problems if "task." in message]
-    assert about_the_task.startswith(f"--set {wrong}: task.{key}: ")
+    assert about_the_task.startswith("--set task.train_file=5: task.train_file: ")
 
 
 def test_rules_that_single_keys_do_not_mend_leave_the_other_sections_to_be_judged(model: Path, tmp_path: Path) -> None:

@@ -247,8 +247,8 @@ def test_all_misfits_are_reported_at_once_each_with_its_place(tmp_path: Path, sm
     mark = {"scale": 1.5, "model": "/m", "model_hash": "aa", "norms": 9, "schema_version": 1}
     save(run_dir, 3, world_size=2, files={"actor/scaler.json": b"{}", "uaq.json": json.dumps(mark).encode()})
     typed = recipe("trainer.steps=2", "cluster.gpus_per_node=1")
-    found = [typed.placed(finding) for finding in find_misfits(resumed(run_dir), plan=plan)]
-    places = [(finding.place, finding.where) for finding in found]
+    placed = [typed.placed(finding) for finding in find_misfits(resumed(run_dir), plan=plan)]
+    places = [(finding.place, finding.where) for finding in placed]
     assert places[:2] == [
         ("cluster.gpus_per_node", "--set cluster.gpus_per_node=1"),
         ("trainer.steps", "--set trainer.steps=2"),
@@ -256,7 +256,7 @@ def test_all_misfits_are_reported_at_once_each_with_its_place(tmp_path: Path, sm
     assert [place for place, _ in places[2:]] == ["correction.uaq_scale", "trainer.dtype"]
     assert all(where for _, where in places)
     with pytest.raises(RecipeError) as caught:
-        refuse_faults(found)
+        refuse_faults(placed)
     assert len(caught.value.problems) == 4
 
 
