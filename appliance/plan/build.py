@@ -35,6 +35,7 @@ from appliance.record.plan import (
     SCHEMA_VERSION,
     Choice,
     CodeFile,
+    EnginePlan,
     ExpectedAttestation,
     RunPlan,
     TaskFiles,
@@ -171,49 +172,41 @@ def resolve(
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
     weights = _weights(recipe, cache_dir=cache_dir, commit=commit)
     shape = model_shape(recipe.model, weights=weights)
-    if weights.provenance:
-        key, source = ("model.path", recipe.model.path) if weights.gguf else ("model.builtin", recipe.model.builtin)
-        book.note(key, source or "", weights.provenance)
+    _note_source(recipe.model, weights=weights, book=book)
     experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(weights))
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
-    capability = None if is_cpu else GPUS[device].capability
     automatic, why = _automatic(
         device, recipe=recipe, host=host, weights=weights, experts=experts, cache_dir=cache_dir, original=original
     )
     if AUTO in recipe.rollout.schemes:
         book.note("rollout.scheme", automatic, why)
-    if original and original.data == recipe.task.data:
-        data_commit = original.data_commit
-    code = original.code if original else {}
     if date is None:
         date = original.date if original else _date(recipe.model, weights=weights, today=host.today)
-    if date and _asks_for_date(recipe.model, weights=weights):
-        why = "the chat template asks for it: the day on which the run began, in all of its prompts"
-        book.note("task.date", date, why)
+    if original and original.data == recipe.task.data:
+        data_commit = original.data_commit
     task = plan_task(recipe)
-    commit_of_data = data_commit if task.is_own else ""
-    task_files = _task_files(task, cache_dir=cache_dir, weights=weights, sums=code, commit=commit_of_data, date=date)
-    if task.val_sets:
-        why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
-        book.note("task.val_sets", next(iter(task.val_sets)), why)
+    _note_task(recipe, weights=weights, date=date, book=book)
+    task_files = _task_files(
+        task,
+        cache_dir=cache_dir,
+        weights=weights,
+        sums=original.code if original else {},
+        commit=data_commit if task.is_own else "",
+        date=date,
+    )
     rollout = engines.plan_rollout(recipe, automatic=automatic, book=book)
     profile = engines.plan_profile(recipe, rollout=rollout, run_dir=run_dir, shape=shape)
     quantization = engines.plan_quantization(recipe, rollout=rollout, profile=profile, shape=shape, book=book)
     if recipe.rollout.replicas:
         book.note("rollout.replicas", ", ".join(rollout.replicas), "one scheme per engine, the list repeated in order")
-    one_flow = recipe.trainer.one_flow
-    eager = engines.plan_eager(rollout, is_cpu=is_cpu, one_flow=one_flow, experts=experts, book=book)
-    steps = book.note("trainer.steps", *derive.steps_of(recipe))
-    book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
-    book.note("trainer.attention", *derive.attention_of(recipe))
-    book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
+    eager = engines.plan_eager(rollout, is_cpu=is_cpu, one_flow=recipe.trainer.one_flow, experts=experts, book=book)
+    steps = _plan_steps(recipe, book=book)
     of_trainer = derive.Book()  # what is chosen there is listed with what memory decides, below
     trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, steps=steps, book=of_trainer)
     engine = derive.plan_engine(recipe, device=device, eager=eager, shape=shape, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
-    at_a_time = f"{shape.millions} at once" if shape is not None and shape.is_tiny else "of weights at a time"
-    book.note("sync.bucket_mib", engine.bucket_mib, f"{at_a_time}; shared memory of this size is held")
+    _note_bucket(engine, shape=shape, book=book)
     threads, why = _threads(host, shape=shape)
     if is_cpu:
         book.note("threads_per_process", threads, why)
@@ -260,25 +253,63 @@ def resolve(
         batch=batch,
         logging=recipe.logging,
         argv=(),
-        env=child_env(
-            run_dir,
-            is_cpu=is_cpu,
-            threads=threads,
-            kv_cache_gb=rollout.kv_cache_gb,
-            offline=not is_from_hub(task) and not hub_name(recipe),
-            backends=tuple(str(backend) for backend in recipe.logging.backends),
-            own_engine=_needs_own_engine(recipe, trainer=trainer, rollout=rollout, is_cpu=is_cpu),
-            one_flow=one_flow,
-            several_words=rollout.top_log_probs > 0,
-            reports_support=rollout.leaves_words_out,
-            capability=capability,
-        ),
+        env=_env(recipe, run_dir=run_dir, device=device, threads=threads, rollout=rollout, trainer=trainer),
         pins=pins_for(device),
         choices=(),
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     before = original.pace if original is not None and original.device == device else None
     return _with_memory(draft, recipe, shape=shape, host=host, before=before, book=book, of_trainer=of_trainer.choices)
+
+
+def _note_source(model: Model, *, weights: WeightsPlan, book: derive.Book) -> None:
+    """Note where weights are from that are made of a file or a package."""
+    if weights.provenance:
+        key, source = ("model.path", model.path) if weights.gguf else ("model.builtin", model.builtin)
+        book.note(key, source or "", weights.provenance)
+
+
+def _note_task(recipe: Recipe, *, weights: WeightsPlan, date: str, book: derive.Book) -> None:
+    if date and _asks_for_date(recipe.model, weights=weights):
+        why = "the chat template asks for it: the day on which the run began, in all of its prompts"
+        book.note("task.date", date, why)
+    if recipe.task.val_sets:
+        why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
+        book.note("task.val_sets", next(iter(recipe.task.val_sets)), why)
+
+
+def _plan_steps(recipe: Recipe, *, book: derive.Book) -> int:
+    """Return the steps of the training. Noted with when it saves and validates, and with its attention."""
+    steps = book.note("trainer.steps", *derive.steps_of(recipe))
+    book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
+    book.note("trainer.attention", *derive.attention_of(recipe))
+    book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
+    return steps
+
+
+def _note_bucket(engine: EnginePlan, *, shape: ModelShape | None, book: derive.Book) -> None:
+    at_a_time = f"{shape.millions} at once" if shape is not None and shape.is_tiny else "of weights at a time"
+    book.note("sync.bucket_mib", engine.bucket_mib, f"{at_a_time}; shared memory of this size is held")
+
+
+def _env(
+    recipe: Recipe, *, run_dir: Path, device: str, threads: int, rollout: Rollout, trainer: Trainer
+) -> tuple[tuple[str, str], ...]:
+    """Return the environment of the child that trains. rollout, trainer: the plan's."""
+    is_cpu = device == CPU
+    return child_env(
+        run_dir,
+        is_cpu=is_cpu,
+        threads=threads,
+        kv_cache_gb=rollout.kv_cache_gb,
+        offline=not is_from_hub(recipe.task) and not hub_name(recipe),
+        backends=tuple(str(backend) for backend in recipe.logging.backends),
+        own_engine=_needs_own_engine(recipe, trainer=trainer, rollout=rollout, is_cpu=is_cpu),
+        one_flow=recipe.trainer.one_flow,
+        several_words=rollout.top_log_probs > 0,
+        reports_support=rollout.leaves_words_out,
+        capability=None if is_cpu else GPUS[device].capability,
+    )
 
 
 def _with_memory(
