@@ -558,6 +558,25 @@ def test_a_restart_that_preflight_refuses_is_not_told_by_the_resume_after_it(
     assert beginnings == ["resume", "restart", "resume"]
 
 
+def test_a_resume_reports_its_misfits_with_what_preflight_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, now = (
+        ("trainer.steps=9", f"cluster.run_dir={tmp_path}"),
+        ("trainer.steps=2", f"cluster.run_dir={tmp_path}"),
+    )
+    run_dir = stopped(build_plan(recipe(*began), run_dir=tmp_path / "small-1", host=HOST))
+    save(run_dir, 3, world_size=2)
+    monkeypatch.setattr(command, "run_training", lambda *_, **__: pytest.fail("it would train"))
+    disk = Disk(str(tmp_path), free_bytes=0, number=1)
+    monkeypatch.setattr("appliance.preflight.inputs.read_disks", lambda _: Disks(disk, checkpoints=disk))
+    with pytest.raises(RecipeError) as caught:
+        command.Attempts(recipe(*now)).resume(target_of(run_dir), force=True)
+    keys = {finding.place: finding.where for finding in caught.value.findings}
+    assert keys["trainer.steps"] == "--set trainer.steps=2" and "cluster.gpus_per_node" in keys
+    assert any(finding.code == "disk" for finding in caught.value.findings)
+
+
 def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
     sets = ("trainer.steps=9", f"cluster.run_dir={tmp_path}")
     run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
