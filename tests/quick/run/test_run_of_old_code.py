@@ -11,6 +11,7 @@ import pytest
 from plans import HOST
 from stopped_runs import events, steps_in
 
+from appliance import console
 from appliance.errors import PreflightError
 from appliance.launch import command
 from appliance.launch.resume import Resume, begin_attempt
@@ -48,11 +49,15 @@ def resume(run_dir: Path) -> int:
     )
 
 
-def test_a_run_of_old_code_with_other_problems_is_refused_in_a_sentence(run_dir: Path) -> None:
-    with pytest.raises(PreflightError) as raised:
+def test_a_run_of_old_code_with_other_problems_is_refused_in_a_sentence(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    console.err_console.cache_clear()
+    with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
         resume(run_dir)
-    assert raised.value.message == "the training problems are not those that the run began with"
-    assert raised.value.hint == "put the data file or the version of this program back, or start a new run"
+    shown = capfd.readouterr().err
+    assert "task: the training problems are not those that the run began with\n" in shown
+    assert "hint: put the data file or the version of this program back, or start a new run\n" in shown
     assert read_record(run_dir).attempt == 1
 
 
