@@ -18,6 +18,7 @@ WEIGHT_MEAN = (0.5, 2.0)  # [verl]
 WEIGHT_STD = 1.0  # [verl]
 ESS = 0.3  # fraction [verl]
 TRUNCATED_FRACTION = 0.05  # of tokens [ours]
+FLOW_ON_GPU = 0.1  # of guard.k3_kl: with one flow a step is to be at least so much nearer. To be measured on a GPU
 
 
 class Action(StrEnum):

@@ -90,6 +90,11 @@ class Health(StrEnum):
     BAD = "bad"
     UNKNOWN = "unknown"
 
+    @property
+    def word(self) -> str:
+        """Word that people are shown: `fine` says that no signal is bad, and so is BETWEEN's."""
+        return str(Health.FINE if self is Health.BETWEEN else self)
+
 
 @dataclass(frozen=True)
 class Judgement:

@@ -204,7 +204,7 @@ class _Training:
         self._memory = MemoryWatch(session.run_dir)
         self._tail = RunTail(session.run_dir)
         self._untold: list[Event] = []
-        self.state = RunState(steps=plan.trainer.steps)
+        self.state = RunState(plan.trainer.steps, plan.mismatch_bounds)
         if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news: where this one resumes is
             for item in self._tail.stream():
                 self.state = fold(self.state, item)

@@ -195,9 +195,15 @@ class StepMetrics:
     mismatch_top_equal_fraction: Number | None = None
     score_centering: Number | None = None
     is_weight_mean: Number | None = None
+    is_weight_std: Number | None = None
     is_weight_max: Number | None = None
     is_ess: Number | None = None
     is_truncated_fraction: Number | None = None
+    is_above_cap_fraction: Number | None = None
+    """Share of the tokens whose weight is above the cap; None with a method that cuts no token's weight, and in lines
+    of older code."""
+    mismatch_equal_fraction: Number | None = None
+    """Share of the tokens whose two log-probs are the same."""
     differing_tokens: Number | None = None
     """Tokens whose log-prob is not the rollouts', in a step in which all should be the same."""
     val_reward_mean: Number | None = None

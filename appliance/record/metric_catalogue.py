@@ -295,6 +295,13 @@ CORRECTION = Table(
             "fraction",
             "Tokens on which the correction acted: cut, weighted 0, dropped, or with another clip bound",
         ),
+        Metric(
+            "is_above_cap_fraction",
+            "fraction",
+            "Tokens whose weight is above `correction.cap`, however tight the correction is now; the guard compares it "
+            "with `guard.truncated_fraction`",
+            "with methods that cut single tokens' weights: `tis`, `acr`, `adaptive`, `score-centering-tis`",
+        ),
         Metric("acr_widened_fraction", "fraction", "Tokens whose upper clip bound was widened", "with `acr`"),
         Metric(
             "acr_bound_mean",

@@ -16,6 +16,7 @@ from appliance.corrections.base import Correction as LossCorrection
 from appliance.corrections.objective import Loss
 from appliance.corrections.registry import correction_of
 from appliance.files import Frozen
+from appliance.guard.policy import FLOW_ON_GPU, Bounds, MismatchBounds
 from appliance.record.earlier_plans import with_keys_of_today
 from appliance.settings.sections import (
     Algorithm,
@@ -294,6 +295,19 @@ class RunPlan(Frozen):
         has_dropout = self.model.lora is not None and self.model.lora.dropout > 0
         attends = self.trainer.attention is Attention.AUTO and self.trainer.sequence_parallel == 1
         return self.is_cpu and attends and not has_dropout
+
+    @property
+    def mismatch_bounds(self) -> MismatchBounds:
+        """Bounds of a step's mismatch: the recipe's, and for signals that `guard` has no key for the usual ones. The
+        guard and everything that shows a step judge by these."""
+        guard = self.guard
+        nearer = FLOW_ON_GPU if self.trainer.one_flow and not self.is_cpu else 1.0
+        return MismatchBounds(
+            k3_kl=Bounds.below(nearer * guard.k3_kl),
+            weight_std=Bounds.below(guard.weight_std),
+            ess=Bounds.above(guard.ess),
+            truncated_fraction=Bounds.below(guard.truncated_fraction),
+        )
 
     @property
     def loss_correction(self) -> LossCorrection:

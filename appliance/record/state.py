@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
+from appliance.guard.policy import MismatchBounds
+from appliance.guard.signals import Health, Judgement, Signals, judge
 from appliance.record.events import REWARD, VALIDATION, Event, StepMetrics
-from appliance.terms.schemes import beside
 
 GREEDY = "greedy"
 _STEPS_FOR_AN_ESTIMATE = 20
 _ENDS = 5
 _MOST_KEPT = 1000
+_FROM_LINE = {  # signal of the mismatch -> key of the line that has it
+    "k3_kl": "mismatch_k3_kl",
+    "weight_mean": "is_weight_mean",
+    "weight_std": "is_weight_std",
+    "ess": "is_ess",
+    "truncated_fraction": "is_above_cap_fraction",
+}
 
 Kept = TypeVar("Kept")
 BySet = Mapping[str, Mapping[str, float]]  # `avg@<n>`, then `pass@<k>`, by the name of the validation
@@ -72,6 +80,8 @@ class RunState:
 
     steps: int
     """Steps that are planned."""
+    bounds: MismatchBounds
+    """Bounds of a step's mismatch: RunPlan.mismatch_bounds."""
     phase: str = "starting"
     phase_since: float = 0.0
     work: Work | None = None
@@ -98,7 +108,10 @@ class RunState:
     """Results of several validations, the newest."""
     val_bf16: float | None = None
     """Newest validation in BF16, where one was made beside `val_last`, which was made in another scheme."""
-    unhealthy_steps: int = 0
+    judged_steps: int = 0
+    """Steps whose mismatch was measured."""
+    bad_steps: int = 0
+    """Steps whose mismatch is bad."""
     note: str = ""
     failure: Event | None = None
     stop: Event | None = None
@@ -178,13 +191,15 @@ def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
     if line.reward_mean is None:
         return state
     speed, before = line.rollout_tokens_per_s, state.tokens_per_s
+    health = judge_step(line, bounds=state.bounds).health
     return _changed(
         state,
         last=line,
         rewards=state.rewards.and_one(line.reward_mean),
         tokens_per_s=before if speed is None else before.and_one(speed),
         step_ends_s=(*state.step_ends_s, line.time_s)[-_STEPS_FOR_AN_ESTIMATE - 1 :],
-        unhealthy_steps=state.unhealthy_steps + (not judge(line).healthy),
+        judged_steps=state.judged_steps + (health is not Health.UNKNOWN),
+        bad_steps=state.bad_steps + (health is Health.BAD),
     )
 
 
@@ -222,36 +237,12 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
     return max(0.0, work.since + spent / work.done * work.total - now)
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Judgement of a step: how far the rollout policy is from the trainer's, in one word."""
-
-    word: str
-    """Word for it: `fine`, `bad` or `unknown`."""
-    reasons: tuple[str, ...] = ()
-    """Sentences about what is outside its bounds."""
-
-    @property
-    def healthy(self) -> bool:
-        return self.word != "bad"
-
-
-def judge(step: StepMetrics) -> Judgement:
-    """Judge a step by the usual bounds of guard/policy.py, whatever the recipe's guard has, and before truncation. As
-    there, a value on a bound is not bad. `unknown` when none of the signals is there."""
-    k3, ess, weight = step.mismatch_k3_kl, step.is_ess, step.is_weight_mean
-    if k3 is None and ess is None and weight is None and not step.nonfinite_fraction:
-        return Judgement("unknown")
-    low, high = WEIGHT_MEAN
-    reasons = []
-    if step.nonfinite_fraction:
-        reasons.append(f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite")
-    if step.differing_tokens:
-        reasons.append(f"{step.differing_tokens:g} log-probs are not the rollouts'")
-    if k3 is not None and k3 > K3_KL:
-        reasons.append(f"k3 {beside(k3, K3_KL)} is above {K3_KL}")
-    if ess is not None and ess < ESS:
-        reasons.append(f"ESS {beside(ess, ESS, form='.2f')} is below {ESS}")
-    if weight is not None and not low <= weight <= high:
-        reasons.append(f"mean weight {beside(weight, low, high, form='.2f')} is not within {low:g} to {high:g}")
-    return Judgement("bad" if reasons else "fine", tuple(reasons))
+def judge_step(line: StepMetrics, *, bounds: MismatchBounds) -> Judgement:
+    """Judge a line of metrics as the guard judged its step. bounds: RunPlan.mismatch_bounds. A signal that the line
+    lacks does not count, as in lines of older code."""
+    if line.nonfinite_fraction:  # then no number of the mismatch was finite, and each became null in the line
+        return judge(Signals(line.step, **dict.fromkeys(_FROM_LINE, math.nan)), bounds=bounds)
+    must_be_equal = line.differing_tokens is not None and line.mismatch_equal_fraction is not None
+    differing = 1 - line.mismatch_equal_fraction if must_be_equal else None
+    values = {name: getattr(line, key) for name, key in _FROM_LINE.items()}
+    return judge(Signals(line.step, differing_fraction=differing, **values), bounds=bounds)

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from appliance import console
 from appliance.console import printable
-from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
+from appliance.guard.policy import MismatchBounds
+from appliance.guard.signals import Health, Judgement
 from appliance.record.events import Event, StepMetrics
 from appliance.record.plan import RunPlan
-from appliance.record.state import RunState, by_set, judge, remaining_s, rewards_of, val_how
+from appliance.record.state import RunState, by_set, judge_step, remaining_s, rewards_of, val_how
 from appliance.report import draw
 from appliance.terms.phases import OF_A_STEP, Phase
 from appliance.terms.schemes import beside
@@ -43,6 +44,7 @@ PHASES = {
     Phase.EXPORT: "writing model/",
     Phase.DONE: "done",
 }
+_STYLES = {Health.FINE: "green", Health.BETWEEN: "green", Health.BAD: "bold red", Health.UNKNOWN: ""}
 _SPARK_WIDTH = 30
 _BAR_WIDTH = 30
 _FEWEST_COLUMNS_FOR_BARS = 70
@@ -74,7 +76,7 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
         draw.tokens_per_s(step.rollout_tokens_per_s),
         _plain_times(step),
         _scheme(step),
-        _plain_mismatch(step),
+        _plain_mismatch(step, bounds=state.bounds),
         f"guard {level}" if (level := _guarded(step)) else "",
         "" if left is None or step.step >= state.steps else f"about {draw.duration(left)} left",
     )
@@ -142,21 +144,42 @@ def _plain_times(step: StepMetrics) -> str:
     return f"took {step.step_s:.1f} s ({parts})" if parts else f"took {step.step_s:.1f} s"
 
 
-def _plain_mismatch(step: StepMetrics) -> str:
-    verdict = judge(step)
-    if verdict.word == "unknown":
-        return "mismatch unknown"
-    if not verdict.healthy:
-        return f"mismatch bad: {', '.join(verdict.reasons)}"
-    return f"mismatch fine (k3 {_k3(step)}, ESS {_ess(step)})"
+def mismatch_reasons(step: StepMetrics, judgement: Judgement, *, bounds: MismatchBounds) -> tuple[str, ...]:
+    """Return a phrase for each signal that makes the step's mismatch bad. bounds: as it was judged by."""
+    if step.nonfinite_fraction:  # then no number of the mismatch is finite
+        return (f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite",)
+    (_, k3), (ess, _), (_, spread) = bounds.k3_kl.bad, bounds.ess.bad, bounds.weight_std.bad
+    (low, high), (_, share) = bounds.weight_mean.bad, bounds.truncated_fraction.bad
+    phrases = {
+        "differing_fraction": lambda _: f"{step.differing_tokens:g} log-probs are not the rollouts'",
+        "k3_kl": lambda value: f"k3 {beside(value, k3)} is above {k3:g}",
+        "weight_mean": lambda value: (
+            f"mean weight {beside(value, low, high, form='.2f')} is not within {low:g} to {high:g}"
+        ),
+        "weight_std": lambda value: f"spread of the weights {beside(value, spread)} is above {spread:g}",
+        "ess": lambda value: f"ESS {beside(value, ess, form='.2f')} is below {ess:g}",
+        "truncated_fraction": lambda value: f"share of cut weights {beside(value, share)} is above {share:g}",
+    }
+    return tuple(phrases[cause.signal](cause.value) for cause in judgement.causes)
 
 
-def _k3(step: StepMetrics) -> str:
-    return "-" if step.mismatch_k3_kl is None else beside(step.mismatch_k3_kl, K3_KL, form=".1e")
+def _plain_mismatch(step: StepMetrics, *, bounds: MismatchBounds) -> str:
+    judgement = judge_step(step, bounds=bounds)
+    if judgement.health is Health.UNKNOWN:
+        details = ""
+    elif judgement.health is Health.BAD:
+        details = f": {', '.join(mismatch_reasons(step, judgement, bounds=bounds))}"
+    else:
+        details = f" (k3 {_k3(step, bounds=bounds)}, ESS {_ess(step, bounds=bounds)})"
+    return f"mismatch {judgement.health.word}{details}"
 
 
-def _ess(step: StepMetrics) -> str:
-    return "-" if step.is_ess is None else beside(step.is_ess, ESS, form=".3f")
+def _k3(step: StepMetrics, *, bounds: MismatchBounds) -> str:
+    return "-" if step.mismatch_k3_kl is None else beside(step.mismatch_k3_kl, bounds.k3_kl.bad[1], form=".1e")
+
+
+def _ess(step: StepMetrics, *, bounds: MismatchBounds) -> str:
+    return "-" if step.is_ess is None else beside(step.is_ess, bounds.ess.bad[0], form=".3f")
 
 
 def _scheme(step: StepMetrics) -> str:
@@ -203,7 +226,7 @@ def _rows(state: RunState, *, now: float, bars: bool) -> Iterator[tuple[str, str
     if last is not None:
         yield "speed", f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
         yield "step time", _times_text(last, bars=bars)
-        yield "mismatch", _mismatch_text(last)
+        yield "mismatch", _mismatch_text(last, bounds=state.bounds)
         if last.mismatch_top_kl is not None:
             yield "distributions", _distributions_text(last)
         if level := _guarded(last):
@@ -247,14 +270,15 @@ def _times_text(step: StepMetrics, *, bars: bool) -> str:
     return f"{draw.number(step.step_s, digits=1)} s  {picture}\n{legend}"
 
 
-def _mismatch_text(step: StepMetrics) -> Text:
-    verdict = judge(step)
-    low, high = WEIGHT_MEAN
-    word = Text(verdict.word, style={"fine": "green", "bad": "bold red"}.get(verdict.word, ""))
+def _mismatch_text(step: StepMetrics, *, bounds: MismatchBounds) -> Text:
+    health = judge_step(step, bounds=bounds).health
+    (_, k3), (ess, _), (low, high) = bounds.k3_kl.bad, bounds.ess.bad, bounds.weight_mean.bad
+    word = Text(health.word, style=_STYLES[health])
     mean = step.is_weight_mean
     weight = "-" if mean is None else beside(mean, low, high, form=".3f")
     return word.append(
-        f"  k3 {_k3(step)} (below {K3_KL})  ESS {_ess(step)} (above {ESS})  mean weight {weight} ({low:g} to {high:g})",
+        f"  k3 {_k3(step, bounds=bounds)} (below {k3:g})  ESS {_ess(step, bounds=bounds)} (above {ess:g})"
+        f"  mean weight {weight} ({low:g} to {high:g})",
         style="default",
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.page.stacked import LANE_NAMES, Band, Lane, stacked_chart, time_chart
 from appliance.page.svg import Bound, Chart, Mark, Series, Thinned, line_chart
 from appliance.record.events import REWARD, VALIDATION, Event
@@ -94,11 +93,9 @@ def _by_name(view: RunView, chart: Chart, names: dict[str, str], *, dotted: bool
 
 def _mismatch(view: RunView) -> list[str]:
     marks = [*_attempt_marks(view), *_guard_marks(view)]
-    low, high = WEIGHT_MEAN
-    guard, of_k3 = view.plan.guard, [Bound(K3_KL, f"bound {K3_KL}")]
-    if guard.actions and guard.k3_kl != K3_KL:
-        of_k3.append(Bound(guard.k3_kl, f"guard.k3_kl {guard.k3_kl:g}"))
-    of_ess = [Bound(ESS, f"bound {ESS}")]
+    bounds = view.plan.mismatch_bounds
+    (_, most_k3), (least_ess, _), (low, high) = bounds.k3_kl.bad, bounds.ess.bad, bounds.weight_mean.bad
+    of_k3, of_ess = [Bound(most_k3, f"bound {most_k3:g}")], [Bound(least_ess, f"bound {least_ess:g}")]
     of_weights = [Bound(low, f"mean above {low:g}"), Bound(high, f"mean below {high:g}")]
     k3 = Chart("Mismatch, k3", "nats per token, logarithmic", logarithmic=True, bounds=of_k3, marks=marks)
     before = "before truncation, logarithmic"

@@ -17,6 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from appliance.errors import RecipeError, SyncError
+from appliance.guard.policy import MismatchBounds
+from appliance.guard.signals import Health
 from appliance.page.stacked import Band, merged
 from appliance.page.svg import Thinned
 from appliance.record.attestations import Attestation, read_attestations
@@ -37,8 +39,8 @@ from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import SampleReader, StepSamples
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
-from appliance.record.state import BoundedSeries, Judgement, RunState, fold, judge
-from appliance.report.display import step_parts
+from appliance.record.state import BoundedSeries, RunState, fold, judge_step
+from appliance.report.display import mismatch_reasons, step_parts
 from appliance.sync.precision import Generation, read_generation
 from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
 from appliance.terms.phases import OF_A_STEP, Phase
@@ -82,21 +84,23 @@ class StepHistory:
 
     curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the names of
     StepMetrics.named, over the lines that have it.  validated: by the scheme that a validation was made in.  parts: of
-    a step's seconds, by name, over the steps that have them.  judged, bad: steps with a mismatch, and those out of its
-    bounds.  last_bad, newest: of those, as judged. k3, ess: the largest and the smallest, with their step.  both: the
-    last line with a validation in another scheme than BF16 and one in BF16.  failures: rewards.  broken: steps that
-    nothing was learned from.
+    a step's seconds, by name, over the steps that have them.  judged, bad: steps with a mismatch, and those whose
+    mismatch is bad.  last_bad: the last of these, with the reasons.  newest: health of the last step with a mismatch.
+    k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in another scheme
+    than BF16 and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: MismatchBounds) -> None:
+        """bounds: RunPlan.mismatch_bounds."""
+        self._bounds = bounds
         self.count = 0
         self.curves: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.known: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.validated: defaultdict[str, Thinned] = defaultdict(Thinned)
         self.parts: dict[str, Thinned] = {}
         self.judged = self.bad = self.broken = self.last_broken = 0
-        self.last_bad: tuple[int, Judgement] | None = None
-        self.newest: Judgement | None = None
+        self.last_bad: tuple[int, tuple[str, ...]] | None = None
+        self.newest: Health | None = None
         self.k3: tuple[float, int] | None = None
         self.ess: tuple[float, int] | None = None
         self.both: StepMetrics | None = None
@@ -140,12 +144,12 @@ class StepHistory:
             self.k3 = max(self.k3 or (step.mismatch_k3_kl, step.step), (step.mismatch_k3_kl, step.step))
         if step.is_ess is not None:
             self.ess = min(self.ess or (step.is_ess, step.step), (step.is_ess, step.step))
-        judgement = judge(step)
-        if judgement.word == "unknown":
+        judgement = judge_step(step, bounds=self._bounds)
+        if judgement.health is Health.UNKNOWN:
             return
-        self.judged, self.newest = self.judged + 1, judgement
-        if not judgement.healthy:
-            self.bad, self.last_bad = self.bad + 1, (step.step, judgement)
+        self.judged, self.newest = self.judged + 1, judgement.health
+        if judgement.health is Health.BAD:
+            self.bad, self.last_bad = self.bad + 1, (step.step, mismatch_reasons(step, judgement, bounds=self._bounds))
 
 
 def _calls_right(step: StepMetrics) -> float | None:
@@ -456,10 +460,10 @@ class RunReader:
     def _begin(self, plan: RunPlan) -> None:
         run_dir, rollout = self._run_dir, plan.rollout
         places = [*itertools.product(range(len(rollout.replicas)), range(rollout.tensor_parallel))]
-        self._state = RunState(steps=plan.trainer.steps)
+        self._state = RunState(plan.trainer.steps, plan.mismatch_bounds)
         self._event_tail, self._step_tail = Tail(run_dir / EVENTS_FILE), Tail(run_dir / METRICS_FILE)
         self._memory_tail, self._samples = Tail(run_dir / MEMORY_FILE), SampleReader(run_dir)
-        self._steps, self._events, self._memory = StepHistory(), EventHistory(), MemoryHistory()
+        self._steps, self._events, self._memory = StepHistory(plan.mismatch_bounds), EventHistory(), MemoryHistory()
         self._updates = UpdateHistory(run_dir, places=places)
 
     def _read_events(self) -> None:

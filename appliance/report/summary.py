@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import console
+from appliance.guard.signals import Health
 from appliance.record.checkpoints import in_order, step_of
 from appliance.record.events import RunTail
 from appliance.record.plan import RunPlan
@@ -108,7 +109,9 @@ def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def _mismatch(state: RunState) -> str:
-    return f"fine in {state.rewards.count - state.unhealthy_steps} of {state.rewards.count} steps"
+    if not state.judged_steps:
+        return Health.UNKNOWN.word
+    return f"fine in {state.judged_steps - state.bad_steps} of {state.judged_steps} steps"
 
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
@@ -121,7 +124,7 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         and plan.trainer.dtype is Dtype.BF16
         and not why_outgrown(other, device=plan.cluster.device)
     )
-    if state.unhealthy_steps:
+    if state.bad_steps:
         compare = one_scheme and other is Scheme.BF16
         how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"
         lines.append(f"the mismatch left its bounds: {how}")
@@ -172,7 +175,7 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
     cannot be read."""
     run_dir = find_run(run, run_root=run_root)
     plan, record = read_run(run_dir)
-    state = RunState(steps=plan.trainer.steps)
+    state = RunState(plan.trainer.steps, plan.mismatch_bounds)
     with reading(run_dir):
         saved = in_order(run_dir)
         for news in RunTail(run_dir).stream():

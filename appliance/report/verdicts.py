@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.errors import SyncError
-from appliance.guard.policy import ESS, K3_KL
+from appliance.guard.signals import Health
 from appliance.plan.engines import finer_schemes
 from appliance.record.attestations import check_attestations
 from appliance.record.plan import ExpectedAttestation
@@ -98,21 +98,22 @@ def _reward(view: RunView) -> _Said:
 
 
 def _mismatch(view: RunView) -> _Said:
-    steps = view.steps
+    steps, bounds = view.steps, view.plan.mismatch_bounds
     if steps.newest is None:
         return Word.OPEN, "no step has a mismatch yet"
     sentences = [f"within the bounds in {steps.judged - steps.bad} of {steps.judged} steps"]
     if steps.k3 is not None:
-        k3, step = steps.k3
-        sentences.append(f"largest k3 {beside(k3, K3_KL, form='.1e')} in step {step} (bound {K3_KL})")
+        (k3, step), (_, bound) = steps.k3, bounds.k3_kl.bad
+        sentences.append(f"largest k3 {beside(k3, bound, form='.1e')} in step {step} (bound {bound:g})")
     if steps.ess is not None:
-        ess, step = steps.ess
-        sentences.append(f"smallest effective sample size {beside(ess, ESS, form='.3f')} in step {step} (bound {ESS})")
+        (ess, step), (bound, _) = steps.ess, bounds.ess.bad
+        smallest = f"smallest effective sample size {beside(ess, bound, form='.3f')}"
+        sentences.append(f"{smallest} in step {step} (bound {bound:g})")
     if steps.last_bad is None:
         return Word.FINE, "; ".join(sentences)
-    step, judgement = steps.last_bad
-    sentences.append(f"step {step}: {', '.join(judgement.reasons)}")
-    return Word.WARN if steps.newest.healthy else Word.BAD, "; ".join(sentences)
+    step, reasons = steps.last_bad
+    sentences.append(f"step {step}: {', '.join(reasons)}")
+    return Word.BAD if steps.newest is Health.BAD else Word.WARN, "; ".join(sentences)
 
 
 def _precision(view: RunView) -> _Said | None:

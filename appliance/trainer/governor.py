@@ -10,15 +10,13 @@ from appliance.corrections.base import Correction
 from appliance.errors import GuardStop
 from appliance.files import write_whole
 from appliance.guard.governor import Decision, GovernorState, Measures, ladder, measures, observe, place, resume
-from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
+from appliance.guard.policy import Action, Collapse, Patience, Policy
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import GUARD_FILE
 from appliance.record.events import append_event
 from appliance.record.lines import as_json, read
 from appliance.record.plan import RunPlan
 from appliance.trainer.metrics import StepTelemetry
-
-FLOW_ON_GPU = 0.1  # of guard.k3_kl: with one flow a step is to be at least so much nearer. To be measured on a GPU
 
 _HALVINGS = 50  # of a share: far below what is shown of it
 
@@ -27,7 +25,6 @@ def policy_of(plan: RunPlan) -> Policy:
     """Return the recipe's thresholds, and the rest of the policy by its defaults. The bad steps may be spread over
     twice as many, less one."""
     guard = plan.guard
-    nearer = FLOW_ON_GPU if plan.trainer.one_flow and not plan.is_cpu else 1.0
     return Policy(
         scheme=plan.rollout.scheme,
         actions=frozenset(guard.actions),
@@ -35,12 +32,7 @@ def policy_of(plan: RunPlan) -> Policy:
         climb_window=2 * guard.bad_steps - 1,
         descend_fine=guard.fine_steps,
         cooling_steps=guard.cooling_steps,
-        mismatch=MismatchBounds(
-            k3_kl=Bounds.below(nearer * guard.k3_kl),
-            weight_std=Bounds.below(guard.weight_std),
-            ess=Bounds.above(guard.ess),
-            truncated_fraction=Bounds.below(guard.truncated_fraction),
-        ),
+        mismatch=plan.mismatch_bounds,
         collapse=Collapse(
             gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
             log_probs=Patience(warn_after=1, stop_after=guard.gradient_steps),

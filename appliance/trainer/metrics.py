@@ -118,15 +118,16 @@ class StepTelemetry:
     def differing_fraction(self) -> float:
         return self.differing_tokens / self.by_length.whole.num_tokens
 
-    def metrics(self, *, is_exact: bool = False) -> dict[str, Any]:
+    def metrics(self, *, is_exact: bool = False, cap: float | None = None) -> dict[str, Any]:
         """Return JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket.  is_exact:
-        as StepParts.is_exact."""
+        as StepParts.is_exact.  cap: where a token's weight is cut, None where it is not."""
         whole = self.by_length.whole
         return {
             "equal_group_fraction": self.equal_group_fraction,
             "nonfinite_fraction": self.nonfinite_fraction,
             "mismatch_equal_fraction": 1 - self.differing_fraction,
             **({"differing_tokens": self.differing_tokens} if is_exact else {}),
+            **({} if cap is None else {"is_above_cap_fraction": self.mismatch.truncated_fraction}),
             "mismatch_chi2": whole.chi2,
             "mismatch_ppl_gap": whole.ppl_gap,
             **({} if self.divergence is None else self.divergence.metrics()),

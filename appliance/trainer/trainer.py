@@ -316,13 +316,13 @@ class Trainer(PPOTrainerSync):
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
         if self.plan.task.is_own:
             line |= self.rollouts.grades.reward_means(batch.keys, step=global_steps)
-        telemetry, is_exact = self._step.telemetry, self._step.is_exact(self.plan)
-        line |= telemetry.metrics(is_exact=is_exact) | self.validation.take() | self.rollouts.take_turns()
+        telemetry, is_exact, cap = self._step.telemetry, self._step.is_exact(self.plan), self.correction.token_cap
+        line |= telemetry.metrics(is_exact=is_exact, cap=cap) | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
         if is_exact and telemetry.differing_tokens:
             tell_differing(self.run_dir, telemetry=telemetry, step=global_steps)
-        signals = signals_of(line, telemetry=telemetry, cap=self.correction.token_cap, is_exact=is_exact)
+        signals = signals_of(line, telemetry=telemetry, cap=cap, is_exact=is_exact)
         self._end_step(written, signals=signals)
 
     # the end

@@ -16,6 +16,7 @@ from plans import HOST, make_plan, with_model
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.finding import Finding, Severity
+from appliance.guard.policy import MismatchBounds
 from appliance.launch.command import run_check, run_plan
 from appliance.plan.build import build_plan
 from appliance.preflight.checks import judge
@@ -147,7 +148,7 @@ def test_logs_are_text_without_colours(room: Path, follow: bool) -> None:
 
 
 def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
-    state = RunState(steps=2)
+    state = RunState(2, MismatchBounds())
     for kind in ("phase", "progress", "note"):
         said = {"time": 1.0, "kind": kind, "what": HOSTILE, "note": HOSTILE, "done": 1, "total": 2}
         state = fold(state, parse_event(json.dumps(said)))

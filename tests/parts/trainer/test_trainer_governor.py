@@ -15,16 +15,17 @@ from plans import make_algorithm, make_guard, make_plan, on
 from appliance.corrections.registry import CorrectionMethod
 from appliance.guard.governor import GovernorState, observe
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Signals
+from appliance.guard.signals import Signals, judge
 from appliance.plan.engines import USUAL_ACTIONS
 from appliance.quant.mismatch import measure_mismatch
-from appliance.record.events import parse_event
+from appliance.record.events import parse_event, read_metrics
 from appliance.record.lines import read
 from appliance.record.plan import RunPlan
+from appliance.record.state import judge_step
 from appliance.settings.sections import Correction, Forward
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, Vocabulary, guard_stop, policy_of, signals_of
-from appliance.trainer.metrics import StepParts, equal_groups, measure_batch, with_finite_pairs
+from appliance.trainer.metrics import StepParts, append_metrics, equal_groups, measure_batch, with_finite_pairs
 from appliance.trainer.precision import Live
 
 BAD = Signals(1, k3_kl=0.02)
@@ -107,6 +108,46 @@ def test_signals_are_the_steps_own_numbers() -> None:
     assert signals.equal_group_fraction == 0.125
     filtered = signals_of({**line, "generated_reward_mean": 0.9}, telemetry=telemetry, cap=1.2)
     assert filtered.reward_mean == 0.9  # of what a filter left nothing is all right
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_exact"),
+    [
+        ([-1.0, -2.0], True),  # equal
+        ([-1.0, -2.001], True),  # one differs that must not
+        ([-1.0, -2.001], False),
+        ([-1.15, -2.0], False),  # between fine and bad
+        ([-1.5, -2.5], False),  # bad, and cut
+        ([-9.0, -2.5], False),
+        ([-1.0, math.nan], False),
+        ([-1.0, math.nan], True),
+    ],
+)
+@pytest.mark.parametrize("cap", [None, 1.3])
+@pytest.mark.parametrize("k3", [0.001, 0.015, 0.5])
+def test_a_line_is_judged_as_its_step_was(
+    tmp_path: Path, rollout: list[float], is_exact: bool, cap: float | None, k3: float
+) -> None:
+    """By everything that shows a step: what the line lost, such as numbers that are not finite, changes nothing."""
+    ones = torch.ones(2, dtype=torch.long)
+    telemetry = measure_batch(
+        torch.tensor([-1.0, -2.0]),
+        rollout_N=torch.tensor(rollout),
+        real_N=ones,
+        responses_N=ones,
+        row_S=torch.tensor([2]),
+        prompts=["a"],
+        cap=cap,
+    )
+    mismatch = telemetry.mismatch
+    line = {"step": 7, "time_s": 1.0, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 1.0, "response_tokens_mean": 3.0}
+    line |= {"mismatch_k3_kl": mismatch.k3_kl, "is_weight_mean": mismatch.weight_mean, "is_ess": mismatch.ess}
+    line |= {"is_weight_std": mismatch.weight_std, **telemetry.metrics(is_exact=is_exact, cap=cap)}
+    append_metrics(tmp_path, line)
+    [parsed] = read_metrics(tmp_path)
+    bounds = make_plan(tmp_path, guard=make_guard(k3_kl=k3)).mismatch_bounds
+    by_guard = judge(signals_of(line, telemetry=telemetry, cap=cap, is_exact=is_exact), bounds=bounds)
+    assert judge_step(parsed, bounds=bounds).health is by_guard.health
 
 
 def test_what_a_mask_drops_is_no_truncated_share() -> None:

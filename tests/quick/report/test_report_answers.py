@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.guard.policy import MismatchBounds
 from appliance.launch.outcome import DONE
 from appliance.launch.train import _tell
 from appliance.record.samples import Sample, StepSamples, append_samples
@@ -82,7 +83,7 @@ def test_a_run_ends_with_its_answers_for_people(
     Path(plan.run_dir).mkdir()
     for samples in (BEFORE, AFTER):
         append_samples(Path(plan.run_dir), samples)
-    _tell(plan, RunState(steps=20), outcome=DONE, seconds=9.0, json_mode=json_mode, quiet=quiet)
+    _tell(plan, RunState(20, MismatchBounds()), outcome=DONE, seconds=9.0, json_mode=json_mode, quiet=quiet)
     printed = capsys.readouterr()
     assert (answers_table([BEFORE, AFTER], is_graded=True) in printed.err) == is_shown
     assert "a validation problem" not in printed.out

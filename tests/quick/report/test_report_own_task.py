@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from plans import with_own_task
 
+from appliance.guard.policy import MismatchBounds
 from appliance.record.events import StepMetrics, parse_metrics
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import Sample
@@ -41,7 +42,7 @@ def before() -> StepMetrics:
 
 
 def folded(*lines: StepMetrics) -> RunState:
-    return functools.reduce(fold, lines, RunState(steps=9))
+    return functools.reduce(fold, lines, RunState(9, MismatchBounds()))
 
 
 def test_names_of_the_users_are_read_with_their_numbers(step_line: Callable) -> None:
@@ -126,7 +127,7 @@ def test_summary_of_a_run_that_had_nothing_left_to_learn(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     plan = small_plan(tmp_path, steps=2)
-    state = functools.reduce(fold, (step_line(n, reward_mean=0.99) for n in (1, 2)), RunState(steps=2))
+    state = functools.reduce(fold, (step_line(n, reward_mean=0.99) for n in (1, 2)), RunState(2, MismatchBounds()))
     top, of_own = (summary.try_next(each, state, folder="a")[0] for each in (plan, with_sets(plan)))
     assert top == "the reward was at its top from the start: harder problems leave something to learn"
     assert of_own.startswith("the reward did not climb")  # its top is not known

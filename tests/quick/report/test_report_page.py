@@ -167,9 +167,10 @@ def test_a_mismatch_out_of_its_bounds_is_bad_until_it_returns(
 ) -> None:
     run_dir = make_run(tmp_path, done=4)
     question = "Do rollouts and trainer agree?"
-    for step, found in ((5, {"mismatch_k3_kl": 0.5}), (6, {"mismatch_k3_kl": 1e-9, "differing_tokens": 3})):
+    one_differs = {"mismatch_k3_kl": 1e-9, "differing_tokens": 3, "mismatch_equal_fraction": 0.9}
+    for step, mismatch in ((5, {"mismatch_k3_kl": 0.5}), (6, one_differs)):
         with (run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics_line(step, **found)) + "\n")
+            file.write(json.dumps(metrics_line(step, **mismatch)) + "\n")
         assert words(run_dir)[question] is Word.BAD
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics_line(7)) + "\n")

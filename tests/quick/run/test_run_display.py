@@ -12,7 +12,7 @@ import pytest
 from plans import make_rollout, on, with_trainer
 from rich.console import Console
 
-from appliance.guard.policy import Action
+from appliance.guard.policy import Action, MismatchBounds
 from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.plan import Choice, RunPlan
 from appliance.record.state import RunState, fold
@@ -26,7 +26,7 @@ FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val
 
 
 def folded(*news: Event | StepMetrics, steps: int = 60) -> RunState:
-    return functools.reduce(fold, news, RunState(steps=steps))
+    return functools.reduce(fold, news, RunState(steps, MismatchBounds()))
 
 
 def drawn(plan: object, state: RunState, *, columns: int = 100, ascii_only: bool = False) -> str:
@@ -125,7 +125,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
         step_line(2, val_reward_mean=0.25, is_ess=0.2, emulated=True),
         Event(123.0, "phase", "export"),
     ]
-    progress, state = PlainProgress(), RunState(steps=2)
+    progress, state = PlainProgress(), RunState(2, MismatchBounds())
     with progress:
         for item in news:
             state = fold(state, item)
@@ -156,7 +156,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
 def test_json_lines_are_the_files_lines_with_a_type(capsys: pytest.CaptureFixture[str], step_line: Callable) -> None:
     event = Event(1.0, "note", "hello", line='{"time": 1.0, "kind": "note", "what": "hello", "more": [1]}')
     with JsonProgress() as progress:
-        progress.show(RunState(steps=1), [event, step_line(1)], now=1.0)
+        progress.show(RunState(1, MismatchBounds()), [event, step_line(1)], now=1.0)
     printed = capsys.readouterr()
     assert printed.err == ""
     first, second = map(json.loads, printed.out.splitlines())
@@ -401,7 +401,7 @@ def test_a_value_is_shown_on_the_side_of_its_bound_that_it_is_on(
 def test_the_panel_has_as_many_digits(step_line: Callable) -> None:
     line = step_line(2, mismatch_k3_kl=0.0149, is_ess=0.7, is_weight_mean=1.9999)
     shown = "fine  k3 1.49e-02 (below 0.015)  ESS 0.700 (above 0.3)  mean weight 1.9999 (0.5 to 2)"
-    assert display._mismatch_text(line).plain == shown
+    assert display._mismatch_text(line, bounds=MismatchBounds()).plain == shown
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from appliance.guard.policy import MismatchBounds
 from appliance.launch.outcome import Child, Outcome, failed
 from appliance.record.events import Event
 from appliance.record.session import RunStatus
@@ -30,7 +31,7 @@ TRACEBACK = """\
 
 
 def outcome(*, returncode: int = 1, failure: Event | None = None, log_tail: str = "") -> Outcome:
-    state = RunState(steps=4, phase="load-model", failure=failure)
+    state = RunState(4, MismatchBounds(), phase="load-model", failure=failure)
     log = "runs/a/logs/1/train.log"
     return failed(CHILD, returncode=returncode, state=state, log_tail=log_tail, log=log, run="runs/a")
 

@@ -16,6 +16,7 @@ from stopped_runs import events, misfits, recipe, resumed, save, stopped, target
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.finding import refuse_faults
+from appliance.guard.policy import MismatchBounds
 from appliance.launch import command
 from appliance.launch.changes import CHANGES, REMEDIES, Change, change_of
 from appliance.launch.resume import (
@@ -477,7 +478,7 @@ def test_commands_to_be_typed_have_their_paths_as_one_word(
     said = subprocess.run(["bash", "-c", f"printf '%s\\n' {go_on_command(run_dir)}"], capture_output=True, check=True)
     assert said.stdout.decode().splitlines() == words
     assert not list(tmp_path.glob("**/owned"))
-    plan, state = build_plan(recipe(), run_dir=run_dir, host=HOST), RunState(steps=1)
+    plan, state = build_plan(recipe(), run_dir=run_dir, host=HOST), RunState(1, MismatchBounds())
     assert shlex.split(try_next(plan, state, folder=folder)[-1]) == ["appliance", "status", folder]
 
 

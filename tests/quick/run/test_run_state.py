@@ -5,15 +5,17 @@ from collections.abc import Callable
 
 import pytest
 
+from appliance.guard.policy import Bounds, MismatchBounds
+from appliance.guard.signals import Health
 from appliance.record.events import Event, StepMetrics, parse_metrics
-from appliance.record.state import Judgement, RunState, fold, judge, median_tokens_per_s, remaining_s, step_seconds
-from appliance.report.display import PHASES
+from appliance.record.state import RunState, fold, judge_step, median_tokens_per_s, remaining_s, step_seconds
+from appliance.report.display import PHASES, mismatch_reasons
 from appliance.report.folder import DOING
 from appliance.terms.phases import Phase
 
 
 def folded(*news: Event | StepMetrics, steps: int = 10) -> RunState:
-    return functools.reduce(fold, news, RunState(steps=steps))
+    return functools.reduce(fold, news, RunState(steps, MismatchBounds()))
 
 
 def event(kind: str, what: str, *, time: float = 100.0, **rest: object) -> Event:
@@ -91,7 +93,7 @@ def test_the_pause_before_a_resume_is_no_step(step_line: Callable, is_live: bool
 
 def test_first_step_alone_is_estimated_by_its_own_duration(step_line: Callable) -> None:
     assert step_seconds(folded(step_line(1, step_s=3.5))) == 3.5
-    assert remaining_s(RunState(steps=5), now=0.0) is None
+    assert remaining_s(RunState(5, MismatchBounds()), now=0.0) is None
 
 
 def test_speed_is_a_median(step_line: Callable) -> None:
@@ -100,8 +102,10 @@ def test_speed_is_a_median(step_line: Callable) -> None:
     assert median_tokens_per_s(state) == 300.0
 
 
-def test_unhealthy_steps_are_counted(step_line: Callable) -> None:
-    assert folded(step_line(1), step_line(2, mismatch_k3_kl=0.02), step_line(3, is_ess=0.1)).unhealthy_steps == 2
+def test_bad_steps_are_counted(step_line: Callable) -> None:
+    unknown = step_line(4, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None, is_weight_std=None)
+    state = folded(step_line(1), step_line(2, mismatch_k3_kl=0.02), step_line(3, is_ess=0.1), unknown)
+    assert (state.judged_steps, state.bad_steps) == (3, 2)
 
 
 def test_of_several_failures_of_an_attempt_the_first_counts() -> None:
@@ -112,31 +116,53 @@ def test_of_several_failures_of_an_attempt_the_first_counts() -> None:
 
 
 def test_unknown_events_change_nothing_but_the_start() -> None:
-    assert folded(event("sweep", "ended x")) == RunState(steps=10, phase_since=100.0, started=100.0)
+    assert folded(event("sweep", "ended x")) == RunState(10, MismatchBounds(), phase_since=100.0, started=100.0)
 
 
-def test_verdict_names_every_bound_that_is_left(step_line: Callable) -> None:
-    bad = judge(step_line(1, mismatch_k3_kl=0.016, is_ess=0.29, is_weight_mean=2.01))
-    assert bad == Judgement(
+def judged(line: StepMetrics, *, bounds: MismatchBounds = MismatchBounds()) -> tuple[str, tuple[str, ...]]:
+    """The word that people are shown for a step, and the reasons where it is bad."""
+    judgement = judge_step(line, bounds=bounds)
+    is_bad = judgement.health is Health.BAD
+    return judgement.health.word, mismatch_reasons(line, judgement, bounds=bounds) if is_bad else ()
+
+
+def test_a_bad_step_names_every_bound_that_is_left(step_line: Callable) -> None:
+    ratios = {"is_weight_mean": 2.01, "is_weight_std": 1.2, "is_ess": 0.29, "is_above_cap_fraction": 0.06}
+    assert judged(step_line(1, mismatch_k3_kl=0.016, **ratios)) == (
         "bad",
-        ("k3 0.016 is above 0.015", "ESS 0.29 is below 0.3", "mean weight 2.01 is not within 0.5 to 2"),
+        (
+            "k3 0.016 is above 0.015",
+            "mean weight 2.01 is not within 0.5 to 2",
+            "spread of the weights 1.2 is above 1",
+            "ESS 0.29 is below 0.3",
+            "share of cut weights 0.06 is above 0.05",
+        ),
     )
-    assert judge(step_line(1)) == Judgement("fine")
+    assert judged(step_line(1)) == ("fine", ())
 
 
-def test_a_step_on_the_bounds_is_fine_as_it_is_for_the_guard(step_line: Callable) -> None:
-    assert judge(step_line(1, mismatch_k3_kl=0.015, is_ess=0.3, is_weight_mean=2.0)) == Judgement("fine")
+def test_a_step_is_judged_by_the_bounds_that_are_given(step_line: Callable) -> None:
+    step = step_line(1, mismatch_k3_kl=0.02)
+    wide, narrow = (MismatchBounds(k3_kl=Bounds.below(bound)) for bound in (0.05, 1e-9))
+    assert judged(step, bounds=wide) == ("fine", ())
+    assert judged(step, bounds=narrow) == ("bad", ("k3 0.02 is above 1e-09",))
+
+
+def test_a_step_on_the_bounds_is_fine(step_line: Callable) -> None:
+    assert judged(step_line(1, mismatch_k3_kl=0.015, is_ess=0.3, is_weight_mean=2.0)) == ("fine", ())
 
 
 def test_one_log_prob_that_was_to_be_the_rollouts_is_bad(step_line: Callable) -> None:
     """Whatever the mismatch: with one flow there is none."""
-    told = judge(step_line(1, differing_tokens=1, mismatch_k3_kl=1e-9))
-    assert told == Judgement("bad", ("1 log-probs are not the rollouts'",))
-    assert judge(step_line(1, differing_tokens=0, mismatch_k3_kl=0.0)) == Judgement("fine")
+    one = step_line(1, differing_tokens=1, mismatch_equal_fraction=0.999, mismatch_k3_kl=1e-9)
+    assert judged(one) == ("bad", ("1 log-probs are not the rollouts'",))
+    none = step_line(1, differing_tokens=0, mismatch_equal_fraction=1.0, mismatch_k3_kl=0.0)
+    assert judged(none) == ("fine", ())
 
 
-def test_verdict_without_signals_is_unknown(step_line: Callable) -> None:
-    assert judge(step_line(1, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)) == Judgement("unknown")
+def test_a_step_without_signals_is_unknown(step_line: Callable) -> None:
+    unmeasured = {"mismatch_k3_kl": None, "is_ess": None, "is_weight_mean": None, "is_weight_std": None}
+    assert judged(step_line(1, **unmeasured)) == ("unknown", ())
 
 
 def test_every_phase_has_words_and_a_place_in_the_report() -> None:
