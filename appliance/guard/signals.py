@@ -96,6 +96,9 @@ class Health(StrEnum):
         return str(Health.FINE if self is Health.BETWEEN else self)
 
 
+_OF_MISMATCH = tuple(field.name for field in fields(MismatchBounds))
+
+
 @dataclass(frozen=True)
 class Judgement:
     health: Health
@@ -105,8 +108,7 @@ class Judgement:
 
 def judge(signals: Signals, *, bounds: MismatchBounds) -> Judgement:
     """Judge the mismatch of one step: it is as bad as its worst signal."""
-    values = {each.name: getattr(signals, each.name) for each in fields(bounds)}
-    measured = {name: value for name, value in values.items() if value is not None}
+    measured = {name: value for name in _OF_MISMATCH if (value := getattr(signals, name)) is not None}
     if not measured:
         return Judgement(Health.UNKNOWN)
     bad = [cause for name, value in measured.items() if (cause := outside(name, value, getattr(bounds, name).bad))]

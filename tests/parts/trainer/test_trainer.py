@@ -489,7 +489,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
             take_turns=dict,
         ),
     )
-    telemetry = SimpleNamespace(metrics=lambda *, is_exact: {"mismatch_chi2": float("inf"), "x": is_exact})
+    telemetry = SimpleNamespace(metrics=lambda *, is_exact, cap: {"mismatch_chi2": float("inf"), "x": is_exact})
     trainer._step = StepParts(INT8, reward_failures=2, telemetry=telemetry)
     trainer.engines.restart_s = 1.5
     sent: dict[str, Any] = {}
