@@ -68,9 +68,8 @@ def test_the_page_has_it(run: tuple) -> None:
     [answer] = [verdict for verdict in verdicts(view) if verdict.question == "Do rollouts and trainer agree?"]
     assert answer.word == word
     num_fine = STEPS if word == "fine" else 0
-    assert answer.text.startswith(
-        f"within the bounds in {num_fine} of {STEPS} steps; largest k3 2.0e-02 in step {STEPS} "
-    )
+    within = f"within the bounds in {num_fine} of {STEPS} steps"
+    assert answer.text.startswith(f"{within}; largest k3 2.0e-02 in step {STEPS} ")
     assert f"(bound {bound:g})" in answer.text
     text = page(view, now=1000.0)
     assert f"bound {bound:g}" in text and "bound 0.015" not in text
