@@ -27,12 +27,12 @@ from appliance import console
 from appliance.profile.child import own_samples
 from appliance.profile.job import ProfileJob, job_of_run
 from appliance.quant.calibrate import calibrate
-from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
+from appliance.quant.checkpoint import Ledger, ModelTensors, StreamedModel
 from appliance.quant.choice import Candidate, candidates_of, share
 from appliance.quant.files import LayerError, Predicted
 from appliance.quant.layer_view import Errors, Views
 from appliance.quant.mismatch_budget import MismatchBudget
-from appliance.quant.own_samples import Sample
+from appliance.quant.own_samples import ProfileSample
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import Origin, Profile, Settings
 from appliance.record.plan import read_plan
@@ -59,7 +59,7 @@ def within(candidates: Iterable[Candidate], *, most: float, by: Ranking) -> tupl
     return chosen
 
 
-def profile_of(job: ProfileJob, samples: Sequence[Sample]) -> Profile:
+def profile_of(job: ProfileJob, samples: Sequence[ProfileSample]) -> Profile:
     """The profile of the samples, with the contribution of every layer and all of them quantised."""
     names = {field.name for field in dataclasses.fields(Settings)}
     settings = Settings(**job.replace(mismatch_budget=None, measure_above=0.0).model_dump(include=names))
@@ -74,10 +74,10 @@ def profile_of(job: ProfileJob, samples: Sequence[Sample]) -> Profile:
     )
 
 
-def measurement(profile: Profile, *, samples: Sequence[Sample]) -> Callable[[frozenset[str]], Predicted]:
+def measurement(profile: Profile, *, samples: Sequence[ProfileSample]) -> Callable[[frozenset[str]], Predicted]:
     """The function that predicts the mismatch with the layers of these names in BF16."""
     ledger = Ledger()
-    model = StreamedModel(Checkpoint(Path(profile.origin.model), ledger=ledger))
+    model = StreamedModel(ModelTensors(Path(profile.origin.model), ledger=ledger))
     batches = batches_of(
         [sample.tokens for sample in samples], prompt_tokens=[sample.prompt_tokens for sample in samples]
     )

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 
 from appliance import console
-from appliance.compare.stored import StoredResult, read_results
+from appliance.compare.stored import StoredRun, read_results
 
 PLAIN, UAQ = "plain", "UAQ"
 
 
-def shares_by_rate(results: Iterable[StoredResult]) -> dict[int, dict[str, list[float]]]:
+def shares_by_rate(results: Iterable[StoredRun]) -> dict[int, dict[str, list[float]]]:
     """The shares of codes that the updates changed: by bin, 0 for the largest rates, 1 for those of half as much, ...,
     and by whether the run had UAQ."""
     updates = [
@@ -42,7 +42,7 @@ def shares_by_rate(results: Iterable[StoredResult]) -> dict[int, dict[str, list[
     return dict(sorted(shares.items()))
 
 
-def table(results: list[StoredResult]) -> str:
+def table(results: list[StoredRun]) -> str:
     """A row for each bin: the median share, the smallest and the largest, and how many updates it is of."""
     most = max((step.learning_rate or 0.0 for line in results for step in line.result.steps), default=0.0)
     lines = [

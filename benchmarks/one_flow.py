@@ -27,7 +27,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from appliance import console
-from appliance.bench.job import GIB, NAMED_SHAPES, PROMPT_TOKENS, Job, Measurement, Shapes, read_lines
+from appliance.bench.job import GIB, NAMED_SHAPES, PROMPT_TOKENS, BenchJob, Measurement, Shapes, read_lines
 from appliance.compare.results import busy_share
 from appliance.control_groups import usable_cores
 from appliance.terms.environment import EXACT_ON_CPU
@@ -104,8 +104,8 @@ def rollouts(shapes: Shapes, *, mix: Mix, turns: int, threads: int) -> Times:
     return {scheme: [one.seconds / ENGINE_LAYERS for one in measured if one.scheme == scheme] for scheme in SCHEMES}
 
 
-def rollouts_job(shapes: Shapes, *, mix: Mix, turns: int, folder: Path) -> Job:
-    return Job(
+def rollouts_job(shapes: Shapes, *, mix: Mix, turns: int, folder: Path) -> BenchJob:
+    return BenchJob(
         workload=shapes.replace(layers=ENGINE_LAYERS, batch=mix.sequences, new_tokens=mix.response_tokens).workload,
         engines=tuple(Quantisation(scheme=scheme) for scheme in SCHEMES),
         eager=SCHEMES,

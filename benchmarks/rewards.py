@@ -22,7 +22,7 @@ from statistics import median
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.record.plan import read_plan
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 from appliance.trainer.rewards import RewardPool, num_workers
 from benchmarks.telemetry import Where
 
@@ -73,12 +73,12 @@ class Cost:
         ]
 
 
-def trivial() -> tuple[Reward, ...]:
-    return (Reward("exact", 1.0, lambda response: float(response.text == response.truth)),)
+def trivial() -> tuple[RewardFunction, ...]:
+    return (RewardFunction("exact", 1.0, lambda response: float(response.text == response.truth)),)
 
 
-def slow() -> tuple[Reward, ...]:
-    return (Reward("slow", 1.0, lambda _: time.sleep(SLOW_S) or 1.0),)
+def slow() -> tuple[RewardFunction, ...]:
+    return (RewardFunction("slow", 1.0, lambda _: time.sleep(SLOW_S) or 1.0),)
 
 
 async def grading_s(pool: RewardPool, *, samples: int, every_s: float = 0.0) -> float:
@@ -94,7 +94,9 @@ async def grading_s(pool: RewardPool, *, samples: int, every_s: float = 0.0) -> 
     return time.perf_counter() - since
 
 
-def timed(load: Callable[[], tuple[Reward, ...]], *, workers: int, rounds: int, **how: float) -> tuple[float, ...]:
+def timed(
+    load: Callable[[], tuple[RewardFunction, ...]], *, workers: int, rounds: int, **how: float
+) -> tuple[float, ...]:
     pool = RewardPool(load=load, workers=workers)
     try:
         asyncio.run(grading_s(pool, samples=8 * workers))  # its processes are there

@@ -29,7 +29,7 @@ from torch import Tensor
 from appliance.errors import RecipeError
 from appliance.profile.child import run
 from appliance.profile.job import ProfileJob
-from appliance.quant.checkpoint import Checkpoint
+from appliance.quant.checkpoint import ModelTensors
 from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, power_of_two
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
@@ -48,7 +48,7 @@ def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Prof
     """
     if scheme is not Scheme.INT8:
         raise RecipeError([(f"--scheme {scheme}: a donor's scales are those of `int8`", "use --scheme int8")])
-    ours, theirs = Checkpoint(model), Checkpoint(donor)
+    ours, theirs = ModelTensors(model), ModelTensors(donor)
     prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
     problems = _differences(ours, theirs, prefixes=prefixes)
     _refuse(problems, model=model, donor=donor)
@@ -93,7 +93,7 @@ def smoothing_of_scales(input_scales: Mapping[str, Tensor]) -> Smoothing:
 
 
 def _recover_layer(
-    ours: Checkpoint, theirs: Checkpoint, *, prefix: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
+    ours: ModelTensors, theirs: ModelTensors, *, prefix: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
 ) -> None:
     for norm, readers in LLAMA_NORMS.items():
         name = f"{prefix}{norm}.weight"
@@ -123,7 +123,7 @@ def predicted_codes(weight_NK: Tensor, *, output_scale_N: Tensor, input_scale_K:
     return scaled_NK.round().clamp(-128, 127)
 
 
-def _differences(ours: Checkpoint, theirs: Checkpoint, *, prefixes: list[str]) -> list[str]:
+def _differences(ours: ModelTensors, theirs: ModelTensors, *, prefixes: list[str]) -> list[str]:
     """What keeps the two from being a pair, before any number is looked at."""
     if not prefixes:
         return ["the model has no model.layers.<i>.input_layernorm.weight"]
@@ -137,7 +137,7 @@ def _differences(ours: Checkpoint, theirs: Checkpoint, *, prefixes: list[str]) -
     return problems
 
 
-def _different(ours: Checkpoint, theirs: Checkpoint, *, name: str) -> list[str]:
+def _different(ours: ModelTensors, theirs: ModelTensors, *, name: str) -> list[str]:
     missing = [side for side, checkpoint in (("model", ours), ("donor", theirs)) if name not in checkpoint]
     if missing:
         return [f"{name} is missing in the {side}" for side in missing]
@@ -146,7 +146,7 @@ def _different(ours: Checkpoint, theirs: Checkpoint, *, name: str) -> list[str]:
     return []
 
 
-def _not_int8(theirs: Checkpoint, *, name: str) -> list[str]:
+def _not_int8(theirs: ModelTensors, *, name: str) -> list[str]:
     scale = f"{name}_scale"
     if scale not in theirs:
         return [f"{scale} is missing in the donor"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from appliance.corrections.adaptive import Adaptive
-from appliance.corrections.base import Correction, Part, log_ratio
+from appliance.corrections.base import LossCorrection, StepPart, log_ratio
 from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import METHODS, correction_of
 
@@ -28,7 +28,7 @@ LIMITS = {
     "calibrated-clipping": {"cap": 2.0, "clip": ClipRange(0.25, 0.5)},
     "score-centering-tis": {"cap": 1.5},
 }
-CORRECTIONS: dict[str, Correction] = {name: correction_of(name, **LIMITS.get(name, {})) for name in METHODS}
+CORRECTIONS: dict[str, LossCorrection] = {name: correction_of(name, **LIMITS.get(name, {})) for name in METHODS}
 # With a share, as they are for a step.
 OF_A_STEP = {
     name: replace(each, share=SHARE) if isinstance(each, Adaptive) else each for name, each in CORRECTIONS.items()
@@ -49,9 +49,9 @@ class Case:
         return tuple(row[:length] for row, length in zip(tensor_BT, lengths, strict=True))
 
     @property
-    def part(self) -> Part:
+    def part(self) -> StepPart:
         x_BT = log_ratio(self.trainer_BT, rollout_BT=self.rollout_BT, real_BT=self.mask_BT)
-        return Part(x_BT, self.mask_BT, torch.ones_like(x_BT))
+        return StepPart(x_BT, self.mask_BT, torch.ones_like(x_BT))
 
 
 def make_case(seed: int, *, sequences: int = 64, tokens: int = 24, spread: float = 0.3) -> Case:
@@ -64,7 +64,7 @@ def make_case(seed: int, *, sequences: int = 64, tokens: int = 24, spread: float
 
 
 def reference(
-    case: Case, *, correction: Correction, share: float = SHARE
+    case: Case, *, correction: LossCorrection, share: float = SHARE
 ) -> tuple[list[list[float]], list[list[bool]]]:
     """(weights, tokens that stay), one list per sequence without padding."""
     weights, stay = [], []

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from appliance.record.plan import RunPlan
 from appliance.trainer.fit import compose_config
-from appliance.trainer.trainer import Trainer
+from appliance.trainer.trainer import ApplianceTrainer
 
 GOLDEN = Path(__file__).parent / "quick" / "plan" / "golden" / "gsm8k-0.5b-int8.json"
 
@@ -22,9 +22,9 @@ def verls_config() -> DictConfig:
     return compose_config(json.loads(GOLDEN.read_text())["argv"][4:])
 
 
-def make_trainer(plan: RunPlan, *, stopping: Any, **others: Any) -> Trainer:
+def make_trainer(plan: RunPlan, *, stopping: Any, **others: Any) -> ApplianceTrainer:
     """others: attributes that verl or a later hook would set."""
-    trainer = Trainer(config=verls_config(), plan=plan, stopping=stopping, on_engine_death=lambda error: None)
+    trainer = ApplianceTrainer(config=verls_config(), plan=plan, stopping=stopping, on_engine_death=lambda error: None)
     for name, value in others.items():
         setattr(trainer, name, value)
     return trainer

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-from appliance.bench.job import GIB, PROMPT_TOKENS, PROMPT_WORDS, EngineFacts, Job, Measurement, Shapes, Workload
+from appliance.bench.job import GIB, PROMPT_TOKENS, PROMPT_WORDS, BenchJob, EngineFacts, Measurement, Shapes, Workload
 from appliance.engine.attest import live_scheme
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
@@ -51,11 +51,11 @@ Prompts = list[list[int]]
 
 def main() -> int:
     file = Path(sys.argv[1])
-    job = Job.model_validate_json(file.read_bytes())
+    job = BenchJob.model_validate_json(file.read_bytes())
     return exit_code_of(lambda: run(job), run_dir=file.parent)
 
 
-def run(job: Job) -> None:
+def run(job: BenchJob) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_path = job.workload.model_path or folder
         if job.workload.shapes:  # nothing but a configuration: vLLM fills the weights (`load_format=dummy`)
@@ -69,7 +69,7 @@ def run(job: Job) -> None:
                     _write(measured, path=job.results)
 
 
-def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
+def _engine(job: BenchJob, *, quantisation: Quantisation, model_path: str) -> LLM:
     """Raises EngineError when the engine does not run the scheme it was asked for, or its weights leave no room."""
     workload, scheme = job.workload, quantisation.scheme
     with starting():

@@ -7,7 +7,17 @@ import json
 from pathlib import Path
 
 from appliance import console
-from appliance.bench.job import GIB, EngineFacts, Job, Measurement, Shapes, Workload, judge, parse_shapes, read_lines
+from appliance.bench.job import (
+    GIB,
+    BenchJob,
+    EngineFacts,
+    Measurement,
+    Shapes,
+    Workload,
+    judge_schemes,
+    parse_shapes,
+    read_lines,
+)
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.side_job import (
     OF_AN_ENGINE,
@@ -66,7 +76,7 @@ def run_bench(
                 kv_bytes = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=None)
                 _refuse_without_memory(parsed, engines=len(schemes), kv_bytes=kv_bytes, host=host)
         shape = None if parsed else model_shape(plan.model, weights=plan.weights)
-        job = Job(
+        job = BenchJob(
             workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
             eager=_eager(recipe, schemes=schemes, plan=plan, has_recipes_model=parsed is None),
@@ -80,7 +90,7 @@ def run_bench(
             facts=str(folder / "facts.jsonl"),
         )
         measured, facts = _measure(job, folder=folder, env=env)
-    verdicts = judge(measured, schemes=schemes)
+    verdicts = judge_schemes(measured, schemes=schemes)
     stored_in = _keep(verdicts, job=job, plan=plan, host=host)
     shown = {"verdicts": verdicts, "facts": facts, "stored_in": stored_in}
     console.out(as_json(job, measured=measured, **shown) if json_mode else table(job, **shown))
@@ -153,7 +163,7 @@ def _recipe_workload(plan: RunPlan) -> Workload:
     )
 
 
-def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measurement], list[EngineFacts]]:
+def _measure(job: BenchJob, *, folder: Path, env: dict[str, str]) -> tuple[list[Measurement], list[EngineFacts]]:
     job_file = folder / "job.json"
     job_file.write_text(job.model_dump_json())
     loaded, shown = 0, 0
@@ -173,7 +183,7 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measu
     return read_lines(job.results, Measurement), read_lines(job.facts, EngineFacts)
 
 
-def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFacts) -> Path | None:
+def _keep(verdicts: list[SchemeResult], *, job: BenchJob, plan: RunPlan, host: HostFacts) -> Path | None:
     """Keep the result where it may count; says why where it does not."""
     workload, shapes = job.workload, job.workload.shapes
     key = key_of_plan(plan, host=host)
@@ -194,7 +204,7 @@ def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFa
     )
 
 
-def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -> str:
+def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: BenchJob) -> str:
     """Return the reason why a result would not be what its key says to `auto`, or an empty text."""
     installed = installed_versions()
     other = [name for name, version in key.versions if installed.get(name) != version]
@@ -217,7 +227,7 @@ def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job) -
     return ""
 
 
-def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], stored_in: Path | None) -> str:
+def table(job: BenchJob, *, verdicts: list[SchemeResult], facts: list[EngineFacts], stored_in: Path | None) -> str:
     """Render one line per scheme, then one sentence per scheme but the base: whether it pays."""
     ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
     rows = [
@@ -251,7 +261,7 @@ def _sentence(verdict: SchemeResult, *, base: SchemeResult) -> str:
 
 
 def as_json(
-    job: Job,
+    job: BenchJob,
     *,
     verdicts: list[SchemeResult],
     facts: list[EngineFacts],

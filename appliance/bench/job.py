@@ -97,7 +97,7 @@ def _layers_of(name: str, *, layers: int) -> Shapes:
 NAMED_SHAPES = {short: _layers_of(name, layers=layers) for short, (name, layers) in _MODELS.items()}
 
 
-class Job(Frozen):
+class BenchJob(Frozen):
     workload: Workload
     engines: tuple[Quantisation, ...]
     """Engines to measure; the first is the base of every ratio."""
@@ -161,7 +161,7 @@ def read_lines(path: str, kind: type[Line]) -> list[Line]:
     return [kind.model_validate_json(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[SchemeResult]:
+def judge_schemes(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[SchemeResult]:
     """Judge the schemes: one verdict for each, in order, with ratios to the first. Only complete pairs count; there
     must be one."""
     speed = {(m.pair, m.scheme): m.tokens_per_s for m in measured}

@@ -53,7 +53,7 @@ _CPUS_OF_SERVICES = 3  # the TransferQueue's controller, and two for what is sta
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A node of the cluster as Ray's control store has it."""
 
     id: str
@@ -70,12 +70,12 @@ class Node:
         return f"{self.name} ({self.address})"
 
 
-def useful(nodes: Sequence[Node], needed: Topology) -> list[Node]:
+def useful(nodes: Sequence[ClusterNode], needed: Topology) -> list[ClusterNode]:
     """Return the nodes with the GPUs that one node of the training needs."""
     return [node for node in nodes if node.gpus >= needed.gpus_per_node]
 
 
-def missing(nodes: Sequence[Node], needed: Topology) -> str:
+def missing(nodes: Sequence[ClusterNode], needed: Topology) -> str:
     """Describe in one line which nodes are there and which are not."""
     have = len(useful(nodes, needed))
     gpus = "a GPU" if needed.gpus_per_node == 1 else f"{needed.gpus_per_node} GPUs"
@@ -84,24 +84,24 @@ def missing(nodes: Sequence[Node], needed: Topology) -> str:
     return there + (f" ({', '.join(small)})" if small else "")
 
 
-def not_among(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
+def not_among(nodes: Sequence[ClusterNode], others: Sequence[ClusterNode]) -> list[ClusterNode]:
     known = {node.id for node in others}
     return [node for node in nodes if node.id not in known]
 
 
 @dataclass(frozen=True)
 class Roll:
-    present: tuple[Node, ...] = ()
+    present: tuple[ClusterNode, ...] = ()
     """Nodes that were there at the last look, in the order in which they came."""
-    absent: tuple[tuple[Node, float], ...] = ()
+    absent: tuple[tuple[ClusterNode, float], ...] = ()
     """Nodes that died since the first look and are not back, each with the time when it was missed."""
 
-    def overdue(self, *, at: float) -> list[Node]:
+    def overdue(self, *, at: float) -> list[ClusterNode]:
         return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
 
 
 def call(
-    roll: Roll, now: Sequence[Node], *, deaths: Mapping[str, str], needed: Topology, at: float
+    roll: Roll, now: Sequence[ClusterNode], *, deaths: Mapping[str, str], needed: Topology, at: float
 ) -> tuple[Roll, list[str]]:
     """Return the roll after one more look, and a line about each node that came or went.
 
@@ -132,14 +132,14 @@ def call(
     return Roll(tuple(present), tuple(absent)), lines
 
 
-class Cluster:
+class RayCluster:
     """A Ray cluster that this process is connected to."""
 
     def __init__(self, plan: RunPlan, *, head: subprocess.Popen[bytes] | None) -> None:
         self._plan = plan
         self._head = head
         self._run_dir = Path(plan.run_dir)
-        self._members: list[Node] = []
+        self._members: list[ClusterNode] = []
         self._stopped = threading.Event()
 
     def wait(self, *, wait_s: float) -> None:
@@ -192,7 +192,7 @@ class Cluster:
 
         plan = ray.put(self._plan)  # once: of 1,024 nodes it has 1.6 MB
 
-        def ask(node: Node) -> ray.ObjectRef:
+        def ask(node: ClusterNode) -> ray.ObjectRef:
             here = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
             return describe.options(num_cpus=0, scheduling_strategy=here).remote(plan)
 
@@ -272,13 +272,13 @@ class Cluster:
         append_event(self._run_dir, kind="cluster", what=what)
 
 
-def look_around() -> tuple[list[Node], dict[str, str]]:
+def look_around() -> tuple[list[ClusterNode], dict[str, str]]:
     """Return the nodes that live, and, by id, Ray's words about the nodes that died without having been stopped."""
     import ray
 
     table = ray.nodes()
     living = [
-        Node(
+        ClusterNode(
             id=entry["NodeID"],
             name=entry["NodeManagerHostname"],
             address=entry["NodeManagerAddress"],
@@ -293,7 +293,7 @@ def look_around() -> tuple[list[Node], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def cluster_of(plan: RunPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[Cluster]:
+def cluster_of(plan: RunPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[RayCluster]:
     """Connect to the cluster, wait until it is complete, and compare its nodes; stop it at the end. Raises
     PreflightError. on_loss: called once, on another thread, when the head or a node of the training is gone."""
     wanted = plan.cluster
@@ -304,7 +304,7 @@ def cluster_of(plan: RunPlan, *, on_loss: Callable[[ApplianceError], None]) -> I
         make_token(token_file)
     os.environ |= ray_node_env()  # of Ray's client in this process too; the token is known to it from its start
     head = None if wanted.address else _start_head(plan)
-    cluster = Cluster(plan, head=head)
+    cluster = RayCluster(plan, head=head)
     cluster.watch_head(on_loss)
     try:
         _connect(plan, address=wanted.address or f"127.0.0.1:{wanted.port}")

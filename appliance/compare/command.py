@@ -20,7 +20,7 @@ from appliance.compare.file import Comparison, load_comparison
 from appliance.compare.interval import CONFIDENCE, Interval
 from appliance.compare.judge import ArmResult, curve, judge, numbers, verdict_text
 from appliance.compare.results import RunResult, busy_share, note_busy, read_result, validate_models
-from appliance.compare.stored import SUFFIX, StoredResult, date_of, read_results, result_of, write_results
+from appliance.compare.stored import SUFFIX, StoredRun, date_of, read_results, result_of, write_results
 from appliance.corrections.registry import NONE
 from appliance.errors import GuardStop, Interrupted, RecipeError, SavedAndStopped
 from appliance.files import write_whole
@@ -122,7 +122,7 @@ def run_compare(name_or_path: str, *, json_mode: bool, results_file: Path | None
     return failed[0][1] if failed else 0
 
 
-def _known(runs: list[PlannedRun], *, stored: list[StoredResult], results_file: Path) -> dict[str, RunResult]:
+def _known(runs: list[PlannedRun], *, stored: list[StoredRun], results_file: Path) -> dict[str, RunResult]:
     """Stored results by the labels of the runs that they are of. Raises RecipeError where the file is the one that this
     comparison will write, and lines of it would be lost."""
     results, others = {}, []

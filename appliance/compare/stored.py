@@ -19,7 +19,7 @@ SUFFIX = ".results.jsonl"  # after the comparison's name
 
 
 @dataclass(frozen=True)
-class StoredResult:
+class StoredRun:
     """A line of the file: the result of one run, and everything by which the run is recognised."""
 
     recipe: dict[str, Any]
@@ -41,8 +41,8 @@ def write_results(file: Path, *, runs: list[tuple[PlannedRun, RunResult]]) -> No
     write_whole(file, "".join(f"{as_json(_stored(run, result))}\n" for run, result in runs))
 
 
-def _stored(run: PlannedRun, result: RunResult) -> StoredResult:
-    return StoredResult(
+def _stored(run: PlannedRun, result: RunResult) -> StoredRun:
+    return StoredRun(
         recipe=to_plain(run.recipe),
         problems=_problems(run),
         code={copy.copy_name: copy.sha256 for copy in code_of(run.plan)},
@@ -56,23 +56,23 @@ def _problems(run: PlannedRun) -> str:
     return Path(run.plan.task_files.train_parquet).parent.name
 
 
-def read_results(file: Path) -> list[StoredResult]:
+def read_results(file: Path) -> list[StoredRun]:
     """Read stored results. Raises RecipeError where the file cannot be read, or a line of it is not one that this
     program writes."""
     try:
         lines = file.read_text().splitlines()
-        return [parse(line, StoredResult, place=f"{file}:{number}") for number, line in enumerate(lines, start=1)]
+        return [parse(line, StoredRun, place=f"{file}:{number}") for number, line in enumerate(lines, start=1)]
     except (OSError, ValueError) as error:
         hint = f"give the NAME{SUFFIX} that `appliance compare` wrote"
         raise RecipeError([(f"--results {file}: {error}", hint)]) from error
 
 
-def date_of(stored: list[StoredResult]) -> str | None:
+def date_of(stored: list[StoredRun]) -> str | None:
     """Return the day that prompts were given in the stored runs; None where no chat template asks for it."""
     return next((line.date for line in stored if line.date), None)
 
 
-def result_of(run: PlannedRun, *, stored: list[StoredResult]) -> tuple[RunResult | None, str]:
+def result_of(run: PlannedRun, *, stored: list[StoredRun]) -> tuple[RunResult | None, str]:
     """Return the stored result of this very run; where its arm and seed have only the result of another run, None and
     what differs."""
     differs = ""
@@ -84,7 +84,7 @@ def result_of(run: PlannedRun, *, stored: list[StoredResult]) -> tuple[RunResult
     return None, differs
 
 
-def _difference(run: PlannedRun, line: StoredResult) -> str:
+def _difference(run: PlannedRun, line: StoredRun) -> str:
     """Return the reason why the line is not a result of this run, empty where it is one."""
     if not is_written(run.recipe, plain=line.recipe):
         return "its recipe is another one"

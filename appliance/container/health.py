@@ -23,17 +23,17 @@ _TOLD_IN = ("events.jsonl", "metrics.jsonl", "logs/*/*.log")
 
 
 @dataclass(frozen=True)
-class Health:
+class ContainerHealth:
     is_healthy: bool
     what: str
     """Description for `docker inspect`, one line."""
 
 
-def look(proc: Path = Path("/proc")) -> Health:
+def look(proc: Path = Path("/proc")) -> ContainerHealth:
     """Judge the health of this container's run or node, or of the worst one where there are several."""
     runs, nodes = marked(proc)
     judged = [*(_of_run(folder) for folder in runs), *(_of_node(folder) for folder in nodes)]
-    return min(judged, key=lambda each: each.is_healthy, default=Health(True, "no run yet"))
+    return min(judged, key=lambda each: each.is_healthy, default=ContainerHealth(True, "no run yet"))
 
 
 def marked(proc: Path) -> tuple[list[Path], list[Path]]:
@@ -60,38 +60,38 @@ def _work_of(node: Path) -> Path | None:
     return None
 
 
-def _of_node(folder: Path) -> Health:
+def _of_node(folder: Path) -> ContainerHealth:
     try:
         training = read_notice(folder)
         if training is None:
-            return Health(True, "a node that has no training yet")
+            return ContainerHealth(True, "a node that has no training yet")
         run_dir = training.run_dir
         record = read_record(run_dir)
     except (OSError, ValueError) as error:
-        return Health(False, f"node {folder}: {error}")
-    found = judge(run_dir.name, record, launched=True, quiet_s=time.time() - _last_word(run_dir))
-    return Health(found.is_healthy, f"node of {found.what}")
+        return ContainerHealth(False, f"node {folder}: {error}")
+    found = judge_run(run_dir.name, record, launched=True, quiet_s=time.time() - _last_word(run_dir))
+    return ContainerHealth(found.is_healthy, f"node of {found.what}")
 
 
-def _of_run(run_dir: Path) -> Health:
+def _of_run(run_dir: Path) -> ContainerHealth:
     try:
         record = read_record(run_dir)
     except (OSError, ValueError) as error:
-        return Health(False, f"{run_dir}: {error}")
-    return judge(run_dir.name, record, launched=has_launcher(run_dir), quiet_s=time.time() - _last_word(run_dir))
+        return ContainerHealth(False, f"{run_dir}: {error}")
+    return judge_run(run_dir.name, record, launched=has_launcher(run_dir), quiet_s=time.time() - _last_word(run_dir))
 
 
-def judge(name: str, record: RunRecord, *, launched: bool, quiet_s: float) -> Health:
+def judge_run(name: str, record: RunRecord, *, launched: bool, quiet_s: float) -> ContainerHealth:
     """Judge a run. launched: whether its launcher lives.  quiet_s: seconds since a process of the run wrote
     anything."""
     where = f"{name}: attempt {record.attempt}, {phase_text(record.phase)}"
     if record.state in (RunStatus.FAILED, RunStatus.STOPPED):
-        return Health(False, f"{name}: {record.state}: {record.reason}")
+        return ContainerHealth(False, f"{name}: {record.state}: {record.reason}")
     if record.state is not RunStatus.DONE and not launched:
-        return Health(False, f"{where}: its launcher is gone")
+        return ContainerHealth(False, f"{where}: its launcher is gone")
     if quiet_s > QUIET_S:
-        return Health(False, f"{where}: nothing new for {quiet_s / 60:.0f} minutes")
-    return Health(True, where)
+        return ContainerHealth(False, f"{where}: nothing new for {quiet_s / 60:.0f} minutes")
+    return ContainerHealth(True, where)
 
 
 def _last_word(run_dir: Path) -> float:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import CLAMP, Corrected, Correction, Part, token_weights
+from appliance.corrections.base import CLAMP, Corrected, LossCorrection, StepPart, token_weights
 from appliance.corrections.objective import ClipRange
 from appliance.errors import NumericsError
 
@@ -36,7 +36,7 @@ K3_SCALE = 0.005  # nats: at 0.015, where others call a mismatch bad, the severi
 
 
 @dataclass(frozen=True)
-class Adaptive(Correction):
+class Adaptive(LossCorrection):
     name = "adaptive"
     compared = "`w` of a token, and the whole step"
     effect = "weighted by `1 + share * (min(w, cap) - 1)`, with one share of 0 to 1 for each step"
@@ -53,7 +53,7 @@ class Adaptive(Correction):
         w_BT = token_weights(x_BT)
         return Corrected(weights_BT=1 + self.share * (w_BT.clamp(max=self.cap) - 1), acted_BT=w_BT > self.cap)
 
-    def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
+    def for_step(self, parts: Iterable[StepPart], *, fitted: ClipRange | None) -> LossCorrection:
         """Return the correction with the share of this step. Raises NumericsError when an advantage is not finite."""
         sums: Counter[str] = Counter()
         for part in parts:
@@ -64,7 +64,7 @@ class Adaptive(Correction):
         return super().metrics(sums) | {"adaptive_share": self.share}
 
 
-def moments(part: Part, *, cap: float) -> dict[str, float]:
+def moments(part: StepPart, *, cap: float) -> dict[str, float]:
     """Sum over the tokens of a part of a step; parts add up."""
     real_BT = part.real_BT.bool()
     x_T = part.x_BT[real_BT].clamp(-CLAMP, CLAMP)

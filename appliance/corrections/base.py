@@ -40,7 +40,7 @@ Refusal = tuple[tuple[str, ...], str, str]  # keys of the recipe, message, hint
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Some sequences of a step."""
 
     x_BT: Tensor
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Correction of some sequences. None, from `Correction.act`: left as it is."""
+    """Correction of some sequences. None, from `LossCorrection.act`: left as it is."""
 
     weights_BT: Tensor | None = None
     """Factor of each token's loss, 0 at padding. None: 1."""
@@ -65,7 +65,7 @@ class Corrected:
 
 
 @dataclass(frozen=True)
-class Correction:
+class LossCorrection:
     """One method with its limits. A limit that the method lacks is None."""
 
     name: ClassVar[str]
@@ -119,7 +119,7 @@ class Correction:
             kept_BT, acted_BT = kept_BT & stays_BT, acted_BT | (real_BT & ~stays_BT)
         return replace(corrected, weights_BT=weights_BT.masked_fill(~real_BT, 0.0), kept_BT=kept_BT, acted_BT=acted_BT)
 
-    def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
+    def for_step(self, parts: Iterable[StepPart], *, fitted: ClipRange | None) -> LossCorrection:
         """Return the correction of one step, whose sequences are `parts`; a method that reads them sets
         `reads_step`. fitted: clip range of the last shadow pass."""
         return self
@@ -137,7 +137,7 @@ class Correction:
         """Value at which a token's importance weight is cut, None where it is not."""
         return self.cap if self.cuts_tokens else None
 
-    def tightened(self) -> Correction:
+    def tightened(self) -> LossCorrection:
         """Return the correction for while the guard asks for a tighter one: half of what the cap has above 1, and
         sequences with a large k3 dropped."""
         drops = replace(self, reject_k3_above=REJECT_K3_ABOVE)

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import CLAMP, Corrected, Correction, Part, Refusal
+from appliance.corrections.base import CLAMP, Corrected, LossCorrection, Refusal, StepPart
 from appliance.corrections.objective import ClipRange
 from appliance.errors import NumericsError
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CalibratedClipping(Correction):
+class CalibratedClipping(LossCorrection):
     name = "calibrated-clipping"
     compared = "`p_policy / p_rollout` of a token"
     effect = (
@@ -78,7 +78,7 @@ class CalibratedClipping(Correction):
             upper_BT=x_BT.new_full(x_BT.shape, 1 + high),
         )
 
-    def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
+    def for_step(self, parts: Iterable[StepPart], *, fitted: ClipRange | None) -> LossCorrection:
         return replace(self, fitted=fitted)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import REJECT_K3_ABOVE, Corrected, Correction
+from appliance.corrections.base import REJECT_K3_ABOVE, Corrected, LossCorrection
 from appliance.corrections.distributions import rest_of
 from appliance.corrections.objective import Loss
 from appliance.corrections.weights import Tis
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ScoreCentering(Correction):
+class ScoreCentering(LossCorrection):
     name = "score-centering"
     compared = "probabilities of the engine's most likely words"
     effect = "the mean score under the rollouts' policy is taken out of the gradient"
@@ -44,7 +44,7 @@ class ScoreCentering(Correction):
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         return Corrected()
 
-    def tightened(self) -> Correction:
+    def tightened(self) -> LossCorrection:
         """Return the same with weights: `score-centering-tis`."""
         cap = ScoreCenteringTis.usual_cap
         return ScoreCenteringTis(cap=cap, clip=self.clip, loss=self.loss, reject_k3_above=REJECT_K3_ABOVE)
@@ -66,7 +66,7 @@ class ScoreCenteringTis(Tis):
         return _conflict(cls, loss)
 
 
-def _conflict(method: type[Correction], loss: Loss) -> str:
+def _conflict(method: type[LossCorrection], loss: Loss) -> str:
     if loss.spec.of_sequences or loss.spec.weighs_responses:
         return f"`{method.name}` centers the score of each token, and `{loss}` has one ratio for a whole response"
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from appliance.corrections.adaptive import Adaptive
-from appliance.corrections.base import Correction
+from appliance.corrections.base import LossCorrection
 from appliance.corrections.calibrated import CalibratedClipping
 from appliance.corrections.centering import ScoreCentering, ScoreCenteringTis
 from appliance.corrections.objective import ClipRange, Loss
@@ -21,7 +21,7 @@ from appliance.corrections.weights import (
     TisSequence,
 )
 
-METHODS: dict[str, type[Correction]] = {
+METHODS: dict[str, type[LossCorrection]] = {
     method.name: method
     for method in (
         NoCorrection,
@@ -52,7 +52,7 @@ def correction_of(
     bounds: tuple[float, ...] | None = None,
     clip: ClipRange = ClipRange(),
     loss: Loss = Loss.PPO,
-) -> Correction:
+) -> LossCorrection:
     """Make a method with its limits: the given one, else the usual one; None for a limit that the method lacks."""
     method_class = METHODS[method]
     cap = method_class.usual_cap if method_class.usual_cap is None or cap is None else cap

@@ -26,7 +26,7 @@ from appliance.corrections.base import (
     CLAMP,
     REJECT_K3_ABOVE,
     Corrected,
-    Correction,
+    LossCorrection,
     Refusal,
     mean_k3,
     tighter,
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 
 
-class NoCorrection(Correction):
+class NoCorrection(LossCorrection):
     name = "none"
     effect = "nothing"
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         return Corrected()
 
-    def tightened(self) -> Correction:
+    def tightened(self) -> LossCorrection:
         """Return weights as `tis` has them, or those of `tis-geometric` where a weight acts on a whole response."""
         method = TisGeometric if self.loss.spec.weighs_responses else Tis
         return method(cap=method.usual_cap, clip=self.clip, loss=self.loss, reject_k3_above=REJECT_K3_ABOVE)
@@ -57,7 +57,7 @@ class NoCorrection(Correction):
         return "no correction"
 
 
-class Tis(Correction):
+class Tis(LossCorrection):
     name = "tis"
     compared = "`w` of a token"
     effect = "the loss is weighted by `min(w, cap)`"
@@ -99,7 +99,7 @@ class Acr(Tis):
         return super().metrics(sums) | {"acr_widened_fraction": share, "acr_bound_mean": mean}
 
 
-class TisSequence(Correction):
+class TisSequence(LossCorrection):
     name = "tis-sequence"
     compared = "product of a sequence's `w`"
     effect = "every token of it is weighted by `min(product, cap)`"
@@ -111,7 +111,7 @@ class TisSequence(Correction):
         return Corrected(weights_BT=product_BT.clamp(max=self.cap), acted_BT=product_BT > self.cap)
 
 
-class TisGeometric(Correction):
+class TisGeometric(LossCorrection):
     name = "tis-geometric"
     compared = "geometric mean of a sequence's `w`"
     effect = "every token of it is weighted by `min(mean, cap)`"
@@ -124,7 +124,7 @@ class TisGeometric(Correction):
         return Corrected(weights_BT=mean_BT.clamp(max=self.cap), acted_BT=mean_BT > self.cap)
 
 
-class IcePop(Correction):
+class IcePop(LossCorrection):
     name = "icepop"
     compared = "`w` of a token"
     effect = "weighted by `w` inside, 0 outside"
@@ -138,12 +138,12 @@ class IcePop(Correction):
         outside_BT = (x_BT < low) | (x_BT > high)
         return Corrected(weights_BT=x_BT.exp().masked_fill(outside_BT, 0.0), acted_BT=outside_BT)
 
-    def tightened(self) -> Correction:
+    def tightened(self) -> LossCorrection:
         """Take from the upper bound half of what it has above 1, as from a cap."""
         return replace(super().tightened(), bounds=(self.bounds[0], tighter(self.bounds[1])))
 
 
-class SequenceMask(Correction):
+class SequenceMask(LossCorrection):
     name = "sequence-mask"
     compared = "product of a sequence's `w`"
     effect = "the sequence is dropped outside"
@@ -170,7 +170,7 @@ class GeometricMask(SequenceMask):
         return super().log_statistic(x_BT, real_BT=real_BT) / real_BT.sum(dim=-1).clamp(min=1)
 
 
-class K3Reject(Correction):
+class K3Reject(LossCorrection):
     name = "k3-reject"
     compared = "mean of `exp(x) - 1 - x` over a sequence, nats"
     effect = "the sequence is dropped above"
@@ -180,7 +180,7 @@ class K3Reject(Correction):
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         return _dropped(mean_k3(x_BT, real_BT=real_BT) > self.cap, real_BT=real_BT)
 
-    def tightened(self) -> Correction:
+    def tightened(self) -> LossCorrection:
         """Halve the limit above which sequences are dropped."""
         return replace(self, cap=self.cap / 2)
 

@@ -68,7 +68,7 @@ from appliance.engine.kernel_proof import (
     BF16_U,
     ROTATION,
     KernelProof,
-    Mismatch,
+    ProofFault,
     U,
     answer,
     first_answer,
@@ -112,7 +112,7 @@ class Fp8Proof(KernelProof):
         """Keep what the kernel must answer. parts: of the whole weight, in order.  due: the rows that are due."""
 
     @abstractmethod
-    def _first_answer(self, layer: Module) -> Mismatch | None:
+    def _first_answer(self, layer: Module) -> ProofFault | None:
         """What the kernel answers otherwise than it must, or None."""
 
     def _told_apart(self, codes_RK: Tensor) -> Tensor:
@@ -162,18 +162,18 @@ class Fp8Proof(KernelProof):
         )
         return absmax.amax(dim=0, keepdim=True) if self._scales is Scales.TENSOR else absmax
 
-    def check(self, layer: Module) -> Mismatch | None:
+    def check(self, layer: Module) -> ProofFault | None:
         held = layer.quant_method.held_scale(layer).reshape(-1).cpu()
         different = first_scale(held, self._scale.reshape(-1).cpu(), within=self._scale_within)
         return different or self._first_code(layer) or self._first_answer(layer)
 
-    def _first_code(self, layer: Module) -> Mismatch | None:
+    def _first_code(self, layer: Module) -> ProofFault | None:
         held_NK = layer.quant_method.held_weight(layer).codes_NK.view(torch.uint8)
         codes = digest(self._told_apart(_gathered([held_NK], self._due)))
         if codes == self._codes:
             return None
         asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
-        return Mismatch(f"digest of the codes of {asked}", codes, self._codes)
+        return ProofFault(f"digest of the codes of {asked}", codes, self._codes)
 
 
 class EmulatedProof(Fp8Proof):
@@ -213,7 +213,7 @@ class EmulatedProof(Fp8Proof):
             bounds.append(2 * len(self._signs_K) * U * held_RK.abs_().sum(dim=1).double().cpu())
         self._answer_N, self._bound_N = torch.cat(sums), torch.cat(bounds)
 
-    def _first_answer(self, layer: Module) -> Mismatch | None:
+    def _first_answer(self, layer: Module) -> ProofFault | None:
         if not self.ask.thorough:
             return None
         return first_answer(layer, self._signs_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
@@ -251,10 +251,10 @@ class NativeFp8Proof(Fp8Proof):
         """[T, N] float64: the exact answers. out_TN: the kernel's, which says whether one of two is meant."""
         return (widened_fp8(self._codes_NT).double() * self._scale.double().cpu()).t() * self._values_T[:, None]
 
-    def _first_code(self, layer: Module) -> Mismatch | None:
+    def _first_code(self, layer: Module) -> ProofFault | None:
         return super()._first_code(layer) if bool(self._scale.any()) else None
 
-    def _first_answer(self, layer: Module) -> Mismatch | None:
+    def _first_answer(self, layer: Module) -> ProofFault | None:
         with torch.compiler.set_stance("force_eager"):  # on a GPU vLLM has the activation's quantiser compiled
             out_TN = answer(layer, self.probe_TK(), bias_N=None)
         wanted_TN = self._wanted(out_TN)
@@ -299,7 +299,7 @@ class NativeBlockProof(NativeFp8Proof):
         self._places = torch.empty(0, dtype=torch.int32, device="cpu")
         self._outer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def check(self, layer: Module) -> Mismatch | None:
+    def check(self, layer: Module) -> ProofFault | None:
         found = super().check(layer)
         self._forget()  # 5 bytes for each of them, and the proof is kept until the next update
         return found

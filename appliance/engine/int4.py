@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 from vllm.platforms import current_platform
 
-from appliance.engine.kernel_proof import KernelProof, Mismatch, U, first_answer, first_scale
+from appliance.engine.kernel_proof import KernelProof, ProofFault, U, first_answer, first_scale
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.engine.tensor_slots import Slot, rounded
 from appliance.errors import EngineError, SyncError
@@ -93,7 +93,7 @@ class Int4Proof(KernelProof):
             magnitudes.append(values_RK.abs_().sum(dim=1))
         return torch.cat(answers), torch.cat(magnitudes)
 
-    def check(self, layer: Module) -> Mismatch | None:
+    def check(self, layer: Module) -> ProofFault | None:
         stored = layer.quant_method.held_weight()
         looks_at_N1 = self._looks_at_N[:, None]
         if stored.scale.shape != self._scale_NG.shape:
@@ -104,7 +104,7 @@ class Int4Proof(KernelProof):
         for rows, received in self._digests:
             if (codes := digest(stored.codes_NK[rows])) != received:
                 asked = f"rows {rows.start} to {rows.stop - rows.step}"
-                return Mismatch(f"digest of the codes of {asked}", codes, received)
+                return ProofFault(f"digest of the codes of {asked}", codes, received)
         bound_N = 2 * (self.shape.length + 2) * U * self._magnitude_N.double()
         bound_N[~self._looks_at_N] = torch.inf
         return first_answer(layer, self._signs_K, exact_N=self._answer_N.double(), bound_N=bound_N, dtype=self.dtype)

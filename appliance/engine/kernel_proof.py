@@ -110,7 +110,7 @@ def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = Fa
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class ProofFault:
     """Difference between what a kernel has or answers and what the tensor received gives."""
 
     what: str
@@ -149,7 +149,7 @@ class KernelProof(ABC):
         """Take a tensor of the layer's weight. tensor: whole, as received.  Raises NumericsError."""
 
     @abstractmethod
-    def check(self, layer: Module) -> Mismatch | None:
+    def check(self, layer: Module) -> ProofFault | None:
         """Return the first difference, or None."""
 
     def _signs(self, count: int) -> Tensor:
@@ -205,7 +205,7 @@ class Int8Proof(KernelProof):
         codes = int8_rows(quantised.codes_NK[first::height].clone(), scale_N1=quantised.scale[first::height])
         self.samples.append((rows[first::height], chunk_NK[first::height].clone(), codes))
 
-    def check(self, layer: Module) -> Mismatch | None:
+    def check(self, layer: Module) -> ProofFault | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
         if held_N.shape != self._scale_N.shape:
             return first_scale(held_N, self._scale_N)
@@ -246,13 +246,13 @@ class Bf16Proof(KernelProof):
         self._answer_N[part] = torch.mv(few_NB, self._signs_B)
         self._magnitude_N[part] = torch.mv(few_NB.abs_(), self._signs_B.abs())
 
-    def check(self, layer: Module) -> Mismatch | None:
+    def check(self, layer: Module) -> ProofFault | None:
         if self._columns_NB.shape[1]:
             return self._first_column(layer)
         exact_N, bound_N = self._answer_N.double(), 2 * COLUMNS * U * self._magnitude_N.double()
         return first_answer(layer, self._probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
 
-    def _first_column(self, layer: Module) -> Mismatch | None:
+    def _first_column(self, layer: Module) -> ProofFault | None:
         probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
         held_BN = ask_kernel(layer, probe_BK, bias_N=None, dtype=self.dtype)
         wanted_BN = self._columns_NB.t().to(held_BN.device)
@@ -271,7 +271,7 @@ def rounds_once() -> bool:
 
 def first_answer(
     layer: Module, probe_K: Tensor, *, exact_N: Tensor, bound_N: Tensor, dtype: torch.dtype
-) -> Mismatch | None:
+) -> ProofFault | None:
     """Return the first wrong answer of a layer, or None. bound_N: before the rest is rounded to `dtype`, the
     layer's."""
     bias_N = -exact_N.to(dtype)
@@ -319,7 +319,7 @@ def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
     return torch.mv(codes_NK.double(), probe_K.double()).cpu()  # vLLM's batch-invariant matmul wants two matrices
 
 
-def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch | None:
+def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> ProofFault | None:
     """Find the channel that is furthest beyond its bound. What is not finite is beyond any."""
     excess_N = torch.nan_to_num((kernel_N - expected_N).abs() / bound_N, nan=torch.inf)
     worst = int(excess_N.argmax())
@@ -327,18 +327,18 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
         return None
     numbers = (float(each[worst]) for each in (kernel_N, expected_N, bound_N))
     is_finite = bool(torch.isfinite(kernel_N[worst]))
-    return Mismatch(f"probe, output channel {worst}", *numbers, channel=None if is_finite else worst)
+    return ProofFault(f"probe, output channel {worst}", *numbers, channel=None if is_finite else worst)
 
 
-def first_scale(actual: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:
+def first_scale(actual: Tensor, expected: Tensor, *, within: float = 0.0) -> ProofFault | None:
     """Find the first scale that is not the expected one, bit for bit or `within` such a part of it: freed memory may
     hold anything, NaN too."""
     if actual.shape != expected.shape:
-        return Mismatch("number of scales", float(actual.numel()), float(expected.numel()))
+        return ProofFault("number of scales", float(actual.numel()), float(expected.numel()))
     fits = actual.view(torch.int32) == expected.view(torch.int32)
     if within:
         fits |= (actual - expected).abs() <= within * expected
     if bool(fits.all()):
         return None
     index = int((~fits).nonzero()[0])
-    return Mismatch(f"scale {index}", float(actual[index]), float(expected[index]), within * float(expected[index]))
+    return ProofFault(f"scale {index}", float(actual[index]), float(expected[index]), within * float(expected[index]))

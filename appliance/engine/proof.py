@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, ProofRequest, ask, check_quantiser
+from appliance.engine.kernel_proof import Bf16Proof, KernelProof, ProofFault, ProofRequest, ask, check_quantiser
 from appliance.engine.plain_experts import ExpertSlot, expert_slots
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, is_wide, local_shape, slots
@@ -174,7 +174,7 @@ class SyncProof:
                 continue
             pair = digest(stored), digest(received) if isinstance(received, Tensor) else received
             if pair[0] != pair[1]:
-                self._fail_on(slot.layer, Mismatch(f"digest of {slot.parameter}", *pair))
+                self._fail_on(slot.layer, ProofFault(f"digest of {slot.parameter}", *pair))
         check_quantiser(self._kernels)
         for name, proof in self._kernels.items():
             if mismatch := proof.check(self._layers[name]):
@@ -189,7 +189,7 @@ class SyncProof:
         self._expected.clear()
         return proven
 
-    def _fail_on(self, layer: str, mismatch: Mismatch) -> NoReturn:
+    def _fail_on(self, layer: str, mismatch: ProofFault) -> NoReturn:
         why = f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}"
         hint = "no rollouts were made with these weights"
         if mismatch.channel is not None:

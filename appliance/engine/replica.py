@@ -41,7 +41,7 @@ ENGINE_ENDS_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class EngineSample:
     """One response of an engine."""
 
     token_ids: list[int]
@@ -60,7 +60,7 @@ class Sample:
 class Group:
     """The samples of one prompt, and the number of the weight update they were made with."""
 
-    samples: list[Sample]
+    samples: list[EngineSample]
     weights_version: int
 
 
@@ -185,7 +185,9 @@ def load_replica() -> type[RolloutReplica]:
                     raise EngineError(what, hint="report it with the log: this version of vLLM is not as expected")
                 top = TopWords(words_TL[:, 1:].copy(), log_probs_TL[:, 1:].copy()) if words_TL.shape[1] > 1 else None
                 finished = one.finish_reason == "stop"
-                samples.append(Sample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top, support=support))
+                samples.append(
+                    EngineSample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top, support=support)
+                )
             return place, Group(samples, weights_version=self.global_steps or 0)
 
         async def traced(

@@ -16,7 +16,16 @@ from enum import StrEnum
 from typing import Literal
 
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Cause, Guard, Health, Report, Signals, Watches, judge, watch
+from appliance.guard.signals import (
+    Cause,
+    CollapseGuard,
+    MismatchHealth,
+    Report,
+    Signals,
+    Watches,
+    judge_mismatch,
+    watch,
+)
 from appliance.terms.schemes import Scheme
 
 CHANGE_DELAY = 1  # steps after a decision whose rollouts were made before it takes effect
@@ -136,7 +145,7 @@ class Decision:
     steps: int
     """Number of the last `judged_steps` steps that led to the decision."""
     judged_steps: int
-    guard: Guard | None = None
+    guard: CollapseGuard | None = None
     """Guard that decided, None for the ladder."""
 
     @property
@@ -217,13 +226,13 @@ def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[Go
     """The ladder after one more step."""
     if state.cooling > 0:
         return replace(state, cooling=state.cooling - 1), None
-    judgement = judge(signals, bounds=policy.mismatch)
-    if judgement.health is Health.UNKNOWN:
+    judgement = judge_mismatch(signals, bounds=policy.mismatch)
+    if judgement.health is MismatchHealth.UNKNOWN:
         return state, None
-    bad = judgement.health is Health.BAD
+    bad = judgement.health is MismatchHealth.BAD
     on_trial = state.descended and len(state.recent_bad) < policy.climb_window  # the steps judged since the move
     recent = (*state.recent_bad, bad)[-policy.climb_window :]
-    fine = state.fine_steps + 1 if judgement.health is Health.FINE else 0
+    fine = state.fine_steps + 1 if judgement.health is MismatchHealth.FINE else 0
     levels = ladder(policy)
     at = place(state.level, levels=levels)
     if bad and sum(recent) >= (1 if on_trial else policy.climb_bad) and at + 1 < len(levels):

@@ -48,7 +48,7 @@ class Signals:
     """Share of the tokens with a log-probability that is not finite, 0..1."""
 
 
-class Relation(StrEnum):
+class BoundSide(StrEnum):
     """Position of a value relative to its bound."""
 
     ABOVE = "above"
@@ -62,14 +62,14 @@ class Cause:
 
     signal: str
     value: float
-    relation: Relation
+    relation: BoundSide
     bound: float | None = None
     """Bound that the value is compared with, None where there is none."""
 
     @property
     def text(self) -> str:
         """Phrase for messages: `k3_kl 0.021 above 0.015`."""
-        if self.bound is None or self.relation is Relation.NOT_FINITE:
+        if self.bound is None or self.relation is BoundSide.NOT_FINITE:
             return f"{self.signal} {self.value:.4g} {self.relation}"
         bound = f"{self.bound:.4g}"
         return f"{self.signal} {beside(self.value, float(bound), form='.4g')} {self.relation} {bound}"
@@ -81,7 +81,7 @@ class Cause:
         return {**raw, "value": self.value if math.isfinite(self.value) else str(self.value)}
 
 
-class Health(StrEnum):
+class MismatchHealth(StrEnum):
     """Health of one step's mismatch. BETWEEN: outside what is fine, inside what is not bad.  UNKNOWN: nothing was
     measured."""
 
@@ -93,42 +93,42 @@ class Health(StrEnum):
     @property
     def word(self) -> str:
         """Word that people are shown: `fine` says that no signal is bad, and so is BETWEEN's."""
-        return str(Health.FINE if self is Health.BETWEEN else self)
+        return str(MismatchHealth.FINE if self is MismatchHealth.BETWEEN else self)
 
 
 _OF_MISMATCH = tuple(field.name for field in fields(MismatchBounds))
 
 
 @dataclass(frozen=True)
-class Judgement:
-    health: Health
+class MismatchJudgement:
+    health: MismatchHealth
     causes: tuple[Cause, ...] = ()
     """Causes: for BAD every signal that is bad, for FINE every signal that was judged, else none."""
 
 
-def judge(signals: Signals, *, bounds: MismatchBounds) -> Judgement:
+def judge_mismatch(signals: Signals, *, bounds: MismatchBounds) -> MismatchJudgement:
     """Judge the mismatch of one step: it is as bad as its worst signal."""
     measured = {name: value for name in _OF_MISMATCH if (value := getattr(signals, name)) is not None}
     if not measured:
-        return Judgement(Health.UNKNOWN)
+        return MismatchJudgement(MismatchHealth.UNKNOWN)
     bad = [cause for name, value in measured.items() if (cause := outside(name, value, getattr(bounds, name).bad))]
     if bad:
-        return Judgement(Health.BAD, tuple(bad))
+        return MismatchJudgement(MismatchHealth.BAD, tuple(bad))
     if any(outside(name, value, getattr(bounds, name).fine) for name, value in measured.items()):
-        return Judgement(Health.BETWEEN)
+        return MismatchJudgement(MismatchHealth.BETWEEN)
     fine = (_inside(name, value, getattr(bounds, name).fine) for name, value in measured.items())
-    return Judgement(Health.FINE, tuple(fine))
+    return MismatchJudgement(MismatchHealth.FINE, tuple(fine))
 
 
 def outside(signal: str, value: float, limits: tuple[float, float]) -> Cause | None:
     """Return the cause when a value is not finite or outside its (lowest, highest), else None."""
     low, high = limits
     if not math.isfinite(value):
-        return Cause(signal, value, Relation.NOT_FINITE)
+        return Cause(signal, value, BoundSide.NOT_FINITE)
     if value > high:
-        return Cause(signal, value, Relation.ABOVE, high)
+        return Cause(signal, value, BoundSide.ABOVE, high)
     if value < low:
-        return Cause(signal, value, Relation.BELOW, low)
+        return Cause(signal, value, BoundSide.BELOW, low)
     return None
 
 
@@ -136,14 +136,14 @@ def _inside(signal: str, value: float, limits: tuple[float, float]) -> Cause:
     """Compare a value with the limit that is there: with the upper one where there are two."""
     low, high = limits
     if math.isfinite(high):
-        return Cause(signal, value, Relation.BELOW, high)
-    return Cause(signal, value, Relation.ABOVE, low if math.isfinite(low) else None)
+        return Cause(signal, value, BoundSide.BELOW, high)
+    return Cause(signal, value, BoundSide.ABOVE, low if math.isfinite(low) else None)
 
 
 # Guards
 
 
-class Guard(StrEnum):
+class CollapseGuard(StrEnum):
     """Guards beside the ladder, by the names of `Collapse`'s patiences."""
 
     GRADIENT = "gradient"
@@ -178,19 +178,19 @@ class Watches:
     """Largest mean reward over reward_window steps."""
     first_entropies: tuple[float, ...] = ()
     """Entropies of the first steps."""
-    watches: tuple[Watch, ...] = (Watch(),) * len(Guard)
+    watches: tuple[Watch, ...] = (Watch(),) * len(CollapseGuard)
     """One per Guard, in its order."""
 
     def __post_init__(self) -> None:
-        if len(self.watches) != len(Guard):
-            raise ValueError(f"{len(Guard)} guards cannot continue from the memory of {len(self.watches)}")
+        if len(self.watches) != len(CollapseGuard):
+            raise ValueError(f"{len(CollapseGuard)} guards cannot continue from the memory of {len(self.watches)}")
 
 
 @dataclass(frozen=True)
 class Report:
     """Report of a guard after a step."""
 
-    guard: Guard
+    guard: CollapseGuard
     action: Action | None
     """Action: WARN, STOP, or None, which says that the condition has not held for a while."""
     steps: int
@@ -208,13 +208,13 @@ def watch(
     """
     memory = _remember(before, signals, limits=limits)
     watches, reports = [], []
-    for guard, last in zip(Guard, memory.watches, strict=True):
+    for guard, last in zip(CollapseGuard, memory.watches, strict=True):
         signal, condition = _CONDITIONS[guard]
         value = getattr(signals, signal)
         if value is None:
             watches.append(last)
             continue
-        cause = condition(value, memory, limits) if math.isfinite(value) else Cause(signal, value, Relation.NOT_FINITE)
+        cause = condition(value, memory, limits) if math.isfinite(value) else Cause(signal, value, BoundSide.NOT_FINITE)
         patience = getattr(limits, guard.value)
         now, actions = _advance(last, holds=cause is not None, patience=patience, calm_after=calm_after)
         watches.append(now)
@@ -287,13 +287,13 @@ def _runaway_length(value: float, memory: Watches, limits: Collapse) -> Cause | 
     return outside("response_tokens_mean", value, (-math.inf, longest))
 
 
-_CONDITIONS: dict[Guard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {
-    Guard.GRADIENT: ("grad_norm", lambda *_: None),  # any that is finite will do
-    Guard.LOG_PROBS: ("nonfinite_fraction", _log_probs),
-    Guard.REWARD: ("reward_mean", _reward),
-    Guard.ENTROPY: ("entropy", _entropy),
-    Guard.EQUAL_SAMPLES: ("equal_group_fraction", _equal_samples),
-    Guard.RUNAWAY_LENGTH: ("response_tokens_mean", _runaway_length),
+_CONDITIONS: dict[CollapseGuard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {
+    CollapseGuard.GRADIENT: ("grad_norm", lambda *_: None),  # any that is finite will do
+    CollapseGuard.LOG_PROBS: ("nonfinite_fraction", _log_probs),
+    CollapseGuard.REWARD: ("reward_mean", _reward),
+    CollapseGuard.ENTROPY: ("entropy", _entropy),
+    CollapseGuard.EQUAL_SAMPLES: ("equal_group_fraction", _equal_samples),
+    CollapseGuard.RUNAWAY_LENGTH: ("response_tokens_mean", _runaway_length),
 }
 """Of each guard its signal, and what is wrong with a finite value of it."""
 

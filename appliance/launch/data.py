@@ -25,7 +25,7 @@ from appliance.record.session import cannot_write
 from appliance.tasks.library import TASKS, task_of
 from appliance.tasks.preview import Preview
 from appliance.tasks.rows import read_file, without_faults, write_parquet
-from appliance.tasks.task import DataFile, Task
+from appliance.tasks.task import DataFile, TaskDefinition
 
 SCHEMA_VERSION = 1
 PREVIEW = "preview"
@@ -48,7 +48,7 @@ class DataInfo:
     schema_version: int = SCHEMA_VERSION
 
 
-DATA_SETS: dict[str, tuple[tuple[Task, DataFile], ...]] = {
+DATA_SETS: dict[str, tuple[tuple[TaskDefinition, DataFile], ...]] = {
     name: tuple((task, file) for file in files) for task in TASKS.values() for name, files in task.data_sets.items()
 }
 
@@ -112,7 +112,7 @@ def _lines(text: str) -> list[str]:
     return (text[:_SHOWN] + more).splitlines() or (["(none)"])
 
 
-def _make_file(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
+def _make_file(task: TaskDefinition, file: DataFile, *, folder: Path, source: str) -> Path:
     target = folder / f"{file.name}.parquet"
     about, digest = target.with_suffix(".json"), digest_of(Path(source)) if source else ""
     if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):

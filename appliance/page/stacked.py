@@ -13,7 +13,7 @@ from appliance.page.svg import (
     TOP,
     Axis,
     Chart,
-    Mark,
+    ChartMark,
     figure,
     frame,
     hover_data,
@@ -71,7 +71,7 @@ class Lane:
 
     name: str
     bands: Sequence[Band] = ()
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartMark] = ()
 
 
 def time_chart(chart: Chart, lanes: Sequence[Lane], *, seconds: float, colours: Sequence[tuple[int, str]]) -> str:
@@ -132,6 +132,6 @@ def _as_longest(bands: Sequence[Band]) -> Band:
     return replace(longest, start=bands[0].start, end=bands[-1].end)
 
 
-def _spot(mark: Mark, axis: Axis, *, y: float) -> str:
+def _spot(mark: ChartMark, axis: Axis, *, y: float) -> str:
     title = f"<title>{html.escape(mark.label)}</title>"
     return f'<circle class="spot {mark.kind}" cx="{axis.at(mark.x):.1f}" cy="{y}" r="4.5">{title}</circle>'

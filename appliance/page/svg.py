@@ -51,7 +51,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """Something that happened at x."""
 
     x: float
@@ -69,7 +69,7 @@ class Chart:
     """Unit of the vertical axis."""
     logarithmic: bool = False
     bounds: Sequence[Bound] = ()
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartMark] = ()
     legend: bool = False
     """Whether the chart has a legend with each curve's last value."""
     over_time: bool = False
@@ -152,7 +152,7 @@ def x_ticks(chart: Chart, horizontal: Axis, *, y: float) -> Iterator[str]:
         yield f'<text x="{(horizontal.start + horizontal.end) / 2}" y="{y + 27:.1f}" text-anchor="middle">step</text>'
 
 
-def vertical_mark(mark: Mark, horizontal: Axis, *, top: float, bottom: float) -> str:
+def vertical_mark(mark: ChartMark, horizontal: Axis, *, top: float, bottom: float) -> str:
     x = horizontal.at(mark.x)
     return (
         f'<line class="{mark.kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}">'

@@ -29,7 +29,7 @@ from appliance.record.code import as_it_runs, code_of
 from appliance.record.plan import ProfilePlan, RunPlan
 from appliance.tasks.library import PACKAGED_MODELS, is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.packaged_model import PackageFacts, package_facts
-from appliance.tasks.sample import Verdict
+from appliance.tasks.sample import SampleVerdict
 from appliance.tasks.templates import TemplateFacts
 from appliance.tasks.tools import read_tools, tools_request
 from appliance.tasks.user_code import ChildOutput, run_child
@@ -398,7 +398,7 @@ def _problem(output: ChildOutput, *, within_s: float, is_own: bool) -> RewardPro
             return RewardProblem(f"{doing}: no end after {within_s:g} s", remedy=remedy)
         message = f"{doing}: its process ended with {output.code}: {output.printed}"
         return RewardProblem(message, remedy="mend the file: a reward must not end its process")
-    verdict = Verdict(**output.words["verdict"])
+    verdict = SampleVerdict(**output.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))
     if is_own:
@@ -410,7 +410,7 @@ def _problem(output: ChildOutput, *, within_s: float, is_own: bool) -> RewardPro
     return RewardProblem(message, is_rare=verdict.wrong * 2 <= verdict.sampled)
 
 
-def _own_problem(verdict: Verdict) -> RewardProblem | None:
+def _own_problem(verdict: SampleVerdict) -> RewardProblem | None:
     """Findings about the rewards of a task of the user's own: warnings alone, for the grades are theirs to judge."""
     counted = (
         (verdict.wrong, "the right answer earns no more than an empty response", verdict.first),

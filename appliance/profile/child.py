@@ -25,9 +25,9 @@ from appliance.profile.job import (
     model_folder,
 )
 from appliance.quant.calibrate import calibrate
-from appliance.quant.checkpoint import Checkpoint, StreamedModel
+from appliance.quant.checkpoint import ModelTensors, StreamedModel
 from appliance.quant.files import PROFILE_FILE, place_profile
-from appliance.quant.own_samples import Sample, Sampling, draw_samples
+from appliance.quant.own_samples import ProfileSample, ProfileSampling, draw_samples
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
@@ -101,19 +101,19 @@ def _make(job: ProfileJob, *, profile_of: ProfileOf) -> Path:
 
 def own_samples(
     job: ProfileJob, *, folder: Path, on_token: Callable[[int, int], None] = lambda done, total: None
-) -> list[Sample]:
+) -> list[ProfileSample]:
     """Draw the model's answers to prompts of the task, as the rollouts of a run are drawn. The seed is the profile's
     own: runs with other seeds share it. folder: of the model and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=job.trust_remote_code)
     prompts = read_prompts(job, tokenizer=tokenizer)
-    sampling = Sampling(
+    sampling = ProfileSampling(
         temperature=job.temperature,
         top_p=job.top_p,
         top_k=job.top_k,
         max_tokens=job.response_tokens,
         stop=ends_of_responses(folder, tokenizer=tokenizer),
     )
-    model = StreamedModel(Checkpoint(folder), beat=Heartbeat().beat)
+    model = StreamedModel(ModelTensors(folder), beat=Heartbeat().beat)
     return draw_samples(model, prompts=prompts, sampling=sampling, on_token=on_token)
 
 

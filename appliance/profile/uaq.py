@@ -17,7 +17,7 @@ from appliance.launch.outcome import Child
 from appliance.launch.train import Stage
 from appliance.processes import module_argv
 from appliance.profile.job import model_folder, model_hash
-from appliance.quant.uaq import MARK_FILE, Mark, read_mark, scale_folder
+from appliance.quant.uaq import MARK_FILE, ScaledMark, read_mark, scale_folder
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
@@ -77,7 +77,7 @@ def make_scaled(plan: RunPlan) -> None:
         shutil.rmtree(left)
     with whole_folder(target) as scaled:
         norms = scale_folder(source, target=scaled, scale=scale, on_file=Heartbeat().beat)
-        mark = Mark(scale=scale, model=plan.weights.name_or_path, model_hash=_hash(source, plan), norms=norms)
+        mark = ScaledMark(scale=scale, model=plan.weights.name_or_path, model_hash=_hash(source, plan), norms=norms)
         (scaled / MARK_FILE).write_text(mark.model_dump_json(indent=2) + "\n")
     what = f"UAQ: {norms} norms and all that they feed are scaled by {scale:g}"
     append_event(run_dir, kind="note", what=what, why="correction.uaq_scale")

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
+from appliance.quant.checkpoint import Ledger, ModelTensors, StreamedModel
 from appliance.quant.layer_view import Errors, LayerView, Samples, Views
 from appliance.quant.mismatch_budget import MismatchBudget
 from appliance.quant.prediction import batches_of
@@ -75,7 +75,7 @@ def calibrate(
     or an activation is not finite.
     """
     ledger = ledger or Ledger()
-    checkpoint = Checkpoint(folder, ledger=ledger)
+    checkpoint = ModelTensors(folder, ledger=ledger)
     model = StreamedModel(checkpoint)
     batches = batches_of(sequences, prompt_tokens=prompt_tokens)
     views = Views(model, batches=batches, scheme=scheme, ignore=settings.ignore, ledger=ledger, on_layer=on_layer)

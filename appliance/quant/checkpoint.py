@@ -48,7 +48,7 @@ class Ledger:
         self.alive_bytes -= size
 
 
-class Checkpoint:
+class ModelTensors:
     """The safetensors of a model's folder, read by name, a tensor or some of its rows at a time. Raises EngineError
     when the folder has no safetensors, or lacks a tensor that is asked for."""
 
@@ -133,7 +133,7 @@ class StreamedModel:
     """A causal language model of a known family, without its weights. Raises EngineError for a family that this program
     does not know. beat: called whenever a layer's weights are in memory, as a sign of life."""
 
-    def __init__(self, checkpoint: Checkpoint, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, checkpoint: ModelTensors, *, beat: Callable[[], None] = lambda: None) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
 
         folder = checkpoint.folder

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from appliance.quant.checkpoint import Ledger, StreamedModel, place
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
-from appliance.quant.prediction import Batch
+from appliance.quant.prediction import TokenBatch
 from appliance.quant.profile import Smoothing, SmoothingGroup, fold
 from appliance.terms.families import DOWN, EXPERTS, GATE_UP, VALUES, Family, Unit
 from appliance.terms.schemes import Scales, Scheme
@@ -312,7 +312,7 @@ class Views:
         self,
         model: StreamedModel,
         *,
-        batches: Sequence[Batch],
+        batches: Sequence[TokenBatch],
         scheme: Scheme,
         ignore: tuple[str, ...],
         ledger: Ledger,

@@ -82,7 +82,7 @@ def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loadin
         problem = f"transformers cannot build the model of config.json: {type(error).__name__}: {first_line(error)}"
         return Loading(problem, "correct config.json, or take a model of a known family")
     try:
-        return _Checkpoint(model, headers=read_headers(folder)).judge()
+        return _Checkpoint(model, headers=read_headers(folder)).judge_loading()
     except WeightsError as error:
         return Loading(error.message, error.hint)
 
@@ -177,7 +177,7 @@ class _Checkpoint:
         prefix = f"{self._model.base_model_prefix}."
         return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in self._known), name)
 
-    def judge(self) -> Loading:
+    def judge_loading(self) -> Loading:
         checks = (self._class_problem, self._tensors_problem, self._head_problem, self._bits_problem)
         problem, remedy = next(filter(None, (check() for check in checks)), ("", ""))
         return Loading(problem, remedy, doubt="" if problem else self._mixed_types())

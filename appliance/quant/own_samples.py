@@ -26,7 +26,7 @@ _PROMPT_TOKENS = 2048  # of prompts with their padding in one forward: bounds th
 
 
 @dataclass(frozen=True)
-class Sampling:
+class ProfileSampling:
     """Settings by which responses are drawn."""
 
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProfileSample:
     """A prompt and the response to it."""
 
     tokens: tuple[int, ...]
@@ -55,9 +55,9 @@ def draw_samples(
     model: StreamedModel,
     *,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: ProfileSampling,
     on_token: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Sample]:
+) -> list[ProfileSample]:
     """Draw one response to each prompt, in the order of the prompts; the same for the same seed.
 
     prompts: token ids, at least one of each.  on_token: called with the tokens done, of one response for each group of
@@ -78,7 +78,9 @@ def draw_samples(
             ),
         )
         responses |= zip(group, drawn, strict=True)
-    return [Sample((*prompt, *responses[index]), prompt_tokens=len(prompt)) for index, prompt in enumerate(prompts)]
+    return [
+        ProfileSample((*prompt, *responses[index]), prompt_tokens=len(prompt)) for index, prompt in enumerate(prompts)
+    ]
 
 
 def _report(on_token: Callable[[int, int], None], before: int, total: int, done: int) -> None:
@@ -101,7 +103,7 @@ def _draw_group(
     model: StreamedModel,
     *,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: ProfileSampling,
     generator: torch.Generator,
     on_token: Callable[[int], None],
 ) -> list[list[int]]:
@@ -143,7 +145,7 @@ def _logits(model: StreamedModel, hidden_BH: Tensor) -> Tensor:
     return torch.cat(bands, dim=1).float()
 
 
-def _draw(logits_BV: Tensor, *, sampling: Sampling, generator: torch.Generator) -> Tensor:
+def _draw(logits_BV: Tensor, *, sampling: ProfileSampling, generator: torch.Generator) -> Tensor:
     """[B] int64. Raises NumericsError when a logit is not finite."""
     if not bool(torch.isfinite(logits_BV).all()):
         raise NumericsError("a logit of the model is not finite: no sample can be drawn")

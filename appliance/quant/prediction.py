@@ -26,7 +26,7 @@ _POSITIONS = 1024  # of logits at a time
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Some sequences of the text, of like lengths."""
 
     tokens_BT: Tensor
@@ -42,7 +42,7 @@ class Batch:
         return torch.nn.functional.pad(self.counted_BT[:, 1:], (0, 1))
 
 
-def batches_of(sequences: Sequence[Sequence[int]], *, prompt_tokens: Sequence[int] = ()) -> list[Batch]:
+def batches_of(sequences: Sequence[Sequence[int]], *, prompt_tokens: Sequence[int] = ()) -> list[TokenBatch]:
     """Put sequences of like lengths together. What comes after a token does not change it, so padding does no harm.
 
     prompt_tokens: how many tokens of each sequence no response has; empty: all but the first are compared.
@@ -62,7 +62,7 @@ def batches_of(sequences: Sequence[Sequence[int]], *, prompt_tokens: Sequence[in
             tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
             valid_BT[row, : len(sequence)] = True
             counted_BT[row, max(1, start) : len(sequence)] = True  # no model predicts the first token
-        batches.append(Batch(tokens_BT, valid_BT, counted_BT))
+        batches.append(TokenBatch(tokens_BT, valid_BT, counted_BT))
     return batches
 
 
@@ -70,7 +70,7 @@ def _length(sequence: tuple[Sequence[int], int]) -> int:
     return len(sequence[0])
 
 
-def at_counted(model: StreamedModel, stream: Sequence[Tensor], *, batches: Sequence[Batch]) -> Tensor:
+def at_counted(model: StreamedModel, stream: Sequence[Tensor], *, batches: Sequence[TokenBatch]) -> Tensor:
     """Return [M, H] after the last norm, at the positions whose next token is compared. stream: [B, T, H] of each
     batch."""
     return torch.cat(
@@ -78,7 +78,7 @@ def at_counted(model: StreamedModel, stream: Sequence[Tensor], *, batches: Seque
     )
 
 
-def targets_of(batches: Sequence[Batch]) -> Tensor:
+def targets_of(batches: Sequence[TokenBatch]) -> Tensor:
     """Return [M] int64: the tokens that are compared, in the order of `at_counted`."""
     return torch.cat([batch.tokens_BT[batch.counted_BT] for batch in batches])
 

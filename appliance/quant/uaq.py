@@ -35,7 +35,7 @@ MOST = 4096.0  # of a scale, either way: far beyond any use, and far inside ever
 _HINT = "leave out correction.uaq_scale"
 
 
-class Mark(Frozen):
+class ScaledMark(Frozen):
     """Mark of a folder whose model is scaled."""
 
     scale: float
@@ -47,11 +47,11 @@ class Mark(Frozen):
     schema_version: int = 1
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_mark(folder: Path) -> ScaledMark | None:
     """Read the mark of a folder; None without one. Raises PreflightError for a file that is none."""
     file = folder / MARK_FILE
     try:
-        return Mark.model_validate_json(file.read_bytes())
+        return ScaledMark.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

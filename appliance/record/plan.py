@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from appliance.corrections.base import Correction as LossCorrection
+from appliance.corrections.base import LossCorrection
 from appliance.corrections.objective import Loss
 from appliance.corrections.registry import correction_of
 from appliance.files import Frozen

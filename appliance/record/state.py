@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from appliance.guard.policy import MismatchBounds
-from appliance.guard.signals import Health, Judgement, Signals, judge
+from appliance.guard.signals import MismatchHealth, MismatchJudgement, Signals, judge_mismatch
 from appliance.record.events import REWARD, VALIDATION, Event, StepMetrics
 
 GREEDY = "greedy"
@@ -198,8 +198,8 @@ def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
         rewards=state.rewards.and_one(line.reward_mean),
         tokens_per_s=before if speed is None else before.and_one(speed),
         step_ends_s=(*state.step_ends_s, line.time_s)[-_STEPS_FOR_AN_ESTIMATE - 1 :],
-        judged_steps=state.judged_steps + (health is not Health.UNKNOWN),
-        bad_steps=state.bad_steps + (health is Health.BAD),
+        judged_steps=state.judged_steps + (health is not MismatchHealth.UNKNOWN),
+        bad_steps=state.bad_steps + (health is MismatchHealth.BAD),
     )
 
 
@@ -237,12 +237,12 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
     return max(0.0, work.since + spent / work.done * work.total - now)
 
 
-def judge_step(line: StepMetrics, *, bounds: MismatchBounds) -> Judgement:
+def judge_step(line: StepMetrics, *, bounds: MismatchBounds) -> MismatchJudgement:
     """Judge a line of metrics as the guard judged its step. bounds: RunPlan.mismatch_bounds. A signal that the line
     lacks does not count, as in lines of older code."""
     if line.nonfinite_fraction:  # then no number of the mismatch was finite, and each became null in the line
-        return judge(Signals(line.step, **dict.fromkeys(_FROM_LINE, math.nan)), bounds=bounds)
+        return judge_mismatch(Signals(line.step, **dict.fromkeys(_FROM_LINE, math.nan)), bounds=bounds)
     must_be_equal = line.differing_tokens is not None and line.mismatch_equal_fraction is not None
     differing = 1 - line.mismatch_equal_fraction if must_be_equal else None
     values = {name: getattr(line, key) for name, key in _FROM_LINE.items()}
-    return judge(Signals(line.step, differing_fraction=differing, **values), bounds=bounds)
+    return judge_mismatch(Signals(line.step, differing_fraction=differing, **values), bounds=bounds)

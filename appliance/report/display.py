@@ -17,7 +17,7 @@ from rich.text import Text
 from appliance import console
 from appliance.console import printable
 from appliance.guard.policy import MismatchBounds
-from appliance.guard.signals import Health, Judgement
+from appliance.guard.signals import MismatchHealth, MismatchJudgement
 from appliance.record.events import Event, StepMetrics
 from appliance.record.plan import RunPlan
 from appliance.record.state import RunState, by_set, judge_step, remaining_s, rewards_of, val_how
@@ -44,7 +44,12 @@ PHASES = {
     Phase.EXPORT: "writing model/",
     Phase.DONE: "done",
 }
-_STYLES = {Health.FINE: "green", Health.BETWEEN: "green", Health.BAD: "bold red", Health.UNKNOWN: ""}
+_STYLES = {
+    MismatchHealth.FINE: "green",
+    MismatchHealth.BETWEEN: "green",
+    MismatchHealth.BAD: "bold red",
+    MismatchHealth.UNKNOWN: "",
+}
 _SPARK_WIDTH = 30
 _BAR_WIDTH = 30
 _FEWEST_COLUMNS_FOR_BARS = 70
@@ -144,7 +149,7 @@ def _plain_times(step: StepMetrics) -> str:
     return f"took {step.step_s:.1f} s ({parts})" if parts else f"took {step.step_s:.1f} s"
 
 
-def mismatch_reasons(step: StepMetrics, judgement: Judgement, *, bounds: MismatchBounds) -> tuple[str, ...]:
+def mismatch_reasons(step: StepMetrics, judgement: MismatchJudgement, *, bounds: MismatchBounds) -> tuple[str, ...]:
     """Return a phrase for each signal that makes the step's mismatch bad. bounds: as it was judged by."""
     if step.nonfinite_fraction:  # then no number of the mismatch is finite
         return (f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite",)
@@ -165,9 +170,9 @@ def mismatch_reasons(step: StepMetrics, judgement: Judgement, *, bounds: Mismatc
 
 def _plain_mismatch(step: StepMetrics, *, bounds: MismatchBounds) -> str:
     judgement = judge_step(step, bounds=bounds)
-    if judgement.health is Health.UNKNOWN:
+    if judgement.health is MismatchHealth.UNKNOWN:
         details = ""
-    elif judgement.health is Health.BAD:
+    elif judgement.health is MismatchHealth.BAD:
         details = f": {', '.join(mismatch_reasons(step, judgement, bounds=bounds))}"
     else:
         details = f" (k3 {_k3(step, bounds=bounds)}, ESS {_ess(step, bounds=bounds)})"

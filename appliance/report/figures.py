@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.page.stacked import LANE_NAMES, Band, Lane, stacked_chart, time_chart
-from appliance.page.svg import Bound, Chart, Mark, Series, Thinned, line_chart
+from appliance.page.svg import Bound, Chart, ChartMark, Series, Thinned, line_chart
 from appliance.record.events import REWARD, VALIDATION, Event
 from appliance.report import draw
 from appliance.report.folder import DOING, PARTS, RunView
@@ -111,7 +111,7 @@ def _mismatch(view: RunView) -> list[str]:
     ]
 
 
-def _distributions(view: RunView, *, marks: list[Mark]) -> list[str]:
+def _distributions(view: RunView, *, marks: list[ChartMark]) -> list[str]:
     """Draw the distributions of a run whose engines report their most likely words."""
     charts = (
         ("Divergence of distributions", "nats per token, over the most likely words", "mismatch_top_kl"),
@@ -152,17 +152,17 @@ def _spent(view: RunView) -> list[str]:
     ]
 
 
-def _attempt_marks(view: RunView) -> list[Mark]:
+def _attempt_marks(view: RunView) -> list[ChartMark]:
     """Mark where a later attempt resumed: between the last step done before it and its own first step."""
     return [
-        Mark(attempt.after + 0.5, f"attempt {attempt.number} resumes after step {attempt.after}")
+        ChartMark(attempt.after + 0.5, f"attempt {attempt.number} resumes after step {attempt.after}")
         for attempt in view.attempts[1:]
     ]
 
 
-def _guard_marks(view: RunView) -> list[Mark]:
+def _guard_marks(view: RunView) -> list[ChartMark]:
     told = [event for event in view.events.of_kinds(["guard"]) if event.step is not None]
-    return [Mark(float(event.step or 0), event.what, kind="mark warn") for event in told]
+    return [ChartMark(float(event.step or 0), event.what, kind="mark warn") for event in told]
 
 
 def _curve(view: RunView, chart: Chart, number: str) -> str:
@@ -185,7 +185,7 @@ def timeline(view: RunView) -> list[str]:
     if not view.events:
         return []
     seconds = max(view.ended - view.started, 1.0)
-    marks = [Mark(attempt.time - view.started, f"attempt {attempt.number}") for attempt in view.attempts[1:]]
+    marks = [ChartMark(attempt.time - view.started, f"attempt {attempt.number}") for attempt in view.attempts[1:]]
     doing = list(bands(view))
     there = {band.name for band in doing}
     colours = [(colour, name) for name, colour in _COLOURS.items() if name in there]
@@ -221,7 +221,7 @@ def _event_lanes(view: RunView) -> Iterator[Lane]:
     for name, style, kinds in _LANES:
         told = view.events.of_kinds(kinds)
         if told:
-            yield Lane(name, marks=[Mark(event.time - view.started, _words(event), kind=style) for event in told])
+            yield Lane(name, marks=[ChartMark(event.time - view.started, _words(event), kind=style) for event in told])
 
 
 def _words(event: Event) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from appliance.errors import RecipeError, SyncError
 from appliance.guard.policy import MismatchBounds
-from appliance.guard.signals import Health
+from appliance.guard.signals import MismatchHealth
 from appliance.page.stacked import Band, merged
 from appliance.page.svg import Thinned
 from appliance.record.attestations import Attestation, read_attestations
@@ -100,7 +100,7 @@ class StepHistory:
         self.parts: dict[str, Thinned] = {}
         self.judged = self.bad = self.broken = self.last_broken = 0
         self.last_bad: tuple[int, tuple[str, ...]] | None = None
-        self.newest: Health | None = None
+        self.newest: MismatchHealth | None = None
         self.k3: tuple[float, int] | None = None
         self.ess: tuple[float, int] | None = None
         self.both: StepMetrics | None = None
@@ -145,10 +145,10 @@ class StepHistory:
         if step.is_ess is not None:
             self.ess = min(self.ess or (step.is_ess, step.step), (step.is_ess, step.step))
         judgement = judge_step(step, bounds=self._bounds)
-        if judgement.health is Health.UNKNOWN:
+        if judgement.health is MismatchHealth.UNKNOWN:
             return
         self.judged, self.newest = self.judged + 1, judgement.health
-        if judgement.health is Health.BAD:
+        if judgement.health is MismatchHealth.BAD:
             self.bad, self.last_bad = self.bad + 1, (step.step, mismatch_reasons(step, judgement, bounds=self._bounds))
 
 

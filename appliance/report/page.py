@@ -35,7 +35,7 @@ _TIMES_ITS_COST = 50
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShownAnswer:
     """Response of a step, as the page shows it."""
 
     step: int
@@ -69,7 +69,7 @@ class PromptAnswers:
     name: str
     """Name that consists of letters and digits."""
     title: str
-    answers: list[Answer]
+    answers: list[ShownAnswer]
 
     @property
     def prompt(self) -> str:
@@ -80,7 +80,7 @@ class PromptAnswers:
         return self.answers[-1].sample.truth
 
     @property
-    def shown(self) -> list[Answer]:
+    def shown(self) -> list[ShownAnswer]:
         """Some of the answers."""
         return _some(self.answers)
 
@@ -165,10 +165,10 @@ def _attest(attestation: Attestation) -> tuple[str, ...]:
 
 def _validation(view: RunView) -> list[PromptAnswers]:
     """One per problem, by its prompt: problems keep their order from one validation to the next."""
-    by_prompt: dict[str, list[Answer]] = {}
+    by_prompt: dict[str, list[ShownAnswer]] = {}
     for samples in view.samples:
         for sample in samples.validation:
-            answer = Answer(samples.step, sample, is_graded=not view.plan.task.is_own)
+            answer = ShownAnswer(samples.step, sample, is_graded=not view.plan.task.is_own)
             by_prompt.setdefault(sample.prompt, []).append(answer)
     numbered = enumerate(by_prompt.values(), start=1)
     return [PromptAnswers(f"validation{number}", f"problem {number}", told) for number, told in numbered]
@@ -180,7 +180,9 @@ def _training(view: RunView) -> list[PromptAnswers]:
     is_graded = not view.plan.task.is_own
     return [
         PromptAnswers(
-            f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training]
+            f"training{s.step}",
+            f"step {s.step}",
+            [ShownAnswer(s.step, each, is_graded=is_graded) for each in s.training],
         )
         for s in shown
     ]
@@ -193,7 +195,7 @@ def _are_short(prompts: Sequence[PromptAnswers]) -> bool:
     return all(len(text) <= _SHORT and "\n" not in text for text in texts) and not any(s.turns for s in samples)
 
 
-def _by_step(prompts: Sequence[PromptAnswers]) -> list[tuple[int, list[Answer | None]]]:
+def _by_step(prompts: Sequence[PromptAnswers]) -> list[tuple[int, list[ShownAnswer | None]]]:
     """Return some of the steps, each with the answer to every prompt."""
     steps = _some(sorted({answer.step for prompt in prompts for answer in prompt.answers}))
     answers = [{answer.step: answer for answer in reversed(prompt.answers)} for prompt in prompts]

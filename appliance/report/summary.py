@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import console
-from appliance.guard.signals import Health
+from appliance.guard.signals import MismatchHealth
 from appliance.record.checkpoints import in_order, step_of
 from appliance.record.events import RunTail
 from appliance.record.plan import RunPlan
@@ -110,7 +110,7 @@ def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
 
 def _mismatch(state: RunState) -> str:
     if not state.judged_steps:
-        return Health.UNKNOWN.word
+        return MismatchHealth.UNKNOWN.word
     return f"fine in {state.judged_steps - state.bad_steps} of {state.judged_steps} steps"
 
 

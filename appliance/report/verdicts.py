@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.errors import SyncError
-from appliance.guard.signals import Health
+from appliance.guard.signals import MismatchHealth
 from appliance.plan.engines import finer_schemes
 from appliance.record.attestations import check_attestations
 from appliance.record.plan import ExpectedAttestation
@@ -41,7 +41,7 @@ class Word(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     question: str
     word: Word
     text: str
@@ -50,7 +50,7 @@ class Verdict:
 _Said = tuple[Word, str]
 
 
-def verdicts(view: RunView) -> list[Verdict]:
+def verdicts(view: RunView) -> list[RunVerdict]:
     """Return the verdicts in the order in which a person would ask."""
     answers = {
         "Did it finish?": _outcome,
@@ -62,7 +62,7 @@ def verdicts(view: RunView) -> list[Verdict]:
         "Did the guard act?": _guard,
         "Was every response graded and learned from?": _rewards,
     }
-    return [Verdict(question, *said) for question, answer in answers.items() if (said := answer(view)) is not None]
+    return [RunVerdict(question, *said) for question, answer in answers.items() if (said := answer(view)) is not None]
 
 
 def _outcome(view: RunView) -> _Said:
@@ -113,7 +113,7 @@ def _mismatch(view: RunView) -> _Said:
         return Word.FINE, "; ".join(sentences)
     step, reasons = steps.last_bad
     sentences.append(f"step {step}: {', '.join(reasons)}")
-    return Word.BAD if steps.newest is Health.BAD else Word.WARN, "; ".join(sentences)
+    return Word.BAD if steps.newest is MismatchHealth.BAD else Word.WARN, "; ".join(sentences)
 
 
 def _precision(view: RunView) -> _Said | None:

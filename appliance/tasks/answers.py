@@ -39,7 +39,7 @@ def given_alternatives(truth: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Mark:
+class MarkedAnswer:
     """An answer that is marked as one."""
 
     start: int
@@ -53,7 +53,7 @@ _BRACES = re.compile(r"\\(?:boxed|fbox|framebox)\s*+\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[\w.,]*\w|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})")
 
 
-def boxes(text: str) -> list[Mark]:
+def boxes(text: str) -> list[MarkedAnswer]:
     """Find what `\\boxed{}`, `\\fbox{}` and `\\framebox{}` hold, and `\\boxed 5`; of boxes in a box the outer one."""
     spans: list[tuple[int, int, int]] = []  # of each box: its start, that of its inside, and the closing brace's place
     opened: list[tuple[int, int]] = []  # where each brace that is open, or its box, begins, and where its inside does
@@ -67,8 +67,8 @@ def boxes(text: str) -> list[Mark]:
                     spans.append((start, inside, brace.start()))
         elif brace[0].endswith("{") and brace[0] != "\\{":
             opened.append((brace.start(), brace.end()))
-    marks = [Mark(start, end + 1, text[inside:end].strip()) for start, inside, end in spans]
-    marks += [Mark(found.start(), found.end(), found[1]) for found in _BARE_BOX.finditer(text)]
+    marks = [MarkedAnswer(start, end + 1, text[inside:end].strip()) for start, inside, end in spans]
+    marks += [MarkedAnswer(found.start(), found.end(), found[1]) for found in _BARE_BOX.finditer(text)]
     return sorted(marks, key=lambda mark: mark.start)
 
 
@@ -100,7 +100,7 @@ _OR_BEFORE = re.compile(r"([^\s$]*\d[^\s$]*)\s*\$?\s*(?:,\s*)?\bor\s+(?:maybe\s+
 _OR_BEHIND = re.compile(r"\s*\$?\s*(?:,\s*)?or\s+(?:maybe\s+|perhaps\s+)?\$?\s*(-?\\?\$?\d[^\s$]*)")
 
 
-def last_box(text: str) -> Mark | None:
+def last_box(text: str) -> MarkedAnswer | None:
     """Find the last box, with the boxes before it that are parts of the same answer, and with the other answers that it
     is given with: `3 or \\boxed{4}`."""
     marks = boxes(text)
@@ -115,7 +115,7 @@ def last_box(text: str) -> Mark | None:
         parts.insert(0, before[1])
     if behind := _OR_BEHIND.match(text[end : end + 60]):
         parts.append(behind[1].rstrip(".,"))
-    return Mark(marks[-1].start, end, " \\text{ or } ".join(parts))
+    return MarkedAnswer(marks[-1].start, end, " \\text{ or } ".join(parts))
 
 
 _OPERATOR_BEFORE = re.compile(
@@ -135,7 +135,7 @@ _HEDGED_BEHIND = re.compile(
 _AROUND = 60  # characters around a box that may be of one formula with it
 
 
-def _is_part_of_more(text: str, box: Mark) -> bool:
+def _is_part_of_more(text: str, box: MarkedAnswer) -> bool:
     """Whether a box holds a part of the answer, as in `-\\boxed{4}` and `\\boxed{4}/5`, or one that the text takes
     back, denies or doubts."""
     delimiter = r"\$|\\[()\[\]]|\*\*"
@@ -197,7 +197,7 @@ _NUMBERED = re.compile(
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 
 
-def last_line(text: str) -> Mark | None:
+def last_line(text: str) -> MarkedAnswer | None:
     """Find what follows the last `####` that is followed by a number, on its line; else what the last line of all marks
     so: others are headings."""
     lines = [line for line in _LINE.finditer(text) if re.search(r"\w", line[1])]
@@ -207,10 +207,10 @@ def last_line(text: str) -> Mark | None:
     if line is lines[-1] and not _NUMBERED.match(line[1]) and text[line.end() :].strip(" \n*.</answer>"):
         return None
     inner = line[1].rpartition("####")[2] if "####" in line[1] else line[1]
-    return Mark(line.start(), line.end(), number_of_line(inner.strip()))
+    return MarkedAnswer(line.start(), line.end(), number_of_line(inner.strip()))
 
 
-def answer_line(text: str) -> Mark | None:
+def answer_line(text: str) -> MarkedAnswer | None:
     """Find what follows the last `Answer:` on its line, or on the next one where that line ends there."""
     lines = list(_ANSWER.finditer(text))
     if not lines:
@@ -221,7 +221,7 @@ def answer_line(text: str) -> Mark | None:
     sentence = _first_sentence(answer)
     if is_corrected(answer, len(sentence)):
         return None
-    return Mark(statement.start(), statement.end(), without_aside(sentence))
+    return MarkedAnswer(statement.start(), statement.end(), without_aside(sentence))
 
 
 def _bare(text: str) -> str:
@@ -285,10 +285,10 @@ def is_part(inner: str, *, whole: str) -> bool:
     )
 
 
-def _joined_tags(text: str, marks: list[Mark]) -> list[Mark]:
+def _joined_tags(text: str, marks: list[MarkedAnswer]) -> list[MarkedAnswer]:
     """The last of the tags, with the one before it where `or` joins them."""
     if len(marks) > 1 and re.fullmatch(r"\s*(?:or|and|,)\s*", text[marks[-2].end : marks[-1].start]):
-        return [Mark(marks[-1].start, marks[-1].end, f"{marks[-2].inner} or {marks[-1].inner}")]
+        return [MarkedAnswer(marks[-1].start, marks[-1].end, f"{marks[-2].inner} or {marks[-1].inner}")]
     return marks[-1:]
 
 
@@ -296,7 +296,7 @@ def _outermost_answer(text: str) -> str | None:
     text = _CLOSING.sub("\n", text)  # another mark within the tags ends there
     end = max((found.start() for found in _CLOSING.finditer(text)), default=0) + len("</answer>")
     marks = _joined_tags(
-        text, [Mark(found.start(), found.end(), found[1].strip()) for found in _TAGS.finditer(text, 0, end)]
+        text, [MarkedAnswer(found.start(), found.end(), found[1].strip()) for found in _TAGS.finditer(text, 0, end)]
     )
     # Each tag behind `end` would read to the end of the text.
     marks += [mark for mark in (answer_line(text), last_line(text), last_box(text)) if mark is not None]

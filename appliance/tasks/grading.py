@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import SupportsFloat
 
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 from appliance.tasks.user_code import line_of
 
 PASSES = 1.0  # what the first reward of a sample that passes is at least
@@ -42,7 +42,7 @@ class Graded:
 Values = list[tuple[str, float, object]]  # (name, weight, what the reward gave), of one response
 
 
-def grade(rewards: Sequence[Reward], response: Response) -> Values:
+def grade(rewards: Sequence[RewardFunction], response: Response) -> Values:
     """Call each reward on a response. Raises what a reward raises."""
     return [(each.name, each.weight, each.value(response)) for each in rewards]
 

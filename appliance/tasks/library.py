@@ -17,11 +17,11 @@ from appliance.settings import sections
 from appliance.tasks import built_in, own_task
 from appliance.tasks.rewards import readers
 from appliance.tasks.rows import Faults
-from appliance.tasks.task import PromptLimit, Reward, Splits, Task
+from appliance.tasks.task import PromptLimit, RewardFunction, Splits, TaskDefinition
 from appliance.terms.shapes import ModelShape
 
 
-def _tasks() -> dict[str, Task]:
+def _tasks() -> dict[str, TaskDefinition]:
     """The `TASK` of each module of tasks/built_in, by its kind."""
     modules = (f"{built_in.__name__}.{kind.replace('-', '_')}" for kind in sections.BUILT_IN_TASKS)
     tasks = (importlib.import_module(module).TASK for module in modules)
@@ -150,13 +150,14 @@ BUILT_IN_MODELS: dict[str, TinySpec | PackagedModel] = {**TINY_MODELS, **PACKAGE
 _CONVERSION = 1  # raise it when a GGUF file is converted to another folder than before
 
 
-def task_of(settings: sections.Task, *, files: TaskFiles) -> Task:
+def task_of(settings: sections.Task, *, files: TaskFiles) -> TaskDefinition:
     """Return the task: a built-in one, or the user's own. Runs no code of the user's."""
     return own_task.task(settings, files=files) if settings.is_own else TASKS[settings.kind]
 
 
 def splits_of(settings: sections.Task, *, files: TaskFiles, limit: PromptLimit | None = None) -> Splits:
-    """Return the task's problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
+    """Return the task's problems. Raises RecipeError as `TaskDefinition.splits`, and for a train_size above their
+    number."""
     splits = task_of(settings, files=files).splits(settings, limit=limit)
     if settings.train_size > (most := len(splits.train)):
         words = limit.words if limit else ""
@@ -175,7 +176,7 @@ def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
     return [(message, "lower batch.prompts_per_step, or give more problems")]
 
 
-def rewards_of(settings: sections.Task, *, files: TaskFiles) -> tuple[Reward, ...]:
+def rewards_of(settings: sections.Task, *, files: TaskFiles) -> tuple[RewardFunction, ...]:
     """Load the rewards in a process that grades: it may run the user's code, and raises what that raises."""
     return task_of(settings, files=files).rewards()
 

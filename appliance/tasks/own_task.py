@@ -19,7 +19,7 @@ from appliance.record.plan import TaskFiles
 from appliance.settings import sections
 from appliance.tasks.rewards import answer_reader, load_rewards, unread
 from appliance.tasks.rows import Fault, Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
-from appliance.tasks.task import DataFile, Task
+from appliance.tasks.task import DataFile, TaskDefinition
 from appliance.tasks.trial_answers import in_marks
 from appliance.tasks.truth import answer_text, as_text, form_of, is_nothing
 
@@ -45,12 +45,12 @@ class _DataSet(DataFile):
         return without_faults(problem_set)[0]
 
 
-def task(settings: sections.Task, *, files: TaskFiles) -> Task:
+def task(settings: sections.Task, *, files: TaskFiles) -> TaskDefinition:
     name, config = settings.data or "", settings.config or ""
     data_set = _DataSet("own-train", "train", name, "", config, settings.split, files.commit)
     given = functools.partial(as_given, settings=settings)
     parse = functools.partial(parse_row, settings=settings, rewards=settings.named_rewards)
-    return Task(
+    return TaskDefinition(
         kind=KIND,
         score=_unused,
         answers=in_marks,

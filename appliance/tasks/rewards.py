@@ -20,7 +20,7 @@ from appliance.tasks.answers import given_alternatives, truth_alternatives, with
 from appliance.tasks.code import CODE_S, code
 from appliance.tasks.code_tests import read_tests
 from appliance.tasks.maths.equality import prepare
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 from appliance.tasks.user_code import Given, load_function
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
 
@@ -48,32 +48,32 @@ class BuiltIn:
     """Whether the truth may be any JSON; else it is an answer: text, a number, or a list of answers each of which is
     right."""
     may_read_truth: bool = True
-    """Whether the truth as the response is to earn more than an empty one, as in `Reward`."""
+    """Whether the truth as the response is to earn more than an empty one, as in `RewardFunction`."""
     remedy: str = ""
-    """Remedy, as in `Reward`."""
+    """Remedy, as in `RewardFunction`."""
     most_s: float = 0.0
     """Limit of the reward's own for one response, seconds; 0 where it has none."""
     prepare: Callable[[], object] = lambda: None
     """Function that imports now what the reward will need."""
 
 
-def load_rewards(settings: sections.Task, *, files: TaskFiles, given: Given) -> tuple[Reward, ...]:
+def load_rewards(settings: sections.Task, *, files: TaskFiles, given: Given) -> tuple[RewardFunction, ...]:
     """Load the rewards of a task, and run the user's files for that. Raises what they raise, and UserCodeError for a
     function that has none of the known forms."""
     return tuple(_reward(name, reward, files=files, given=given) for name, reward in settings.named_rewards.items())
 
 
-def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, given: Given) -> Reward:
+def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, given: Given) -> RewardFunction:
     """name: of its metric."""
     if reward.file:
         sha256, beside = files.sha256_of(reward.file), files.folder_of(reward.file)
         value = load_function(reward.file, reward.function, given=given, sha256=sha256, beside=beside)
-        return Reward(name, reward.weight, value, place=reward.name)
+        return RewardFunction(name, reward.weight, value, place=reward.name)
     built_in, options = BUILT_IN[reward.function], reward.options
     built_in.prepare()
-    more = {"given": given} if built_in.grade is judge else {}
+    more = {"given": given} if built_in.grade is grade_by_judge else {}
     value = functools.partial(built_in.grade, **options, **more)
-    return Reward(name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
+    return RewardFunction(name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
 
 
 def unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
@@ -144,7 +144,7 @@ _SCORE = re.compile(r"0?\.[0-9]+|0(?:\.[0-9]*)?|1(?:\.0*)?")
 _MARKDOWN = "*_` \t"
 
 
-def judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
+def grade_by_judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
     """Return the grade that a model at an OpenAI-compatible API gives, asked about prompt, response and truth: its last
     line, without marks of markdown, is a number from 0 to 1 and nothing else.
 
@@ -203,7 +203,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
     "code": BuiltIn(code, reads=read_tests, reads_json=True, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
-        judge,
+        grade_by_judge,
         options=("url", "model", "prompt"),
         needs=("url", "model"),
         may_read_truth=False,

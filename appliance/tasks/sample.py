@@ -5,7 +5,7 @@ less than 1. Of a task of the user's own a right answer must earn more than an e
 one, where the rewards compare with a truth that is an answer. Rewards of ours must read it in each usual mark.
 
 It runs in its own process: math-verify stops itself by signals, sympy is a second to load, and the user's code runs,
-which may print, end the process or never end. It says what is being done, and at the end a Verdict.
+which may print, end the process or never end. It says what is being done, and at the end a SampleVerdict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem, Source, read_file
-from appliance.tasks.task import Response, Reward, Task
+from appliance.tasks.task import Response, RewardFunction, TaskDefinition
 from appliance.tasks.trial_answers import first_right, in_marks, is_bare, near_misses, wrong_answers
 from appliance.tasks.user_code import UserCodeError, load_module, voice
 
@@ -42,7 +42,7 @@ Tell = Callable[[str], None]  # what is being done
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SampleVerdict:
     sampled: int
     wrong: int = 0
     """Number of sampled problems whose rewards are wrong."""
@@ -64,7 +64,7 @@ class Verdict:
     """First wrong answer that earns as much."""
 
 
-def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lambda _: None) -> Verdict:
+def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lambda _: None) -> SampleVerdict:
     """Judge the rewards of the first problems of the file, of the hub's that a run has made, or of the task's own. Runs
     the user's rewards."""
     task, count = task_of(settings, files=files), SAMPLES_OF_OWN if settings.is_own else SAMPLES
@@ -75,16 +75,16 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
         truths = [problem.truth for problem in problems]
         found = (_wrong(problem, task=task, rewards=rewards, truths=truths) for problem in problems)
         wrong = list(filter(None, found))
-        return Verdict(len(problems), len(wrong), first=next(iter(wrong), ""))
+        return SampleVerdict(len(problems), len(wrong), first=next(iter(wrong), ""))
     imported = ", ".join(dict.fromkeys(reward.file for reward in settings.rewards if reward.file)) or "the rewards"
     tell(f"the import of {imported}")
     try:
         rewards = task.rewards()
     except UserCodeError as error:
-        return Verdict(len(problems), failure=str(error), remedy=error.remedy)
+        return SampleVerdict(len(problems), failure=str(error), remedy=error.remedy)
     except (Exception, SystemExit) as error:  # the boundary of the user's code
         failure = f"the import of {imported} failed: {in_words(error)}"
-        return Verdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
+        return SampleVerdict(len(problems), failure=failure, remedy="mend the file, or install what it imports")
     if settings.tools:
         rewards = [replace(each, value=_with_messages(each.value, task=task)) for each in rewards]
     others = [other.truth for other in first_problems(count=_READ_FOR_OTHERS)]
@@ -99,7 +99,7 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
 
-def _never_judges(problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[Reward]) -> str:
+def _never_judges(problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[RewardFunction]) -> str:
     """Describe the first function of the user's that gives None to each truth and to an empty response; empty where
     there is none. None says that a reward does not apply to a row, and is also what a function without `return` gives.
     """
@@ -112,7 +112,7 @@ def _never_judges(problems: Sequence[Problem], *, settings: sections.Task, rewar
     return ""
 
 
-def _gives_none(reward: Reward, text: str, problem: Problem) -> bool:
+def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:
     try:
         ((_, _, value),) = grade((reward,), _response(text, problem))
     except (Exception, SystemExit):  # the boundary of the user's code
@@ -136,7 +136,7 @@ def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[P
     return f"in {share} the truth is no single number, and {compares}: row {places[0]}: `{shown}`"
 
 
-def _with_messages(value: Callable[[Response], object], *, task: Task) -> Callable[[Response], object]:
+def _with_messages(value: Callable[[Response], object], *, task: TaskDefinition) -> Callable[[Response], object]:
     """Call a reward as a run with tools does: the response is the whole conversation."""
     assert task.source is not None, "a task of the user's own reads its problems"
     parse = task.source.parse
@@ -155,7 +155,7 @@ def _takes_truth(reward: sections.Reward) -> bool:
     return "truth" in takes and takes["truth"].default is inspect.Parameter.empty
 
 
-def _first_problems(settings: sections.Task, *, files: TaskFiles, task: Task, count: int) -> list[Problem]:
+def _first_problems(settings: sections.Task, *, files: TaskFiles, task: TaskDefinition, count: int) -> list[Problem]:
     """Return the first problems of the file or of the task; of the hub's rows those that a run has made, so none before
     it has, and none of a built-in task."""
     if not is_from_hub(settings):
@@ -173,11 +173,11 @@ def _judge_own(
     problems: Sequence[Problem],
     *,
     settings: sections.Task,
-    task: Task,
-    rewards: Sequence[Reward],
+    task: TaskDefinition,
+    rewards: Sequence[RewardFunction],
     truths: Sequence[str],
     tell: Tell,
-) -> Verdict:
+) -> SampleVerdict:
     """truths: of these and other rows."""
     wrong, unread, easy = [], [], []
     judges = [reward for reward in rewards if reward.may_read_truth]
@@ -195,7 +195,7 @@ def _judge_own(
     for number, problem in enumerate(problems, start=1):
         for what, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
             graded = _graded_by_each(text, what, problem, rewards=rewards, tell=tell)
-            if isinstance(graded, Verdict):
+            if isinstance(graded, SampleVerdict):
                 return graded
         if not problem.truth.strip():
             continue
@@ -219,7 +219,7 @@ def _judge_own(
                 easy.append(f"row {number}: `{shown_answer}` earns as much as the truth `{shown_truth}`")
         if text := _unread_mark(problem, rewards=ours):
             unread.append(f"row {number}: `{text}` earns 0")
-    return Verdict(
+    return SampleVerdict(
         len(problems),
         len(wrong),
         first=next(iter(wrong), ""),
@@ -256,7 +256,7 @@ def _where_they_differ(one: str, other: str) -> tuple[str, str]:
     return f"{before}{one[start : start + _SHOWN]}", f"{before}{other[start : start + _SHOWN]}"
 
 
-def _unread_mark(problem: Problem, *, rewards: Sequence[Reward]) -> str:
+def _unread_mark(problem: Problem, *, rewards: Sequence[RewardFunction]) -> str:
     """A right answer in a usual mark that one of the rewards gives nothing; empty where there is none."""
     if is_bare(problem.truth):
         for text in in_marks(problem.truth):
@@ -275,7 +275,7 @@ def _reads_truth(reward: sections.Reward) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in takes) or bool(names - _OF_NO_TRUTH)
 
 
-def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
+def _earned(text: str, problem: Problem, *, rewards: Sequence[RewardFunction]) -> float:
     """Less than any number where a reward raises or none applies: the form is not the one that it wants."""
     try:
         graded = _graded(text, problem, rewards=rewards)
@@ -285,8 +285,8 @@ def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
 
 
 def _graded_by_each(
-    text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell
-) -> Graded | Verdict:
+    text: str, what: str, problem: Problem, *, rewards: Sequence[RewardFunction], tell: Tell
+) -> Graded | SampleVerdict:
     """The grade of all, or what is wrong with the first reward that gives none."""
     response = _response(text, problem)
     values, places = [], [each.place or f"the reward `{each.name}`" for each in rewards]
@@ -296,14 +296,16 @@ def _graded_by_each(
             values += grade((reward,), response)
             graded = weighed(values[-1:])
         except (Exception, SystemExit) as error:  # the boundary of the user's code
-            return Verdict(0, failure=f"{place} failed on {what}: {in_words(error)}", remedy=reward.remedy)
+            return SampleVerdict(0, failure=f"{place} failed on {what}: {in_words(error)}", remedy=reward.remedy)
         if graded.fault is not None and values[-1][2] is not None:
-            return Verdict(0, failure=f"{place} on {what}: {graded.why}")
+            return SampleVerdict(0, failure=f"{place} on {what}: {graded.why}")
     graded = weighed(values)
-    return Verdict(0, failure=f"{', '.join(places)}: {graded.why} to {what}") if graded.fault is not None else graded
+    return (
+        SampleVerdict(0, failure=f"{', '.join(places)}: {graded.why} to {what}") if graded.fault is not None else graded
+    )
 
 
-def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward], truths: Sequence[str]) -> str:
+def _wrong(problem: Problem, *, task: TaskDefinition, rewards: Sequence[RewardFunction], truths: Sequence[str]) -> str:
     """Describe what is wrong with a built-in task, whose grades are 0..1; empty where nothing is. truths: of other
     rows."""
     right, empty = _best_grade(problem, task=task, rewards=rewards), _graded("", problem, rewards=rewards)
@@ -320,7 +322,7 @@ def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward], truths: S
     return ""
 
 
-def _graded(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> Graded:
+def _graded(text: str, problem: Problem, *, rewards: Sequence[RewardFunction]) -> Graded:
     return weighed(grade(rewards, _response(text, problem)))
 
 
@@ -328,7 +330,7 @@ def _response(text: str, problem: Problem) -> Response:
     return Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))
 
 
-def _best_grade(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> Graded:
+def _best_grade(problem: Problem, *, task: TaskDefinition, rewards: Sequence[RewardFunction]) -> Graded:
     """Return the best grade of the forms in which a right answer may come; the first one's where none has 1."""
     graded = (_graded(text, problem, rewards=rewards) for text in task.answers(problem.truth))
     first = next(graded)

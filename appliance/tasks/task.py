@@ -45,7 +45,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardFunction:
     """A reward: what a response is worth, or one part of that."""
 
     name: str
@@ -146,7 +146,7 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskDefinition:
     kind: str
     """Name in `task.kind`."""
     score: Score
@@ -169,16 +169,18 @@ class Task:
     anything is made."""
     import_reward: Callable[[], object] = lambda: None
     """Function that imports now what `score` will need, where that takes long to load."""
-    load_rewards: Callable[[], tuple[Reward, ...]] | None = None
+    load_rewards: Callable[[], tuple[RewardFunction, ...]] | None = None
     """Loader of rewards that replaces `score`, for a task whose rewards may be the user's code: to be called in a child
     process only."""
 
-    def rewards(self) -> tuple[Reward, ...]:
+    def rewards(self) -> tuple[RewardFunction, ...]:
         """Load the rewards. Raises what the user's code raises."""
         if self.load_rewards is not None:
             return self.load_rewards()
         self.import_reward()
-        return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
+        return (
+            RewardFunction(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),
+        )
 
     def splits(self, settings: sections.Task, *, limit: PromptLimit | None = None) -> Splits:
         """Make the problems, or read them: from files or, without a train_file, from the hub.

@@ -48,7 +48,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """Answer that a call gives the model."""
 
     text: str
@@ -56,11 +56,11 @@ class Answer:
     """Whether the call failed; the text says why."""
 
 
-def failure(why: str) -> Answer:
-    return Answer(_shortened(f"error: {why}"), failed=True)
+def failure(why: str) -> ToolAnswer:
+    return ToolAnswer(_shortened(f"error: {why}"), failed=True)
 
 
-def call_tool(file: str, sha256: str | None, name: str, arguments: str, beside: str = "") -> Answer:
+def call_tool(file: str, sha256: str | None, name: str, arguments: str, beside: str = "") -> ToolAnswer:
     """Call a tool, in a process of the pool. What goes wrong is the answer.
 
     sha256, beside: as of load_module.  arguments: a JSON object, as the model wrote it.
@@ -90,7 +90,7 @@ def call_tool(file: str, sha256: str | None, name: str, arguments: str, beside: 
         return failure(f"`{name}`: {'.'.join(map(str, first['loc']))}: {first['msg']}")
     except BaseException as error:
         return failure(f"{type(error).__name__}: {error}")
-    return Answer(_shortened(text))
+    return ToolAnswer(_shortened(text))
 
 
 _checked = functools.cache(validate_call)

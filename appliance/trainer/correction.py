@@ -63,7 +63,7 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
+from appliance.corrections.base import CLAMP, LossCorrection, StepPart, log_ratio
 from appliance.corrections.calibrated import fit_bounds
 from appliance.corrections.centering import coefficients, size_of
 from appliance.corrections.objective import Advantage, ClipRange, Estimator, KlPlace, Loss
@@ -92,7 +92,7 @@ Rows = tuple[Tensor, ...]  # a row of tokens per sequence, without padding
 LogProbs = Callable[[KVBatchMeta], Any]  # writes `log_probs` of a batch into the queue
 
 
-class Sequences(NamedTuple):
+class CorrectionInputs(NamedTuple):
     """Inputs of a correction, a row per sequence."""
 
     trainer: Rows
@@ -128,12 +128,12 @@ class BatchCorrection:
         how = {"ratio_to": self._planned.ratio_to, "clips": self._planned.clips, "kind": self._planned.loss}
         workers.set_loss_fn(partial(corrected_loss, config=omega_conf_to_dataclass(actor), **how))
 
-    def send(self, batch: KVBatchMeta, *, correction: Correction) -> KVBatchMeta:
+    def send(self, batch: KVBatchMeta, *, correction: LossCorrection) -> KVBatchMeta:
         """Return the batch for a loss that corrects by itself. correction: as for prepare."""
         batch.extra_info[CORRECTION] = correction
         return _with_centering(batch, correction=correction)
 
-    def prepare(self, batch: KVBatchMeta, *, step: int, correction: Correction) -> KVBatchMeta:
+    def prepare(self, batch: KVBatchMeta, *, step: int, correction: LossCorrection) -> KVBatchMeta:
         """Return the batch for the loss, or as the loss has had it. correction: the plan's, as tight as it is now.
         Raises TrainingError when the batch does not carry what was written, NumericsError when a number that the
         correction needs is not finite."""
@@ -143,7 +143,7 @@ class BatchCorrection:
             {} if self._kl_in_reward is None else {"reference_kl": _reference_kl(batch, estimator=self._kl_in_reward)}
         )
         data = _get(batch, names)
-        sequences = Sequences(*(data[name].unbind() for name in names))
+        sequences = CorrectionInputs(*(data[name].unbind() for name in names))
         correction = correction.for_step(_parts(sequences), fitted=fitted)
         fields, sums = fields_of(sequences, correction=correction)
         batch = with_fields(batch, fields)
@@ -173,7 +173,7 @@ class BatchCorrection:
         return self._metrics
 
 
-def _with_centering(batch: KVBatchMeta, *, correction: Correction) -> KVBatchMeta:
+def _with_centering(batch: KVBatchMeta, *, correction: LossCorrection) -> KVBatchMeta:
     if correction.centers:
         batch.extra_info[CENTERING] = correction
     return batch
@@ -187,17 +187,19 @@ def _reference_kl(batch: KVBatchMeta, *, estimator: Estimator) -> float:
     return float(kl_T[real_T].double().mean())
 
 
-def _parts(sequences: Sequences) -> Iterator[Part]:
+def _parts(sequences: CorrectionInputs) -> Iterator[StepPart]:
     for start in range(0, len(sequences.real), SEQUENCES_AT_ONCE):
         trainer_BT, rollout_BT, real_BT, advantages_BT = (
             pad_sequence(list(rows[start : start + SEQUENCES_AT_ONCE]), batch_first=True) for rows in sequences
         )
         real_BT = real_BT.bool()
-        yield Part(log_ratio(trainer_BT, rollout_BT=rollout_BT, real_BT=real_BT), real_BT, advantages_BT)
+        yield StepPart(log_ratio(trainer_BT, rollout_BT=rollout_BT, real_BT=real_BT), real_BT, advantages_BT)
 
 
-def fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
-    """Compute what the correction makes of a step: rows by the batch's names, and the sums of Correction.count."""
+def fields_of(
+    sequences: CorrectionInputs, *, correction: LossCorrection
+) -> tuple[dict[str, list[Tensor]], Counter[str]]:
+    """Compute what the correction makes of a step: rows by the batch's names, and the sums of LossCorrection.count."""
     names = (KEPT, WEIGHTS, CLIP_LOWER, CLIP_UPPER) if correction.clips else (KEPT, WEIGHTS)
     fields: dict[str, list[Tensor]] = {name: [] for name in names}
     sums: Counter[str] = Counter()
@@ -279,7 +281,7 @@ def corrected_loss(
     return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
 
 
-def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Correction) -> tuple[TensorDict, bool]:
+def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: LossCorrection) -> tuple[TensorDict, bool]:
     """Return (a micro-batch with the fields that the driver would have made of these log-probs, whether all of them are
     finite). Where they are not, both sides of a pair are 0 nats, as in the driver's metrics.
 
@@ -292,7 +294,7 @@ def corrected_by_itself(data: TensorDict, *, log_probs: Tensor, correction: Corr
     is_finite = all(bool(finite_pairs(*pair)[mask.bool()].all()) for pair, mask in zip(pairs, real, strict=True))
     if not is_finite:
         trainer, rollout = zip(*(with_finite_pairs(*pair) for pair in pairs), strict=True)
-    sequences = Sequences(trainer, rollout, real, advantages=data["advantages"].unbind())
+    sequences = CorrectionInputs(trainer, rollout, real, advantages=data["advantages"].unbind())
     fields, _ = fields_of(sequences, correction=correction)
     fields |= {"old_log_probs": [*trainer], "rollout_log_probs": [*rollout]}
     data = data.clone(recurse=False)

@@ -32,7 +32,7 @@ from appliance.trainer.governor import Vocabulary
 from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
-from appliance.trainer.trainer import Trainer
+from appliance.trainer.trainer import ApplianceTrainer
 from appliance.trainer.turns import Turns, in_pool
 
 FINISH_WITHIN_S = 30.0  # wandb uploads for as long as its server lets it wait
@@ -82,7 +82,7 @@ def fit(
     apply_patch(NO_LOAD_BALANCER, _without_balancer)
     transfer_queue.init(config.transfer_queue)
     try:
-        trainer = Trainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
+        trainer = ApplianceTrainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
         pool = pool_for(plan)
         try:
             trainer.init()
@@ -101,7 +101,7 @@ def fit(
         transfer_queue.close()
 
 
-def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
+def _rollouts(trainer: ApplianceTrainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
     decode = functools.partial(trainer.tokenizer.decode, skip_special_tokens=True)
     return Rollouts(
         trainer.llm_server_manager.server_handles,
@@ -139,12 +139,12 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
     )
 
 
-def _vocabulary(trainer: Trainer, *, plan: RunPlan) -> Vocabulary:
+def _vocabulary(trainer: ApplianceTrainer, *, plan: RunPlan) -> Vocabulary:
     config = AutoConfig.from_pretrained(plan.trained_model, trust_remote_code=plan.model.trust_remote_code)
     return Vocabulary(rows=config.get_text_config().vocab_size, words=len(trainer.tokenizer))
 
 
-def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
+def _turns(trainer: ApplianceTrainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
     task, files, model = plan.task, plan.task_files, plan.trained_model
     assert task.tools is not None and task.max_turns is not None, "only a task with tools has turns"
     return Turns(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.corrections.base import Correction
+from appliance.corrections.base import LossCorrection
 from appliance.errors import GuardStop
 from appliance.files import write_whole
 from appliance.guard.governor import Decision, GovernorState, Measures, ladder, measures, observe, place, resume
@@ -163,7 +163,7 @@ class Governor:
         return measures(self._state.level, policy=self._policy)
 
     @property
-    def correction(self) -> Correction:
+    def correction(self) -> LossCorrection:
         """Correction of the next step's loss."""
         return self._planned.tightened() if self.measures.tight else self._planned
 

@@ -58,7 +58,7 @@ def put_adapter_in(module: Module, *, lora: Lora, seed: int) -> PeftModel:
         return get_peft_model(module, config)  # type: ignore[arg-type, return-value]
 
 
-class Frozen:
+class FrozenWeights:
     """Check of the weights that do not move. Merging writes into them: a copy that was not put back would be merged
     again."""
 
@@ -81,7 +81,7 @@ class Frozen:
             raise SyncError(message, hint="their adapter would not be sent; resume from the last checkpoint")
 
 
-class Expected(NamedTuple):
+class ExpectedMerge(NamedTuple):
     """Expected weights of one layer of an update. The tensors are None on all ranks but the first."""
 
     name: str
@@ -109,7 +109,7 @@ class Expected(NamedTuple):
         return message + f"{apart_NK.numel()} numbers differ, by up to {float(apart_NK.max()):.3g}"
 
 
-def expected_merge(module: Module, *, lora: Lora, turn: int) -> Expected:
+def expected_merge(module: Module, *, lora: Lora, turn: int) -> ExpectedMerge:
     """Compute what a merge is to send of one layer. Every rank calls it, the first one gets the numbers. turn: which
     layer, modulo their number.
 
@@ -122,15 +122,15 @@ def expected_merge(module: Module, *, lora: Lora, turn: int) -> Expected:
     whole = [_whole(each.weight) for each in parts]
     short = f"{name.removeprefix('base_model.model.')}.weight"
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
-        return Expected(short, sum_NK=None, bound_NK=None)
+        return ExpectedMerge(short, sum_NK=None, bound_NK=None)
     w_NK, a_RK, b_NR = (each.float() for each in whole)
     scale = lora.alpha / lora.rank
     delta_NK, most_NK = scale * (b_NR @ a_RK), scale * (b_NR.abs() @ a_RK.abs())
     bound_NK = 2.0**-8 * (w_NK.abs() + 2 * delta_NK.abs() + most_NK)
-    return Expected(short, sum_NK=w_NK + delta_NK, bound_NK=bound_NK)
+    return ExpectedMerge(short, sum_NK=w_NK + delta_NK, bound_NK=bound_NK)
 
 
-def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: Expected) -> Iterator[tuple[str, Tensor]]:
+def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: ExpectedMerge) -> Iterator[tuple[str, Tensor]]:
     """Yield the same tensors. Every rank calls it, and raises SyncError where the expected one is another, or is not
     among them."""
     came = False

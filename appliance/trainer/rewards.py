@@ -44,7 +44,7 @@ from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
 from appliance.tasks.library import rewards_of
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it
 LOADS_WITHIN_S = 60.0  # a process its rewards, before its first response
@@ -54,7 +54,7 @@ _LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
 _READS_WITHIN_S = 2.0  # what a process wrote before it ended
 
 T = TypeVar("T")
-_loaded: Sequence[Reward] | BaseException  # in a process of the pool, or why there are none
+_loaded: Sequence[RewardFunction] | BaseException  # in a process of the pool, or why there are none
 
 
 def num_workers(cores: int) -> int:
@@ -150,7 +150,7 @@ class RewardPool:
     def __init__(
         self,
         *,
-        load: Callable[[], Sequence[Reward]],
+        load: Callable[[], Sequence[RewardFunction]],
         import_path: Sequence[str] = (),
         workers: int | None = None,
         timeout_s: float = TIMEOUT_S,
@@ -275,7 +275,7 @@ def pool_for(plan: RunPlan) -> RewardPool:
     )
 
 
-def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
+def _begin(load: Callable[[], Sequence[RewardFunction]], import_path: tuple[str, ...]) -> None:
     """Begin a process of the pool. Loading may run the user's code, in its own time and not in that of the first
     response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
     os.setpgid(0, 0)

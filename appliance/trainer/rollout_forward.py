@@ -36,9 +36,9 @@ from appliance.terms.ropes import DEFAULT_ROPE
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_ops import (
-    Batch,
     EngineWeight,
     Note,
+    PackedRow,
     add_norm,
     head_norm,
     linear,
@@ -189,7 +189,7 @@ class DecoderLayer:
         ]
         self._head_norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, residual: Tensor | None, batch: PackedRow) -> tuple[Tensor, Tensor]:
         """Return ([T, H], residual [T, H]): their sum is what transformers' layer returns."""
         heads, kv_heads, size = batch.heads, batch.kv_heads, batch.head_dim
         x, residual = self._norm(0, x, residual, batch)
@@ -206,7 +206,7 @@ class DecoderLayer:
         gate_up = batch.note(self._gate_up.name, self._gate_up(x))
         return batch.note(self._down.name, self._down(gate_up, gated=True)), residual
 
-    def _norm(self, place: int, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _norm(self, place: int, x: Tensor, residual: Tensor | None, batch: PackedRow) -> tuple[Tensor, Tensor]:
         name, norm, factor_H = self._norms[place]
         weight_H = norm.weight if factor_H is None else norm.weight * factor_H.to(norm.weight)
         x, residual = add_norm(x, residual, weight_H, eps=norm.variance_epsilon)
@@ -327,7 +327,7 @@ class RolloutForward:
         config, positions_T = self._config, position_ids[0]
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        batch = Batch(
+        batch = PackedRow(
             positions_T,
             heads=heads,
             kv_heads=config.num_key_value_heads,

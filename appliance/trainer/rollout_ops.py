@@ -135,7 +135,7 @@ class _Linear(Function):
         return None, grad_TN @ weight_NK if of_x else None, grad_TN.t() @ x_TK if of_weight else None, grad_bias
 
 
-class Batch:
+class PackedRow:
     """Sequences in one row, and what rotary embedding and attention need to know of them.
 
     positions_T: int64, from 0 at each sequence's start; segments may share a prefix (Sequences).  cos_sin:

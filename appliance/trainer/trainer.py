@@ -70,7 +70,7 @@ from appliance.trainer.update_log_probs import ForwardLogProbs, rows_by_key, tak
 BY_THE_GUARD = "stopped by the guard"
 
 
-class Trainer(PPOTrainerSync):
+class ApplianceTrainer(PPOTrainerSync):
     """One attempt of a run: `init`, `fit`, `export_model`; `save_and_stop` after a StopAsked."""
 
     checkpoints: Checkpoints

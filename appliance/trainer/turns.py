@@ -28,7 +28,7 @@ from appliance.quant.mismatch import TopWords
 from appliance.quant.support import Support
 from appliance.tasks.response_text import ResponseReader
 from appliance.tasks.rows import Message
-from appliance.tasks.tools import Answer, Schema, call_tool, failure
+from appliance.tasks.tools import Schema, ToolAnswer, call_tool, failure
 from appliance.trainer.rewards import CallFailed, RewardPool
 
 FORMAT = "hermes"  # of calls: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
@@ -39,7 +39,7 @@ tool_parser.logger.setLevel(logging.CRITICAL)  # a call that cannot be read is t
 
 
 class Drawn(Protocol):
-    """One response of an engine: `Sample` of engine/replica.py."""
+    """One response of an engine: `EngineSample` of engine/replica.py."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -164,7 +164,7 @@ class Turns:
         schemas: list[Schema],
         max_turns: int,
         max_tokens: int,
-        call: Callable[[str, str], Awaitable[Answer]],
+        call: Callable[[str, str], Awaitable[ToolAnswer]],
         clock: Mapping[str, Callable[[str], str]] | None = None,
     ) -> None:
         """max_tokens: of all that comes after a prompt.  clock: as of Rollouts."""
@@ -281,14 +281,14 @@ class Turns:
 
 def in_pool(
     pool: RewardPool, *, file: str, sha256: str, timeout_s: float, beside: str = ""
-) -> Callable[[str, str], Awaitable[Answer]]:
+) -> Callable[[str, str], Awaitable[ToolAnswer]]:
     """Return a function that calls the tools of a file, as it was planned. However a call goes wrong, the model hears
     of it.
 
     sha256, beside: as of load_module.
     """
 
-    async def call(name: str, arguments: str) -> Answer:
+    async def call(name: str, arguments: str) -> ToolAnswer:
         try:
             return await pool.call(call_tool, file, sha256, name, arguments, beside, timeout_s=timeout_s)
         except CallFailed as failed:
@@ -303,7 +303,7 @@ def _assistant(content: str, calls: list[Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **asked}
 
 
-def _tool(name: str, answer: Answer) -> dict[str, Any]:
+def _tool(name: str, answer: ToolAnswer) -> dict[str, Any]:
     return {"role": "tool", "name": name, "content": answer.text}
 
 

@@ -58,7 +58,7 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import FAMILIES, norm_fed
 from appliance.terms.settings import OldLogProbs, Schedule
-from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
+from appliance.trainer.lora import FrozenWeights, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 from appliance.trainer.top_words import DIVERGENCE, TopWordsEngine
@@ -101,7 +101,7 @@ class ApplianceEngine(TopWordsEngine):
         """Build the adapter in place of verl's, which has no dropout and rounds the adapter to the model's type."""
         lora = _plan().model.lora
         assert lora is not None, "verl asks where a rank is set"
-        self._frozen, self._merges = Frozen(), 0
+        self._frozen, self._merges = FrozenWeights(), 0
         adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
         # Of what is dropped; checkpoints have the state from there on.
         torch.manual_seed(_plan().seed + torch.distributed.get_rank())

@@ -29,7 +29,7 @@ from appliance.errors import ApplianceError, EngineError
 from appliance.hub import weight_files
 from appliance.record.engine_start import starting
 from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT
-from appliance.verify.job import CheckResult, EngineOutput, Job, LayerProbe, Worker
+from appliance.verify.job import CheckResult, EngineOutput, LayerProbe, VerifyJob, Worker
 
 WORKER = "appliance.verify.child.VerifyWorker"
 _NUM_PROMPTS = 4
@@ -40,7 +40,7 @@ _NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints bring it, no trainer sen
 
 
 def main() -> int:
-    job = Job.model_validate_json(Path(sys.argv[1]).read_bytes())
+    job = VerifyJob.model_validate_json(Path(sys.argv[1]).read_bytes())
     try:
         result = look(job)
     except ApplianceError as error:
@@ -49,7 +49,7 @@ def main() -> int:
     return 0
 
 
-def look(job: Job) -> CheckResult:
+def look(job: VerifyJob) -> CheckResult:
     """Send one engine three updates and return what it did. Raises ApplianceError."""
     with starting():
         llm = _engine(job)
@@ -70,7 +70,7 @@ def look(job: Job) -> CheckResult:
     )
 
 
-def _engine(job: Job) -> LLM:
+def _engine(job: VerifyJob) -> LLM:
     """Start an engine with the settings of a run, but for its sizes."""
     block = {"block_size": CPU_KV_BLOCK} if current_platform.is_cpu() else {}  # as plan/verl_args.py has it
     return LLM(
@@ -95,7 +95,7 @@ def _engine(job: Job) -> LLM:
     )
 
 
-def _update(llm: LLM, *, job: Job, perturb: bool) -> tuple[EngineOutput, list[LayerProbe]]:
+def _update(llm: LLM, *, job: VerifyJob, perturb: bool) -> tuple[EngineOutput, list[LayerProbe]]:
     """One whole weight update of every worker; what the engine says then, and what its layers give."""
     failed = [text for text in llm.collective_rpc("verify_update", args=(perturb,)) if text]
     if failed:
@@ -103,7 +103,7 @@ def _update(llm: LLM, *, job: Job, perturb: bool) -> tuple[EngineOutput, list[La
     return _say(llm, job=job), [LayerProbe.model_validate_json(text) for text in llm.collective_rpc("verify_probe")]
 
 
-def _say(llm: LLM, *, job: Job) -> EngineOutput:
+def _say(llm: LLM, *, job: VerifyJob) -> EngineOutput:
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     prompts = [
         {"prompt_token_ids": [(37 * row + 11 * column + 1) % vocabulary for column in range(job.prompt_tokens)]}

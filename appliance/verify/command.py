@@ -29,7 +29,7 @@ from appliance.terms.devices import why_not
 from appliance.terms.environment import IN_ONE_PROCESS, PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.verify.job import CheckResult, Job, Row, judge, label
+from appliance.verify.job import CheckResult, Row, VerifyJob, judge_engine, label
 
 CHILD = "appliance.verify.child"
 _LEAST_PROMPT_TOKENS, _MOST_PROMPT_TOKENS = 2, 24  # the first one has no log-prob that could move
@@ -57,7 +57,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
             if quantisation.profile:  # the one that is there, in place of the one that a run would have in its folder
                 quantisation = quantisation.replace(profile=str(_profile(own_plan) or ""))
             seen = _look(quantisation, plan=plan, eager=eager, host=host, folder=folder)
-            rows += judge(quantisation, seen=seen, reference=reference)
+            rows += judge_engine(quantisation, seen=seen, reference=reference)
             reference = reference if quantisation.scheme.quantised else seen.first
     console.out(as_json(rows) if json_mode else table(rows, columns=console.columns()))
     if failed := [row for row in rows if row.problems]:
@@ -109,7 +109,7 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
 
 def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> CheckResult:
     job_file, result_file = folder / "job.json", folder / "result.json"
-    job = Job(
+    job = VerifyJob(
         model=plan.weights.name_or_path,
         trust_remote_code=plan.model.trust_remote_code,
         quantisation=asked,

@@ -13,7 +13,7 @@ from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
 
 
-class Job(Frozen):
+class VerifyJob(Frozen):
     """One engine to check."""
 
     model: str
@@ -117,7 +117,7 @@ class Row:
     """Problems of the worker; none: the patch is live."""
 
 
-def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
+def judge_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
     """Judge an engine: one row per worker. reference: the output of the BF16 engine; None for that engine itself or
     where it failed."""
     if seen.failed or seen.first is None:

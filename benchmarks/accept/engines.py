@@ -362,7 +362,7 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
         schemes = [each for each in schemes if Scheme(each).spec.since <= has < (Scheme(each).spec.until or (99, 0))]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     results, facts = (ground.folder / name for name in ("results.jsonl", "facts.jsonl"))
-    asked = job.Job(
+    asked = job.BenchJob(
         workload=wanted.workload,
         engines=tuple(
             Quantisation(scheme=Scheme(each), emulated=ground.rehearsal and Scheme(each).spec.can_emulate)
@@ -380,6 +380,6 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
     child.run(asked)
     measured = job.read_lines(str(results), job.Measurement)
     ground.hold(len(measured) == asked.pairs * len(schemes), f"{len(measured)} measurements")
-    for verdict in job.judge(measured, schemes=asked.schemes):
+    for verdict in job.judge_schemes(measured, schemes=asked.schemes):
         ground.figure(f"{verdict.scheme}", verdict.tokens_per_s, "tokens/s")
         ground.figure(f"{verdict.scheme} to {schemes[0]}", verdict.ratio, "times")

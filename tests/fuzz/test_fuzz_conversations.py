@@ -14,7 +14,7 @@ from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, broken, raw, seeds, tokens_of, values, variants
 from hypothesis import strategies as st
 
-from appliance.tasks.tools import Answer, call_tool
+from appliance.tasks.tools import ToolAnswer, call_tool
 from appliance.trainer.turns import Opening, Trajectory, Turns
 
 ROUNDS, TOKENS = 3, 100
@@ -62,7 +62,7 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Trajectory:
     """One sample whose engine says the texts in turn, again and again."""
     lines = itertools.cycle(texts)
 
-    async def call(name: str, arguments: str) -> Answer:
+    async def call(name: str, arguments: str) -> ToolAnswer:
         return call_tool(str(file), None, name, arguments)
 
     async def ask(prompts: list[list[int]], **asked: Any) -> AsyncIterator[tuple[int, Any]]:

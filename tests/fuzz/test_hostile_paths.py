@@ -15,7 +15,7 @@ from appliance.container.launch import container_spec
 from appliance.errors import ApplianceError, EngineError, RecipeError
 from appliance.launch.command import new_run_dir, run_export
 from appliance.launch.resume import find_target, profile_file_of
-from appliance.quant.checkpoint import Checkpoint
+from appliance.quant.checkpoint import ModelTensors
 from appliance.recipe.load import load_recipe
 from appliance.record.checkpoints import Facts, damage, find_newest, in_order, read_manifest, seal
 from appliance.record.events import append_event
@@ -189,7 +189,7 @@ def test_an_index_names_files_beside_it(room: Path, name: object) -> None:
     (room / "model.safetensors").write_bytes(b"")
     (room / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(EngineError, match=r"names a file outside of its folder|cannot be read"):
-        Checkpoint(room)
+        ModelTensors(room)
 
 
 def test_a_pipe_or_a_device_is_no_data(room: Path) -> None:

@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from appliance.errors import RecipeError
 from appliance.tasks.rows import Faults, Problem
-from appliance.tasks.task import Splits, Task
+from appliance.tasks.task import Splits, TaskDefinition
 
 MIN_DIFFICULTY = 2  # one digit gives 81 problems: too few for a validation of 500
 MAX_DIFFICULTY = 6
@@ -116,7 +116,7 @@ def score(*, response: str, truth: str) -> float:
     return float(response.strip() == truth)
 
 
-TASK = Task(
+TASK = TaskDefinition(
     kind="arithmetic",
     score=score,
     answers=lambda truth: (truth,),

@@ -18,7 +18,7 @@ from appliance.tasks.answers import (
 from appliance.tasks.graders import is_right
 from appliance.tasks.maths.equality import prepare
 from appliance.tasks.rows import Problem, Row, Source, text_fields
-from appliance.tasks.task import DataFile, Task
+from appliance.tasks.task import DataFile, TaskDefinition
 
 TRAIN = DataFile("dapo-math-17k", "train", "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet")
 VAL = DataFile("aime-2024", "val", "BytedTsinghua-SIA/AIME-2024", "data/aime-2024.parquet")
@@ -70,7 +70,7 @@ def as_prompt(problem: str) -> str:
     return problem if problem.startswith(BEFORE) else f"{BEFORE}{problem.strip()}{AFTER}"
 
 
-TASK = Task(
+TASK = TaskDefinition(
     kind="dapo-math",
     score=score,
     answers=lambda truth: (f"Answer: {truth}", f"\\boxed{{{truth}}}"),

@@ -11,7 +11,7 @@ from decimal import Context, Decimal
 from appliance.tasks.answers import answer_text, last_line, truth_alternatives
 from appliance.tasks.maths.equality import is_same, single_value
 from appliance.tasks.rows import Problem, Row, Source, text_fields
-from appliance.tasks.task import DataFile, Task
+from appliance.tasks.task import DataFile, TaskDefinition
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
@@ -50,7 +50,7 @@ def parse_row(row: Row) -> Problem | str:
     return Problem(prompt=question.strip() + INSTRUCTION, truth=f"{number:f}")
 
 
-TASK = Task(
+TASK = TaskDefinition(
     kind="gsm8k",
     score=score,
     answers=lambda truth: (f"#### {truth}",),

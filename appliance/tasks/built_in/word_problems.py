@@ -21,7 +21,7 @@ from appliance.errors import RecipeError
 from appliance.tasks.graders import number
 from appliance.tasks.maths.equality import prepare
 from appliance.tasks.rows import Faults, Problem
-from appliance.tasks.task import Response, Splits, Task
+from appliance.tasks.task import Response, Splits, TaskDefinition
 
 SYSTEM = "Answer with the number alone."
 NAMES = ("Tom", "Anna", "Ben", "Lisa", "Sam", "Mia", "Max", "Emma", "Leo", "Zoe", "Jack", "Lily")
@@ -141,7 +141,7 @@ def score(*, response: str, truth: str) -> float:
     return number(Response(response, truth))
 
 
-TASK = Task(
+TASK = TaskDefinition(
     kind="word-problems",
     score=score,
     answers=lambda truth: (truth, f"The answer is {truth}."),

@@ -8,7 +8,7 @@ from tiny_models import tiny, tokens
 
 from appliance.profile.job import ProfileJob
 from appliance.quant.choice import Candidate, candidates_of, share
-from appliance.quant.own_samples import Sample
+from appliance.quant.own_samples import ProfileSample
 from appliance.terms.schemes import Scheme
 from benchmarks import budget
 
@@ -29,7 +29,7 @@ def test_no_order_takes_more_than_its_share() -> None:
 def test_a_choice_is_measured_on_the_samples_and_with_the_smoothing_of_the_profile(tmp_path: Path) -> None:
     """With nothing in BF16 it is the profile's own prediction to the last bit; with all of them there is none."""
     tiny("qwen2").save_pretrained(tmp_path)
-    samples = [Sample(tuple(row), prompt_tokens=4) for row in tokens().tolist()]
+    samples = [ProfileSample(tuple(row), prompt_tokens=4) for row in tokens().tolist()]
     job = ProfileJob(model=str(tmp_path), scheme=Scheme.INT8, strength=0.5, cache_dir="", target="", report_dir="")
     profile = budget.profile_of(job, samples)
     measure = budget.measurement(profile, samples=samples)

@@ -8,12 +8,12 @@ import pytest
 
 from appliance.compare.child import rewards
 from appliance.errors import TrainingError
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 from appliance.trainer.rewards import RewardPool
 
 
-def numbers() -> tuple[Reward, ...]:
-    return (Reward("it", 1.0, lambda response: float(response.text)),)
+def numbers() -> tuple[RewardFunction, ...]:
+    return (RewardFunction("it", 1.0, lambda response: float(response.text)),)
 
 
 @pytest.fixture(scope="module")

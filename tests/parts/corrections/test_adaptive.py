@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from appliance.corrections.adaptive import K3_SCALE, Adaptive, mixing, moments
-from appliance.corrections.base import Part, log_ratio
+from appliance.corrections.base import StepPart, log_ratio
 from appliance.errors import NumericsError
 
 EXAMPLES = settings(deadline=None, max_examples=100, derandomize=True)
@@ -23,7 +23,7 @@ CAP = st.floats(0.1, 10)
 def measured(x: list[float], advantages: list[float], *, cap: float) -> dict[str, float]:
     row, ones = torch.tensor([x], dtype=torch.float64), torch.ones(1, len(x))
     x_BT = log_ratio(row, rollout_BT=torch.zeros_like(row), real_BT=ones)
-    return moments(Part(x_BT, ones, torch.tensor([advantages])), cap=cap)
+    return moments(StepPart(x_BT, ones, torch.tensor([advantages])), cap=cap)
 
 
 def reference(x: list[float], advantages: list[float], *, cap: float) -> float:
@@ -69,7 +69,7 @@ def test_padding_changes_nothing() -> None:
 
     def sums_of(x: Tensor, mask_BT: Tensor, advantages_BT: Tensor) -> dict[str, float]:
         x_BT = log_ratio(x, rollout_BT=torch.zeros_like(x), real_BT=mask_BT)
-        return moments(Part(x_BT, mask_BT, advantages_BT), cap=2.0)
+        return moments(StepPart(x_BT, mask_BT, advantages_BT), cap=2.0)
 
     assert sums_of(row, ones, advantages) == sums_of(wide, mask, wide_advantages)
 

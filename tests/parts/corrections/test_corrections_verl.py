@@ -9,14 +9,14 @@ import torch
 from corrections_reference import CORRECTIONS, make_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-from appliance.corrections.base import Correction
+from appliance.corrections.base import LossCorrection
 
 # float32: x is a difference of numbers below 32 (2^-19), a sum of 24 of them 24 times that, and exp makes it relative.
 RTOL = 24 * 2.0**-19
 UNTRUNCATED = 1e9  # above exp(20), where verl clamps a weight
 
 
-def as_verl_says_it(correction: Correction) -> dict[str, object]:
+def as_verl_says_it(correction: LossCorrection) -> dict[str, object]:
     """verl's k1 is log(p_rollout / p_trainer): bounds of a weight, turned over."""
     turned = correction.bounds and f"{1 / correction.bounds[1]!r}_{1 / correction.bounds[0]!r}"
     drops = {}

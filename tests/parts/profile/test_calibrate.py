@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from appliance.errors import EngineError
 from appliance.quant.calibrate import calibrate
-from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
+from appliance.quant.checkpoint import Ledger, ModelTensors, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.mismatch_budget import MismatchBudget
-from appliance.quant.own_samples import Sampling, draw_samples
+from appliance.quant.own_samples import ProfileSampling, draw_samples
 from appliance.quant.prediction import batches_of
 from appliance.quant.profile import Origin, Profile, Settings, fold, write_profile
 from appliance.quant.smoothing_factors import refine
@@ -60,7 +60,7 @@ def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path
     batch = tokens()
     with torch.no_grad():
         expected = model.model(input_ids=batch, use_cache=False).last_hidden_state
-    checkpoint = Checkpoint(folder)
+    checkpoint = ModelTensors(folder)
     streamed = StreamedModel(checkpoint)
     hidden = streamed.embed(batch)
     calls = streamed.layer_calls(hidden)
@@ -452,8 +452,8 @@ def test_every_layer_of_every_pass_is_reported(qwen2: tuple[nn.Module, Path]) ->
 
 def test_a_model_beats_at_every_layer_of_a_token(qwen2: tuple[nn.Module, Path]) -> None:
     beats: list[int] = []
-    model = StreamedModel(Checkpoint(qwen2[1]), beat=lambda: beats.append(1))
-    draw_samples(model, prompts=[[1, 2, 3]], sampling=Sampling(max_tokens=4))
+    model = StreamedModel(ModelTensors(qwen2[1]), beat=lambda: beats.append(1))
+    draw_samples(model, prompts=[[1, 2, 3]], sampling=ProfileSampling(max_tokens=4))
     assert len(beats) == 4 * model.num_layers
 
 
@@ -463,12 +463,12 @@ def test_prompts_of_like_lengths_are_answered_together_within_a_bound(
     """One prompt of 4,000 tokens among 500 of 20 would have all of them padded to 4,000."""
     prompts = [[1] * 3, [2] * 20, [3] * 3, [4] * 5, [5] * 3]
     monkeypatch.setattr("appliance.quant.own_samples._PROMPT_TOKENS", 10)
-    model, shapes, done = StreamedModel(Checkpoint(qwen2[1])), [], []
+    model, shapes, done = StreamedModel(ModelTensors(qwen2[1])), [], []
     run = model.run
     monkeypatch.setattr(
         model, "run", lambda hidden, **how: shapes.append(tuple(hidden.shape[:2])) or run(hidden, **how)
     )
-    sampling = Sampling(max_tokens=2)
+    sampling = ProfileSampling(max_tokens=2)
     samples = draw_samples(model, prompts=prompts, sampling=sampling, on_token=lambda *counts: done.append(counts))
     assert [shape for shape in shapes if shape[1] > 1] == [(1, 20), (2, 5), (2, 3)]
     assert done == [(number, 6) for number in range(1, 7)]

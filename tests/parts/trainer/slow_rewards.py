@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from appliance.tasks.task import Reward
+from appliance.tasks.task import RewardFunction
 
 
-def slow_rewards() -> tuple[Reward, ...]:
-    return (Reward("slow", 1.0, lambda _: time.sleep(0.1) or 1.0),)
+def slow_rewards() -> tuple[RewardFunction, ...]:
+    return (RewardFunction("slow", 1.0, lambda _: time.sleep(0.1) or 1.0),)

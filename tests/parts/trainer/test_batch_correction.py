@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
 from appliance.corrections.adaptive import mixing, moments
-from appliance.corrections.base import Correction, Part
+from appliance.corrections.base import LossCorrection, StepPart
 from appliance.corrections.objective import Estimator, KlPlace, Loss
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
@@ -99,7 +99,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     return made
 
 
-def plan_of(correction: Correction, run_dir: Path) -> RunPlan:
+def plan_of(correction: LossCorrection, run_dir: Path) -> RunPlan:
     limits = {"cap": correction.cap, "bounds": correction.bounds}
     clip = {"clip_low": correction.clip.low, "clip_high": correction.clip.high}
     shadow = ShadowPlan(sequences=2, forward_sequences=1) if correction.has_shadow_pass else None
@@ -112,7 +112,7 @@ def plan_of(correction: Correction, run_dir: Path) -> RunPlan:
 def share_of(queue: Queue, *, cap: float) -> float:
     """Of the whole step at once."""
     advantages_BT = pad_sequence(list(queue.columns["advantages"]), batch_first=True)
-    return mixing(moments(Part(queue.case.part.x_BT, queue.case.mask_BT, advantages_BT), cap=cap))
+    return mixing(moments(StepPart(queue.case.part.x_BT, queue.case.mask_BT, advantages_BT), cap=cap))
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

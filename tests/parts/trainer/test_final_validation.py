@@ -19,10 +19,10 @@ from appliance.record.checkpoints import checkpoint_folder
 from appliance.tasks.grading import Fault
 from appliance.terms.schemes import Scheme
 from appliance.trainer.stopping import StopAsked
-from appliance.trainer.trainer import Trainer
+from appliance.trainer.trainer import ApplianceTrainer
 
 LINE = {"step": 4, "time_s": 9.5, "scheme": "int8", "reward_mean": 0.25, "reward_failures": 3, "grad_norm": None}
-Resumed = Callable[..., Trainer]
+Resumed = Callable[..., ApplianceTrainer]
 
 
 def raising(error: Exception | None) -> Callable[[], None]:
@@ -48,7 +48,7 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[str])
     folder.mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "time_s": 8.0}\n')
 
-    def make(*, steps: int = 4, stop: Exception | None = None, failed: int = 0) -> Trainer:
+    def make(*, steps: int = 4, stop: Exception | None = None, failed: int = 0) -> ApplianceTrainer:
         plan = make_plan(tmp_path, steps=steps, rollout=make_rollout(Scheme.BF16))
         stopping = SimpleNamespace(check=raising(stop), asked=False, finished=4)
         samples = SimpleNamespace(

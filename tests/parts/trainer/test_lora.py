@@ -25,7 +25,15 @@ from transformers import (
 from appliance.errors import EngineError, SyncError
 from appliance.settings.sections import Lora
 from appliance.terms.shapes import Linear, ModelShape
-from appliance.trainer.lora import Expected, Frozen, checked, expected_merge, merge, put_adapter_in, save_adapter
+from appliance.trainer.lora import (
+    ExpectedMerge,
+    FrozenWeights,
+    checked,
+    expected_merge,
+    merge,
+    put_adapter_in,
+    save_adapter,
+)
 
 UPDATES, RANKS = 4, 2
 LORA = Lora(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
@@ -68,7 +76,7 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     module = under_fsdp(put_adapter_in(tiny(), lora=LORA, seed=1), ranks=ranks)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-    ids, frozen, seen = torch.arange(12)[None] + rank, Frozen(), []
+    ids, frozen, seen = torch.arange(12)[None] + rank, FrozenWeights(), []
     for update in range(UPDATES):
         frozen.check(module)
         weights = whole(module)
@@ -102,7 +110,7 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
 
 def test_an_expected_layer_that_is_not_sent_is_an_error() -> None:
     one = torch.ones(2, 2)
-    expected = Expected("a.weight", sum_NK=one, bound_NK=0 * one)
+    expected = ExpectedMerge("a.weight", sum_NK=one, bound_NK=0 * one)
     assert [name for name, _ in checked([("b.weight", one), ("a.weight", one)], expected=expected)] == [
         "b.weight",
         "a.weight",
@@ -175,7 +183,7 @@ def test_every_rank_ends_with_what_the_first_one_finds(left: tuple[Path, list[di
 
 def test_a_layer_that_counts_as_merged_is_found_before_the_next_merge() -> None:
     """PEFT would pass over it, and the model alone would be sent, digested and proven."""
-    module, frozen = put_adapter_in(tiny(), lora=LORA, seed=1), Frozen()
+    module, frozen = put_adapter_in(tiny(), lora=LORA, seed=1), FrozenWeights()
     frozen.check(module)
     layer = module.base_model.model.model.layers[1].mlp.up_proj
     layer.merged_adapters = ["default"]

@@ -12,10 +12,10 @@ from test_corrected_loss import CLIP_LOWER, CLIP_UPPER, KEPT, REAL, WEIGHTS, mak
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from appliance.corrections.base import Correction
+from appliance.corrections.base import LossCorrection
 from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import METHODS, correction_of
-from appliance.trainer.correction import Sequences, _parts, corrected_loss, fields_of, sums_of
+from appliance.trainer.correction import CorrectionInputs, _parts, corrected_loss, fields_of, sums_of
 from appliance.trainer.metrics import measure_batch
 
 LENGTHS = (12, 7, 20, 5)
@@ -35,7 +35,7 @@ def masks() -> list[Tensor]:
     return drawn
 
 
-def sequences(garbage: float) -> Sequences:
+def sequences(garbage: float) -> CorrectionInputs:
     """The same numbers each time but under mask 0, where they are of the size of `garbage`."""
     rng, real = np.random.default_rng(7), masks()
     trainer, rollout, advantages = [], [], []
@@ -47,15 +47,15 @@ def sequences(garbage: float) -> Sequences:
         trainer.append(old.where(mask.bool(), junk))
         rollout.append(drawn.where(mask.bool(), -3 * junk))
         advantages.append(advantage.where(mask.bool(), torch.tensor(0.0)))  # verl's are 0 there
-    return Sequences(tuple(trainer), tuple(rollout), tuple(real), tuple(advantages))
+    return CorrectionInputs(tuple(trainer), tuple(rollout), tuple(real), tuple(advantages))
 
 
-def corrections() -> list[Correction]:
+def corrections() -> list[LossCorrection]:
     made = [correction_of(name, clip=ClipRange(0.2, 0.28)) for name in METHODS]
     return [*made, *(each.tightened() for each in made), *(replace(each, reject_k3_above=0.2) for each in made)]
 
 
-def step(correction: Correction, given: Sequences) -> dict[str, object]:
+def step(correction: LossCorrection, given: CorrectionInputs) -> dict[str, object]:
     """Everything that a step makes of its log-probs: what is written into the batch, metrics, loss and gradient."""
     correction = correction.for_step(_parts(given), fitted=FITTED)
     fields, sums = fields_of(given, correction=correction)
@@ -101,7 +101,7 @@ def jagged(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("correction", corrections(), ids=lambda each: each.text)
-def test_no_correction_sees_what_stands_under_mask_0(correction: Correction) -> None:
+def test_no_correction_sees_what_stands_under_mask_0(correction: LossCorrection) -> None:
     calm = step(correction, sequences(0.0))
     assert calm["under mask 0"] == {KEPT: 0.0, WEIGHTS: 0.0} and calm["gradient under mask 0"] == 0
     assert step(correction, sequences(9.0)) == calm

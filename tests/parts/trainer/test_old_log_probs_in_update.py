@@ -28,7 +28,7 @@ from verl.utils.torch_functional import entropy_from_logits_with_chunking
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.padding import response_from_nested
 
-from appliance.corrections.base import Correction
+from appliance.corrections.base import LossCorrection
 from appliance.corrections.objective import Loss
 from appliance.errors import TrainingError
 from appliance.plan.verl_args import AGGREGATES, LOSS_MODES
@@ -44,7 +44,7 @@ from appliance.trainer.correction import (
     USED,
     WEIGHTS,
     BatchCorrection,
-    Sequences,
+    CorrectionInputs,
     corrected_loss,
     fields_of,
 )
@@ -64,7 +64,7 @@ PAIRS = [
 PROMPT = 2  # tokens before each response
 
 
-def correction_named(name: str, *, tight: bool) -> Correction:
+def correction_named(name: str, *, tight: bool) -> LossCorrection:
     """With a limit of its k3 that this batch has sequences on both sides of."""
     if not tight:
         return ONE_BY_ONE[name]
@@ -75,7 +75,7 @@ def correction_named(name: str, *, tight: bool) -> Correction:
 class Step:
     """One step's sequences, and what loss and correction make of them by either way."""
 
-    def __init__(self, case: Case, *, correction: Correction, loss: Loss = Loss.PPO) -> None:
+    def __init__(self, case: Case, *, correction: LossCorrection, loss: Loss = Loss.PPO) -> None:
         self.case, self.correction, self.loss = case, correction, loss
         self.length_S = case.mask_BT.sum(dim=-1).tolist()
         rng = np.random.default_rng(7)
@@ -106,7 +106,9 @@ class Step:
         whole = self.fields([*range(len(self.length_S))])
         names = ("rollout_log_probs", REAL, "advantages")
         trainer = self.case.rows(self.case.trainer_BT)
-        fields, _ = fields_of(Sequences(trainer, *(whole[name].unbind() for name in names)), correction=self.correction)
+        fields, _ = fields_of(
+            CorrectionInputs(trainer, *(whole[name].unbind() for name in names)), correction=self.correction
+        )
         return fields | {"old_log_probs": [*trainer]}
 
     def train(
@@ -265,7 +267,7 @@ def held_by(queue: Queue, parts: list[list[int]], *, spoil: dict[int, float] | N
     ]
 
 
-def reported_by_loss(queue: Queue, parts: list[list[int]], *, correction: Correction) -> dict[str, float]:
+def reported_by_loss(queue: Queue, parts: list[list[int]], *, correction: LossCorrection) -> dict[str, float]:
     """The sums that the losses of two ranks had in hand, as verl takes their mean."""
     step = Step(queue.case, correction=correction)
     step.real_BT = queue.case.mask_BT

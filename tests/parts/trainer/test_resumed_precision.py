@@ -29,7 +29,7 @@ from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import read_state
 from appliance.trainer.governor import Governor
 from appliance.trainer.precision import BF16, PrecisionState, RolloutPrecision
-from appliance.trainer.trainer import Trainer
+from appliance.trainer.trainer import ApplianceTrainer
 
 GUARD = make_guard(actions=(Action.RAISE_PRECISION, Action.BF16), bad_steps=1, cooling_steps=0, fine_steps=1)
 K3 = (1.0, 1.0, 1.0, 0.0, 0.01, 0.0, 0.01, 0.0)  # of steps 1 to 8: three up, one down, and with the first relapse waits
@@ -64,7 +64,7 @@ class Run:
             monkeypatch.setattr(room, name, lambda *_, **__: None)
         self.attested: list[list[str]] = []  # by which workers, for each update with which layers changed
         monkeypatch.setattr(room, "attest_switch", lambda _, *, workers: self.attested.append(workers))
-        monkeypatch.setattr(Trainer, "_restart_engines", restart)
+        monkeypatch.setattr(ApplianceTrainer, "_restart_engines", restart)
         monkeypatch.setattr(room.BatchCorrection, "install", lambda *_, **__: None)
 
     def plan(self, *, after: int) -> RunPlan:
@@ -76,7 +76,9 @@ class Run:
             resume_from=str(checkpoint_folder(self.run_dir, step=after)) if after else "",
         )
 
-    def attempt(self, *, after: int = 0, then: Callable[[Trainer], None] = lambda trainer: None) -> list[Rolled]:
+    def attempt(
+        self, *, after: int = 0, then: Callable[[ApplianceTrainer], None] = lambda trainer: None
+    ) -> list[Rolled]:
         """then: once the engines have their first weights."""
         if (sync := self.run_dir / "sync").exists():  # as launch/resume.py does, and below
             shutil.move(sync, self.run_dir / "logs" / str(self._attempts) / "sync")
@@ -121,7 +123,7 @@ class Run:
         return update
 
 
-def restart(trainer: Trainer, why: str) -> None:
+def restart(trainer: ApplianceTrainer, why: str) -> None:
     """As the trainer does, without engines."""
     engines = trainer.engines
     engines.generation = engines.generation.next(trainer.precision.starts_in, after_sync=trainer.updates.count)
@@ -153,7 +155,7 @@ def test_a_validation_before_the_first_step_leaves_the_rollouts_as_they_were(run
     """In BF16, and back to what the run had: of a resume with `trainer.validate_before`."""
     whole = run.attempt()
 
-    def validate(trainer: Trainer) -> None:
+    def validate(trainer: ApplianceTrainer) -> None:
         with trainer.precision.meanwhile(BF16):
             trainer.checkpoint_manager.update_weights(2)
         trainer.checkpoint_manager.update_weights(2)

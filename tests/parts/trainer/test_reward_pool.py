@@ -26,7 +26,7 @@ from appliance.processes import find_processes
 from appliance.record.liveness import Heartbeat, last_beat
 from appliance.tasks.grading import Fault, Graded
 from appliance.tasks.library import TASKS
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 from appliance.terms.environment import LOG_DIR_VARIABLE
 from appliance.trainer import rewards
 from appliance.trainer.rewards import CallFailed, RewardPool, num_workers
@@ -35,8 +35,8 @@ HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
 ENDS_WITHIN_S = 300.0  # whatever a test waits for
 
 
-def misbehaving() -> tuple[Reward, ...]:
-    return (Reward("it", 1.0, lambda response: misbehave(response.text, response.truth)),)
+def misbehaving() -> tuple[RewardFunction, ...]:
+    return (RewardFunction("it", 1.0, lambda response: misbehave(response.text, response.truth)),)
 
 
 def misbehave(response: str, truth: str) -> float:
@@ -350,21 +350,21 @@ def ends_at_once(code: int, *_: object) -> None:
     os._exit(code)
 
 
-def slow_to_load() -> tuple[Reward, ...]:
+def slow_to_load() -> tuple[RewardFunction, ...]:
     time.sleep(2 * HANG_S)
     return misbehaving()
 
 
-def slow_to_fail() -> tuple[Reward, ...]:
+def slow_to_fail() -> tuple[RewardFunction, ...]:
     time.sleep(2 * HANG_S)
     raise ValueError("no such file\nas this")
 
 
-def interrupts() -> tuple[Reward, ...]:
+def interrupts() -> tuple[RewardFunction, ...]:
     raise KeyboardInterrupt
 
 
-def hangs_in_c() -> tuple[Reward, ...]:
+def hangs_in_c() -> tuple[RewardFunction, ...]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     re.fullmatch("(a|aa)+", "a" * 99 + "b")  # with the interpreter's lock
     return ()
@@ -378,7 +378,9 @@ def hangs_in_c() -> tuple[Reward, ...]:
         (slow_to_fail, [Graded(0.0, Fault.RAISED, "ValueError: no such file")] * 2),
     ],
 )
-def test_loading_takes_no_time_of_a_response(load: Callable[[], tuple[Reward, ...]], graded: list[Graded]) -> None:
+def test_loading_takes_no_time_of_a_response(
+    load: Callable[[], tuple[RewardFunction, ...]], graded: list[Graded]
+) -> None:
     pool = RewardPool(load=load, workers=1, timeout_s=HANG_S)
     try:
         assert grade(pool, "7", "8") == graded
@@ -417,7 +419,7 @@ def test_workers_leave_cores_to_the_engines(cores: int, workers: int) -> None:
     assert num_workers(cores) == workers
 
 
-def mathematics() -> tuple[Reward, ...]:
+def mathematics() -> tuple[RewardFunction, ...]:
     return TASKS["dapo-math"].rewards()
 
 

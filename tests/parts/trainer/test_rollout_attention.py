@@ -10,7 +10,7 @@ from torch import Tensor
 
 from appliance.quant.cpu_gemm import load_kernels
 from appliance.terms.environment import EXACT_ON_CPU
-from appliance.trainer.rollout_ops import Batch
+from appliance.trainer.rollout_ops import PackedRow
 
 HEADS, KV_HEADS, SIZE, BLOCK, THREADS = 14, 2, 64, 32, 8
 SCALE = SIZE**-0.5
@@ -57,7 +57,7 @@ def differing(*, is_split: bool) -> int:
     )
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE}
-    batch = Batch(positions_T, cos_sin=torch.empty(0), scale=SCALE, **sizes)
+    batch = PackedRow(positions_T, cos_sin=torch.empty(0), scale=SCALE, **sizes)
     whole = batch.attend(*map(torch.cat, (q, k, v))).split(LENGTHS)
     count = 0
     for left in range(DECODED):

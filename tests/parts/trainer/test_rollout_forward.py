@@ -38,7 +38,15 @@ from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import rollout_ops
 from appliance.trainer.rollout_forward import RolloutForward
-from appliance.trainer.rollout_ops import Batch, EngineWeight, add_norm, head_norm, linear, log_probs_of, silu_and_mul
+from appliance.trainer.rollout_ops import (
+    EngineWeight,
+    PackedRow,
+    add_norm,
+    head_norm,
+    linear,
+    log_probs_of,
+    silu_and_mul,
+)
 
 KERNELS = (SglGemm, OneDnnGemm, WideGemm)
 U = 2.0**-8
@@ -326,11 +334,11 @@ def test_log_probs_without_entropy() -> None:
 # --- tokens that see each other
 
 
-def batch_of(lengths: tuple[int, ...], *, window: int | None = None) -> Batch:
+def batch_of(lengths: tuple[int, ...], *, window: int | None = None) -> PackedRow:
     positions_T = torch.cat([torch.arange(each) for each in lengths])
     angles = torch.outer(torch.arange(64.0), 10000.0 ** (-torch.arange(0, 32, 2) / 32))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(torch.bfloat16)
-    return Batch(positions_T, heads=4, kv_heads=2, head_dim=32, cos_sin=cos_sin, scale=0.3, window=window)
+    return PackedRow(positions_T, heads=4, kv_heads=2, head_dim=32, cos_sin=cos_sin, scale=0.3, window=window)
 
 
 def float64_rotated(x: Tensor, positions_T: Tensor, cos_sin: Tensor) -> Tensor:

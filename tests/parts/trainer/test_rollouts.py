@@ -19,7 +19,7 @@ from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Fault, Graded, Shaping
 from appliance.tasks.task import Response
 from appliance.tasks.tiny_model import byte_tokenizer
-from appliance.tasks.tools import Answer
+from appliance.tasks.tools import ToolAnswer
 from appliance.terms.clock import clock_of
 from appliance.trainer import rollouts as module
 from appliance.trainer.engine_shares import Sampling
@@ -166,8 +166,8 @@ class Rounds(Engine):
 def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list[str | None]]) -> None:
     rollouts = make_rollouts(Rounds(*rounds))
 
-    async def call(*_: str) -> Answer:
-        return Answer("7")
+    async def call(*_: str) -> ToolAnswer:
+        return ToolAnswer("7")
 
     rollouts._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
     rollouts.pool = SimpleNamespace(grade=lambda _: asyncio.sleep(60))
@@ -232,8 +232,8 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(
     rollouts = make_rollouts(engine)
     if with_tools:
 
-        async def call(*_: str) -> Answer:
-            return Answer("7")
+        async def call(*_: str) -> ToolAnswer:
+            return ToolAnswer("7")
 
         rollouts._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
 

@@ -19,7 +19,7 @@ from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.utils.padding import response_from_nested
 
 import appliance.trainer.worker  # noqa: F401  our log-probs and our attention
-from appliance.corrections.base import Correction
+from appliance.corrections.base import LossCorrection
 from appliance.corrections.distributions import divergence
 from appliance.corrections.registry import correction_of
 from appliance.errors import TrainingError
@@ -147,7 +147,7 @@ def test_the_rollouts_forward_has_all_words_and_a_gradient_of_the_first_alone() 
 
 
 def centered(
-    correction: Correction, *, rows: slice = slice(None), mode: str = "token-mean", with_term: bool = True
+    correction: LossCorrection, *, rows: slice = slice(None), mode: str = "token-mean", with_term: bool = True
 ) -> tuple[float, Tensor, Tensor, dict[str, float]]:
     """(loss, gradients of the sampled words' log-probs [S, N] and of the others' [S, N, K], metrics) of a batch of
     which some tokens are dropped."""
@@ -178,7 +178,7 @@ def whole_words(batch: object) -> tuple[Tensor, Tensor]:
     return tuple(each.log_softmax(dim=-1)[..., :K] for each in (logits, others))
 
 
-def by_definition(correction: Correction, *, mode: str) -> tuple[float, Tensor, float]:
+def by_definition(correction: LossCorrection, *, mode: str) -> tuple[float, Tensor, float]:
     """(the term, its gradient [S, N, K], the mean of what is taken out) token by token in float64."""
     batch = make_batch(3, highest=4.0)
     in_loss = batch.mask.clone()

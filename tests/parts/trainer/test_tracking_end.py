@@ -90,7 +90,7 @@ def test_a_run_ends_as_it_did_whatever_its_backends_do(
     monkeypatch.setattr(fit, "pool_for", lambda plan: pool)
     monkeypatch.setattr(fit, "_rollouts", lambda *_, **__: None)
     monkeypatch.setattr(fit, "_vocabulary", lambda *_, **__: None)
-    monkeypatch.setattr(fit, "Trainer", lambda **_: Tracked(tmp_path, ends=ends))
+    monkeypatch.setattr(fit, "ApplianceTrainer", lambda **_: Tracked(tmp_path, ends=ends))
     stopping = Stopping(tmp_path)
     try:
         fit.fit(plans.make_plan(tmp_path), overrides=[], stopping=stopping, on_engine_death=lambda error: None)

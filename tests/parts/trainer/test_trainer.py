@@ -30,7 +30,7 @@ from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import StepParts
 from appliance.trainer.precision import Live, PrecisionState
 from appliance.trainer.stopping import StopAsked
-from appliance.trainer.trainer import Trainer
+from appliance.trainer.trainer import ApplianceTrainer
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
 VALIDATED = {"val-core/arithmetic/reward/mean@1": 0.75}
@@ -66,7 +66,7 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def trainer(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> ApplianceTrainer:
     """In its third step of four, every part of it replaced by one that only says what it was asked to do."""
     hooks = ("on_init_end", "on_train_begin", "on_step_begin", "on_sample_begin", "on_sample_end", "on_step_end")
     for hook in hooks:
@@ -74,7 +74,7 @@ def trainer(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -
     for step in ("_compute_old_log_prob", "_compute_advantage"):
         monkeypatch.setattr(PPOTrainerSync, step, lambda self, batch, metrics: calls.append("verl") or batch)
 
-    def update(self: Trainer, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+    def update(self: ApplianceTrainer, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         calls.append("verl")
         metrics["actor/lr"] = 4e-4  # after it, of the step that follows
         return batch
@@ -129,7 +129,7 @@ def trainer(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("problems", [31, 32])
 def test_problems_that_do_not_fill_a_step_end_the_run_before_the_model_is_loaded(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, problems: int
+    trainer: ApplianceTrainer, monkeypatch: pytest.MonkeyPatch, problems: int
 ) -> None:
     """A cache that a run with smaller steps has filled: verl would divide by the 0 steps of an epoch, minutes later."""
     monkeypatch.setattr(
@@ -169,7 +169,7 @@ ORDERS = {
 }
 
 
-def call(trainer: Trainer, hook: str) -> Any:
+def call(trainer: ApplianceTrainer, hook: str) -> Any:
     if hook == "_compute_metrics":
         return trainer._compute_metrics(BATCH, {}, {}, global_steps=3, epoch=0)
     takes_batch = hook in ("_compute_old_log_prob", "_compute_advantage", "_update_actor")
@@ -177,7 +177,7 @@ def call(trainer: Trainer, hook: str) -> Any:
 
 
 @pytest.mark.parametrize("hook", ORDERS)
-def test_the_parts_do_their_work_in_this_order(trainer: Trainer, calls: list[str], hook: str) -> None:
+def test_the_parts_do_their_work_in_this_order(trainer: ApplianceTrainer, calls: list[str], hook: str) -> None:
     trainer.checkpoints.saved_step = 3
     call(trainer, hook)
     assert calls == [each for each in ORDERS[hook] if each != "checkpoints.saved_step"]
@@ -185,7 +185,7 @@ def test_the_parts_do_their_work_in_this_order(trainer: Trainer, calls: list[str
 
 @pytest.mark.parametrize(("differing", "broken", "searched"), [(0, 0.0, 0), (1, 0.0, 1), (1, 0.25, 0)])
 def test_a_layer_is_searched_for_where_all_log_probs_are_finite(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, differing: int, broken: float, searched: int
+    trainer: ApplianceTrainer, monkeypatch: pytest.MonkeyPatch, differing: int, broken: float, searched: int
 ) -> None:
     """A step with others is left out: both sides of its batch have been made equal."""
     found = SimpleNamespace(nonfinite_fraction=broken, differing_tokens=differing)
@@ -197,7 +197,7 @@ def test_a_layer_is_searched_for_where_all_log_probs_are_finite(
     assert searches == [(BATCH, None, 3, False)] * searched
 
 
-def searched_layers(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+def searched_layers(trainer: ApplianceTrainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """What of each search: batch, log-probs held of an update, step, whether the weights have moved."""
     searches: list[tuple[object, ...]] = []
     monkeypatch.setattr(type(trainer._step), "is_exact", lambda *_: True)
@@ -209,11 +209,11 @@ def searched_layers(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[t
     return searches
 
 
-def take_from(source: OldLogProbs, trainer: Trainer) -> None:
+def take_from(source: OldLogProbs, trainer: ApplianceTrainer) -> None:
     trainer.plan = trainer.plan.replace(trainer=trainer.plan.trainer.replace(old_log_probs=source))
 
 
-def give_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def give_forwards(trainer: ApplianceTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, each of which answers with its function's name."""
     worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda what: [what.__name__]))
     monkeypatch.setattr(room.ray, "get", lambda answers: answers)
@@ -225,7 +225,7 @@ AS_WITH_A_PASS = ["write_old_log_probs", "mean_entropy", "measure_step", "correc
 
 @pytest.mark.parametrize(("broken", "norm"), [(0.0, 1.0), (0.25, math.nan), (0.25, 1.0)])
 def test_an_update_that_gives_the_old_log_probs_is_measured_after_it_as_a_pass_before_it(
-    trainer: Trainer, calls: list[str], monkeypatch: pytest.MonkeyPatch, broken: float, norm: float
+    trainer: ApplianceTrainer, calls: list[str], monkeypatch: pytest.MonkeyPatch, broken: float, norm: float
 ) -> None:
     """And a step whose log-probs are not finite is left out by its gradient, which must then be NaN."""
     take_from(OldLogProbs.UPDATE, trainer)
@@ -260,7 +260,7 @@ def test_an_update_that_gives_the_old_log_probs_is_measured_after_it_as_a_pass_b
         assert calls == [*begin, *AS_WITH_A_PASS, "correction.after_update"]
 
 
-def test_without_a_pass_there_is_no_phase_of_it_and_no_entropy_yet(trainer: Trainer, calls: list[str]) -> None:
+def test_without_a_pass_there_is_no_phase_of_it_and_no_entropy_yet(trainer: ApplianceTrainer, calls: list[str]) -> None:
     take_from(OldLogProbs.ROLLOUT, trainer)
     metrics: dict[str, float] = {}
     trainer._compute_old_log_prob(BATCH, metrics)
@@ -269,7 +269,7 @@ def test_without_a_pass_there_is_no_phase_of_it_and_no_entropy_yet(trainer: Trai
 
 
 def test_without_a_pass_the_update_is_the_proof(
-    trainer: Trainer, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    trainer: ApplianceTrainer, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all ranks, at once: the shadow pass and whatever else comes later is of other weights."""
     take_from(OldLogProbs.ROLLOUT, trainer)
@@ -293,7 +293,7 @@ def test_without_a_pass_the_update_is_the_proof(
 
 @pytest.mark.parametrize(("differing", "broken", "searched"), [(0, 0.0, 0), (1, 0.0, 1), (1, 0.25, 0)])
 def test_what_differs_in_an_update_is_searched_for_after_the_weight_update_that_follows_it(
-    trainer: Trainer,
+    trainer: ApplianceTrainer,
     calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
     differing: int,
@@ -315,21 +315,25 @@ def test_what_differs_in_an_update_is_searched_for_after_the_weight_update_that_
 
 def test_every_hook_of_verls_is_overridden_once_and_by_name() -> None:
     """A hook that verl renames would not be called any more."""
-    ours = {name for name in vars(Trainer) if callable(getattr(Trainer, name)) and not name.startswith("__")}
+    ours = {
+        name
+        for name in vars(ApplianceTrainer)
+        if callable(getattr(ApplianceTrainer, name)) and not name.startswith("__")
+    }
     hooks = {*ORDERS, "_setup", "_init_dataloader", "fit", "on_train_end"}
     assert {name for name in ours if hasattr(PPOTrainerSync, name)} == hooks
-    assert Trainer.__bases__ == (PPOTrainerSync,)
+    assert ApplianceTrainer.__bases__ == (PPOTrainerSync,)
 
 
 @pytest.mark.parametrize("hook", ["on_step_begin", "_compute_old_log_prob", "_update_actor", "on_sample_end"])
-def test_a_request_to_stop_leaves_the_step_there(trainer: Trainer, calls: list[str], hook: str) -> None:
+def test_a_request_to_stop_leaves_the_step_there(trainer: ApplianceTrainer, calls: list[str], hook: str) -> None:
     trainer.stopping = Stop("stopping", calls, check=StopAsked())
     with pytest.raises(StopAsked):
         call(trainer, hook)
     assert calls == ORDERS[hook][: ORDERS[hook].index("stopping.check") + 1]
 
 
-def test_a_step_that_is_not_finite_moves_no_weights(trainer: Trainer, calls: list[str]) -> None:
+def test_a_step_that_is_not_finite_moves_no_weights(trainer: ApplianceTrainer, calls: list[str]) -> None:
     trainer._step.telemetry = SimpleNamespace(nonfinite_fraction=0.25)
     metrics: dict[str, float] = {}
     assert trainer._update_actor(BATCH, metrics) is BATCH
@@ -339,7 +343,7 @@ def test_a_step_that_is_not_finite_moves_no_weights(trainer: Trainer, calls: lis
     }
 
 
-def test_a_step_has_the_rate_of_its_own_updates(trainer: Trainer) -> None:
+def test_a_step_has_the_rate_of_its_own_updates(trainer: ApplianceTrainer) -> None:
     trainer.on_init_end()
     rates = []
     for _ in range(2):
@@ -348,7 +352,7 @@ def test_a_step_has_the_rate_of_its_own_updates(trainer: Trainer) -> None:
     assert rates == [3e-4, 4e-4]
 
 
-def test_a_validation_that_is_cut_is_left_out_of_its_step(trainer: Trainer, calls: list[str]) -> None:
+def test_a_validation_that_is_cut_is_left_out_of_its_step(trainer: ApplianceTrainer, calls: list[str]) -> None:
     trainer.stopping = Stop("stopping", calls, check=StopAsked())
     assert trainer._validate() == {}
     assert calls == ["stopping.check"]
@@ -357,7 +361,9 @@ def test_a_validation_that_is_cut_is_left_out_of_its_step(trainer: Trainer, call
         trainer._validate()
 
 
-def test_rewards_that_fail_stop_the_run_before_they_are_learnt_from(trainer: Trainer, calls: list[str]) -> None:
+def test_rewards_that_fail_stop_the_run_before_they_are_learnt_from(
+    trainer: ApplianceTrainer, calls: list[str]
+) -> None:
     trainer.reward_faults = Part("reward_faults", calls, end=GuardStop("too many"))
     with pytest.raises(GuardStop, match="too many"):
         trainer.on_sample_end()
@@ -365,7 +371,7 @@ def test_rewards_that_fail_stop_the_run_before_they_are_learnt_from(trainer: Tra
 
 
 def test_rewards_that_fail_in_a_validation_stop_the_run_when_its_step_is_saved(
-    trainer: Trainer, calls: list[str]
+    trainer: ApplianceTrainer, calls: list[str]
 ) -> None:
     """Before the first step there is none to wait for."""
     trainer.reward_faults = Part("reward_faults", calls, end=GuardStop("too many"))
@@ -379,14 +385,14 @@ def test_rewards_that_fail_in_a_validation_stop_the_run_when_its_step_is_saved(
         trainer._validate()
 
 
-def test_the_guard_stops_the_run_when_its_step_is_saved(trainer: Trainer, calls: list[str]) -> None:
+def test_the_guard_stops_the_run_when_its_step_is_saved(trainer: ApplianceTrainer, calls: list[str]) -> None:
     trainer.governor = Part("governor", calls, metrics={}, after_step="a decision")
     with pytest.raises(GuardStop, match="stopped"):
         call(trainer, "_compute_metrics")
     assert calls[-3:] == ["checkpoints.end_step", "checkpoints.save_now", "guard_stop"]
 
 
-def test_the_step_before_new_engines_is_saved(trainer: Trainer, calls: list[str]) -> None:
+def test_the_step_before_new_engines_is_saved(trainer: ApplianceTrainer, calls: list[str]) -> None:
     trainer.precision = Part("precision", calls)
     trainer.precision.state = None
     trainer.precision.restarts_in = lambda step, present: step == 4  # the next one
@@ -396,7 +402,7 @@ def test_the_step_before_new_engines_is_saved(trainer: Trainer, calls: list[str]
 
 @pytest.mark.parametrize(("finished", "saved", "asked"), [(3, 2, True), (3, 3, False), (0, 0, False)])
 def test_what_is_not_saved_yet_is_saved_before_the_end(
-    trainer: Trainer, calls: list[str], finished: int, saved: int, asked: bool
+    trainer: ApplianceTrainer, calls: list[str], finished: int, saved: int, asked: bool
 ) -> None:
     trainer.rollouts = Part("rollouts", calls)
     trainer.stopping.finished, trainer.stopping.saved = finished, saved
@@ -406,7 +412,7 @@ def test_what_is_not_saved_yet_is_saved_before_the_end(
     assert calls == [*save, "stopping.leave"]
 
 
-def test_new_engines_take_the_place_of_the_old_ones_everywhere(trainer: Trainer, calls: list[str]) -> None:
+def test_new_engines_take_the_place_of_the_old_ones_everywhere(trainer: ApplianceTrainer, calls: list[str]) -> None:
     old, new = (SimpleNamespace(get_replicas=lambda: [], server_handles=[name]) for name in ("old", "new"))
     restart = SimpleNamespace(text="new engines", numbers=dict)
     trainer.engines = Part("engines", calls, restart=(new, restart))
@@ -425,7 +431,7 @@ def test_new_engines_take_the_place_of_the_old_ones_everywhere(trainer: Trainer,
 
 
 def test_a_step_is_corrected_as_the_guard_has_it(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: ApplianceTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tightened to a cap of 1.5, and the plan has another."""
     arguments: dict[str, Any] = {}
@@ -439,7 +445,7 @@ def test_a_step_is_corrected_as_the_guard_has_it(
 
 
 def test_what_has_no_grade_teaches_nothing_whatever_the_advantage(
-    trainer: Trainer, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    trainer: ApplianceTrainer, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def neutral(batch: object, *, places: set[int]) -> object:
         calls.append(f"neutral {places}")
@@ -538,7 +544,7 @@ def test_a_missing_or_different_attestation_ends_the_run_before_any_weights_move
     plan = make_plan(tmp_path, attestations=(ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8),))
     for name in ("attest_driver", "attest_trainers", "take_settings"):
         monkeypatch.setattr(room, name, lambda *_, **__: None)
-    monkeypatch.setattr(Trainer, "_open_checkpoints", lambda self: None)
+    monkeypatch.setattr(ApplianceTrainer, "_open_checkpoints", lambda self: None)
     trainer = make_trainer(
         plan,
         stopping=Stop("stopping", []),

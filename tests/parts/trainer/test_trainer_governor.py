@@ -15,7 +15,7 @@ from plans import make_algorithm, make_guard, make_plan, on
 from appliance.corrections.registry import CorrectionMethod
 from appliance.guard.governor import GovernorState, observe
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Signals, judge
+from appliance.guard.signals import Signals, judge_mismatch
 from appliance.plan.engines import USUAL_ACTIONS
 from appliance.quant.mismatch import measure_mismatch
 from appliance.record.events import parse_event, read_metrics
@@ -146,7 +146,7 @@ def test_a_line_is_judged_as_its_step_was(
     append_metrics(tmp_path, line)
     [parsed] = read_metrics(tmp_path)
     bounds = make_plan(tmp_path, guard=make_guard(k3_kl=k3)).mismatch_bounds
-    by_guard = judge(signals_of(line, telemetry=telemetry, cap=cap, is_exact=is_exact), bounds=bounds)
+    by_guard = judge_mismatch(signals_of(line, telemetry=telemetry, cap=cap, is_exact=is_exact), bounds=bounds)
     assert judge_step(parsed, bounds=bounds).health is by_guard.health
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from appliance.terms.schemes import Scheme
 from appliance.verify import child
 from appliance.verify.child import VerifyWorker
-from appliance.verify.job import Job
+from appliance.verify.job import VerifyJob
 
 
 class StaleRank(VerifyWorker):
@@ -17,6 +17,6 @@ class StaleRank(VerifyWorker):
 
 
 if __name__ == "__main__":
-    if Job.model_validate_json(Path(sys.argv[1]).read_bytes()).quantisation.scheme is Scheme.INT8:
+    if VerifyJob.model_validate_json(Path(sys.argv[1]).read_bytes()).quantisation.scheme is Scheme.INT8:
         child.WORKER = f"{__spec__.name}.StaleRank"
     sys.exit(child.main())

@@ -13,7 +13,7 @@ from plans import HOST, make_plan, with_trainer
 
 from appliance.bench import command
 from appliance.bench.command import _kv_bytes, _recipe_workload, _refuse_without_memory, _why_not_kept, table
-from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
+from appliance.bench.job import BenchJob, EngineFacts, Measurement, Shapes, judge_schemes, parse_shapes, read_lines
 from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.plan.bench_results import ResultKey
 from appliance.plan.build import build_plan, installed_versions
@@ -42,24 +42,24 @@ def test_verdict_is_the_median_of_pairwise_ratios() -> None:
         for pair, both in enumerate(speeds)
         for scheme, speed in zip((Scheme.BF16, Scheme.INT8), both, strict=True)
     ]
-    base, int8 = judge(given, schemes=(Scheme.BF16, Scheme.INT8))
+    base, int8 = judge_schemes(given, schemes=(Scheme.BF16, Scheme.INT8))
     assert (base.ratio, base.tokens_per_s) == (1.0, 100)
     assert (int8.ratio, int8.ratio_min, int8.ratio_max, int8.tokens_per_s) == (2.0, 1.5, 2.5, 250)
 
 
 def test_a_pair_without_its_other_half_does_not_count() -> None:
     given = [measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, 150), measured(1, Scheme.BF16, 10)]
-    assert judge(given, schemes=(Scheme.BF16, Scheme.INT8))[0].tokens_per_s == 100
+    assert judge_schemes(given, schemes=(Scheme.BF16, Scheme.INT8))[0].tokens_per_s == 100
 
 
 def test_every_scheme_is_compared_with_the_first() -> None:
     given = [measured(0, Scheme.INT8, 200), measured(0, Scheme.BF16, 100), measured(0, Scheme.FP8, 300)]
-    verdicts = judge(given, schemes=(Scheme.INT8, Scheme.BF16, Scheme.FP8))
+    verdicts = judge_schemes(given, schemes=(Scheme.INT8, Scheme.BF16, Scheme.FP8))
     assert [(v.scheme, v.ratio) for v in verdicts] == [(Scheme.INT8, 1.0), (Scheme.BF16, 0.5), (Scheme.FP8, 1.5)]
 
 
-def make_job(*, memory_bytes: int | None) -> Job:
-    return Job(
+def make_job(*, memory_bytes: int | None) -> BenchJob:
+    return BenchJob(
         workload=Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64).workload,
         engines=(Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, ignore=("re:.*o_proj",))),
         eager=(Scheme.INT8,),
@@ -75,7 +75,7 @@ def make_job(*, memory_bytes: int | None) -> Job:
 
 def test_a_job_reads_back_the_same() -> None:
     job = make_job(memory_bytes=7)
-    assert Job.model_validate_json(job.model_dump_json()) == job
+    assert BenchJob.model_validate_json(job.model_dump_json()) == job
 
 
 PLAIN = (Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8))
@@ -147,7 +147,7 @@ def test_a_result_of_shapes_is_kept_for_one_rank_and_a_recipes_for_its_ranks(
 @pytest.mark.parametrize(("int8", "verdict_text"), [(105, "pays"), (104, "does not pay")])
 def test_the_table_says_whether_it_pays(int8: int, verdict_text: str) -> None:
     job = make_job(memory_bytes=3 << 30)
-    verdicts = judge([measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, int8)], schemes=job.schemes)
+    verdicts = judge_schemes([measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, int8)], schemes=job.schemes)
     facts = [
         EngineFacts(scheme=Scheme.BF16, weight_bytes=2 << 30, kv_bytes=1 << 30, sequences=10, kernels=()),
         EngineFacts(scheme=Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),

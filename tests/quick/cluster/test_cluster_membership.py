@@ -10,13 +10,13 @@ import pytest
 from plans import make_plan
 
 from appliance.cluster import form
-from appliance.cluster.form import RETURNS_WITHIN_S, Cluster, Node, Roll, call, missing, not_among, useful
+from appliance.cluster.form import RETURNS_WITHIN_S, ClusterNode, RayCluster, Roll, call, missing, not_among, useful
 from appliance.errors import PreflightError
 from appliance.terms.devices import Topology
 
-HEAD = Node("a", "alpha", "10.0.0.1", gpus=8)
-OTHER = Node("b", "beta", "10.0.0.2", gpus=8)
-SMALL = Node("c", "gamma", "10.0.0.3", gpus=2)
+HEAD = ClusterNode("a", "alpha", "10.0.0.1", gpus=8)
+OTHER = ClusterNode("b", "beta", "10.0.0.2", gpus=8)
+SMALL = ClusterNode("c", "gamma", "10.0.0.3", gpus=2)
 NEEDED = Topology(nodes=2, gpus_per_node=8, tensor_parallel=1, sequence_parallel=1)
 
 
@@ -33,11 +33,13 @@ def test_what_is_missing_names_nodes_that_are_too_small() -> None:
 
 def test_joined_and_left_are_told_by_id() -> None:
     assert not_among([HEAD, OTHER], [HEAD]) == [OTHER]
-    again = Node("d", "beta", "10.0.0.2", gpus=8)  # the same host, started again: another node
+    again = ClusterNode("d", "beta", "10.0.0.2", gpus=8)  # the same host, started again: another node
     assert not_among([HEAD, OTHER], [HEAD, again]) == [OTHER]
 
 
-def call_with(roll: Roll, *now: Node, deaths: dict[str, str] | None = None, at: float = 0.0) -> tuple[Roll, list[str]]:
+def call_with(
+    roll: Roll, *now: ClusterNode, deaths: dict[str, str] | None = None, at: float = 0.0
+) -> tuple[Roll, list[str]]:
     return call(roll, now, deaths=deaths or {}, needed=NEEDED, at=at)
 
 
@@ -76,7 +78,7 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
     monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(form, "RETURNS_WITHIN_S", 0.03)
     with pytest.raises(PreflightError) as caught:
-        Cluster(plan, head=None).wait(wait_s=60)
+        RayCluster(plan, head=None).wait(wait_s=60)
     assert caught.value.message == (
         "gamma (10.0.0.3) died and did not come back within 0.03 s: 1 of 2 nodes with 8 GPUs"
     )
@@ -95,9 +97,9 @@ def test_the_wait_ends_at_its_deadline_with_what_is_missing_and_the_line_to_type
     monkeypatch.setattr(form, "time", clock)
     monkeypatch.setattr(form, "look_around", lambda: looks.append(clock.now) or ([HEAD, SMALL], {}))
     monkeypatch.setattr(form, "_LOOK_EVERY_S", 2.0)
-    monkeypatch.setattr(Cluster, "_address", lambda self: "10.0.0.1:6379")
+    monkeypatch.setattr(RayCluster, "_address", lambda self: "10.0.0.1:6379")
     with pytest.raises(PreflightError) as caught:
-        Cluster(plan, head=None).wait(wait_s=5.0)
+        RayCluster(plan, head=None).wait(wait_s=5.0)
     assert caught.value.message == "after 5 s: 1 of 2 nodes with 8 GPUs (gamma has 2)"
     assert caught.value.hint == "on each other host: appliance join --head 10.0.0.1:6379"
     assert looks == [0.0, 2.0, 4.0, 6.0]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from appliance.compare.results import RunResult, Step
-from appliance.compare.stored import StoredResult
+from appliance.compare.stored import StoredRun
 from appliance.corrections.registry import CorrectionMethod
 from benchmarks.codes import PLAIN, UAQ, shares_by_rate, table
 
 
-def stored(uaq: float | None, *updates: tuple[float | None, float | None]) -> StoredResult:
+def stored(uaq: float | None, *updates: tuple[float | None, float | None]) -> StoredRun:
     """updates: (learning rate, share of codes that changed) of each step."""
     steps = tuple(
         Step(number, learning_rate=rate, codes_changed_fraction=share)
         for number, (rate, share) in enumerate(updates, start=1)
     )
     result = RunResult("a", 0, "a-seed0", CorrectionMethod.TIS, "done", "", steps, (), 1.0, 0.0)
-    return StoredResult({"correction": {"uaq_scale": uaq}}, "problems", {}, "", "", result)
+    return StoredRun({"correction": {"uaq_scale": uaq}}, "problems", {}, "", "", result)
 
 
 def test_an_update_is_in_the_bin_of_its_rate() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cluster.node_report import write_notice
-from appliance.container.health import QUIET_S, Health, judge, look, marked
+from appliance.container.health import QUIET_S, ContainerHealth, judge_run, look, marked
 from appliance.record.session import RunRecord, RunStatus, write_record
 
 RUNNING = RunRecord(RunStatus.RUNNING, phase="rollout", attempt=2)
@@ -19,25 +19,25 @@ RUNNING = RunRecord(RunStatus.RUNNING, phase="rollout", attempt=2)
 @pytest.mark.parametrize(
     ("record", "launched", "quiet_s", "health"),
     [
-        (RUNNING, True, 1.0, Health(True, "a-1: attempt 2, generating rollouts")),
-        (RUNNING, False, 1.0, Health(False, "a-1: attempt 2, generating rollouts: its launcher is gone")),
+        (RUNNING, True, 1.0, ContainerHealth(True, "a-1: attempt 2, generating rollouts")),
+        (RUNNING, False, 1.0, ContainerHealth(False, "a-1: attempt 2, generating rollouts: its launcher is gone")),
         (
             RUNNING,
             True,
             QUIET_S + 60,
-            Health(False, "a-1: attempt 2, generating rollouts: nothing new for 31 minutes"),
+            ContainerHealth(False, "a-1: attempt 2, generating rollouts: nothing new for 31 minutes"),
         ),
-        (RunRecord(RunStatus.DONE, phase="done"), False, 1.0, Health(True, "a-1: attempt 1, done")),
+        (RunRecord(RunStatus.DONE, phase="done"), False, 1.0, ContainerHealth(True, "a-1: attempt 1, done")),
         (
             RunRecord(RunStatus.FAILED, reason="the disk is full"),
             True,
             1.0,
-            Health(False, "a-1: failed: the disk is full"),
+            ContainerHealth(False, "a-1: failed: the disk is full"),
         ),
     ],
 )
-def test_health_of_a_run(record: RunRecord, launched: bool, quiet_s: float, health: Health) -> None:
-    assert judge("a-1", record, launched=launched, quiet_s=quiet_s) == health
+def test_health_of_a_run(record: RunRecord, launched: bool, quiet_s: float, health: ContainerHealth) -> None:
+    assert judge_run("a-1", record, launched=launched, quiet_s=quiet_s) == health
 
 
 def a_process(proc: Path, *, pid: int, environment: bytes) -> None:
@@ -54,7 +54,7 @@ def test_runs_are_found_by_the_mark_of_their_processes(tmp_path: Path) -> None:
 
 
 def test_before_the_run_has_processes_it_is_healthy(tmp_path: Path) -> None:
-    assert look(tmp_path) == Health(True, "no run yet")
+    assert look(tmp_path) == ContainerHealth(True, "no run yet")
 
 
 def test_a_run_without_its_record_is_not_healthy(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def node(tmp_path: Path) -> Path:
 
 def test_a_node_is_healthy_before_it_knows_its_training(tmp_path: Path, node: Path) -> None:
     assert marked(tmp_path / "proc") == ([], [node])
-    assert look(tmp_path / "proc") == Health(True, "a node that has no training yet")
+    assert look(tmp_path / "proc") == ContainerHealth(True, "a node that has no training yet")
 
 
 def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +86,9 @@ def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, mo
     write_record(run, RUNNING)
     monkeypatch.setenv("APPLIANCE_NODE", str(node))
     write_notice(run)
-    assert look(tmp_path / "proc") == Health(True, "node of a-1: attempt 2, generating rollouts")
+    assert look(tmp_path / "proc") == ContainerHealth(True, "node of a-1: attempt 2, generating rollouts")
     write_record(run, RunRecord(RunStatus.FAILED, reason="the disk is full"))
-    assert look(tmp_path / "proc") == Health(False, "node of a-1: failed: the disk is full")
+    assert look(tmp_path / "proc") == ContainerHealth(False, "node of a-1: failed: the disk is full")
     old = time.time() - 2 * QUIET_S
     write_record(run, RUNNING)
     os.utime(run, (old, old))
@@ -106,7 +106,7 @@ def test_processes_that_lost_their_node_are_still_its(
     write_notice(run)
     a_process(tmp_path / "proc", pid=9, environment=f"APPLIANCE_RUN={node}\0".encode())
     a_process(tmp_path / "proc", pid=10, environment=f"APPLIANCE_RUN={run}\0".encode())
-    assert look(tmp_path / "proc") == Health(True, "node of a-1: attempt 2, generating rollouts")
+    assert look(tmp_path / "proc") == ContainerHealth(True, "node of a-1: attempt 2, generating rollouts")
 
 
 def test_a_node_that_does_not_see_its_run_is_not_healthy(tmp_path: Path, node: Path) -> None:
@@ -124,6 +124,6 @@ def test_the_newest_word_of_any_process_counts(tmp_path: Path) -> None:
         (run / name).touch()
         os.utime(run / name, (old, old))
     a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={run}\0".encode())
-    assert look(tmp_path / "proc") == Health(False, "a-1: attempt 1, done: nothing new for 60 minutes")
+    assert look(tmp_path / "proc") == ContainerHealth(False, "a-1: attempt 1, done: nothing new for 60 minutes")
     (run / "logs/1/train.log").touch()
-    assert look(tmp_path / "proc") == Health(True, "a-1: attempt 1, done")
+    assert look(tmp_path / "proc") == ContainerHealth(True, "a-1: attempt 1, done")

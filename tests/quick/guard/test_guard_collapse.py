@@ -11,7 +11,7 @@ import pytest
 
 from appliance.guard.governor import Decision, GovernorState, Move, observe
 from appliance.guard.policy import Action, Collapse, Patience, Policy
-from appliance.guard.signals import Guard, Signals
+from appliance.guard.signals import CollapseGuard, Signals
 from appliance.record.lines import as_json, parse
 from appliance.terms.schemes import Scheme
 
@@ -180,7 +180,7 @@ def test_a_guard_that_warns_and_stops_at_once_says_both() -> None:
 
 
 def test_every_guard_has_a_patience_of_its_name() -> None:
-    assert [type(getattr(Collapse(), guard.value)) for guard in Guard] == [Patience] * len(Guard)
+    assert [type(getattr(Collapse(), guard.value)) for guard in CollapseGuard] == [Patience] * len(CollapseGuard)
 
 
 # Rewards of the user's own: no range is known

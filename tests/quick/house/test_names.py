@@ -26,7 +26,7 @@ IN_FILES_OF_A_RUN = {
 OF_LIBRARIES = {
     "appliance/trainer/rewards.py: _TellingPool.__init__._pool_manager",
     "appliance/trainer/rewards.py: _TellingProcesses.__init__.worker_manager",
-    "appliance/trainer/trainer.py: Trainer._restart_engines.llm_server_manager",
+    "appliance/trainer/trainer.py: ApplianceTrainer._restart_engines.llm_server_manager",
 }
 """Attributes of pebble's pool and of verl's trainer."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

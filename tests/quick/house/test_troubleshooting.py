@@ -14,7 +14,7 @@ from appliance import errors
 from appliance.console import READER_GONE
 from appliance.guard.governor import Decision, Level, Move, Rung
 from appliance.guard.policy import Action, Collapse, MismatchBounds
-from appliance.guard.signals import Cause, Guard, Relation, Signals, Watches, watch
+from appliance.guard.signals import BoundSide, Cause, CollapseGuard, Signals, Watches, watch
 from appliance.launch import outcome
 from appliance.terms.schemes import Scheme
 
@@ -112,13 +112,15 @@ def test_every_guard_is_there_with_what_it_looks_at(sections: dict[str, str]) ->
     ladder, *guards = rows(sections["The guard warned or stopped"])
     assert ladder[1] == "the mismatch"
     shown = {row[0].strip("`"): row[1].strip("`") for row in guards}
-    assert len(shown) == len(Guard)
+    assert len(shown) == len(CollapseGuard)
     assert shown == alarms()
 
 
 def test_the_example_of_an_alarm_reads_as_one(sections: dict[str, str]) -> None:
-    level, cause = Level(Rung.OBSERVE, Scheme.INT8), Cause("entropy", 0.031, Relation.BELOW, 0.036)
-    alarm = Decision(41, Move.ALARM, Action.WARN, level, level, (cause,), 5, judged_steps=5, guard=Guard.ENTROPY)
+    level, cause = Level(Rung.OBSERVE, Scheme.INT8), Cause("entropy", 0.031, BoundSide.BELOW, 0.036)
+    alarm = Decision(
+        41, Move.ALARM, Action.WARN, level, level, (cause,), 5, judged_steps=5, guard=CollapseGuard.ENTROPY
+    )
     assert f"`{alarm.text}`" in sections["The guard warned or stopped"].replace("\n", " ")
 
 

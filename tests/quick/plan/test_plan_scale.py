@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
-from appliance.cluster.form import Node, Roll, call
+from appliance.cluster.form import ClusterNode, Roll, call
 from appliance.cluster.node_report import NodeReport, differences, warnings
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
@@ -89,7 +89,7 @@ def test_a_thousand_nodes_are_told_from_each_other_in_seconds(tmp_path: Path) ->
 
 
 def test_a_thousand_nodes_come_and_half_of_them_die_in_seconds() -> None:
-    nodes = [Node(f"id{number}", f"n{number}", f"10.0.0.{number}", gpus=8) for number in range(NODES)]
+    nodes = [ClusterNode(f"id{number}", f"n{number}", f"10.0.0.{number}", gpus=8) for number in range(NODES)]
     needed = load_recipe(RECIPE, sets=SETS).topology
     deaths = {node.id: "killed" for node in nodes[NODES // 2 :]}
 

@@ -14,7 +14,7 @@ from appliance.preflight import inputs as sampling
 from appliance.preflight.inputs import RewardProblem, reward_problem
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import Task
-from appliance.tasks.sample import SAMPLES, Verdict, judge_sample
+from appliance.tasks.sample import SAMPLES, SampleVerdict, judge_sample
 
 WRONG = "what }\nno mark reads"  # a line of an answer ends it, and a brace ends a box
 
@@ -33,28 +33,28 @@ def math_rows(*answers: str) -> tuple[dict[str, str], ...]:
 
 
 def test_arithmetic_grades_its_own_problems() -> None:
-    assert judge_sample(task_of("arithmetic"), files=make_files()) == Verdict(SAMPLES, 0, "")
+    assert judge_sample(task_of("arithmetic"), files=make_files()) == SampleVerdict(SAMPLES, 0, "")
 
 
 def test_gsm8k_grades_the_first_rows(tmp_path: Path) -> None:
     made = [{"question": f"{number} + 1?", "answer": f"so #### {number + 1:,}"} for number in range(1234, 1250)]
     file = rows(tmp_path / "d.jsonl", *made)
-    assert judge_sample(task_of("gsm8k", file), files=make_files()) == Verdict(SAMPLES, 0, "")
+    assert judge_sample(task_of("gsm8k", file), files=make_files()) == SampleVerdict(SAMPLES, 0, "")
 
 
 def test_mathematics_is_graded_as_such(tmp_path: Path) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows("34", "\\frac{1}{2}", "x^2+1"))
-    assert judge_sample(task_of("dapo-math", file), files=make_files()) == Verdict(3, 0, "")
+    assert judge_sample(task_of("dapo-math", file), files=make_files()) == SampleVerdict(3, 0, "")
 
 
 def test_an_answer_of_several_lines_is_right_in_a_box(tmp_path: Path) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows("\\begin{pmatrix}1\n2\\end{pmatrix}"))
-    assert judge_sample(task_of("dapo-math", file), files=make_files()) == Verdict(1, 0, "")
+    assert judge_sample(task_of("dapo-math", file), files=make_files()) == SampleVerdict(1, 0, "")
 
 
 def test_an_answer_that_can_never_be_right_is_told(tmp_path: Path) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows("34", WRONG))
-    assert judge_sample(task_of("dapo-math", file), files=make_files()) == Verdict(
+    assert judge_sample(task_of("dapo-math", file), files=make_files()) == SampleVerdict(
         2, 1, f"the right answer `{WRONG[:60]}` has 0, not 1"
     )
 

@@ -16,8 +16,8 @@ from appliance.record.plan import CodeFile
 from appliance.settings import sections
 from appliance.tasks import sample
 from appliance.tasks.rewards import BUILT_IN
-from appliance.tasks.sample import Verdict, judge_sample
-from appliance.tasks.task import Reward, Task
+from appliance.tasks.sample import SampleVerdict, judge_sample
+from appliance.tasks.task import RewardFunction, TaskDefinition
 from appliance.tasks.trial_answers import in_marks, is_bare, near_misses, other_truth
 
 WORKING = "Each costs $0.50, so 3 of them cost 3*.5=$<<3*.5=1.50>>1.50, and 10.75-1.50-2=7.25 are left."
@@ -87,7 +87,7 @@ def test_a_right_answer_is_bare_and_then_marked() -> None:
     assert is_bare("7") and not is_bare("so\n#### 7") and not is_bare("Thus \\boxed{7}")
 
 
-def judged(folder: Path, *rewards: sections.Reward, truths: Sequence[object], program: str = "") -> Verdict:
+def judged(folder: Path, *rewards: sections.Reward, truths: Sequence[object], program: str = "") -> SampleVerdict:
     folder.mkdir(exist_ok=True)
     file = folder / "d.jsonl"
     rows = ({"prompt": f"{number}?", "answer": truth} for number, truth in enumerate(truths))
@@ -119,13 +119,13 @@ SOLUTIONS = [
 
 @pytest.mark.parametrize("name", ["math", "number"])
 def test_solutions_whose_working_has_decimals_accuse_nobody(tmp_path: Path, name: str) -> None:
-    assert judged(tmp_path, make_reward(name), truths=SOLUTIONS) == Verdict(3)
+    assert judged(tmp_path, make_reward(name), truths=SOLUTIONS) == SampleVerdict(3)
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_rewards_of_ours_read_each_mark_and_give_nothing_to_a_near_miss(tmp_path: Path, name: str) -> None:
-    assert judged(tmp_path, make_reward(name), truths=GOOD[name]) == Verdict(3)
-    assert judged(tmp_path, make_reward(name), truths=[GOOD[name][:2], GOOD[name][2]]) == Verdict(2)
+    assert judged(tmp_path, make_reward(name), truths=GOOD[name]) == SampleVerdict(3)
+    assert judged(tmp_path, make_reward(name), truths=[GOOD[name][:2], GOOD[name][2]]) == SampleVerdict(2)
 
 
 PROGRAMS = {  # of the user's: (program, cannot earn, always earns)
@@ -204,12 +204,12 @@ def f(response, truth):
 def test_a_truth_that_is_an_object_is_no_answer(tmp_path: Path, as_text: bool, partial: str) -> None:
     truths: list[object] = [{"target": number, "numbers": [1, number]} for number in (98, 7, 12)]
     truths = [json.dumps(truth) for truth in truths] if as_text else truths
-    assert judged(tmp_path, truths=truths, program=COUNTDOWN.replace("PARTIAL", partial)) == Verdict(3)
+    assert judged(tmp_path, truths=truths, program=COUNTDOWN.replace("PARTIAL", partial)) == SampleVerdict(3)
 
 
 def test_a_list_of_numbers_is_for_the_function_to_read(tmp_path: Path) -> None:
     program = "import json\ndef f(response, truth): return response in map(str, json.loads(truth))"
-    assert judged(tmp_path, truths=[[12, 13], [5, 6], [7, 8]], program=program) == Verdict(3)
+    assert judged(tmp_path, truths=[[12, 13], [5, 6], [7, 8]], program=program) == SampleVerdict(3)
 
 
 TESTS = ['[{"input": "1", "output": "1"}]', '[{"input": "2", "output": "2"}]']
@@ -219,22 +219,22 @@ STYLE = "def f(response, truth, *, row): return -0.1 if len(response) > 20 else 
 def test_beside_code_and_a_judge_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = judged(tmp_path / "a", truths=TESTS, program=STYLE)
     assert alone.wrong == 0  # JSON of lists of objects is no answer
-    assert judged(tmp_path / "b", make_reward("code"), truths=TESTS, program=STYLE) == Verdict(2)
+    assert judged(tmp_path / "b", make_reward("code"), truths=TESTS, program=STYLE) == SampleVerdict(2)
     scored = dataclasses.replace(BUILT_IN["judge"], grade=lambda _, **__: 0.5)
     monkeypatch.setitem(BUILT_IN, "judge", scored)
     judges = make_reward("judge", url="http://127.0.0.1:9/v1", model="m")
     truths = ["Oslo", "Rome"]
     assert judged(tmp_path / "c", truths=truths, program=STYLE).wrong == 2
-    assert judged(tmp_path / "d", judges, truths=truths, program=STYLE) == Verdict(2)
+    assert judged(tmp_path / "d", judges, truths=truths, program=STYLE) == SampleVerdict(2)
     assert judged(tmp_path / "e", judges.replace(weight=0.0), truths=truths, program=STYLE).wrong == 2
 
 
 def test_a_pattern_and_what_reads_no_truth_are_not_asked_for_it(tmp_path: Path) -> None:
     truths = ["Oslo", "Rome"]
     pattern = make_reward("regex", pattern="^<think>")
-    assert judged(tmp_path / "a", pattern, truths=truths) == Verdict(2)
-    assert judged(tmp_path / "b", make_reward("regex"), truths=["[A-Z]slo", "[A-Z]ome"]) == Verdict(2)
-    assert judged(tmp_path / "c", truths=truths, program="def f(response): return '!' in response") == Verdict(2)
+    assert judged(tmp_path / "a", pattern, truths=truths) == SampleVerdict(2)
+    assert judged(tmp_path / "b", make_reward("regex"), truths=["[A-Z]slo", "[A-Z]ome"]) == SampleVerdict(2)
+    assert judged(tmp_path / "c", truths=truths, program="def f(response): return '!' in response") == SampleVerdict(2)
 
 
 def test_a_reward_that_applies_to_no_right_answer(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_function_that_compares_with_a_list_as_text_is_told(tmp_path: Path) ->
         == 'row 1: the truth `["12", "twelve"]`, bare and in 8 marks, earns 0 at most, an empty response 0'
     )
     of_json = "import json\ndef f(response, truth): return response in json.loads(truth)"
-    assert judged(tmp_path / "b", truths=truths, program=of_json) == Verdict(2)
+    assert judged(tmp_path / "b", truths=truths, program=of_json) == SampleVerdict(2)
 
 
 def test_what_is_told_names_the_row(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_a_mark_that_a_reward_of_ours_does_not_read_is_told(tmp_path: Path, monk
 
 def test_rewards_that_watch_only_or_do_not_judge_are_no_reason(tmp_path: Path) -> None:
     others = (make_reward("format"), make_reward("length", target=9), make_reward("regex", pattern="."))
-    assert judged(tmp_path, *others, truths=["1", "2"]) == Verdict(2)
-    assert judged(tmp_path, make_reward("number"), *others, truths=["1", "2"]) == Verdict(2)
+    assert judged(tmp_path, *others, truths=["1", "2"]) == SampleVerdict(2)
+    assert judged(tmp_path, make_reward("number"), *others, truths=["1", "2"]) == SampleVerdict(2)
     watched = make_reward("number").replace(weight=0.0)
     assert judged(tmp_path, watched, make_reward("regex", pattern="."), truths=["1", "2"]).easy == 0
 
@@ -323,8 +323,8 @@ def test_a_truth_that_is_no_single_number_is_told_under_number(tmp_path: Path) -
 
 def test_a_task_of_ours_that_takes_a_wrong_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(tmp_path / "runs" / "a-1").task
-    assert judge_sample(plan, files=make_files()) == Verdict(sample.SAMPLES)
-    anything = Reward("arithmetic", 1.0, lambda response: float(bool(response.text)))
-    monkeypatch.setattr(Task, "rewards", lambda _: (anything,))
+    assert judge_sample(plan, files=make_files()) == SampleVerdict(sample.SAMPLES)
+    anything = RewardFunction("arithmetic", 1.0, lambda response: float(bool(response.text)))
+    monkeypatch.setattr(TaskDefinition, "rewards", lambda _: (anything,))
     verdict = judge_sample(plan, files=make_files())
     assert verdict.wrong == sample.SAMPLES and " has 1, where `" in verdict.first

@@ -17,7 +17,7 @@ from appliance.record.samples import Sample
 from appliance.record.state import RunState, fold
 from appliance.report import display, summary
 from appliance.report.folder import read_view
-from appliance.report.page import Answer, page
+from appliance.report.page import ShownAnswer, page
 from appliance.report.verdicts import Word, verdicts
 from appliance.settings.sections import ValSet
 
@@ -101,8 +101,8 @@ def test_an_own_reward_climbs_by_a_share_of_itself(
 @pytest.mark.parametrize("accuracy", [40.0, 1.0, 0.0, -2.0])
 def test_nobody_knows_whether_a_number_of_the_users_is_right(accuracy: float) -> None:
     sample = Sample("p", "r", "t", accuracy, None, 3, finished=True)
-    assert Answer(1, sample, is_graded=False).grade == ""
-    assert Answer(1, sample).grade == ("fine" if accuracy >= 1 else "bad")
+    assert ShownAnswer(1, sample, is_graded=False).grade == ""
+    assert ShownAnswer(1, sample).grade == ("fine" if accuracy >= 1 else "bad")
 
 
 def test_the_page_has_a_curve_for_each_name(

@@ -15,7 +15,7 @@ from appliance.record.plan import ExpectedAttestation, read_plan
 from appliance.record.session import RunRecord, RunStatus, Session
 from appliance.report.folder import read_view
 from appliance.report.page import page
-from appliance.report.verdicts import Verdict, Word, verdicts
+from appliance.report.verdicts import RunVerdict, Word, verdicts
 from appliance.sync.precision import Generation, write_generation
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.terms.schemes import Precision, Scheme
@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 
 
 def judged(run_dir: Path, question: str) -> tuple[Word, str]:
-    found: Verdict = next(each for each in verdicts(read_view(run_dir)) if each.question == question)
+    found: RunVerdict = next(each for each in verdicts(read_view(run_dir)) if each.question == question)
     return found.word, found.text
 
 

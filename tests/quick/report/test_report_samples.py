@@ -10,7 +10,7 @@ import pytest
 
 from appliance.record.lines import cut_lines
 from appliance.record.samples import SAMPLES_FILE, Sample, SampleLog, SampleReader, shortened
-from appliance.report.page import Answer
+from appliance.report.page import ShownAnswer
 
 
 def group(prompt: str, *rewards: float, step: int = 1) -> tuple[str, list[dict]]:
@@ -130,5 +130,5 @@ def test_a_long_text_keeps_its_head_and_its_end() -> None:
 def test_an_accuracy_that_nobody_measured_is_told_as_none(
     accuracy: float | None, reward: float | None, expected: tuple[str, str, str]
 ) -> None:
-    answer = Answer(1, Sample("p", "r", "t", accuracy=accuracy, reward=reward, tokens=1, finished=True))
+    answer = ShownAnswer(1, Sample("p", "r", "t", accuracy=accuracy, reward=reward, tokens=1, finished=True))
     assert (answer.grade, answer.accuracy, answer.reward) == expected

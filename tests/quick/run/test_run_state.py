@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from appliance.guard.policy import Bounds, MismatchBounds
-from appliance.guard.signals import Health
+from appliance.guard.signals import MismatchHealth
 from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import RunState, fold, judge_step, median_tokens_per_s, remaining_s, step_seconds
 from appliance.report.display import PHASES, mismatch_reasons
@@ -122,7 +122,7 @@ def test_unknown_events_change_nothing_but_the_start() -> None:
 def judged(line: StepMetrics, *, bounds: MismatchBounds = MismatchBounds()) -> tuple[str, tuple[str, ...]]:
     """The word that people are shown for a step, and the reasons where it is bad."""
     judgement = judge_step(line, bounds=bounds)
-    is_bad = judgement.health is Health.BAD
+    is_bad = judgement.health is MismatchHealth.BAD
     return judgement.health.word, mismatch_reasons(line, judgement, bounds=bounds) if is_bad else ()
 
 

@@ -16,7 +16,7 @@ from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import Fault, Graded, pass_at, set_metrics, tries
 from appliance.tasks.library import splits_of
 from appliance.tasks.rows import Problem
-from appliance.tasks.task import PromptLimit, Splits, Task
+from appliance.tasks.task import PromptLimit, Splits, TaskDefinition
 
 RIGHT, HALF, WRONG = Graded(1.5, parts=(("math", 1.0), ("short", 0.5))), Graded(0.5), Graded(0.0)
 
@@ -26,7 +26,7 @@ def val_set(name: str, *, file: Path | None = None, size: int = 0, samples: int 
 
 
 @pytest.fixture
-def task() -> Task:
+def task() -> TaskDefinition:
     return own_task.task(make_own_task(make_reward("exact"), prompt="q", truth="a"), files=make_files())
 
 
@@ -37,7 +37,7 @@ def file_of(folder: Path, name: str, *, first: int, count: int) -> Path:
     return path
 
 
-def splits(task: Task, train: Path | None, *val_sets: tuple[str, ValSet], train_size: int = 0) -> Splits:
+def splits(task: TaskDefinition, train: Path | None, *val_sets: tuple[str, ValSet], train_size: int = 0) -> Splits:
     train_file = str(train) if train else None
     return task.splits(make_task(train_file=train_file, train_size=train_size, val_sets=dict(val_sets)))
 
@@ -75,7 +75,9 @@ def test_a_reward_that_does_not_apply_does_not_pass_and_that_of_a_built_in_task_
     assert set_metrics("a", [[other]], first_reward="")["val/a/pass@1"] == 1.0
 
 
-def test_sets_of_files_and_one_that_is_held_out_share_nothing_with_training(tmp_path: Path, task: Task) -> None:
+def test_sets_of_files_and_one_that_is_held_out_share_nothing_with_training(
+    tmp_path: Path, task: TaskDefinition
+) -> None:
     """Two files with common problems, which are 25..54 of 0..39 to train on."""
     first, second = file_of(tmp_path, "a", first=30, count=20), file_of(tmp_path, "b", first=25, count=30)
     train = file_of(tmp_path, "train", first=0, count=40)
@@ -90,7 +92,7 @@ def test_sets_of_files_and_one_that_is_held_out_share_nothing_with_training(tmp_
     assert splits(task, train, *sets) == problem_sets
 
 
-def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path, task: Task) -> None:
+def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path, task: TaskDefinition) -> None:
     train = file_of(tmp_path, "train", first=0, count=40)
     plain = task.splits(make_task(train_file=str(train), val_size=8))
     made = splits(task, train, val_set("held", size=8))
@@ -102,7 +104,7 @@ def short(tokens: int) -> PromptLimit:
     return PromptLimit(tokens, lambda problem: len(problem.prompt))
 
 
-def test_long_prompts_count_for_no_size(tmp_path: Path, task: Task) -> None:
+def test_long_prompts_count_for_no_size(tmp_path: Path, task: TaskDefinition) -> None:
     """Of 200 problems the first 100 are short: `problem 99` has ten characters."""
     train = file_of(tmp_path, "train", first=0, count=200)
     limit = short(10)
@@ -118,7 +120,7 @@ def test_long_prompts_count_for_no_size(tmp_path: Path, task: Task) -> None:
     assert task.splits(plan, limit=short(11)) == task.splits(plan)  # where none is too long
 
 
-def test_sizes_that_short_prompts_do_not_have_are_refused(tmp_path: Path, task: Task) -> None:
+def test_sizes_that_short_prompts_do_not_have_are_refused(tmp_path: Path, task: TaskDefinition) -> None:
     train, file = file_of(tmp_path, "train", first=0, count=20), file_of(tmp_path, "a", first=95, count=10)
     sets = (val_set("a", file=file, size=6), val_set("held", size=10))
     with pytest.raises(RecipeError) as caught:
@@ -158,7 +160,7 @@ def test_made_problems_that_are_too_long_are_left_out() -> None:
     assert caught.value.problems == [(message, "lower it, or use 0 for all of them")]
 
 
-def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: Task) -> None:
+def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: TaskDefinition) -> None:
     train, file = (file_of(tmp_path, name, first=first, count=6) for name, first in (("train", 0), ("a", 20)))
     other = file_of(tmp_path, "b", first=50, count=3)
     with pytest.raises(RecipeError) as caught:
@@ -174,7 +176,7 @@ def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: Task) -
     ]
 
 
-def test_bad_rows_of_every_file_are_said_at_once(tmp_path: Path, task: Task) -> None:
+def test_bad_rows_of_every_file_are_said_at_once(tmp_path: Path, task: TaskDefinition) -> None:
     train, file = tmp_path / "train.jsonl", tmp_path / "a.jsonl"
     train.write_text('{"q": "1"}\n')
     file.write_text('{"a": "1"}\n')

@@ -13,7 +13,7 @@ from appliance.files import digest_of
 from appliance.tasks.grading import grade, weighed
 from appliance.tasks.own_task import as_given
 from appliance.tasks.rows import Row
-from appliance.tasks.task import Response, Reward
+from appliance.tasks.task import Response, RewardFunction
 from appliance.tasks.user_code import FORMS, UserCodeError, load_function
 
 ROW = {"prompt": "1+1?", "answer": 2, "level": "easy"}
@@ -138,7 +138,7 @@ def test_what_is_no_reward_is_refused_by_name(tmp_path: Path, program: str, mess
 def test_what_is_no_finite_number_is_a_fault_that_names_the_reward(tmp_path: Path, returned: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"def f(response): return {returned}")
-    reward = Reward("mine", 1.0, load_function(str(file), "f", given=given))
+    reward = RewardFunction("mine", 1.0, load_function(str(file), "f", given=given))
     graded = weighed(grade((reward,), Response("2", "2")))
     assert graded.fault is not None
     assert graded.why == f"the reward `mine` returned {repr(eval(returned))[:60]}, not a finite number"

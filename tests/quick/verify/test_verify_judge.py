@@ -10,7 +10,7 @@ import pytest
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.verify.command import as_json, table
-from appliance.verify.job import CheckResult, EngineOutput, Worker, judge
+from appliance.verify.job import CheckResult, EngineOutput, Worker, judge_engine
 
 INT8 = Quantisation(scheme=Scheme.INT8)
 SAID = EngineOutput(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
@@ -31,11 +31,11 @@ SEEN = CheckResult(failed="", first=SAID, same_as_loaded=True, moved=0.5, return
 def problems(
     seen: CheckResult, *, asked: Quantisation = INT8, reference: EngineOutput | None = BF16_SAID
 ) -> tuple[str, ...]:
-    return tuple(problem for row in judge(asked, seen=seen, reference=reference) for problem in row.problems)
+    return tuple(problem for row in judge_engine(asked, seen=seen, reference=reference) for problem in row.problems)
 
 
 def test_a_live_engine_has_no_problem() -> None:
-    (row,) = judge(INT8, seen=SEEN, reference=BF16_SAID)
+    (row,) = judge_engine(INT8, seen=SEEN, reference=BF16_SAID)
     assert (row.problems, row.moved, row.returned, row.from_bf16) == ((), 0.5, True, 0.25)
 
 
@@ -81,7 +81,7 @@ def test_a_folded_profile_may_change_what_it_says() -> None:
 
 def test_bf16_is_its_own_reference() -> None:
     seen = SEEN.replace(workers=(WORKER.replace(scheme=Scheme.BF16),))
-    (row,) = judge(Quantisation(scheme=Scheme.BF16), seen=seen, reference=None)
+    (row,) = judge_engine(Quantisation(scheme=Scheme.BF16), seen=seen, reference=None)
     assert (row.problems, row.from_bf16) == ((), None)
 
 
@@ -99,7 +99,7 @@ def test_numbers_that_are_none_come_through_to_be_judged() -> None:
 
 def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
     bad = SEEN.replace(workers=(WORKER, WORKER.replace(rank=1, unmoved=("a",))))
-    assert table(judge(INT8, seen=bad, reference=BF16_SAID)).splitlines() == [
+    assert table(judge_engine(INT8, seen=bad, reference=BF16_SAID)).splitlines() == [
         "scheme  worker  moved by  layers moved  returned     from bf16  verdict  kernels",
         "int8    0       0.5 nats  12 of 12      bit for bit  0.25 nats  live     8 x Kernel",
         "int8    1       0.5 nats  11 of 12      bit for bit  0.25 nats  FAILED   8 x Kernel",
@@ -110,7 +110,7 @@ def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
 def test_an_engine_that_says_no_number_is_told_in_json() -> None:
     """JSON has none for it."""
     broken = SAID.replace(prompt_log_probs=((math.nan, math.inf),))
-    (row,) = judge(INT8, seen=SEEN.replace(first=broken, moved=math.nan), reference=BF16_SAID)
+    (row,) = judge_engine(INT8, seen=SEEN.replace(first=broken, moved=math.nan), reference=BF16_SAID)
     (worker,) = json.loads(as_json([row]), parse_constant=pytest.fail)["workers"]
     assert (worker["moved"], worker["from_bf16"]) == (None, None)
     assert worker["problems"] == ["its log-probs are not finite"]
