@@ -98,15 +98,15 @@ def train(
     if idle:
         raise RecipeError([(f"{each}: does nothing without {of}", f"add {of}, or leave it out") for each, of in idle])
     loaded = _load_judged(recipe, sets, for_this_host=not in_container)
-    asked = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
+    options = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
     if in_container:
         from appliance.container.launch import examine_and_train
 
-        return examine_and_train(loaded, typed=recipe, image=image, **asked)
+        return examine_and_train(loaded, typed=recipe, image=image, **options)
     from appliance.launch.command import run_train
     from appliance.profile.command import BEFORE_TRAINING
 
-    return run_train(loaded, force=force, stages=BEFORE_TRAINING, **asked)
+    return run_train(loaded, force=force, stages=BEFORE_TRAINING, **options)
 
 
 @app.command()
@@ -285,7 +285,7 @@ def health() -> int:
     from appliance.container.health import look
 
     found = look()
-    console.show(f"{'healthy' if found.is_healthy else 'unhealthy'}: {found.what}")
+    console.show(f"{'healthy' if found.is_healthy else 'unhealthy'}: {found.text}")
     return 0 if found.is_healthy else 1
 
 
@@ -331,12 +331,12 @@ def data(
     from appliance.launch import data as command
 
     is_preview = name == command.PREVIEW
-    given = {"RECIPE": recipe, "--set": sets, "--json": json_mode, "-o": output, "--from": source}
+    values_by_option = {"RECIPE": recipe, "--set": sets, "--json": json_mode, "-o": output, "--from": source}
     other = ("-o", "--from") if is_preview else ("RECIPE", "--set", "--json")
-    wrong = [(f"{each}: `data {name}` does not take it", _DATA_FORMS) for each in other if given[each]]
-    wanted = "RECIPE" if is_preview else "-o"
-    if not given[wanted]:
-        wrong.append((f"data {name}: {wanted} is missing", _DATA_FORMS))
+    wrong = [(f"{each}: `data {name}` does not take it", _DATA_FORMS) for each in other if values_by_option[each]]
+    required = "RECIPE" if is_preview else "-o"
+    if not values_by_option[required]:
+        wrong.append((f"data {name}: {required} is missing", _DATA_FORMS))
     if wrong:
         raise RecipeError(wrong)
     if recipe is not None:

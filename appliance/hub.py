@@ -149,31 +149,31 @@ def refusal(name: str, *, revision: str = "") -> str:
     return why
 
 
-def revision(name: str, *, wanted: str = "") -> tuple[str, str]:
+def revision(name: str, *, requested: str = "") -> tuple[str, str]:
     """Return (commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's.
-    wanted: a commit, which is its own, a tag or a branch; empty: `main`."""
-    if is_commit(wanted):
-        return wanted, ""
-    commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _asked(name, wanted=wanted)
+    requested: a commit, which is its own, a tag or a branch; empty: `main`."""
+    if is_commit(requested):
+        return requested, ""
+    commit, why = ("", "HF_HUB_OFFLINE is set") if is_offline() else _commit_on_hub(name, requested=requested)
     if commit:
         return commit, ""
-    folder = cached_snapshot(name, revision=wanted)
+    folder = cached_snapshot(name, revision=requested)
     return (folder.name, "") if folder is not None and not missing_parts(folder) else ("", why)
 
 
 def data_commit(name: str) -> str:
     """Return the commit that `main` of a data set is on the hub now; empty where the hub does not say."""
-    return "" if is_offline() else _asked(name, kind="dataset")[0]
+    return "" if is_offline() else _commit_on_hub(name, kind="dataset")[0]
 
 
-def _asked(name: str, *, wanted: str = "", kind: str = "model") -> tuple[str, str]:
+def _commit_on_hub(name: str, *, requested: str = "", kind: str = "model") -> tuple[str, str]:
     """(commit, why the hub gives none). kind: the hub's word for what it is."""
     from huggingface_hub import HfApi
 
     commits: list[str] = []
 
     def ask() -> int:
-        info = HfApi().repo_info(name, repo_type=kind, revision=wanted or None, timeout=_ANSWERS_WITHIN_S)
+        info = HfApi().repo_info(name, repo_type=kind, revision=requested or None, timeout=_ANSWERS_WITHIN_S)
         commits.append(info.sha or "")
         return 200
 

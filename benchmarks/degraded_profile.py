@@ -56,14 +56,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--exponent", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scheme", choices=[str(each) for each in Scheme if each.quantised], default="int8")
-    given = parser.parse_args(arguments)
-    if not 0 <= given.exponent <= MAX_EXPONENT:
+    options = parser.parse_args(arguments)
+    if not 0 <= options.exponent <= MAX_EXPONENT:
         parser.error(f"--exponent: between 0 and {MAX_EXPONENT}")
-    spec = TINY_MODELS[given.model]
+    spec = TINY_MODELS[options.model]
     profile = degraded_profile(
-        spec, name=given.model, exponent=given.exponent, seed=given.seed, scheme=Scheme(given.scheme)
+        spec, name=options.model, exponent=options.exponent, seed=options.seed, scheme=Scheme(options.scheme)
     )
-    console.say(str(write_profile(profile, folder=given.output)))
+    console.say(str(write_profile(profile, folder=options.output)))
     return 0
 
 

@@ -191,17 +191,18 @@ def equal(fraction: float | None) -> str:
 
 def page(trained: list[Trained], *, where: dict[str, object]) -> str:
     rows = [
-        f"| {one.setting} | {one.seed} | {one.validation[0][1]:.3f} | {one.validation[-1][1]:.3f} "
-        f"| {mark(one)}{one.total_s:.0f} | {mark(one)}{one.first_step_s:.0f} | {mark(one)}{one.step_s:.2f} "
-        f"| {mark(one)}{one.rollout_tokens_per_s:.0f} "
-        f"| {one.peak_pss_bytes / 1e9:.1f} | {equal(one.equal_fraction)} |"
-        for one in trained
+        f"| {training.setting} | {training.seed} | {training.validation[0][1]:.3f} | {training.validation[-1][1]:.3f} "
+        f"| {mark(training)}{training.total_s:.0f} | {mark(training)}{training.first_step_s:.0f} "
+        f"| {mark(training)}{training.step_s:.2f} "
+        f"| {mark(training)}{training.rollout_tokens_per_s:.0f} "
+        f"| {training.peak_pss_bytes / 1e9:.1f} | {equal(training.equal_fraction)} |"
+        for training in trained
     ]
     curves = [
-        f"| {one.setting} | {one.seed} | "
-        + ", ".join(f"{step}: {reward:.3f}" for step, reward in one.validation)
+        f"| {training.setting} | {training.seed} | "
+        + ", ".join(f"{step}: {reward:.3f}" for step, reward in training.validation)
         + " |"
-        for one in trained
+        for training in trained
     ]
     return "\n".join(
         [

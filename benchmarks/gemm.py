@@ -168,14 +168,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="file for the table")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # the type that vLLM's kernels answer in
-    text = table(measure(NAMED_SHAPES[given.shapes], tokens=tuple(given.tokens), turns=given.turns))
+    text = table(measure(NAMED_SHAPES[options.shapes], tokens=tuple(options.tokens), turns=options.turns))
     console.out(text)
-    if given.output is not None:
-        given.output.write_text(text + "\n")
+    if options.output is not None:
+        options.output.write_text(text + "\n")
     return 0
 
 

@@ -51,7 +51,7 @@ def measure(
     rows = []
     for name, shape in shapes.items():
         weight_NK = torch.randn(shape, device=device).to(torch.bfloat16)
-        quantised, wanted = quantise_for_kernel(weight_NK), quantise_int8(weight_NK.cpu())
+        quantised, expected = quantise_for_kernel(weight_NK), quantise_int8(weight_NK.cpu())
         source = torch.empty(weight_NK.numel() * 3 // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         timed = seconds if device == "cuda" else seconds_on_a_cpu
@@ -61,8 +61,8 @@ def measure(
             {
                 "layer": name,
                 "shape": list(shape),
-                "equals_codec": bool(torch.equal(quantised.codes_NK.cpu(), wanted.codes_NK))
-                and bool(torch.equal(quantised.scale.cpu(), wanted.scale)),
+                "equals_codec": bool(torch.equal(quantised.codes_NK.cpu(), expected.codes_NK))
+                and bool(torch.equal(quantised.scale.cpu(), expected.scale)),
                 "kernel_us": kernel_s * 1e6,
                 "copy_us": copy_s * 1e6,
                 "kernel_gb_per_s": 3 * weight_NK.numel() / kernel_s / 1e9,

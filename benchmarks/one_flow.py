@@ -488,26 +488,26 @@ def plus(*columns: list[float]) -> list[float]:
     return [sum(each) for each in zip(*columns, strict=True)]
 
 
-def page(given: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
+def page(options: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     import torch
 
-    torch.set_num_threads(given.threads)
-    shapes = NAMED_SHAPES[given.shapes].replace(layers=1)
+    torch.set_num_threads(options.threads)
+    shapes = NAMED_SHAPES[options.shapes].replace(layers=1)
     busy = busy_share()
-    of_rollouts = rollouts(shapes, mix=mix, turns=given.turns, threads=given.threads)
+    of_rollouts = rollouts(shapes, mix=mix, turns=options.turns, threads=options.threads)
     console.say("rollouts measured")
-    parts = train(shapes, mix=mix, turns=given.turns, of_tokens=given.tokens)
+    parts = train(shapes, mix=mix, turns=options.turns, of_tokens=options.tokens)
     console.say("training measured")
-    of_head = head(hidden=shapes.hidden, turns=given.turns)
+    of_head = head(hidden=shapes.hidden, turns=options.turns)
     saved = saved_bytes(shapes, length=mix.length)
     console.say("head and memory measured")
     today = datetime.date.today().isoformat()
     yield "# One precision flow, measured"
     yield ""
     yield fill(
-        f"`python -m benchmarks.one_flow`, {today}: {processor()}, {given.threads} threads of {os.cpu_count()} cores, "
-        f"of which others used {busy:.0%} just before; torch {torch.__version__}. One decoder layer of "
-        f"`{given.shapes}`, random weights, a vocabulary of {shapes.vocabulary}. Seconds, medians of {given.turns} "
+        f"`python -m benchmarks.one_flow`, {today}: {processor()}, {options.threads} threads of {os.cpu_count()} "
+        f"cores, of which others used {busy:.0%} just before; torch {torch.__version__}. One decoder layer of "
+        f"`{options.shapes}`, random weights, a vocabulary of {shapes.vocabulary}. Seconds, medians of {options.turns} "
         "turns; ratios are how many times as fast, medians of those of the turns, and their range.",
         PAGE_WIDTH,
     )
@@ -546,7 +546,7 @@ def page(given: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     share = saved[FLOW] / saved[BF16]
     yield f"Kept for backward by a layer for {SAVED_TOKENS} tokens, nothing recomputed: {sizes}, {share:.2f} of it."
     yield ""
-    yield from equal_page(threads=given.threads)
+    yield from equal_page(threads=options.threads)
 
 
 def equal_page(*, threads: int) -> Iterator[str]:
@@ -576,21 +576,21 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="folder for one-flow-speed.md")
     parser.add_argument("--equal", action="store_true", help="only count tokens whose log-probs are equal")
-    given = parser.parse_args()
-    if given.equal:
-        console.out("\n".join(equal_page(threads=given.threads)))
+    options = parser.parse_args()
+    if options.equal:
+        console.out("\n".join(equal_page(threads=options.threads)))
         return 0
     import torch
 
     if torch.cpu.get_capabilities().get("amx_tile", False):
         parser.error("one flow leaves out AMX, and BF16 training does not: in one process they cannot be compared")
-    mix = Mix(given.sequences, response_tokens=given.response_tokens, micro_batch=given.micro_batch)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(page(given, mix=mix))
+    mix = Mix(options.sequences, response_tokens=options.response_tokens, micro_batch=options.micro_batch)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(page(options, mix=mix))
     console.out(text)
-    if given.output is not None:
-        (given.output / "one-flow-speed.md").write_text(text + "\n")
+    if options.output is not None:
+        (options.output / "one-flow-speed.md").write_text(text + "\n")
     return 0
 
 

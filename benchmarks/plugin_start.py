@@ -58,26 +58,26 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", type=Path, help="folder for plugin-start.md")
-    given = parser.parse_args()
-    if given.start is not None:
-        started_runner(given.start)
+    options = parser.parse_args()
+    if options.start is not None:
+        started_runner(options.start)
         return 0
     set_environment(usable_cores())
     with tempfile.TemporaryDirectory() as folder:
         random_state(NAMED_SHAPES["qwen2.5-0.5b"].replace(layers=1), folder=Path(folder))
         times_by_side: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
-        for turn in range(-1, given.turns):
+        for turn in range(-1, options.turns):
             for name, variables in SIDES.items():
                 took = start_once(Path(folder), variables)
                 times_by_side[name] += [took] if turn >= 0 else []
     page = (
         f"# An engine's start with the plugin\n\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: "
-        f"{processor()}, {usable_cores()} threads. Medians of {given.turns}\nstarts of each, in turns; *later* is that "
-        f"of the turns' differences.\n\n{table(times_by_side)}"
+        f"{processor()}, {usable_cores()} threads. Medians of {options.turns}\nstarts of each, in turns; *later* is "
+        f"that of the turns' differences.\n\n{table(times_by_side)}"
     )
     console.out(page)
-    if given.output is not None:
-        (given.output / "plugin-start.md").write_text(page)
+    if options.output is not None:
+        (options.output / "plugin-start.md").write_text(page)
     return 0
 
 

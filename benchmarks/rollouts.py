@@ -260,17 +260,17 @@ def page(folder: Path) -> str:
     for name, result in results.items():
         of_model = name == "smollm2"
         load = result["workload"]
-        what = (
+        label = (
             f"SmolLM2-135M, {load['num_prompts']} prompts of {load['samples_per_prompt']} samples" if of_model else ""
         )
-        what = what or f"Qwen2.5-7B's shapes, {load['shapes']['layers']} of {LAYERS_OF_7B} layers"
+        label = label or f"Qwen2.5-7B's shapes, {load['shapes']['layers']} of {LAYERS_OF_7B} layers"
         pairs = [pairs_of(result, clock=clock) for clock in CLOCKS]
-        lines.append(_row(what, pairs, bar=str(BARS["SmolLM2"]) if of_model else "", others=f"{result['others']:.0%}"))
+        lines.append(_row(label, pairs, bar=str(BARS["SmolLM2"]) if of_model else "", others=f"{result['others']:.0%}"))
     if (few := results.get(of_7b(FEW).name)) and (more := results.get(of_7b(MORE).name)):
         both = [[pairs_of(result, clock=clock) for result in (few, more)] for clock in CLOCKS]
         pairs = [extrapolated(*each, layers=(FEW, MORE), whole=LAYERS_OF_7B) for each in both]
-        what = f"Qwen2.5-7B, {LAYERS_OF_7B} layers, **extrapolated** from {FEW} and {MORE}"
-        lines.append(_row(what, pairs, bar=str(BARS["7B"]), others=""))
+        label = f"Qwen2.5-7B, {LAYERS_OF_7B} layers, **extrapolated** from {FEW} and {MORE}"
+        lines.append(_row(label, pairs, bar=str(BARS["7B"]), others=""))
     shares = folder / f"rollouts-{SHARES}.json"
     if shares.exists():
         lines += ["", *_shares_table(json.loads(shares.read_text()))]
@@ -278,11 +278,11 @@ def page(folder: Path) -> str:
     return "\n".join(["# INT8 against BF16, whole rollouts", "", *hosts, "", *lines]) + "\n"
 
 
-def _row(what: str, by_clock: list[list[Pair]], *, bar: str, others: str) -> str:
+def _row(label: str, by_clock: list[list[Pair]], *, bar: str, others: str) -> str:
     """by_clock: pairs by each of CLOCKS."""
     seconds = [f"{median(values):.2f}" for values in zip(*by_clock[0], strict=True)]
     ratios = [str(Spread.from_values([bf16 / int8 for bf16, int8 in pairs])) for pairs in by_clock]
-    return "| " + " | ".join([what, *seconds, *ratios, bar, others]) + " |"
+    return "| " + " | ".join([label, *seconds, *ratios, bar, others]) + " |"
 
 
 def _shares_table(shares: dict[str, dict[str, dict[str, float]]]) -> list[str]:
@@ -316,18 +316,26 @@ def main() -> int:
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="setting of the recipe"
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/results"), help="folder of the files")
-    given = parser.parse_args()
-    if given.shares_of:
-        measure_shares(given.output, scheme=given.shares_of)
+    options = parser.parse_args()
+    if options.shares_of:
+        measure_shares(options.output, scheme=options.shares_of)
         return 0
-    for name in given.only or [*CASES, SHARES]:
+    for name in options.only or [*CASES, SHARES]:
         if name == SHARES:
             for scheme in SCHEMES:
-                command = [sys.executable, "-m", "benchmarks.rollouts", "--shares-of", scheme, "-o", str(given.output)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.rollouts",
+                    "--shares-of",
+                    scheme,
+                    "-o",
+                    str(options.output),
+                ]
                 subprocess.run(command, check=True)
         else:
-            measure(CASES[name], pairs=given.pairs, folder=given.output, settings=given.settings)
-    console.out(page(given.output))
+            measure(CASES[name], pairs=options.pairs, folder=options.output, settings=options.settings)
+    console.out(page(options.output))
     return 0
 
 

@@ -148,7 +148,7 @@ def main() -> int:
     )
     parser.add_argument("--scheme", type=Scheme, default=Scheme.INT8)
     parser.add_argument("-o", "--output", type=Path, help="folder for sampling.md")
-    given = parser.parse_args()
+    options = parser.parse_args()
     threads = usable_cores()
     set_environment(threads)
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -157,21 +157,21 @@ def main() -> int:
     lines = [
         "# Drawing samples, of a decoding step",
         "",
-        f"`python -m benchmarks.sampling`, {datetime.date.today()}: {processor()}, {threads} threads. {given.scheme} "
-        f"rollouts, random weights, {given.steps} steps in turns, medians. The bar is {100 * BAR:.0f} %.",
+        f"`python -m benchmarks.sampling`, {datetime.date.today()}: {processor()}, {threads} threads. {options.scheme} "
+        f"rollouts, random weights, {options.steps} steps in turns, medians. The bar is {100 * BAR:.0f} %.",
         "",
         "| shapes | words | sequences | vLLM's own draws in | of a step of | share | by seed and position | of a step "
         "of | share |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in given.model or MODELS:
-        steps = measure(MODELS[name], scheme=given.scheme, rows=given.rows, steps=given.steps, vllms=vllms)
-        lines.append(table_row(name, MODELS[name], rows=given.rows, steps=steps))
+    for name in options.model or MODELS:
+        steps = measure(MODELS[name], scheme=options.scheme, rows=options.rows, steps=options.steps, vllms=vllms)
+        lines.append(table_row(name, MODELS[name], rows=options.rows, steps=steps))
         console.say(lines[-1])
     text = "\n".join(lines) + "\n"
     console.out(text)
-    if given.output:
-        (given.output / "sampling.md").write_text(text)
+    if options.output:
+        (options.output / "sampling.md").write_text(text)
     return 0
 
 

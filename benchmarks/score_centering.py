@@ -175,16 +175,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="folder for score_centering.md")
-    given = parser.parse_args()
-    set_environment(given.threads)
-    sizes = {"prompt_tokens": given.prompt_tokens, "tokens": given.response_tokens, "words": given.words}
-    sequences = given.prompts * given.samples
-    generated = rollouts(sequences=sequences, turns=given.turns, **sizes)
+    options = parser.parse_args()
+    set_environment(options.threads)
+    sizes = {"prompt_tokens": options.prompt_tokens, "tokens": options.response_tokens, "words": options.words}
+    sequences = options.prompts * options.samples
+    generated = rollouts(sequences=sequences, turns=options.turns, **sizes)
     import torch
 
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(options.threads)
     *updated, memory = updates(
-        prompts=given.prompts, samples=given.samples, micro_batch=given.micro_batch, turns=given.turns, **sizes
+        prompts=options.prompts, samples=options.samples, micro_batch=options.micro_batch, turns=options.turns, **sizes
     )
     both = [
         {side: [sum(pair) for pair in zip(one[side], other[side], strict=True)] for side in one}
@@ -193,11 +193,11 @@ def main() -> int:
     lines = [
         "# The most likely words of each token: their cost",
         "",
-        f"`python -m benchmarks.score_centering`, {datetime.date.today()}: {processor()}, {given.threads} threads. "
-        f"{given.prompts} prompts of {given.samples} samples, {given.prompt_tokens} and {given.response_tokens} "
-        f"tokens, INT8 rollouts, {given.words} words at each response token.",
+        f"`python -m benchmarks.score_centering`, {datetime.date.today()}: {processor()}, {options.threads} threads. "
+        f"{options.prompts} prompts of {options.samples} samples, {options.prompt_tokens} and "
+        f"{options.response_tokens} tokens, INT8 rollouts, {options.words} words at each response token.",
         "",
-        f"| | without | with {given.words} words | ratio |",
+        f"| | without | with {options.words} words | ratio |",
         "| --- | --- | --- | --- |",
     ]
     for name, times in (("rollouts", generated), ("update", updated), ("both", both)):
@@ -208,8 +208,8 @@ def main() -> int:
     lines.append(f"| tensors of an update, MiB | {cells} | {memory[WITH] / memory[WITHOUT]:.3f} |")
     text = "\n".join(lines) + "\n"
     console.out(text)
-    if given.output:
-        (given.output / "score_centering.md").write_text(text)
+    if options.output:
+        (options.output / "score_centering.md").write_text(text)
     return 0
 
 

@@ -263,24 +263,24 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args()
-    set_environment(given.threads)
+    options = parser.parse_args()
+    set_environment(options.threads)
     from appliance.engine.kernel_proof import ROTATION
 
-    given.pairs = given.pairs or ROTATION * given.prove_every
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-    shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
-    schemes = tuple(Scheme(name) for name in given.schemes.split(","))
-    measured = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)
+    options.pairs = options.pairs or ROTATION * options.prove_every
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+    shapes = NAMED_SHAPES[options.shapes].replace(layers=options.layers)
+    schemes = tuple(Scheme(name) for name in options.schemes.split(","))
+    measured = measure(shapes, schemes=schemes, pairs=options.pairs, prove_every=options.prove_every)
     table_rows = rows(measured)
-    text = f"{_heading(shapes, given)}\n\n{table(table_rows)}\n\n{LEGEND}\n"
+    text = f"{_heading(shapes, options)}\n\n{table(table_rows)}\n\n{LEGEND}\n"
     console.out(text)
-    if given.output is not None:
-        facts = {"shapes": shapes.model_dump(), "threads": given.threads, "prove_every": given.prove_every}
+    if options.output is not None:
+        facts = {"shapes": shapes.model_dump(), "threads": options.threads, "prove_every": options.prove_every}
         value = {"schema_version": 1, **facts, **dataclasses.asdict(measured)}
-        (given.output / "sync.json").write_text(json.dumps(value, indent=2) + "\n")
-        (given.output / "sync.md").write_text(text)
+        (options.output / "sync.json").write_text(json.dumps(value, indent=2) + "\n")
+        (options.output / "sync.md").write_text(text)
     slow = [row.scheme for row in table_rows if row.ratio > MAX_RATIO or row.proof_share > MAX_PROOF_SHARE]
     if slow:
         console.say(f"above {MAX_RATIO} times BF16, or a proof of more than {MAX_PROOF_SHARE:.0%}: {', '.join(slow)}")
@@ -299,17 +299,17 @@ def set_environment(threads: int) -> None:
     os.environ.update(engine_env(threads))
 
 
-def _heading(shapes: Shapes, given: argparse.Namespace) -> str:
+def _heading(shapes: Shapes, options: argparse.Namespace) -> str:
     import torch
     import vllm
 
     per_layer = 3 * shapes.hidden * shapes.intermediate + 2 * shapes.hidden**2 * (1 + shapes.kv_heads / shapes.heads)
     millions = (per_layer * shapes.layers + 2 * shapes.vocabulary * shapes.hidden) / 1e6
-    proven = "all" if given.prove_every == 1 else f"1 of {given.prove_every}"
+    proven = "all" if options.prove_every == 1 else f"1 of {options.prove_every}"
     return (
-        f"# A weight update, scheme for scheme\n\n{given.shapes}, {shapes.layers} layers, {millions:.0f} million "
-        f"parameters, a decoder layer {per_layer * 2 / 2**20:.0f} MiB in BF16; {given.pairs} updates of each in turns, "
-        f"medians; layers proven at each update: {proven}; {given.threads} threads on {platform.machine()}, "
+        f"# A weight update, scheme for scheme\n\n{options.shapes}, {shapes.layers} layers, {millions:.0f} million "
+        f"parameters, a decoder layer {per_layer * 2 / 2**20:.0f} MiB in BF16; {options.pairs} updates of each in "
+        f"turns, medians; layers proven at each update: {proven}; {options.threads} threads on {platform.machine()}, "
         f"torch {torch.__version__}, vLLM {vllm.__version__}."
     )
 

@@ -168,32 +168,32 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16, help="most tokens of a response")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="folder for top_p.md")
-    given = parser.parse_args()
+    options = parser.parse_args()
     import os
 
     os.environ |= EXACT_ON_CPU  # as a plan has it with one flow
-    set_environment(given.threads)
+    set_environment(options.threads)
     import torch
 
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    llm = engine_of(given.model, sequences=given.prompts * given.samples, tokens=given.tokens, reports=True)
+    llm = engine_of(options.model, sequences=options.prompts * options.samples, tokens=options.tokens, reports=True)
     config = llm.llm_engine.model_config
-    prompts, words = prompts_of(given.model, number=given.prompts), config.get_vocab_size()
-    usual = {"samples": given.samples, "max_tokens": given.tokens, "temperature": 1.0, "top_k": words}
+    prompts, words = prompts_of(options.model, number=options.prompts), config.get_vocab_size()
+    usual = {"samples": options.samples, "max_tokens": options.tokens, "temperature": 1.0, "top_k": words}
     config.return_sampling_mask = False  # the runner asks it at each step
     generate(llm, prompts, **usual)  # once for all that is compiled and allocated
     _, all_words_s = generate(llm, prompts, **usual)
-    _, silent_s = generate(llm, prompts, **usual, top_p=given.top_p)
+    _, silent_s = generate(llm, prompts, **usual, top_p=options.top_p)
     config.return_sampling_mask = True
-    outputs, reporting_s = generate(llm, prompts, **usual, top_p=given.top_p)
+    outputs, reporting_s = generate(llm, prompts, **usual, top_p=options.top_p)
     rollouts = Rollouts(outputs)
     sizes_N = rollouts.support.size_R.double()
     lines = [
         "# Importance weights with top-p",
         "",
-        f"`python -m benchmarks.top_p`, {datetime.date.today()}: {processor()}, threads: {given.threads}, model "
-        f"`{given.model.name}`, INT8 rollouts without a profile, temperature 1, `top_p` {given.top_p:g}, "
+        f"`python -m benchmarks.top_p`, {datetime.date.today()}: {processor()}, threads: {options.threads}, model "
+        f"`{options.model.name}`, INT8 rollouts without a profile, temperature 1, `top_p` {options.top_p:g}, "
         f"{len(rollouts.rollout_N):,} tokens.",
         "",
         f"Words that a token was drawn from, of {words:,}: mean {sizes_N.mean():.1f}, median {sizes_N.median():.0f}, "
@@ -205,13 +205,13 @@ def main() -> int:
         "| log-probs of the trainer | mean weight | standard error | errors from 1 | largest | equal bit for bit |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    over, among_all = by_bf16(given.model, rollouts)
-    sides = {"BF16": over, "BF16, among all words": among_all, "one flow": by_one_flow(given.model, rollouts)}
+    over, among_all = by_bf16(options.model, rollouts)
+    sides = {"BF16": over, "BF16, among all words": among_all, "one flow": by_one_flow(options.model, rollouts)}
     lines += [row_of(name, log_probs_N, rollout_N=rollouts.rollout_N) for name, log_probs_N in sides.items()]
     text = "\n".join(lines) + "\n"
     console.out(text)
-    if given.output:
-        (given.output / "top_p.md").write_text(text)
+    if options.output:
+        (options.output / "top_p.md").write_text(text)
     return 0
 
 

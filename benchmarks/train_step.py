@@ -203,24 +203,24 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="file for the page")
-    given = parser.parse_args()
+    options = parser.parse_args()
     import torch
 
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(options.threads)
     data = batch(
-        prompts=given.prompts,
-        samples=given.samples,
-        prompt_tokens=given.prompt_tokens,
-        response_tokens=given.response_tokens,
-        micro_batch=given.micro_batch,
+        prompts=options.prompts,
+        samples=options.samples,
+        prompt_tokens=options.prompt_tokens,
+        response_tokens=options.response_tokens,
+        micro_batch=options.micro_batch,
     )
-    sides = COMPARED[given.compare]
-    times = timed(data, sides=sides, turns=given.turns, layers=given.layers)
+    sides = COMPARED[options.compare]
+    times = timed(data, sides=sides, turns=options.turns, layers=options.layers)
     left, right = (times[side] for side in sides)
     tokens = int(data["input_ids"].offsets()[-1])
     lines = [
-        f"{processor()}, {given.threads} threads. {given.prompts} prompts of {given.samples} samples, {tokens} tokens, "
-        f"{tokens / len(data):.0f} of a sequence.",
+        f"{processor()}, {options.threads} threads. {options.prompts} prompts of {options.samples} samples, {tokens} "
+        f"tokens, {tokens / len(data):.0f} of a sequence.",
         "",
         f"| | {' | '.join(sides)} | ratio |",
         "| --- | --- | --- | --- |",
@@ -234,8 +234,8 @@ def main() -> int:
         lines.append(f"| {name} | {median(before):.2f} | {median(after):.2f} | {ratios(before, after)} |")
     page = "\n".join(lines) + "\n"
     console.out(page)
-    if given.output is not None:
-        given.output.write_text(page)
+    if options.output is not None:
+        options.output.write_text(page)
     return 0
 
 

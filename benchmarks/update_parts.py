@@ -139,36 +139,36 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=PACKAGED_MODELS["smollm2-135m"].shape.layers)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="file for the page")
-    given = parser.parse_args()
+    options = parser.parse_args()
     import torch
     from tensordict import NonTensorStack
     from torch.profiler import ProfilerActivity, profile
 
-    torch.set_num_threads(given.threads)
-    count = given.prompts * given.samples
+    torch.set_num_threads(options.threads)
+    count = options.prompts * options.samples
     data = batch(
-        prompts=given.prompts,
-        samples=given.samples,
+        prompts=options.prompts,
+        samples=options.samples,
         prompt_tokens=33,
         response_tokens=24,
-        micro_batch=given.micro_batch,
+        micro_batch=options.micro_batch,
     )
-    data["uid"] = NonTensorStack(*(f"prompt-{place // given.samples}" for place in range(count)))
-    data["session_id"] = NonTensorStack(*(place % given.samples for place in range(count)))
-    trainer = Engine(layers=given.layers)
+    data["uid"] = NonTensorStack(*(f"prompt-{place // options.samples}" for place in range(count)))
+    data["session_id"] = NonTensorStack(*(place % options.samples for place in range(count)))
+    trainer = Engine(layers=options.layers)
     trainer.use(BF16, data)
     mark_parts(trainer)
     update(trainer, data)  # buffers are allocated, the optimizer's state is made
     usual_s = update(trainer, data)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         update(trainer, data)
-    about = f"{processor()}, {given.threads} threads; {count} samples, {int(data['input_ids'].offsets()[-1])} tokens."
+    about = f"{processor()}, {options.threads} threads; {count} samples, {int(data['input_ids'].offsets()[-1])} tokens."
     text = "\n".join(
         [about, f"An update without the profiler: {usual_s:.2f} s.", "", *table(seconds_by_part(profiled.events()))]
     )
     console.out(text)
-    if given.output is not None:
-        given.output.write_text(text + "\n")
+    if options.output is not None:
+        options.output.write_text(text + "\n")
     return 0
 
 

@@ -128,31 +128,31 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="folder for updates.md")
-    given = parser.parse_args()
-    set_environment(given.threads)
+    options = parser.parse_args()
+    set_environment(options.threads)
     os.environ["VLLM_PLUGINS"] = ""  # ours is registered once vLLM's own engine is up
-    shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
-    measured = measure(shapes, turns=given.turns)
+    shapes = NAMED_SHAPES[options.shapes].replace(layers=options.layers)
+    measured = measure(shapes, turns=options.turns)
     layer = 2 * (3 * shapes.hidden * shapes.intermediate + 2 * shapes.hidden**2 * (1 + shapes.kv_heads / shapes.heads))
-    text = f"{heading(given, layer_bytes=int(layer))}\n\n{table(measured, layer_bytes=int(layer))}\n\n{LEGEND}\n"
+    text = f"{heading(options, layer_bytes=int(layer))}\n\n{table(measured, layer_bytes=int(layer))}\n\n{LEGEND}\n"
     console.out(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "updates.md").write_text(text)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "updates.md").write_text(text)
     slow = [side.name for side, _ in measured if median(ratios(side.seconds, measured[0][0].seconds)) > MAX_RATIO]
     if slow:
         console.say(f"above {MAX_RATIO} times vLLM's own: {', '.join(slow)}")
     return 0
 
 
-def heading(given: argparse.Namespace, *, layer_bytes: int) -> str:
+def heading(options: argparse.Namespace, *, layer_bytes: int) -> str:
     import torch
     import vllm
 
     return (
-        f"# An update by load_weights, beside plain vLLM\n\n{given.shapes}, {given.layers} layers of "
-        f"{layer_bytes / 2**20:.0f} MiB in BF16; {given.turns} updates of each engine in turns, medians; every layer "
-        f"proven at each; {given.threads} threads on {platform.machine()}, torch {torch.__version__}, "
+        f"# An update by load_weights, beside plain vLLM\n\n{options.shapes}, {options.layers} layers of "
+        f"{layer_bytes / 2**20:.0f} MiB in BF16; {options.turns} updates of each engine in turns, medians; every layer "
+        f"proven at each; {options.threads} threads on {platform.machine()}, torch {torch.__version__}, "
         f"vLLM {vllm.__version__}."
     )
 

@@ -157,32 +157,32 @@ def set_arguments(arguments: Any, settings: EngineSettings) -> str:
 
     Returns what was set, as text.  Raises RecipeError with everything that contradicts what the engine was given.
     """
-    wanted = _wanted(arguments, settings)
-    problems = [problem for name, value in wanted.items() if (problem := _conflict(arguments, name, value))]
+    arguments_needed = _arguments_for(arguments, settings)
+    problems = [problem for name, value in arguments_needed.items() if (problem := _conflict(arguments, name, value))]
     problems += _unfit(arguments, settings)
     if problems:
         raise RecipeError(problems)
-    for name, value in wanted.items():
+    for name, value in arguments_needed.items():
         given = getattr(arguments, name)
         setattr(arguments, name, {**given, **value} if isinstance(value, dict) else value)
-    return ", ".join(f"{name}={_shown(value)}" for name, value in wanted.items())
+    return ", ".join(f"{name}={_shown(value)}" for name, value in arguments_needed.items())
 
 
-def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
+def _arguments_for(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
     """Names of `EngineArgs` and their values; of a dictionary only the keys that are ours."""
-    wanted: dict[str, Any] = {**settings.quantisation.engine_arguments(), "logprobs_mode": LOGPROBS_MODE}
+    arguments_needed: dict[str, Any] = {**settings.quantisation.engine_arguments(), "logprobs_mode": LOGPROBS_MODE}
     if settings.load_format:
-        wanted["load_format"] = settings.load_format
+        arguments_needed["load_format"] = settings.load_format
     elif arguments.load_format == "auto" or (settings.quantisation.profile and arguments.load_format != "dummy"):
-        wanted["load_format"] = LOAD_FORMAT  # `dummy` needs no smoothing: the first sync brings it
+        arguments_needed["load_format"] = LOAD_FORMAT  # `dummy` needs no smoothing: the first sync brings it
     if arguments.worker_extension_cls == VERL_EXTENSION:
-        wanted["worker_extension_cls"] = SYNC_EXTENSION
+        arguments_needed["worker_extension_cls"] = SYNC_EXTENSION
     if settings.backend:
-        wanted["distributed_executor_backend"] = settings.backend
-    wanted["worker_cls"] = WORKER_CLASS
+        arguments_needed["distributed_executor_backend"] = settings.backend
+    arguments_needed["worker_cls"] = WORKER_CLASS
     if settings.reload:
-        wanted["additional_config"] = {RELOAD_KEY: list(settings.reload)}
-    return wanted
+        arguments_needed["additional_config"] = {RELOAD_KEY: list(settings.reload)}
+    return arguments_needed
 
 
 def _shown(value: Any) -> str:
@@ -201,14 +201,14 @@ _UNSET: dict[str, Any] = {
 
 
 def _conflict(arguments: Any, name: str, value: Any) -> Problem | None:
-    given, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+    present, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
     hint = f"leave {option} out, or unset {_asked_by(name)}"
     if not isinstance(value, dict):
-        fact = f"`{given}` is given, and {_asked_by(name)} wants `{value}`"
-        return None if given in (_UNSET[name], value) else (f"{option}: {fact}", hint)
-    if not isinstance(given, dict):
+        fact = f"`{present}` is given, and {_asked_by(name)} wants `{value}`"
+        return None if present in (_UNSET[name], value) else (f"{option}: {fact}", hint)
+    if not isinstance(present, dict):
         return f"{option}: a function is given, and {_asked_by(name)} wants a mapping", hint
-    taken = [key for key, each in value.items() if given.get(key, each) != each]
+    taken = [key for key, each in value.items() if present.get(key, each) != each]
     return (f"{option}: `{taken[0]}` is given, and {_asked_by(name)} sets it", hint) if taken else None
 
 

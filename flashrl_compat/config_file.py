@@ -70,7 +70,7 @@ def engine_settings(variables: Variables, *, rank: int) -> EngineSettings:
     entries = _entries_of(variables.config)
     entry = entry_of_rank(entries, rank=rank)
     return EngineSettings(
-        quantisation=_with_lm_head(entry.quantisation, wanted=variables.lm_head_fp32),
+        quantisation=_with_lm_head(entry.quantisation, lm_head_fp32=variables.lm_head_fp32),
         load_format="" if entry.load_format == LOAD_FORMATS[0] else entry.load_format,
         backend="" if entry.backend == EXTERNAL_LAUNCHER else entry.backend,
         reload=variables.reload,
@@ -103,11 +103,11 @@ def _downloaded(file: HubFile) -> Path:
     return path
 
 
-def _with_lm_head(quantisation: Quantisation, *, wanted: bool | None) -> Quantisation:
-    if wanted is False and quantisation.lm_head_fp32:
+def _with_lm_head(quantisation: Quantisation, *, lm_head_fp32: bool | None) -> Quantisation:
+    if lm_head_fp32 is False and quantisation.lm_head_fp32:
         hint = "unset the variable, or change the file"
         raise RecipeError([(f"{LM_HEAD_VARIABLE}: it is 0, and the file says lm_head_fp32: true", hint)])
-    return quantisation.replace(lm_head_fp32=quantisation.lm_head_fp32 or wanted is True)
+    return quantisation.replace(lm_head_fp32=quantisation.lm_head_fp32 or lm_head_fp32 is True)
 
 
 def _notes(entry: Entry) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
         try:
             out.write(read(file))
         except pickle.UnpicklingError as error:
-            out.write(f"it asks for more than tensors and plain containers: {_asked(error)}".encode())
+            out.write(f"it asks for more than tensors and plain containers: {_requested_name(error)}".encode())
             return RecipeError.exit_code
         except (NotAProfile, MemoryError) as error:
             out.write(first_line(error).encode())
@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _asked(error: pickle.UnpicklingError) -> str:
+def _requested_name(error: pickle.UnpicklingError) -> str:
     """What the pickle wanted, out of torch's long message: a name, or an instruction."""
     found = re.search(r"GLOBAL [\w.]+|Unsupported (?:class|operand) [\w.]+", str(error))
     return found.group(0) if found else first_line(error)

@@ -68,16 +68,16 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
 
     Without FLASHRL_CONFIG the others are not judged: nothing asks for them.
     """
-    given = {name: value.strip() for name, value in environ.items() if name.startswith("FLASHRL_") and value.strip()}
-    if CONFIG_VARIABLE not in given:
+    values = {name: value.strip() for name, value in environ.items() if name.startswith("FLASHRL_") and value.strip()}
+    if CONFIG_VARIABLE not in values:
         return Variables(config=None)
-    problems = _unknown_variables(given)
+    problems = _unknown_variables(values)
     variables = Variables(
-        config=_config(given[CONFIG_VARIABLE], problems),
-        lm_head_fp32=_switch(given.get(LM_HEAD_VARIABLE), problems),
-        log_level=_level(given.get(LEVEL_VARIABLE, "INFO"), problems),
-        log_file=_log_file(given.get(FILE_VARIABLE), problems),
-        reload=_checkpoints(given.get(RELOAD_VARIABLE), problems),
+        config=_config(values[CONFIG_VARIABLE], problems),
+        lm_head_fp32=_switch(values.get(LM_HEAD_VARIABLE), problems),
+        log_level=_level(values.get(LEVEL_VARIABLE, "INFO"), problems),
+        log_file=_log_file(values.get(FILE_VARIABLE), problems),
+        reload=_checkpoints(values.get(RELOAD_VARIABLE), problems),
     )
     if problems:
         raise RecipeError(problems)

@@ -87,15 +87,15 @@ class ProvenWorker(Worker):
             raise SyncError(
                 "weight update: weights in a kernel's own format cannot be proven", hint="send checkpoints'"
             )
-        runner, by = self.model_runner, "reload_weights"
+        runner, sender = self.model_runner, "reload_weights"
         config = copy.copy(runner.model_config)
         if weights_iterator is None:
             if weights_path is not None:
                 config.model, config.revision = weights_path, None
-            by = f"reload_weights of {config.model}"
+            sender = f"reload_weights of {config.model}"
             weights_iterator = _weights(config, model=runner.get_model(), load_config=self.vllm_config.load_config)
-        self.appliance_ways_in.begin(by)
-        self.appliance_ways_in.load(weights_iterator, by=by)
+        self.appliance_ways_in.begin(sender)
+        self.appliance_ways_in.load(weights_iterator, sender=sender)
         self.appliance_ways_in.finish()
         # the next one without a path loads it again
         runner.model_config.model, runner.model_config.revision = config.model, config.revision

@@ -31,11 +31,11 @@ def modules() -> set[str]:
         name = waiting.pop()
         if name not in names and name.startswith(PACKAGES) and (file := file_of(name)):
             names.add(name)
-            waiting += [name.rpartition(".")[0], *named(ast.parse(file.read_text()))]
+            waiting += [name.rpartition(".")[0], *imported_names(ast.parse(file.read_text()))]
     return names
 
 
-def named(tree: ast.Module) -> Iterator[str]:
+def imported_names(tree: ast.Module) -> Iterator[str]:
     """List what may be a module: of `from a import b` both `a` and `a.b`, of a text with dots its longest
     beginnings."""
     for node in ast.walk(tree):

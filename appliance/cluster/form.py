@@ -296,19 +296,19 @@ def look_around() -> tuple[list[ClusterNode], dict[str, str]]:
 def cluster_of(plan: RunPlan, *, on_loss: Callable[[ApplianceError], None]) -> Iterator[RayCluster]:
     """Connect to the cluster, wait until it is complete, and compare its nodes; stop it at the end. Raises
     PreflightError. on_loss: called once, on another thread, when the head or a node of the training is gone."""
-    wanted = plan.cluster
-    token_file = Path(wanted.token_file)
-    if wanted.address:
+    settings = plan.cluster
+    token_file = Path(settings.token_file)
+    if settings.address:
         check_token(token_file)
     else:
         make_token(token_file)
     os.environ |= ray_node_env()  # of Ray's client in this process too; the token is known to it from its start
-    head = None if wanted.address else _start_head(plan)
+    head = None if settings.address else _start_head(plan)
     cluster = RayCluster(plan, head=head)
     cluster.watch_head(on_loss)
     try:
-        _connect(plan, address=wanted.address or f"127.0.0.1:{wanted.port}")
-        cluster.wait(wait_s=wanted.wait_s)
+        _connect(plan, address=settings.address or f"127.0.0.1:{settings.port}")
+        cluster.wait(wait_s=settings.wait_s)
         cluster.compare()
         cluster.watch(on_loss)
         yield cluster

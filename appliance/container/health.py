@@ -25,7 +25,7 @@ _TOLD_IN = ("events.jsonl", "metrics.jsonl", "logs/*/*.log")
 @dataclass(frozen=True)
 class ContainerHealth:
     is_healthy: bool
-    what: str
+    text: str
     """Description for `docker inspect`, one line."""
 
 
@@ -70,7 +70,7 @@ def _of_node(folder: Path) -> ContainerHealth:
     except (OSError, ValueError) as error:
         return ContainerHealth(False, f"node {folder}: {error}")
     found = judge_run(run_dir.name, record, launched=True, quiet_s=time.time() - _last_word(run_dir))
-    return ContainerHealth(found.is_healthy, f"node of {found.what}")
+    return ContainerHealth(found.is_healthy, f"node of {found.text}")
 
 
 def _of_run(run_dir: Path) -> ContainerHealth:

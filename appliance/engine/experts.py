@@ -101,7 +101,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     ) -> None:
         ranks = self.moe.moe_parallel_config.tp_size
         cut = [intermediate_size_per_partition] if ranks > 1 else []
-        refuse_cut_blocks(layer.layer_name, cut, scheme=self.scheme, num_ranks=ranks, what="channels of an expert")
+        refuse_cut_blocks(layer.layer_name, cut, scheme=self.scheme, num_ranks=ranks, unit="channels of an expert")
         self._cut = {
             GATE_UP: is_cut(self.scheme, rows_are_cut=False, num_ranks=ranks),
             DOWN: is_cut(self.scheme, rows_are_cut=ranks > 1, num_ranks=ranks),

@@ -159,15 +159,15 @@ class FirstLoad:
 
     def _require_place(self, name: str, tensor: Tensor) -> None:
         """Check the name, shape and values of a tensor of a model whose places are known."""
-        wanted = {place.shape for place in self._slots.get(name, ())} or {*self._shape_in_experts(name)}
-        if wrong := next((shape for shape in wanted if shape and shape != tensor.shape), None):
+        shapes = {place.shape for place in self._slots.get(name, ())} or {*self._shape_in_experts(name)}
+        if wrong := next((shape for shape in shapes if shape and shape != tensor.shape), None):
             fact = f"{name} has the shape {list(tensor.shape)}, the model has {list(wrong)}"
             raise WeightsError(f"first load: {fact}", hint=_HINT)
-        if not (wanted or packed_parts(name)[1] or self._is_left_out(name)):
+        if not (shapes or packed_parts(name)[1] or self._is_left_out(name)):
             raise WeightsError(f"first load: {name} is not a weight of this model", hint=_HINT)
-        if wanted and not _holds_floats(tensor):
+        if shapes and not _holds_floats(tensor):
             raise WeightsError(f"first load: {name} is {tensor.dtype}, not floats", hint=_HINT)
-        if wanted and not all_finite(tensor):
+        if shapes and not all_finite(tensor):
             raise WeightsError(f"first load: {name} has a value that is not finite", hint=_HINT)
 
     def _shape_in_experts(self, name: str) -> Iterator[tuple[int, int]]:
@@ -222,10 +222,10 @@ class FirstLoad:
         missing = []
         for name, layer in self._layers.items():
             is_complete = name in self._online and not get_layerwise_info(layer).can_load()  # and quantised by now
-            wanted = 0 if is_complete or is_deferred_attention_layer(layer) else loadable_elements(layer)
+            num_needed = 0 if is_complete or is_deferred_attention_layer(layer) else loadable_elements(layer)
             has = self._counted[name]
-            if has < wanted and not self._has_come_otherwise(name, layer, loaded=loaded or set()):
-                missing.append(f"{name} ({has} of {wanted} elements{self._not_come(name)})")
+            if has < num_needed and not self._has_come_otherwise(name, layer, loaded=loaded or set()):
+                missing.append(f"{name} ({has} of {num_needed} elements{self._not_come(name)})")
         if missing:
             shown = ", ".join(missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""

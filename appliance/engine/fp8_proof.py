@@ -247,7 +247,7 @@ class NativeFp8Proof(Fp8Proof):
     def _expect_columns(self, weight_NT: Tensor) -> None:
         self._codes_NT = self._quantised(weight_NT, scale=self._scale).codes_NK.cpu()
 
-    def _wanted(self, out_TN: Tensor) -> Tensor:
+    def _exact_answers(self, out_TN: Tensor) -> Tensor:
         """[T, N] float64: the exact answers. out_TN: the kernel's, which says whether one of two is meant."""
         return (widened_fp8(self._codes_NT).double() * self._scale.double().cpu()).t() * self._values_T[:, None]
 
@@ -257,13 +257,13 @@ class NativeFp8Proof(Fp8Proof):
     def _first_answer(self, layer: Module) -> ProofFault | None:
         with torch.compiler.set_stance("force_eager"):  # on a GPU vLLM has the activation's quantiser compiled
             out_TN = answer(layer, self.probe_TK(), bias_N=None)
-        wanted_TN = self._wanted(out_TN)
+        wanted_TN = self._exact_answers(out_TN)
         roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
         bound_TN = 2 * roundings * BF16_U * wanted_TN.abs() + _FLUSHED
         for token, column in enumerate(self.columns_T.tolist()):
             found = first_beyond(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
             if found is not None:
-                return replace(found, what=f"{found.what}, input channel {column}")
+                return replace(found, subject=f"{found.subject}, input channel {column}")
         return None
 
 
@@ -317,7 +317,7 @@ class NativeBlockProof(NativeFp8Proof):
         blocks_T = self.columns_T.to(self._scale.device) // BLOCK
         return self._scale[:, blocks_T].repeat_interleave(BLOCK, dim=0)[:rows]
 
-    def _wanted(self, out_TN: Tensor) -> Tensor:
+    def _exact_answers(self, out_TN: Tensor) -> Tensor:
         """Return the nearer one of the two answers."""
         scale_NT = self._scale_of_columns(len(self._codes_NT)).cpu().double()
         inner_TN, outer_TN = (

@@ -113,7 +113,7 @@ def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = Fa
 class ProofFault:
     """Difference between what a kernel has or answers and what the tensor received gives."""
 
-    what: str
+    subject: str
     kernel: float | str
     expected: float | str
     bound: float = 0.0
@@ -125,7 +125,7 @@ class ProofFault:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
         sides = (self.kernel, self.expected)
         held, wanted = (side if isinstance(side, str) else f"{side:.9g}" for side in sides)
-        return f"{self.what}: the engine has {held}, the tensor received gives {wanted}{allowed}"
+        return f"{self.subject}: the engine has {held}, the tensor received gives {wanted}{allowed}"
 
 
 @dataclass(eq=False)

@@ -73,16 +73,16 @@ class PrecisionSwitch:
                 self._fixed = self._fixed or name
         self._changed: list[Module] = []
 
-    def change(self, wanted: Precision) -> tuple[str, ...]:
+    def change(self, precision: Precision) -> tuple[str, ...]:
         """Change the layers' precision, and return the names of those that are now another way than before. Raises
-        SyncError, before anything changed. An engine without quantised layers has nothing to change, whatever is
-        wanted."""
-        if self._fixed and not wanted.is_planned:
+        SyncError, before anything changed. An engine without quantised layers has nothing to change, whatever
+        precision is asked for."""
+        if self._fixed and not precision.is_planned:
             raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
-        goals = {name: wanted.scheme or _quantised_method(layer).planned for name, layer in self._layers.items()}
+        goals = {name: precision.scheme or _quantised_method(layer).planned for name, layer in self._layers.items()}
         for name, scheme in goals.items():
             _require_possible(name, self._layers[name], scheme)
-        goals |= dict.fromkeys(self._named(wanted.bf16_layers), Scheme.BF16)
+        goals |= dict.fromkeys(self._layers_named(precision.bf16_layers), Scheme.BF16)
         changed = [name for name, scheme in goals.items() if _scheme(self._layers[name]) is not scheme]
         for name in changed:
             layer, method = self._layers[name], _quantised_method(self._layers[name])
@@ -94,17 +94,17 @@ class PrecisionSwitch:
         self._changed = [self._layers[name] for name in changed]
         return tuple(changed)
 
-    def _named(self, entries: tuple[str, ...]) -> list[str]:
+    def _layers_named(self, entries: tuple[str, ...]) -> list[str]:
         """Layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
-        asked, known, names = set(entries), set[str](), []
+        requested, known, names = set(entries), set[str](), []
         for name in self._layers:
             parts = part_names(name)
             known |= {name, *parts}
-            if name in asked or asked.issuperset(parts):
+            if name in requested or requested.issuperset(parts):
                 names.append(name)
-            elif asked.intersection(parts):
+            elif requested.intersection(parts):
                 raise SyncError(f"weight update: only a part of {name} is to be in BF16")
-        unknown = sorted(asked - known)
+        unknown = sorted(requested - known)
         if unknown and self._layers:
             raise SyncError(f"weight update: `{unknown[0]}` is to be in BF16 and is no quantised layer of this engine")
         return names

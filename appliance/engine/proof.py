@@ -94,11 +94,11 @@ class SyncProof:
         self._taken.clear()
         self._sources.clear()
         self._unproven = 0
-        asked = {
+        requests = {
             name: ask(turn, sync=sync, every=self._every, parts=self._parts, everyone=changed)
             for turn, name in enumerate(self._layers)
         }
-        self._due = {name: how for name, how in asked.items() if how is not None}
+        self._due = {name: how for name, how in requests.items() if how is not None}
         self._kernels = {name: make(ask=self._due[name]) for name, make in self._provable.items() if name in self._due}
         weights = (slot for places in self._slots.values() for slot in places if slot.parameter == "weight")
         self._missing = {(slot.layer, slot.part) for slot in weights if slot.layer in self._kernels}
@@ -200,11 +200,11 @@ class SyncProof:
         raise SyncError(why, hint=hint)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(left: Tensor, right: Tensor) -> bool:
     """Compare the bits of any values: NaN is itself, and -0 is not 0."""
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return False
-    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (left, right)))
 
 
 def _place(slot: Slot) -> Place:

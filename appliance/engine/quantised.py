@@ -153,7 +153,7 @@ def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
     return rows_are_cut and scheme.spec.scales is Scales.CHANNEL
 
 
-def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks: int, what: str = "channels") -> None:
+def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks: int, unit: str = "channels") -> None:
     """Refuse a layer whose blocks would be cut: they are counted from the start of a rank's part, so that cut ones
     would differ with the number of ranks.
 
@@ -162,7 +162,7 @@ def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks:
     ragged = [size for size in sizes if size % BLOCK]
     if scheme.spec.scales is Scales.BLOCK and ragged:
         raise EngineError(
-            f"{name}: `{scheme}` over {num_ranks} ranks leaves {ragged[0]} {what} to a rank, "
+            f"{name}: `{scheme}` over {num_ranks} ranks leaves {ragged[0]} {unit} to a rank, "
             f"which is not a multiple of {BLOCK}",
             hint="use `fp8-channel`, or fewer ranks for tensor parallelism",
         )

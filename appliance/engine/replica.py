@@ -90,10 +90,10 @@ def support_of(words: Sequence[Sequence[int]]) -> Support:
 
 
 @contextlib.asynccontextmanager
-async def standing_still(engine: Any, *, one: asyncio.Lock) -> AsyncIterator[None]:
-    """Pause an engine while this is open. one: lock of this engine, since a pause that another call ends before the
+async def standing_still(engine: Any, *, lock: asyncio.Lock) -> AsyncIterator[None]:
+    """Pause an engine while this is open. lock: lock of this engine, since a pause that another call ends before the
     engine is idle gets no answer."""
-    async with one:
+    async with lock:
         await engine.pause_generation(mode="keep", clear_cache=False)
         try:
             yield
@@ -152,13 +152,13 @@ def load_replica() -> type[RolloutReplica]:
                 sampling, seeds = reportable(sampling), [seed or 0 for seed in seeds]
             # Flat: no object for each word of each token.
             always = {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
-            asked = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
-            async with standing_still(self.engine, one=self.__dict__.setdefault("_one_pause", asyncio.Lock())):
+            requests = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
+            async with standing_still(self.engine, lock=self.__dict__.setdefault("_one_pause", asyncio.Lock())):
                 queues = [
                     await self._add(
                         prompt, params=SamplingParams(**sampling, n=num_samples, seed=seed, **always), used=used
                     )
-                    for prompt, seed, used in asked
+                    for prompt, seed, used in requests
                 ]
             waiting = [asyncio.create_task(self._group(place, queue)) for place, queue in enumerate(queues)]
             try:
@@ -175,16 +175,16 @@ def load_replica() -> type[RolloutReplica]:
         async def _group(self, place: int, queue: Any) -> tuple[int, Group]:
             final = await queue.get()
             samples = []
-            for one in final.outputs:
-                support = None if one.sampling_mask is None else support_of(one.sampling_mask.token_ids)
-                ids, flat = list(one.token_ids), one.logprobs
+            for output in final.outputs:
+                support = None if output.sampling_mask is None else support_of(output.sampling_mask.token_ids)
+                ids, flat = list(output.token_ids), output.logprobs
                 words_TL = np.array(flat.token_ids, np.int32).reshape(len(ids), -1 if ids else 1)
                 log_probs_TL = np.array(flat.logprobs, np.float32).reshape(words_TL.shape)
                 if words_TL[:, 0].tolist() != ids:
                     what = "vLLM did not put the sampled word before the most likely ones"
                     raise EngineError(what, hint="report it with the log: this version of vLLM is not as expected")
                 top = TopWords(words_TL[:, 1:].copy(), log_probs_TL[:, 1:].copy()) if words_TL.shape[1] > 1 else None
-                finished = one.finish_reason == "stop"
+                finished = output.finish_reason == "stop"
                 samples.append(
                     EngineSample(ids, log_probs_TL[:, 0].tolist(), finished=finished, top=top, support=support)
                 )

@@ -109,20 +109,20 @@ def _overheard(layers: Sequence[Module], *, tell: _Tell) -> Iterator[None]:
 
 def _telling(loader: Callable[..., Any], *, layer: Module, key: str, tell: _Tell) -> Callable[..., Any]:
     @functools.wraps(loader)  # by their name vLLM knows the loaders that it has put around others
-    def telling_loader(parameter: Tensor, tensor: Tensor, *part: Any, **named: Any) -> Any:
+    def telling_loader(parameter: Tensor, tensor: Tensor, *part: Any, **options: Any) -> Any:
         info = get_layerwise_info(layer)
         before, total = info.load_numel, info.load_numel_total or 0
-        given = loader(parameter, tensor, *part, **named)
+        loaded = loader(parameter, tensor, *part, **options)
         elements = (info.load_numel if info.can_load() else total) - before
         route: _Route | None = None
         own = getattr(loader, "__wrapped__", None) if loader.__name__ == _COUNTS else None
         if own is not None and own.__name__ != _COUNTS and not is_deferred_attention_layer(layer):  # not of two layers
-            call = inspect.signature(own).bind(parameter, tensor, *part, **named)
+            call = inspect.signature(own).bind(parameter, tensor, *part, **options)
             call.apply_defaults()
             if place := next((each for each, value in call.arguments.items() if value is tensor), ""):
                 call.arguments |= dict.fromkeys(("param", place))  # the first is vLLM's to fill in
                 route = _Route(layer, key, tensor.shape, call, place, elements)
         tell(tensor, route)
-        return given
+        return loaded
 
     return telling_loader

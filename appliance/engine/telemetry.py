@@ -216,12 +216,12 @@ def write_first_scales(run_dir: Path, first: FirstScales, *, replica: int, rank:
     """Write the scales of the first update, as a whole file or not at all. Raises OSError."""
     path = _scales_file(run_dir, replica, rank)
     path.parent.mkdir(exist_ok=True)
-    named = {
+    scales_by_key = {
         json.dumps([*key, largest, columns]): scale_RS.contiguous()
         for (key, (largest, columns, _)), scale_RS in first.items()
     }
     with whole_file(path) as partial:
-        save_file(named, partial)
+        save_file(scales_by_key, partial)
 
 
 def _scales_file(run_dir: Path, replica: int, rank: int) -> Path:

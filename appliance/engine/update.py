@@ -313,14 +313,14 @@ class WeightUpdate:
         self._count_waiting(name, folded)
 
     @contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _naming(self, tensor_name: str) -> Iterator[None]:
         """Turn an error about one tensor into a SyncError that names it: all failed syncs have one exit code."""
         try:
             yield
         except SyncError:
             raise
         except (NumericsError, EngineError) as error:
-            fact = error.message if what in error.message else f"{what}: {error.message}"
+            fact = error.message if tensor_name in error.message else f"{tensor_name}: {error.message}"
             raise SyncError(f"weight update: {fact}", hint=error.hint) from error
 
     def _take_manifest(self, tensor: Tensor) -> None:

@@ -106,22 +106,22 @@ class WaysIn:
             self._uncounted_before = [parameter.to("cpu", copy=True) for parameter in self.update.uncounted()]
         self._dropped_by = cause
 
-    def begin(self, by: str = "verl") -> None:
-        """Begin an update. by: who sends it. Raises SyncError where an update is open, which is then broken for good,
-        where one was broken before, and for models that pool."""
+    def begin(self, sender: str = "verl") -> None:
+        """Begin an update. sender: who sends it. Raises SyncError where an update is open, which is then broken for
+        good, where one was broken before, and for models that pool."""
         self._require_sound()
         if self._pools:  # vLLM has no answer to such a request but a result, so none could be refused meanwhile
             raise SyncError("weight update: a pooling model takes none", hint="restart its engine")
         if self._open:
-            self._break(f"was begun by {self._open}, and then by {by} as well")
+            self._break(f"was begun by {self._open}, and then by {sender} as well")
         self.update.begin()
-        self._open, self._ends_itself, self._manifest_seen, self._head = by, False, False, ""
+        self._open, self._ends_itself, self._manifest_seen, self._head = sender, False, False, ""
         if self._dropped_by:
             for parameter, value in zip(self.update.uncounted(), self._uncounted_before, strict=True):
                 parameter.copy_(value)
         self._waiting = None  # the layers that may not be complete, looked at from the last: each once
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str = "load_weights") -> set[str]:
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, sender: str = "load_weights") -> set[str]:
         """Load tensors and return the names of those that were taken. Outside of an update it begins one that ends
         itself."""
         taken = set()
@@ -133,7 +133,7 @@ class WaysIn:
                 if self._version and not (self._open or self._dropped_by) and self._comes_late(name, tensor):
                     continue
                 if not self._open:
-                    self.begin(by)
+                    self.begin(sender)
                     self._ends_itself = True
                 if is_head:  # vLLM drops it unread
                     self._head = self._head_digest(tensor)
@@ -156,13 +156,13 @@ class WaysIn:
             taken = self.update.finish()
             if self._head and self._head != self._head_digest(None):
                 self._break("brought a head that is tied to the embedding and is not equal to it")
-        by, self._open, self._dropped_by, self.last_proven = self._open, "", "", taken
+        sender, self._open, self._dropped_by, self.last_proven = self._open, "", "", taken
         self._version += 1
         more = ", every digest as sent" if taken.manifest else ""
         if unproven := taken.unproven - bool(self._head):  # a tied head has been compared with the embedding
             more += f", of {unproven} tensors nothing else is known"
         self._tell(
-            f"rank {self._rank} took weight update {self._version} by {by}: {taken.tensors} tensors in "
+            f"rank {self._rank} took weight update {self._version} by {sender}: {taken.tensors} tensors in "
             f"{taken.seconds:.2f} s, {taken.layers_proven} of {taken.layers} layers proven{more}"
         )
         return taken
@@ -207,11 +207,13 @@ class WaysIn:
                 self.update.fail(error.message.removeprefix("weight update: "))
             raise
         finally:
-            by, self._open = self._open, self._open if whole else ""
-            if by and not whole and not self.update.is_open:
+            sender, self._open = self._open, self._open if whole else ""
+            if sender and not whole and not self.update.is_open:
                 self.update.undo_begin()
-            elif by and not whole and self.update.state is not WeightState.BROKEN:  # a sender's error, or an interrupt
-                self.update.fail(f"an update by {by} did not finish{self._missing()}")
+            elif (
+                sender and not whole and self.update.state is not WeightState.BROKEN
+            ):  # a sender's error, or an interrupt
+                self.update.fail(f"an update by {sender} did not finish{self._missing()}")
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Load one tensor, whose memory its sender uses again. Where no digests are kept it is rounded to the model's

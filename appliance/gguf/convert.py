@@ -33,11 +33,11 @@ def convert(source: Path, *, folder: Path) -> None:
     not finite, OSError where one cannot be read or written."""
     header = check_gguf(source)
     config = model_config(header, rope_factors=read_rope_factors(source, header))
-    tokenizer, named = make_tokenizer(header), special_tokens(header)
+    tokenizer, special = make_tokenizer(header), special_tokens(header)
     ids = {
-        f"{name.removesuffix('_token')}_token_id": tokenizer.token_to_id(named[name])
+        f"{name.removesuffix('_token')}_token_id": tokenizer.token_to_id(special[name])
         for name in ("bos_token", "eos_token", "pad_token")
-        if name in named
+        if name in special
     }
     model = load_weights(source, config=config | ids, is_tied=HEAD not in header.tensors)
     model.generation_config = GenerationConfig(**ids, do_sample=False)

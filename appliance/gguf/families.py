@@ -199,14 +199,14 @@ def _check_entries(header: Header, *, sizes: _Sizes) -> None:
 
 def _check_tensors(header: Header, layout: Layout, *, sizes: _Sizes) -> None:
     """Raises GgufError where the tensors are not exactly those of the model that the metadata describes."""
-    wanted, optional = dict(_tensors_of(layout, sizes)), {HEAD: (sizes.hidden, sizes.vocab)}
+    required, optional = dict(_tensors_of(layout, sizes)), {HEAD: (sizes.hidden, sizes.vocab)}
     if header.architecture == "llama":
         optional[ROPE_FACTORS] = (sizes.head_size // 2,)
-    if missing := [name for name in wanted if name not in header.tensors]:
+    if missing := [name for name in required if name not in header.tensors]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise GgufError(f"tensor {missing[0]} is missing{more}", hint=_OTHERS_WEIGHTS)
     for name, tensor in header.tensors.items():
-        sizes_there = wanted.get(name) or optional.get(name)
+        sizes_there = required.get(name) or optional.get(name)
         if sizes_there is None:
             message = f"tensor {name[:60]} is not one that a model of `{header.architecture}` has"
             raise GgufError(message, hint=_OTHERS_WEIGHTS)

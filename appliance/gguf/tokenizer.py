@@ -111,22 +111,22 @@ def special_tokens(header: Header) -> dict[str, str]:
     """
     tokens: list[str] = _list(header, "tokens", kind=str)
     kinds: list[int] = _list(header, "token_type", kind=int)
-    named = {}
+    by_role = {}
     for name, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items():
         number = header.number(f"{_PREFIX}{key}_token_id")
         if number is not None and 0 <= number < len(tokens):
-            named[name] = tokens[number]
-    if named.get("pad_token", named["eos_token"]) == named["eos_token"]:
+            by_role[name] = tokens[number]
+    if by_role.get("pad_token", by_role["eos_token"]) == by_role["eos_token"]:
         special = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
-        free = [token for token in special if token not in (named["eos_token"], named.get("bos_token"))]
-        usual = [name for name in _PADDING_NAMES if name in special and name != named["eos_token"]]
+        free = [token for token in special if token not in (by_role["eos_token"], by_role.get("bos_token"))]
+        usual = [name for name in _PADDING_NAMES if name in special and name != by_role["eos_token"]]
         unwritten = [token for token in free if token not in chat_template(header)]
         candidates = [*usual, *unwritten, *free]
         if not candidates:
             fact = "it has no control token for padding besides those that begin and end a text"
             raise GgufError(fact, hint=_WHOLE_MODEL)
-        named["pad_token"] = candidates[0]
-    return named
+        by_role["pad_token"] = candidates[0]
+    return by_role
 
 
 def load_tokenizer(header: Header) -> PreTrainedTokenizerFast:
@@ -207,10 +207,10 @@ def _frame(tokenizer: Tokenizer, header: Header, *, usual: bool) -> None:
     whether a tokenizer of this kind begins a text with its first token where the file does not say."""
     from tokenizers import processors
 
-    named = special_tokens(header)
-    begins = header.metadata.get(f"{_PREFIX}add_bos_token", usual) is True and "bos_token" in named
+    special = special_tokens(header)
+    begins = header.metadata.get(f"{_PREFIX}add_bos_token", usual) is True and "bos_token" in special
     ends = header.metadata.get(f"{_PREFIX}add_eos_token", False) is True
-    around = [*([named["bos_token"]] if begins else []), "$A", *([named["eos_token"]] if ends else [])]
+    around = [*([special["bos_token"]] if begins else []), "$A", *([special["eos_token"]] if ends else [])]
     if len(around) > 1:
         ids = [(token, tokenizer.token_to_id(token)) for token in around if token != "$A"]
         tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)

@@ -263,7 +263,7 @@ def _revision_problem(plan: RunPlan) -> str:
     name, revision = plan.weights.hub_name, plan.model.revision
     if not (name and revision) or plan.weights.commit:
         return ""
-    why = hub.revision(name, wanted=revision)[1]
+    why = hub.revision(name, requested=revision)[1]
     return f"it is not known which commit of `{name}` `{revision}` is: {why}"
 
 
@@ -374,7 +374,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     for url in task.judges:
         console.say(f"note: `judge` sends what it is tried on to {url}: the first rows, their truths and responses")
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
-    output = run_child("appliance.tasks.sample", given=plan.replace(task=task).to_json(), within_s=within_s)
+    output = run_child("appliance.tasks.sample", stdin=plan.replace(task=task).to_json(), within_s=within_s)
     return _problem(output, within_s=within_s, is_own=task.is_own)
 
 

@@ -123,7 +123,7 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
     name, revision = hub_name(recipe), recipe.model.revision or ""
     if original and original.commit and revision and (original.model, original.revision) == (name, revision):
         return original.commit
-    return hub.revision(name, wanted=revision)[0] if name and ask_hub else ""
+    return hub.revision(name, requested=revision)[0] if name and ask_hub else ""
 
 
 def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
@@ -140,7 +140,7 @@ def plan_in(
     build_plan, whose errors it raises."""
     host = host or read_host(folder)
     name, wanted = hub_name(recipe), recipe.model.revision
-    commit = hub.revision(name, wanted=wanted)[0] if name and wanted else ""
+    commit = hub.revision(name, requested=wanted)[0] if name and wanted else ""
     of_the_data = _data_commit(recipe, original=None, ask_hub=True)
     commits = {"commit": commit, "data_commit": of_the_data}
     return build_plan(recipe, run_dir=folder, host=host, cache_dir=cache_dir, **commits), host

@@ -167,10 +167,12 @@ def _named_ends(file: Path) -> list[int]:
         raise EngineError(f"{file}: not JSON that can be read: {error}", hint=hint) from error
     if not isinstance(content, dict):
         raise EngineError(f"{file}: not a mapping", hint=hint)
-    named = content.get("eos_token_id")
-    ends = _whole_numbers(named)
-    if named is not None and len(ends) != (len(named) if isinstance(named, list) else 1):
-        raise EngineError(f"{file}: eos_token_id: {named!r} is neither a token's number nor a list of them", hint=hint)
+    end_ids = content.get("eos_token_id")
+    ends = _whole_numbers(end_ids)
+    if end_ids is not None and len(ends) != (len(end_ids) if isinstance(end_ids, list) else 1):
+        raise EngineError(
+            f"{file}: eos_token_id: {end_ids!r} is neither a token's number nor a list of them", hint=hint
+        )
     return ends
 
 

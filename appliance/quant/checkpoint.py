@@ -96,12 +96,12 @@ class ModelTensors:
 def _indexed(index: Path) -> list[str]:
     """The files that an index names: beside it, nowhere else. Raises EngineError."""
     try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        if outside := sorted(name for name in named if Path(name).name != name or name in ("", "..")):
+        file_names = set(json.loads(index.read_text())["weight_map"].values())
+        if outside := sorted(name for name in file_names if Path(name).name != name or name in ("", "..")):
             raise EngineError(f"{index}: names a file outside of its folder: {outside[0]}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
-    return sorted(named)
+    return sorted(file_names)
 
 
 class _Recorder(nn.Module):

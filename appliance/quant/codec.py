@@ -144,10 +144,10 @@ def all_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
-def require_finite(absmax: Tensor, *, what: str) -> Tensor:
+def require_finite(absmax: Tensor, *, tensor_name: str) -> Tensor:
     """Return the same tensor. Raises NumericsError when a value is not finite; `what`: such as `a weight`."""
     if not bool(torch.isfinite(absmax).all()):
-        raise NumericsError(f"{what} to quantise has a value that is not finite")
+        raise NumericsError(f"{tensor_name} to quantise has a value that is not finite")
     return absmax
 
 

@@ -59,7 +59,7 @@ def fp8_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
     not finite."""
     scales = scheme.spec.scales
     absmax = block_absmax(weight_NK, block=(BLOCK, BLOCK)) if scales is Scales.BLOCK else row_absmax(weight_NK)
-    absmax = require_finite(absmax, what="a weight")
+    absmax = require_finite(absmax, tensor_name="a weight")
     return absmax.amax(dim=0, keepdim=True) if scales is Scales.TENSOR else absmax
 
 
@@ -113,7 +113,7 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
     block = (1, BLOCK) if in_blocks else (1, tokens_MK.shape[1])
     absmax = block_absmax(tokens_MK, block=block) if in_blocks else row_absmax(tokens_MK)
     if finite:
-        require_finite(absmax, what="an activation")
+        require_finite(absmax, tensor_name="an activation")
     if in_blocks:
         scale = divided(absmax.clamp_min(_GROUP_FLOOR), steps=FP8_MAX)
     else:

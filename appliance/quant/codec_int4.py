@@ -83,7 +83,7 @@ def int4_absmax(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT4) -> Tensor:
     group = group_size(length)
     if not group:
         raise ValueError(f"`{scheme}` has no group that divides {length} input channels")
-    return require_finite(block_absmax(weight_NK, block=(1, group)), what="a weight")
+    return require_finite(block_absmax(weight_NK, block=(1, group)), tensor_name="a weight")
 
 
 def dequantise_int4(quantised: QuantisedWeight) -> Tensor:

@@ -42,7 +42,7 @@ def quantise_int8(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8, absmax: Te
 
 def quantise_int8_tokens(tokens_MK: Tensor, *, scheme: Scheme = Scheme.INT8) -> QuantisedWeight:
     """Quantise the activations of M tokens, each by itself, as quantise_int8 would. Raises NumericsError."""
-    return _by_absmax(tokens_MK, require_finite(row_absmax(tokens_MK), what="an activation"))
+    return _by_absmax(tokens_MK, require_finite(row_absmax(tokens_MK), tensor_name="an activation"))
 
 
 def _by_absmax(weight_NK: Tensor, absmax: Tensor) -> QuantisedWeight:
@@ -67,7 +67,7 @@ def int8_rows(codes_NK: Tensor, *, scale_N1: Tensor) -> QuantisedWeight:
 
 def int8_absmax(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8) -> Tensor:
     """Return the largest magnitudes of the rows, [N, 1] float32. Raises NumericsError when a value is not finite."""
-    return require_finite(row_absmax(weight_NK), what="a weight")
+    return require_finite(row_absmax(weight_NK), tensor_name="a weight")
 
 
 def dequantise_int8(quantised: QuantisedWeight) -> Tensor:

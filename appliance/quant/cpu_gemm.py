@@ -196,12 +196,12 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
 
 
 def quantise_weight(
-    weight_NK: Tensor, *, known_finite: bool = False, into_NK: Tensor | None = None, what: str = "a weight"
+    weight_NK: Tensor, *, known_finite: bool = False, into_NK: Tensor | None = None, tensor_name: str = "a weight"
 ) -> QuantisedWeight:
     """Quantise as `quantise_rows`, and of activations too. Raises NumericsError when a value is not finite: vLLM's
-    quantiser would not notice. what: it is, for the error."""
+    quantiser would not notice. tensor_name: it is, for the error."""
     if not (known_finite or all_finite(weight_NK)):
-        raise NumericsError(f"{what} to quantise has a value that is not finite")
+        raise NumericsError(f"{tensor_name} to quantise has a value that is not finite")
     if into_NK is None:
         into_NK = weight_NK.new_empty(weight_NK.shape, dtype=torch.int8)
     return quantise_rows(weight_NK, into_NK=into_NK)

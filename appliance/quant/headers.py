@@ -92,12 +92,12 @@ def damage(folder: Path) -> Damage:
 
 def _cut_short(file: Path) -> str:
     try:
-        wanted, has = tensor_end(file), file.stat().st_size
+        num_needed, has = tensor_end(file), file.stat().st_size
     except PermissionError:
         return ""
     except _NO_FILE:
         return f"{file.name} is not a safetensors file"
-    return "" if has >= wanted else f"{file.name} has {has:,} of {wanted:,} bytes"
+    return "" if has >= num_needed else f"{file.name} has {has:,} of {num_needed:,} bytes"
 
 
 def _differing_files(folder: Path, *, index: Mapping[str, str]) -> list[tuple[str, str]]:

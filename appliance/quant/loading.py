@@ -163,8 +163,8 @@ class _Checkpoint:
     def __init__(self, model: PreTrainedModel, *, headers: Mapping[str, TensorHeader]) -> None:
         self._model, self._headers = model, headers
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))
-        self._wanted = saved_shapes(model)
-        self._known = self._wanted.keys() | self._tied.keys()
+        self._saved_shapes = saved_shapes(model)
+        self._known = self._saved_shapes.keys() | self._tied.keys()
         self._names = {name: self._as_saved(name) for name in headers}
         integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
         self._usable = {
@@ -183,10 +183,11 @@ class _Checkpoint:
         return Loading(problem, remedy, doubt="" if problem else self._mixed_types())
 
     def _class_problem(self) -> tuple[str, str] | None:
-        named, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
-        if not named or built in named or self._model.is_remote_code():
+        architectures, built = getattr(self._model.config, "architectures", None) or [], type(self._model).__name__
+        if not architectures or built in architectures or self._model.is_remote_code():
             return None
-        problem = f"config.json names {named[0]}, which vLLM builds, but by its model_type transformers builds {built}"
+        problem = f"config.json names {architectures[0]}, which vLLM builds, but by its model_type "
+        problem += f"transformers builds {built}"
         return problem, "correct `architectures` or `model_type` in config.json"
 
     def _tensors_problem(self) -> tuple[str, str] | None:
@@ -199,7 +200,7 @@ class _Checkpoint:
         sources = {self._names[name] for name in self._usable}
         both = {head for head, source in self._tied.items() if {head, source} <= sources}
         report = self._loaded([name for name in self._usable if self._names[name] not in both])
-        missing = sorted(self._wanted.keys() - sources)
+        missing = sorted(self._saved_shapes.keys() - sources)
         unexpected = self._unexpected(report, missing=missing)
         if report.is_clean and not (missing and unexpected):  # a gap in the numbers of experts: they are only counted
             return self._names_problem()
@@ -241,7 +242,7 @@ class _Checkpoint:
         experts transformers counts how many there are."""
         others = [name for name, saved in self._names.items() if saved not in self._known]
         lost = set(missing)
-        counted = self._wanted if report.failure or report.mismatched else missing
+        counted = self._saved_shapes if report.failure or report.mismatched else missing
         numbered = {_NUMBER.sub(".#", name) for name in counted}
         layers = {name.rpartition(".")[0] for name in report.unexpected}  # of which it would have made one
 
@@ -253,17 +254,17 @@ class _Checkpoint:
         return sorted(filter(is_unexpected, others))
 
     def _describe(self, report: _Report, *, missing: list[str], unexpected: list[str]) -> tuple[str, str]:
-        pairs = {name: saved for name, saved in self._names.items() if saved in self._wanted}
+        pairs = {name: saved for name, saved in self._names.items() if saved in self._saved_shapes}
         no_floats = sorted(name for name in pairs if name not in self._usable)
         of_no_floats = {pairs[name] for name in no_floats}
         missing = [name for name in missing if name not in of_no_floats]
         mismatched = sorted(
             name
             for name, saved in pairs.items()
-            if name in self._usable and self._headers[name].shape != self._wanted[saved]
+            if name in self._usable and self._headers[name].shape != self._saved_shapes[saved]
         )
         shapes = [
-            f"{name} has {list(self._headers[name].shape)} and not {list(self._wanted[pairs[name]])}"
+            f"{name} has {list(self._headers[name].shape)} and not {list(self._saved_shapes[pairs[name]])}"
             for name in mismatched
         ]
         types = [f"{name} is {self._headers[name].type}" for name in no_floats]
@@ -284,7 +285,7 @@ class _Checkpoint:
     def _layer_count_problem(self) -> Iterator[str]:
         """Report the number of layers where only that differs."""
         there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
-        wanted = {int(found[1]) for name in self._wanted if (found := _LAYER.search(name))}
+        wanted = {int(found[1]) for name in self._saved_shapes if (found := _LAYER.search(name))}
         if there != wanted and there and wanted and max(there) != max(wanted):
             yield f"the files have {len(there)} layers, config.json says {len(wanted)}"
 
@@ -312,12 +313,12 @@ class _Checkpoint:
         return None
 
     def _are_equal(self, *names: str) -> bool:
-        one, other = (self._headers[name] for name in names)
-        if one.shape != other.shape:
+        left, right = (self._headers[name] for name in names)
+        if left.shape != right.shape:
             return False
-        with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+        with safe_open(left.file, framework="pt") as first, safe_open(right.file, framework="pt") as second:
             parts = first.get_slice(names[0]), second.get_slice(names[1])
-            starts = range(0, one.shape[0], _ROWS)
+            starts = range(0, left.shape[0], _ROWS)
             rows = (slice(start, start + _ROWS) for start in starts)
             return all(torch.equal(parts[0][each].float(), parts[1][each].float()) for each in rows)
 

@@ -43,7 +43,7 @@ def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | No
     if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
         return quantise_fp8(weight_NK, scheme=scheme, absmax=absmax)
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
-    own = require_finite(_absmax(bits_NK, scheme=scheme), what="a weight")
+    own = require_finite(_absmax(bits_NK, scheme=scheme), tensor_name="a weight")
     return quantise_fp8_numba_by(
         weight_NK, scale=fp8_scale(own if absmax is None else absmax, scheme=scheme), scheme=scheme
     )

@@ -36,7 +36,7 @@ def quantise_int4_numba(weight_NK: Tensor) -> QuantisedWeight:
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
     most_NG = np.empty((len(bits_NK), bits_NK.shape[1] // group), dtype=uint16)
     for_parts_of_rows(lambda part: _largest(bits_NK[part], group, most_NG[part]), rows=len(bits_NK), multiple=1)
-    absmax_NG = require_finite(torch.from_numpy(most_NG).view(torch.bfloat16).float(), what="a weight")
+    absmax_NG = require_finite(torch.from_numpy(most_NG).view(torch.bfloat16).float(), tensor_name="a weight")
     scale_NG = int4_scale(absmax_NG)
     divisor_NG, codes_NK = divisor_of(scale_NG).numpy(), torch.empty(weight_NK.shape, dtype=torch.int8, device="cpu")
     codes = codes_NK.numpy().view(uint8)

@@ -122,30 +122,34 @@ def check_attestations(
     """Compare a run's attestations with the plan. pins: (distribution, version).  fingerprint: of the program that is
     to run."""
     attestations, unreadable = read_attestations(run_dir)
-    wanted = {(expectation.role, expectation.rank): expectation for expectation in expected}
+    expected_by_place = {(expectation.role, expectation.rank): expectation for expectation in expected}
     attested = {(attestation.role, attestation.rank) for attestation in attestations}
-    missing = [f"{role} rank {rank} did not report what it runs" for role, rank in sorted(wanted.keys() - attested)]
+    missing = [
+        f"{role} rank {rank} did not report what it runs" for role, rank in sorted(expected_by_place.keys() - attested)
+    ]
     wrong = [
         difference
         for live in attestations
-        for difference in _differences(live, wanted.get((live.role, live.rank)), pins=pins, fingerprint=fingerprint)
+        for difference in _differences(
+            live, expected_by_place.get((live.role, live.rank)), pins=pins, fingerprint=fingerprint
+        )
     ]
     return AttestationCheck(unreadable, missing, wrong)
 
 
 def _differences(
-    live: Attestation, wanted: ExpectedAttestation | None, *, pins: Sequence[tuple[str, str]], fingerprint: str
+    live: Attestation, expected: ExpectedAttestation | None, *, pins: Sequence[tuple[str, str]], fingerprint: str
 ) -> Iterator[str]:
     process = live.process
-    if wanted is None:
+    if expected is None:
         yield f"{process} ({live.role} rank {live.rank}) is not in the plan"
         return
-    if live.scheme != str(wanted.scheme):
-        yield f"{process} runs {live.scheme}, the plan says {wanted.scheme}"
-    if live.emulated != wanted.emulated:
-        yield f"{process} reports emulated: {live.emulated}, the plan says {wanted.emulated}"
-    if live.patches != tuple(wanted.patches):
-        applied, planned = (", ".join(names) or "none" for names in (live.patches, wanted.patches))
+    if live.scheme != str(expected.scheme):
+        yield f"{process} runs {live.scheme}, the plan says {expected.scheme}"
+    if live.emulated != expected.emulated:
+        yield f"{process} reports emulated: {live.emulated}, the plan says {expected.emulated}"
+    if live.patches != tuple(expected.patches):
+        applied, planned = (", ".join(names) or "none" for names in (live.patches, expected.patches))
         yield f"{process} has the patches {applied}; the plan says {planned}"
     for name, version in pins:
         if name not in live.versions:

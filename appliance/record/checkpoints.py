@@ -281,11 +281,11 @@ def surplus(saved: Sequence[Facts], *, keep: int | None, keep_best: bool) -> lis
     if keep is None:
         return []
     steps = sorted(each.step for each in saved)
-    wanted = set(steps[-keep:])
+    staying = set(steps[-keep:])
     rated = [each for each in saved if each.val_reward is not None]
     if keep_best and rated:
-        wanted.add(max(rated, key=lambda each: (each.val_reward, each.step)).step)
-    return [step for step in steps if step not in wanted]
+        staying.add(max(rated, key=lambda each: (each.val_reward, each.step)).step)
+    return [step for step in steps if step not in staying]
 
 
 def remove_surplus(run_dir: Path, *, keep: int | None, keep_best: bool) -> list[int]:

@@ -219,7 +219,7 @@ class StepMetrics:
     turns_mean: Number | None = None
     tool_calls_mean: Number | None = None
     tool_calls_failed_fraction: Number | None = None
-    named: dict[str, float] = field(default_factory=dict)
+    user_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that have a name of the user's in their key, in the line's order: `reward/<name>`,
     `val/<set>/avg@<n>`."""
     line: str = field(default="", compare=False, repr=False)
@@ -243,7 +243,7 @@ def parse_metrics(line: str) -> StepMetrics | None:
     parsed = _with_line(parse_line(line, StepMetrics), line)
     if parsed is not None and any(f'"{start}' in line for start in _NAMED):
         numbers = {key: finite(value) for key, value in json_object(line).items() if key.startswith(_NAMED)}
-        object.__setattr__(parsed, "named", {key: value for key, value in numbers.items() if value is not None})
+        object.__setattr__(parsed, "user_metrics", {key: value for key, value in numbers.items() if value is not None})
     return parsed
 
 

@@ -110,11 +110,11 @@ def dump_stacks(log_dir: Path, *, living: Collection[int]) -> list[Path]:
     log_dir: of the attempt.  living: the run's own process ids, so that a number given away again is never signalled.
     """
     files = sorted((log_dir / STACKS_FOLDER).glob("*-*.txt"))
-    asked = [path for path in files if _pid(path) in living and _ask(_pid(path))]
+    requested = [path for path in files if _pid(path) in living and _ask(_pid(path))]
     deadline = time.monotonic() + WRITE_WITHIN_S
-    while time.monotonic() < deadline and not all(map(_says_something, asked)):
+    while time.monotonic() < deadline and not all(map(_says_something, requested)):
         time.sleep(0.1)
-    return sorted(_named(path) for path in asked if _says_something(path))
+    return sorted(_with_ray_name(path) for path in requested if _says_something(path))
 
 
 def _says_something(path: Path) -> bool:
@@ -123,7 +123,7 @@ def _says_something(path: Path) -> bool:
     return False
 
 
-def _named(path: Path) -> Path:
+def _with_ray_name(path: Path) -> Path:
     """Rename a file to what Ray calls the process, where that is all that is known of it."""
     pid = _pid(path)
     if path.name != f"{RAY_ROLE}-{pid}.txt":

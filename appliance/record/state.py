@@ -149,7 +149,7 @@ def fold(state: RunState, news: Event | StepMetrics) -> RunState:
 def by_set(line: StepMetrics) -> BySet:
     """Return the results of several validations, the one that counts first; empty where there is one."""
     results: dict[str, dict[str, float]] = {}
-    for key, value in line.named.items():
+    for key, value in line.user_metrics.items():
         if key.startswith(VALIDATION):
             name, _, metric = key.removeprefix(VALIDATION).rpartition("/")
             results.setdefault(name, {})[metric] = value
@@ -163,7 +163,7 @@ def val_how(line: StepMetrics) -> str:
 
 def rewards_of(line: StepMetrics) -> dict[str, float]:
     """Return the mean of each reward of a task of the user's own, by its name."""
-    return {key.removeprefix(REWARD): value for key, value in line.named.items() if key.startswith(REWARD)}
+    return {key.removeprefix(REWARD): value for key, value in line.user_metrics.items() if key.startswith(REWARD)}
 
 
 def _work(before: Work | None, event: Event) -> Work | None:

@@ -75,7 +75,7 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
     parts = (
         f"step {step.step}/{state.steps}",
         f"reward {draw.number(step.reward_mean)}",
-        f"rewards {rewards_text(step)}" if step.named and rewards_text(step) else "",
+        f"rewards {rewards_text(step)}" if step.user_metrics and rewards_text(step) else "",
         "" if step.val_reward_mean is None else f"validation {_validated(step)}",
         *(f"{name} {set_text(metrics)}" for name, metrics in by_set(step).items()),
         draw.tokens_per_s(step.rollout_tokens_per_s),

@@ -83,9 +83,9 @@ class StepHistory:
     """What the lines of a run come to, each step once and in order.
 
     curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the names of
-    StepMetrics.named, over the lines that have it.  validated: by the scheme that a validation was made in.  parts: of
-    a step's seconds, by name, over the steps that have them.  judged, bad: steps with a mismatch, and those whose
-    mismatch is bad.  last_bad: the last of these, with the reasons.  newest: health of the last step with a mismatch.
+    StepMetrics.user_metrics, over the lines that have it.  validated: by the scheme that a validation was made in.
+    parts: of a step's seconds, by name, over the steps that have them.  judged, bad: steps with a mismatch, and those
+    whose mismatch is bad.  last_bad: the last of these, with the reasons.  newest: health of the last step with one.
     k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in another scheme
     than BF16 and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
     """
@@ -128,7 +128,7 @@ class StepHistory:
 
     def _extend_known(self, line: StepMetrics) -> None:
         in_scheme, bf16 = line.val_reward_mean, line.val_reward_bf16_mean
-        for name, value in line.named.items():
+        for name, value in line.user_metrics.items():
             self.known[name].extend([float(line.step)], [value])
         for scheme, mean in {str(Scheme.BF16): bf16, line.validated_in: in_scheme}.items():
             if mean is not None:

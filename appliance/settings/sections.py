@@ -320,12 +320,12 @@ class Task(Section):
     @property
     def named_rewards(self) -> dict[str, Reward]:
         """Rewards by the names of their metrics: the second of two functions of one name is `<name>-2`."""
-        named, times_seen = {}, Counter[str]()
+        by_name, times_seen = {}, Counter[str]()
         for reward in self.rewards:
             times_seen[reward.function] += 1
             number = times_seen[reward.function]
-            named[f"{reward.function}-{number}" if number > 1 else reward.function] = reward
-        return named
+            by_name[f"{reward.function}-{number}" if number > 1 else reward.function] = reward
+        return by_name
 
     @property
     def judges(self) -> tuple[str, ...]:
@@ -463,10 +463,10 @@ class Algorithm(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand(cls, given: Any) -> Any:
+    def _expand(cls, raw: Any) -> Any:
         """Fill in what the preset stands for wherever the user gave nothing."""
-        kind = given.get("kind") if isinstance(given, dict) else None
-        return {**PRESETS.get(kind, {}), **given} if isinstance(kind, str) else given
+        kind = raw.get("kind") if isinstance(raw, dict) else None
+        return {**PRESETS.get(kind, {}), **raw} if isinstance(kind, str) else raw
 
     @property
     def preset(self) -> dict[str, str]:

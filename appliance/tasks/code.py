@@ -102,8 +102,8 @@ class _Block:
 
 
 def _reads_and_prints(program: Path, test: StdinTest, *, until_s: float) -> bool:
-    output, ended_well = _output([str(program)], test.given, folder=program.parent, until_s=until_s)
-    return ended_well and _lines(output) == _lines(test.wanted)
+    output, ended_well = _output([str(program)], test.stdin, folder=program.parent, until_s=until_s)
+    return ended_well and _lines(output) == _lines(test.stdout)
 
 
 def _is_right(test: CallTest | StatementTest, value: Any) -> bool:
@@ -120,9 +120,9 @@ def _results(program: Path, tests: list[CallTest | StatementTest], until_s: floa
     values: dict[int, Any] = {}
     first = 0
     while first < len(tests) and time.monotonic() < until_s:
-        asked = json.dumps([_asked(test) for test in tests[first:]])
+        requests = json.dumps([_request(test) for test in tests[first:]])
         lines: list[dict[str, Any]] = []
-        for line in _said_by_tests(program, asked, until_s=until_s).splitlines():
+        for line in _said_by_tests(program, requests, until_s=until_s).splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # what JSON cannot have is no right value
                 lines.append(json.loads(line))
         for line in lines:
@@ -135,7 +135,7 @@ def _results(program: Path, tests: list[CallTest | StatementTest], until_s: floa
     return values
 
 
-def _said_by_tests(program: Path, asked: str, *, until_s: float) -> str:
+def _said_by_tests(program: Path, requests: str, *, until_s: float) -> str:
     for_program, for_tests = socket.socketpair()
     with for_program, for_tests, tempfile.TemporaryFile(dir=program.parent) as nothing:
         arguments = [str(_CHILD), "program", str(program), str(for_program.fileno())]
@@ -143,33 +143,33 @@ def _said_by_tests(program: Path, asked: str, *, until_s: float) -> str:
             for_program.close()  # the tests see that the program's process has ended when nobody has this end
             arguments = [str(_CHILD), "tests", str(for_tests.fileno())]
             output, _ = _output(
-                arguments, asked, folder=program.parent, until_s=until_s, descriptors=[for_tests.fileno()]
+                arguments, requests, folder=program.parent, until_s=until_s, descriptors=[for_tests.fileno()]
             )
             return output
 
 
-def _asked(test: CallTest | StatementTest) -> dict[str, Any]:
+def _request(test: CallTest | StatementTest) -> dict[str, Any]:
     if isinstance(test, CallTest):
         return {"function": test.function, "arguments": test.arguments}
     return {"statements": test.statements}
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(left: Any, right: Any) -> bool:
     """Whether two values of JSON are equal: true is not 1, and numbers with a point are compared to 1e-6."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, float) or isinstance(other, float):
-        numbers = isinstance(one, float | int) and isinstance(other, float | int)
-        return numbers and (one == other or math.isclose(one, other, rel_tol=_NEAR))
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, float) or isinstance(right, float):
+        numbers = isinstance(left, float | int) and isinstance(right, float | int)
+        return numbers and (left == right or math.isclose(left, right, rel_tol=_NEAR))
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_is_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_is_same(left[name], right[name]) for name in left)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _output(
-    arguments: list[str], given: str, *, folder: Path, until_s: float, descriptors: Sequence[int] = ()
+    arguments: list[str], stdin: str, *, folder: Path, until_s: float, descriptors: Sequence[int] = ()
 ) -> tuple[str, bool]:
     """What Python writes to stdout, and whether it ends well in time."""
     if (within_s := until_s - time.monotonic()) <= 0:
@@ -178,7 +178,7 @@ def _output(
     with tempfile.TemporaryFile(dir=folder) as output:
         with _process(arguments, folder=folder, output=output, descriptors=descriptors) as child:
             try:
-                child.communicate(given.encode(errors="replace"), timeout=within_s)
+                child.communicate(stdin.encode(errors="replace"), timeout=within_s)
             except subprocess.TimeoutExpired:
                 is_late = True
         output.seek(0)

@@ -31,10 +31,10 @@ _EXAMPLE = (
 
 @dataclass(frozen=True)
 class StdinTest:
-    """The program reads `given` and prints `wanted`."""
+    """The program reads `stdin` and prints `stdout`."""
 
-    given: str
-    wanted: str
+    stdin: str
+    stdout: str
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,17 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _of_pairs(given: Any, wanted: Any, *, shared: _Shared, names: tuple[str, str]) -> list[CodeTest]:
+def _of_pairs(inputs: Any, outputs: Any, *, shared: _Shared, names: tuple[str, str]) -> list[CodeTest]:
     """Make tests of lists as long as each other, or one test."""
-    is_one = names[0] == "input" and not (isinstance(given, list) and isinstance(wanted, list) and _is_stdin(shared))
-    for name, value in zip(names, (given, wanted), strict=True):
+    is_one = names[0] == "input" and not (isinstance(inputs, list) and isinstance(outputs, list) and _is_stdin(shared))
+    for name, value in zip(names, (inputs, outputs), strict=True):
         if not is_one and not isinstance(value, list):
             raise ValueError(f"`{name}` is {_shown(value)}, but must be a list with an entry for each test")
-    if not is_one and len(given) != len(wanted):
+    if not is_one and len(inputs) != len(outputs):
         raise ValueError(
-            f"`{names[0]}` has {len(given)} entries and `{names[1]}` {len(wanted)}: each test needs one of both"
+            f"`{names[0]}` has {len(inputs)} entries and `{names[1]}` {len(outputs)}: each test needs one of both"
         )
-    pairs = [(given, wanted)] if is_one else list(zip(given, wanted, strict=True))
+    pairs = [(inputs, outputs)] if is_one else list(zip(inputs, outputs, strict=True))
     if shared.kind == "call" and not shared.function:
         raise ValueError("its tests are calls of a function, and no `fn_name` beside them says of which one")
     if not _is_stdin(shared):
@@ -204,16 +204,16 @@ def _joined(value: Any) -> Any:
 def _calls(pairs: list[tuple[Any, Any]], *, function: str, names: tuple[str, str]) -> list[CodeTest]:
     """A text holds JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has them. A list holds the
     arguments. Where every answer is a list of one, it may mean its member, as in APPS."""
-    is_wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
+    is_wrapped = all(isinstance(expected, list) and len(expected) == 1 for _, expected in pairs)
     tests: list[CodeTest] = []
-    for given, wanted in pairs:
-        if isinstance(given, str):
-            arguments, accepted = _arguments(given, name=names[0]), (_json_of(wanted, name=names[1]),)
-        elif isinstance(given, dict):
+    for call_input, expected in pairs:
+        if isinstance(call_input, str):
+            arguments, accepted = _arguments(call_input, name=names[0]), (_json_of(expected, name=names[1]),)
+        elif isinstance(call_input, dict):
             raise ValueError(f"`{names[0]}` is an object, and a call of `{function}` takes a list of arguments")
         else:
-            arguments = given if isinstance(given, list) else [given]
-            accepted = (wanted, wanted[0]) if is_wrapped else (wanted,)
+            arguments = call_input if isinstance(call_input, list) else [call_input]
+            accepted = (expected, expected[0]) if is_wrapped else (expected,)
         tests.append(CallTest(function, arguments, accepted))
     return tests
 
@@ -289,11 +289,11 @@ def _refuse_tests_of_libraries(node: ast.stmt) -> None:
             raise ValueError(f"its tests are methods of the class `{node.name}`: make each a function `test_...()`")
     is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     if is_function and node.name.startswith("test") and _needs_more(node):
-        what = (
+        reason = (
             "has a decorator" if node.decorator_list else "has parameters" if node.args.args else "is no plain function"
         )
         raise ValueError(
-            f"the test function `{node.name}` {what}: make a function of each case, `def {node.name}_1():`"
+            f"the test function `{node.name}` {reason}: make a function of each case, `def {node.name}_1():`"
         )
 
 

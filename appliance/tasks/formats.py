@@ -291,11 +291,11 @@ def _of_python(path: Path, lines: list[bytes]) -> Fault | None:
 
 def _table(path: Path, lines: list[bytes]) -> Fault | None:
     """Values with a character between them, as many in the first lines as in the names at their top."""
-    for separator, what, more in _SEPARATORS:
+    for separator, format_name, more in _SEPARATORS:
         count = lines[0].count(separator.encode())
         named = path.suffix.lower() in (".csv", ".tsv")
         if count and (named or all(line.count(separator.encode()) >= count for line in lines[1:4])):
-            return f"{what}, not JSON lines", _filled(_TABLE.replace("{more}", more), path)
+            return f"{format_name}, not JSON lines", _filled(_TABLE.replace("{more}", more), path)
     return None
 
 

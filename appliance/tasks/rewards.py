@@ -57,21 +57,23 @@ class BuiltIn:
     """Function that imports now what the reward will need."""
 
 
-def load_rewards(settings: sections.Task, *, files: TaskFiles, given: Given) -> tuple[RewardFunction, ...]:
+def load_rewards(settings: sections.Task, *, files: TaskFiles, parts_of_row: Given) -> tuple[RewardFunction, ...]:
     """Load the rewards of a task, and run the user's files for that. Raises what they raise, and UserCodeError for a
     function that has none of the known forms."""
-    return tuple(_reward(name, reward, files=files, given=given) for name, reward in settings.named_rewards.items())
+    return tuple(
+        _reward(name, reward, files=files, parts_of_row=parts_of_row) for name, reward in settings.named_rewards.items()
+    )
 
 
-def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, given: Given) -> RewardFunction:
+def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, parts_of_row: Given) -> RewardFunction:
     """name: of its metric."""
     if reward.file:
         sha256, beside = files.sha256_of(reward.file), files.folder_of(reward.file)
-        value = load_function(reward.file, reward.function, given=given, sha256=sha256, beside=beside)
+        value = load_function(reward.file, reward.function, parts_of_row=parts_of_row, sha256=sha256, beside=beside)
         return RewardFunction(name, reward.weight, value, place=reward.name)
     built_in, options = BUILT_IN[reward.function], reward.options
     built_in.prepare()
-    more = {"given": given} if built_in.grade is grade_by_judge else {}
+    more = {"given": parts_of_row} if built_in.grade is grade_by_judge else {}
     value = functools.partial(built_in.grade, **options, **more)
     return RewardFunction(name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
 
@@ -104,7 +106,7 @@ def readers(
             yield name, reward, reads
 
 
-def _given(truth: str) -> str:
+def _require_truth(truth: str) -> str:
     """Raises ValueError where the row has none."""
     given_alternatives(truth)
     return truth
@@ -144,7 +146,9 @@ _SCORE = re.compile(r"0?\.[0-9]+|0(?:\.[0-9]*)?|1(?:\.0*)?")
 _MARKDOWN = "*_` \t"
 
 
-def grade_by_judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
+def grade_by_judge(
+    response: Response, *, parts_of_row: Given, url: str, model: str, prompt: str = JUDGE_PROMPT
+) -> float:
     """Return the grade that a model at an OpenAI-compatible API gives, asked about prompt, response and truth: its last
     line, without marks of markdown, is a number from 0 to 1 and nothing else.
 
@@ -155,9 +159,9 @@ def grade_by_judge(response: Response, *, given: Given, url: str, model: str, pr
 
     import httpx
 
-    asked = given(json.loads(response.row))[0] if response.row else ""
-    asked = asked if isinstance(asked, str) else "\n\n".join(each["content"] for each in asked)
-    values = {"prompt": asked, "response": response.text, "truth": response.truth}
+    question = parts_of_row(json.loads(response.row))[0] if response.row else ""
+    question = question if isinstance(question, str) else "\n\n".join(each["content"] for each in question)
+    values = {"prompt": question, "response": response.text, "truth": response.truth}
     text = re.sub(r"\{(prompt|response|truth)\}", lambda found: values[found[1]], prompt)
     headers = {"Authorization": f"Bearer {key}"} if (key := _judge_key()) else {}
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
@@ -194,11 +198,11 @@ def _judge_key() -> str:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "math": BuiltIn(graders.math, reads=_given, prepare=prepare),
-    "number": BuiltIn(graders.number, reads=_given, prepare=prepare),
-    "exact": BuiltIn(exact, reads=_given),
-    "choice": BuiltIn(choices.choice, reads=_given),
-    "regex": BuiltIn(regex, options=("pattern",), reads=_given, may_read_truth=False),  # a pattern is no answer
+    "math": BuiltIn(graders.math, reads=_require_truth, prepare=prepare),
+    "number": BuiltIn(graders.number, reads=_require_truth, prepare=prepare),
+    "exact": BuiltIn(exact, reads=_require_truth),
+    "choice": BuiltIn(choices.choice, reads=_require_truth),
+    "regex": BuiltIn(regex, options=("pattern",), reads=_require_truth, may_read_truth=False),  # a pattern is no answer
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
     "code": BuiltIn(code, reads=read_tests, reads_json=True, may_read_truth=False, most_s=CODE_S),

@@ -102,15 +102,15 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
         if foreign := foreign_format(Path(path)):
-            what, remedy = foreign
-            return ProblemSet([], faults=[(f"{name}: it is {what}", remedy)])
+            format_name, remedy = foreign
+            return ProblemSet([], faults=[(f"{name}: it is {format_name}", remedy)])
         left_out: set[str] = set()
         rows = itertools.islice(_rows(Path(path), left_out), most_rows)
         return _collected(rows, name=name, source=source, left_out=left_out)
     except FileNotFoundError:
         hint = f"give the path of a {kind} file; a relative one begins in the folder where the program is started"
-        what, remedy = no_such_file(str(path)) or ("", hint)
-        fault = (f"{name}: no such file" + (f": it is {what}" if what else ""), remedy)
+        format_name, remedy = no_such_file(str(path)) or ("", hint)
+        fault = (f"{name}: no such file" + (f": it is {format_name}" if format_name else ""), remedy)
     except OSError as error:
         fault = (f"{name}: cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file")
     except ValueError as error:  # pyarrow's, for what is no parquet

@@ -244,16 +244,16 @@ def _is_answer(truth: str, *, is_strict: bool) -> bool:
     return not isinstance(value, dict)
 
 
-def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+def _where_they_differ(left: str, right: str) -> tuple[str, str]:
     """Both, cut to what is shown: where that is not all, from a little before the first character that differs."""
-    one, other = " ".join(one.split()), " ".join(other.split())
-    if max(len(one), len(other)) <= _SHOWN:
-        return one, other
-    pairs = enumerate(zip(one, other, strict=False))
-    first = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    left, right = " ".join(left.split()), " ".join(right.split())
+    if max(len(left), len(right)) <= _SHOWN:
+        return left, right
+    pairs = enumerate(zip(left, right, strict=False))
+    first = next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
     start = max(0, first - _SHOWN // 3)
     before = "..." if start else ""
-    return f"{before}{one[start : start + _SHOWN]}", f"{before}{other[start : start + _SHOWN]}"
+    return f"{before}{left[start : start + _SHOWN]}", f"{before}{right[start : start + _SHOWN]}"
 
 
 def _unread_mark(problem: Problem, *, rewards: Sequence[RewardFunction]) -> str:
@@ -285,23 +285,25 @@ def _earned(text: str, problem: Problem, *, rewards: Sequence[RewardFunction]) -
 
 
 def _graded_by_each(
-    text: str, what: str, problem: Problem, *, rewards: Sequence[RewardFunction], tell: Tell
+    text: str, answer_kind: str, problem: Problem, *, rewards: Sequence[RewardFunction], tell: Tell
 ) -> Graded | SampleVerdict:
     """The grade of all, or what is wrong with the first reward that gives none."""
     response = _response(text, problem)
     values, places = [], [each.place or f"the reward `{each.name}`" for each in rewards]
     for reward, place in zip(rewards, places, strict=True):
-        tell(f"{place} on {what}")
+        tell(f"{place} on {answer_kind}")
         try:
             values += grade((reward,), response)
             graded = weighed(values[-1:])
         except (Exception, SystemExit) as error:  # the boundary of the user's code
-            return SampleVerdict(0, failure=f"{place} failed on {what}: {in_words(error)}", remedy=reward.remedy)
+            return SampleVerdict(0, failure=f"{place} failed on {answer_kind}: {in_words(error)}", remedy=reward.remedy)
         if graded.fault is not None and values[-1][2] is not None:
-            return SampleVerdict(0, failure=f"{place} on {what}: {graded.why}")
+            return SampleVerdict(0, failure=f"{place} on {answer_kind}: {graded.why}")
     graded = weighed(values)
     return (
-        SampleVerdict(0, failure=f"{', '.join(places)}: {graded.why} to {what}") if graded.fault is not None else graded
+        SampleVerdict(0, failure=f"{', '.join(places)}: {graded.why} to {answer_kind}")
+        if graded.fault is not None
+        else graded
     )
 
 

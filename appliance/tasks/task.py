@@ -95,14 +95,14 @@ class PromptLimit:
     tokens: int
     count: Callable[[Problem], int]
     """Function that counts the tokens of a problem's prompt."""
-    asked: int = 0
+    checked: int = 0
     """Number of problems that were looked at so far."""
     too_long: int = 0
     """Number of those problems whose prompt was too long."""
 
     def short_enough(self, problems: list[Problem]) -> list[Problem]:
         kept = [each for each in problems if self.count(each) <= self.tokens]
-        self.asked, self.too_long = self.asked + len(problems), self.too_long + len(problems) - len(kept)
+        self.checked, self.too_long = self.checked + len(problems), self.too_long + len(problems) - len(kept)
         return kept
 
     @property
@@ -113,7 +113,7 @@ class PromptLimit:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on what was left out, for people."""
-        of = f"{self.too_long} of {self.asked} problems have prompts of more than {self.tokens} tokens"
+        of = f"{self.too_long} of {self.checked} problems have prompts of more than {self.tokens} tokens"
         return (f"{of} and are left out",) if self.too_long else ()
 
     def refuse_none(self, splits: Splits) -> None:

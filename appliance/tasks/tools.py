@@ -73,17 +73,17 @@ def call_tool(file: str, sha256: str | None, name: str, arguments: str, beside: 
     if function is None:
         return failure(f"there is no tool `{name}`, only {', '.join(tools)}")
     try:
-        given = json.loads(arguments)
+        values = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         return failure(f"the arguments of `{name}` are not JSON: {error}")
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         return failure(f"the arguments of `{name}` are not a JSON object")
     try:
-        inspect.signature(function).bind(**given)
+        inspect.signature(function).bind(**values)
     except TypeError as error:
         return failure(f"`{name}`: {error}")
     try:
-        said = _checked(function)(**given)
+        said = _checked(function)(**values)
         text = said if isinstance(said, str) else json.dumps(said, default=str, ensure_ascii=False)
     except ValidationError as error:
         first = error.errors()[0]
@@ -167,16 +167,16 @@ def tools_request(plan: RunPlan, *, model: str) -> ToolsRequest:
     return ToolsRequest(tools, model, plan.model.trust_remote_code, files.import_path, sha256, beside)
 
 
-def read_tools(asked: ToolsRequest) -> list[Schema]:
+def read_tools(request: ToolsRequest) -> list[Schema]:
     """Read the schemas of the file's functions, made in a child; none without a file. Raises RecipeError with all that
     is wrong with them."""
-    if not asked.file:
+    if not request.file:
         return []
-    output = run_child("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)
+    output = run_child("appliance.tasks.tools", stdin=json.dumps(asdict(request)), within_s=STARTS_WITHIN_S)
     if "tools" not in output.words:
         if output.is_late:
-            raise _refused(f"{asked.file}: not imported after {STARTS_WITHIN_S:g} s")
-        raise _refused(f"{asked.file}: its process ended with {output.code}: {output.printed}")
+            raise _refused(f"{request.file}: not imported after {STARTS_WITHIN_S:g} s")
+        raise _refused(f"{request.file}: its process ended with {output.code}: {output.printed}")
     described = Described(**output.words["tools"])
     if described.problems:
         raise RecipeError([(f"task.tools: {problem}", _HINT) for problem in described.problems])
@@ -196,12 +196,12 @@ def read_schemas(path: str) -> list[Schema]:
     return json.loads(Path(path).read_text()) if path else []
 
 
-def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
+def template_problem(request: ToolsRequest, schemas: list[Schema]) -> str:
     """Return the reason why the model's chat template cannot work with these tools, or an empty text."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(request.model, trust_remote_code=request.trust_remote_code)
         clock = clock_of(tokenizer, date=ANY_DAY)
         render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **clock)
         if render(_BEGUN, tools=schemas) == render(_BEGUN):
@@ -212,7 +212,7 @@ def template_problem(asked: ToolsRequest, schemas: list[Schema]) -> str:
             problem = _turn_problem(with_tools, [name]) or _turn_problem(with_tools, [name, name])
     except Exception as error:  # the boundary of the model's template, which is a program: jinja's errors and Python's
         problem = f"fails with these tools: {first_line(error)}"
-    return problem and f"the chat template of {asked.model} {problem}"
+    return problem and f"the chat template of {request.model} {problem}"
 
 
 def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
@@ -255,23 +255,23 @@ def _hermes_calls(text: str) -> list[object]:
 
 
 def main() -> int:
-    asked = ToolsRequest(**json.loads(sys.stdin.buffer.read()))
+    request = ToolsRequest(**json.loads(sys.stdin.buffer.read()))
     say = voice()
-    sys.path.extend(asked.import_path)  # as in the pool
-    say("tools", asdict(_described(asked)))
+    sys.path.extend(request.import_path)  # as in the pool
+    say("tools", asdict(_described(request)))
     os._exit(0)  # threads and exit handlers of the user's are none of ours
 
 
-def _described(asked: ToolsRequest) -> Described:
+def _described(request: ToolsRequest) -> Described:
     try:
-        module = load_module(asked.file, sha256=asked.sha256, beside=asked.beside)
+        module = load_module(request.file, sha256=request.sha256, beside=request.beside)
     except UserCodeError as error:
         return Described(problems=[str(error)])
     except (Exception, SystemExit) as error:  # the boundary of the user's code
-        return Described(problems=[f"{asked.file}: cannot be imported: {in_words(error)}"])
+        return Described(problems=[f"{request.file}: cannot be imported: {in_words(error)}"])
     described = describe(module)
-    problems = [f"{asked.file}: {problem}" for problem in described.problems]
-    if asked.model and described.schemas and (problem := template_problem(asked, described.schemas)):
+    problems = [f"{request.file}: {problem}" for problem in described.problems]
+    if request.model and described.schemas and (problem := template_problem(request, described.schemas)):
         problems.append(problem)
     return replace(described, problems=problems)
 

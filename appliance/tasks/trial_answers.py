@@ -117,10 +117,10 @@ def _plain(text: str) -> str:
     return re.sub(r"[\W_]", "", text).lower()
 
 
-def _differ(one: str, truth: str) -> bool:
+def _differ(answer: str, truth: str) -> bool:
     """Say of two numbers that no tolerance can make them the same; words differ; of anything else nothing is known, as
     of 1/2 and 0.5."""
-    texts = [text.strip() for text in (one, *truth_alternatives(truth))]
+    texts = [text.strip() for text in (answer, *truth_alternatives(truth))]
     if all(map(_WORDS.fullmatch, texts)):
         return True
     if not all(map(_NUMBER.fullmatch, texts)):

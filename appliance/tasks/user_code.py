@@ -65,7 +65,7 @@ class UserCodeError(ValueError):
 
 
 def load_function(
-    file: str, name: str, *, given: Given, sha256: str | None = None, beside: str = ""
+    file: str, name: str, *, parts_of_row: Given, sha256: str | None = None, beside: str = ""
 ) -> Callable[[Response], object]:
     """Load a reward function of the user's. sha256, beside: as of load_module. Raises what the file raises when it is
     imported, and UserCodeError."""
@@ -82,7 +82,7 @@ def load_function(
     except (ValueError, TypeError):
         raise UserCodeError(f"{file}: `{name}` does not say what it takes; a reward is one of {FORMS}") from None
     takes = signature.parameters
-    named = {
+    parameter_names = {
         parameter.name
         for parameter in takes.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -93,17 +93,17 @@ def load_function(
         if parameter.default is parameter.empty and parameter.kind not in _ANY
     }
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    form = next((form for form in (_verls, _trls, _ours) if named & _MARKS[form]), None)
-    unknown = sorted(needed - named) or ([] if form is _trls else sorted(needed - _NAMES.get(form, set())))
+    form = next((form for form in (_verls, _trls, _ours) if parameter_names & _MARKS[form]), None)
+    unknown = sorted(needed - parameter_names) or ([] if form is _trls else sorted(needed - _NAMES.get(form, set())))
     if form is None or unknown:
         raise UserCodeError(f"{file}: `{name}{signature}` is none of the three forms of a reward: {FORMS}")
 
     def value(response: Response) -> object:
         row: Row = json.loads(response.row) if response.row else {}
-        values = form(response, row, given)
+        values = form(response, row, parts_of_row)
         if missing := sorted(needed - values.keys()):
             raise UserCodeError(f"{file}: `{name}` wants `{missing[0]}`, which the row does not have")
-        returned = function(**(values if takes_all else {key: values[key] for key in named & values.keys()}))
+        returned = function(**(values if takes_all else {key: values[key] for key in parameter_names & values.keys()}))
         if inspect.isawaitable(returned):
             import asyncio  # the launcher, which knows this file, does without
 
@@ -118,19 +118,19 @@ def _ours(response: Response, row: Row, _: Given) -> Values:
     return dict(zip(_OURS, (response.text, response.truth, row, said), strict=True))
 
 
-def _trls(response: Response, row: Row, given: Given) -> Values:
+def _trls(response: Response, row: Row, parts_of_row: Given) -> Values:
     """Lists of one. A completion is a list of messages where the prompt is one: of several turns the last."""
-    prompt, _ = given(row)
+    prompt, _ = parts_of_row(row)
     completion = [{"role": "assistant", "content": response.written}] if isinstance(prompt, list) else response.written
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
     ids = list(response.token_ids)
     return columns | dict(zip(_TRLS, ([prompt], [completion], [ids]), strict=True))
 
 
-def _verls(response: Response, row: Row, given: Given) -> Values:
+def _verls(response: Response, row: Row, parts_of_row: Given) -> Values:
     """The truth as the row has it, text or not."""
     source, extra = row.get("data_source") or "own", row.get("extra_info") or {}
-    return dict(zip(_VERLS, (source, response.written, given(row)[1], extra), strict=True))
+    return dict(zip(_VERLS, (source, response.written, parts_of_row(row)[1], extra), strict=True))
 
 
 _Form = Callable[[Response, Row, Given], Values]
@@ -208,12 +208,12 @@ class ChildOutput:
     """Last line that anything but `voice` wrote, in short."""
 
 
-def run_child(module: str, *, given: str, within_s: float) -> ChildOutput:
+def run_child(module: str, *, stdin: str, within_s: float) -> ChildOutput:
     """Run a child that may run the user's code, and return what it reported. It is ended, with all that it left, at its
     end or when it has reported nothing new for `within_s`: that is the time for one thing that it does, not for all of
     them.
 
-    module: of ours, whose `main` speaks by `voice`.  given: on its stdin.
+    module: of ours, whose `main` speaks by `voice`.  stdin: on its stdin.
     """
     with (  # no pipes, which may outlive their child; of its text a byte may be none of UTF-8
         tempfile.TemporaryFile("w+", errors="replace") as answers,
@@ -229,7 +229,7 @@ def run_child(module: str, *, given: str, within_s: float) -> ChildOutput:
             preexec_fn=end_with_parent,
         )
         try:
-            is_late = not _ends(child, given=given, answers=answers, within_s=within_s)
+            is_late = not _ends(child, given=stdin, answers=answers, within_s=within_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)

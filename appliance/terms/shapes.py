@@ -168,11 +168,11 @@ def shape_of(raw: Mapping[str, Any]) -> ModelShape:
         value = raw.get(key)
         return value if type(value) is int and 0 <= value <= _LARGEST else otherwise
 
-    heads, hidden, named = number("num_attention_heads"), number("hidden_size"), raw.get("architectures")
+    heads, hidden, architectures = number("num_attention_heads"), number("hidden_size"), raw.get("architectures")
     return ModelShape(
         heads=heads,
         max_positions=most_positions(raw),
-        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
+        architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else (),
         kv_heads=number("num_key_value_heads") or heads,
         head_size=number("head_dim", hidden // heads if heads else 0),
         hidden=hidden,

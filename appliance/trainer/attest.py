@@ -108,16 +108,16 @@ def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
         raise AttestationError(f"trainer rank {worker.rank} {how}, the plan says {asked_dtype}")
     rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
     if rates[1:] != ([] if plan.optimizer.norm_fed_lr_scale == 1 else [rates[0] * plan.optimizer.norm_fed_lr_scale]):
-        asked = f"the plan asks for one of {plan.optimizer.norm_fed_lr_scale:g} times the rate"
-        raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
+        planned = f"the plan asks for one of {plan.optimizer.norm_fed_lr_scale:g} times the rate"
+        raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {planned}")
     if not (loaded := tensors_loaded(module)):
         raise AttestationError(
             f"trainer rank {worker.rank} does not know whether all of its model came from the checkpoint"
         )
     trained, all_of_it = trained_tensors(module), sum(1 for _ in module.parameters())
     if (trained < all_of_it) != bool(plan.model.lora):
-        asked = "an adapter alone" if plan.model.lora else "all"
-        raise AttestationError(f"trainer rank {worker.rank} trains {trained} of {all_of_it}, the plan says {asked}")
+        planned = "an adapter alone" if plan.model.lora else "all"
+        raise AttestationError(f"trainer rank {worker.rank} trains {trained} of {all_of_it}, the plan says {planned}")
     detail: dict[str, Any] = {
         "trained": trained,
         "loaded": loaded,
@@ -211,12 +211,12 @@ def tell_layer(
 ) -> None:
     """Report as an event which layer makes log-probs differ that are to be equal. While nothing is generated, and
     trainer and engines have the same weights. has_moved: whether these are other weights than the step's."""
-    asked = {"token": differing.token, "temperature": plan.rollout.temperature}
+    request = {"token": differing.token, "temperature": plan.rollout.temperature}
 
     def by_trainer(ids: list[int], **more: Any) -> LayerTrace:
-        return ray.get([worker.__ray_call__.remote(_traced, ids, asked | more) for worker in workers])[0]
+        return ray.get([worker.__ray_call__.remote(_traced, ids, request | more) for worker in workers])[0]
 
-    by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **asked, **more)) for each in servers]
+    by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **request, **more)) for each in servers]
     # What is traced has a log-prob among all words.
     then = None if has_moved or plan.rollout.leaves_words_out else (differing.trainer, differing.rollout)
     what, why = search(differing.ids, by_trainer=by_trainer, by_engines=by_engines, then=then)
@@ -224,9 +224,9 @@ def tell_layer(
     append_event(Path(plan.run_dir), kind="note", what=f"step {step}: {what}", why=why, step=step)
 
 
-def _traced(worker: Any, ids: list[int], asked: dict[str, Any]) -> LayerTrace:
+def _traced(worker: Any, ids: list[int], request: dict[str, Any]) -> LayerTrace:
     """Runs inside verl's worker."""
-    return _actor(worker).engine.traced(ids, **asked)
+    return _actor(worker).engine.traced(ids, **request)
 
 
 def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> DifferingToken:
@@ -256,12 +256,12 @@ def search(
     ours = by_trainer(ids)
     names = list(ours.digests)
     assert names, "the trainer's forward has traced nothing"
-    asked = [(ask, ask(ids, names=names)) for ask in by_engines]
+    traces = [(ask, ask(ids, names=names)) for ask in by_engines]
 
     def sampled(trace: LayerTrace) -> bool:
         return ours.log_prob != trace.log_prob if then is None else trace.log_prob == then[1]
 
-    ask, theirs = next((pair for pair in asked if sampled(pair[1])), asked[0])
+    ask, theirs = next((pair for pair in traces if sampled(pair[1])), traces[0])
     means = [
         f"{side} does not repeat its log-prob: {before:.9g} in the batch, {trace.log_prob:.9g} alone"
         for side, before, trace in zip(("the trainer", "the engine"), then or (), (ours, theirs), strict=False)
@@ -281,13 +281,13 @@ def search(
     values = by_trainer(ids, values_at=place).values, ask(ids, names=names, values_at=place).values
     gaps = [abs(one - other) for one, other in zip(*values, strict=True)]
     name, token = place
-    what = (
+    finding = (
         f"{name} is the first layer that differs from the engine's: token {len(ids) - 1 if name == HEAD else token} of "
         f"{len(ids)}, {sum(map(bool, gaps))} of {len(gaps)} values by up to {max(gaps):.4g}"
     )
     part = " (rotary embedding and norms of heads are part of it)" if name.endswith(".attn") else ""
     where = f"all before it is equal: its weights or their codes differ, or what it computes{part}"
-    return what, "; ".join([where, *means])
+    return finding, "; ".join([where, *means])
 
 
 def trained_tensors(module: Module) -> int:

@@ -148,15 +148,15 @@ class BatchCorrection:
         fields, sums = fields_of(sequences, correction=correction)
         batch = with_fields(batch, fields)
         if not _carries(batch, fields):
-            what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
-            raise TrainingError(what, hint=_HINT)
+            fact = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
+            raise TrainingError(fact, hint=_HINT)
         self._meant = sums_of({name: torch.cat(rows) for name, rows in ({REAL: sequences.real} | fields).items()})
         if correction.centers:
             self._meant[CENTERED] = self._meant["kept"]
         if not self._meant[WEIGHTS]:  # of the tokens that stay
-            what = f"nothing is left to learn from in step {step}: {correction.text} leaves none of its tokens"
+            fact = f"nothing is left to learn from in step {step}: {correction.text} leaves none of its tokens"
             why = "wider bounds or another correction.method keep some"
-            append_event(self._run_dir, kind="note", what=what, why=why, step=step)
+            append_event(self._run_dir, kind="note", what=fact, why=why, step=step)
         batch = _with_centering(batch, correction=correction)
         self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {}) | reward_kl
         return batch

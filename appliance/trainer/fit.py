@@ -185,8 +185,8 @@ def finish_tracking(finish: Callable[[], object], *, run_dir: Path, within_s: fl
     why = f"not done within {within_s:g} s" if thread.is_alive() else "".join(failed)
     if not why:
         return
-    what = "a backend of logging.backends did not end well: it may lack the last numbers"
+    fact = "a backend of logging.backends did not end well: it may lack the last numbers"
     try:
-        append_event(run_dir, kind="note", what=what, why=why)
+        append_event(run_dir, kind="note", what=fact, why=why)
     except OSError as error:
-        _logger.warning("%s (%s); no event could be written: %s", what, why, error)
+        _logger.warning("%s (%s); no event could be written: %s", fact, why, error)

@@ -77,7 +77,7 @@ class RolloutPrecision:
         self._decided = AS_PLANNED
         self._lasting = AS_PLANNED
         self._brought = AS_PLANNED
-        self.wanted = AS_PLANNED
+        self.target = AS_PLANNED
         self._reported = AS_PLANNED
         self._must_rank = plan.guard.ranks_layers
         self.live = Live(plan.rollout.label, plan.emulates)
@@ -123,7 +123,7 @@ class RolloutPrecision:
     @property
     def starts_in(self) -> Precision:
         """Precision that new engines start in. All else is asked of engines with a weight update."""
-        return AS_PLANNED if self._is_live else self.wanted
+        return AS_PLANNED if self._is_live else self.target
 
     def validates_bf16(self, step: int) -> bool:
         """Return whether the validation after this step (0: before training) is made in BF16 as well."""
@@ -137,7 +137,7 @@ class RolloutPrecision:
         return self.starts_in != present or (self.validates_bf16(step) and self.starts_in != BF16)
 
     def _ask(self, precision: Precision) -> None:
-        self.wanted = precision
+        self.target = precision
         if self._is_live:
             write_wanted(self._run_dir, precision)
 
@@ -168,17 +168,17 @@ class RolloutPrecision:
             bf16_layers=max(engine.bf16_layers for engine in acknowledgements),
         )
         self._brought = self._lasting  # a run that is leaving may end its step in something else
-        if self.wanted == self._lasting != self._reported:
+        if self.target == self._lasting != self._reported:
             self._reported = self._lasting
             self._tell(acknowledgements)
 
     def _problem(self, acknowledgement: Acknowledgement) -> str:
         planned = self._plan.rollout.replicas[acknowledgement.replica]
-        wanted = (self.wanted.scheme or planned) if planned.quantised else planned
+        scheme = (self.target.scheme or planned) if planned.quantised else planned
         who = f"rollout rank {acknowledgement.rank} of replica {acknowledgement.replica}"
-        if acknowledgement.scheme != str(wanted):
-            return f"{who} runs {acknowledgement.scheme}, it was to run {wanted}"
-        some = planned.quantised and bool(self.wanted.bf16_layers or self.wanted.scheme is Scheme.BF16)
+        if acknowledgement.scheme != str(scheme):
+            return f"{who} runs {acknowledgement.scheme}, it was to run {scheme}"
+        some = planned.quantised and bool(self.target.bf16_layers or self.target.scheme is Scheme.BF16)
         if some is (acknowledgement.bf16_layers > 0):
             return ""
         return (
@@ -263,12 +263,12 @@ class WeightUpdates:
         not proven the update, and as RolloutPrecision.took."""
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
-            present, wanted = self._engines.generation.precision, self._precision.starts_in
+            present, target = self._engines.generation.precision, self._precision.starts_in
             asks = nullcontext()
-            if wanted != present and self._is_leaving():
+            if target != present and self._is_leaving():
                 asks = self._precision.meanwhile(present)  # the step ends with a proven update all the same
-            elif wanted != present:
-                self._restart(f"rollouts are to be {wanted.text}")
+            elif target != present:
+                self._restart(f"rollouts are to be {target.text}")
             with asks:
                 result = update(*args, **kwargs)
                 self.count += 1

@@ -81,18 +81,18 @@ class DynamicSampling:
     def __init__(self, *, at_first: int, max_prompts: int) -> None:
         self._at_first = at_first
         self._max_prompts = max_prompts
-        self._asked = at_first
+        self._num_requested = at_first
         self._prompts_before = self._tokens_before = 0
 
     def limited(self, refill: Refill) -> Refill:
         """Count what verl asks for with `refill`. What is returned raises TrainingError above the limit."""
 
         def ask(num_prompts: int) -> Any:
-            self._asked += num_prompts
-            if self._max_prompts and self._asked > self._max_prompts:
+            self._num_requested += num_prompts
+            if self._max_prompts and self._num_requested > self._max_prompts:
                 raise TrainingError(
-                    f"a step asked for {self._asked} prompts, and the limit is {self._max_prompts}: nearly all of "
-                    "them have samples that are all right or all wrong",
+                    f"a step asked for {self._num_requested} prompts, and the limit is {self._max_prompts}: nearly all "
+                    "of them have samples that are all right or all wrong",
                     hint="the task is too easy or too hard for the model; or raise algorithm.max_generation_batches",
                 )
             return refill(num_prompts)
@@ -107,7 +107,7 @@ class DynamicSampling:
         prompts = rollouts.generated_prompts - self._prompts_before
         tokens = rollouts.generated_tokens - self._tokens_before
         self._prompts_before, self._tokens_before = rollouts.generated_prompts, rollouts.generated_tokens
-        self._asked = self._at_first
+        self._num_requested = self._at_first
         rewards = rollouts.grades.take_prompt_rewards()
         means = {"generated_reward_mean": statistics.fmean(rewards)} if rewards else {}
         return means | {

@@ -338,10 +338,10 @@ def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
     """Return a value per sample of one prompt; one that is not known gets the mean of those that are, 0 where there
     is none. The mean is exact: that of equal numbers is that number, and a group of them stays one for DAPO's
     filter."""
-    given = list(values)
-    those = [value for value, is_known in zip(given, known, strict=True) if is_known]
-    mean = statistics.mean(those) if 0 < len(those) < len(given) else 0.0
-    return [value if is_known else mean for value, is_known in zip(given, known, strict=True)]
+    all_values = list(values)
+    those = [value for value, is_known in zip(all_values, known, strict=True) if is_known]
+    mean = statistics.mean(those) if 0 < len(those) < len(all_values) else 0.0
+    return [value if is_known else mean for value, is_known in zip(all_values, known, strict=True)]
 
 
 def neutral_parts(graded: Sequence[Graded]) -> list[dict[str, float]]:
@@ -381,8 +381,8 @@ class RewardFaults:
         self._graded = 0
         self._faults: Counter[Fault] = Counter()
 
-    def end(self, what: str, *, pool: RewardPool) -> int:
-        """Judge the rewards of a step or a validation. Returns how many of them failed. what: `step 3`, `the
+    def end(self, responses: str, *, pool: RewardPool) -> int:
+        """Judge the rewards of a step or a validation. Returns how many of them failed. responses: `step 3`, `the
         validation of step 3`.  Raises GuardStop when more than `most` of them failed."""
         new = pool.faults - self._faults
         count, num_graded = new.total(), pool.graded - self._graded
@@ -391,7 +391,7 @@ class RewardFaults:
             return 0
         kinds = ", ".join(f"{number} {fault}" for fault, number in sorted(new.items()))
         why = pool.last_fault.why if pool.last_fault is not None else ""
-        text = f"{count} of {num_graded} rewards of {what} failed ({kinds})"
+        text = f"{count} of {num_graded} rewards of {responses} failed ({kinds})"
         append_event(self._run_dir, kind="reward", what=text, why=why, failed=count, graded=num_graded)
         if count > self._most * num_graded:
             hint = f"the last one: {why}; guard.reward_failures says how many may fail"

@@ -152,10 +152,12 @@ def put_linears_in(
         for member, unit in ((member, each) for each in units for member in each.members):
             linear = layer.get_submodule(member)
             name, parts = prefix + (unit.fused or member), [(prefix + member, linear)]
-            one = EngineLayer(name, parts, smoothing=smoothing, fp8_backward=False, keeps_dequantised=keeps_dequantised)
-            one.part_names = [prefix + each for each in unit.members]
-            linear.forward = one.alone
-            yield one
+            engine_layer = EngineLayer(
+                name, parts, smoothing=smoothing, fp8_backward=False, keeps_dequantised=keeps_dequantised
+            )
+            engine_layer.part_names = [prefix + each for each in unit.members]
+            linear.forward = engine_layer.alone
+            yield engine_layer
 
 
 class DecoderLayer:

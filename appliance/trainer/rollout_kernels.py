@@ -212,7 +212,7 @@ class CpuKernels:
     def codes(self, x_TK: Tensor, *, scheme: Scheme, integers: bool) -> QuantisedWeight:
         """Return the codec's codes of activations. integers: in INT8.  Raises NumericsError when a value is not
         finite."""
-        return quantise_weight(x_TK, what="an activation") if integers else quantise_tokens(x_TK, scheme=scheme)
+        return quantise_weight(x_TK, tensor_name="an activation") if integers else quantise_tokens(x_TK, scheme=scheme)
 
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
         return fp8_product(left, right)

@@ -34,7 +34,7 @@ class Stopping:
         self.saved = resumed_step
         self._run_dir = run_dir
         self._end = end
-        self._asked = threading.Event()
+        self._stop_requested = threading.Event()
         self.why = ""
         self._busy = False
         self._moving = threading.RLock()
@@ -42,12 +42,12 @@ class Stopping:
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
     @property
-    def asked(self) -> bool:
-        return self._asked.is_set()
+    def is_requested(self) -> bool:
+        return self._stop_requested.is_set()
 
     def check(self) -> None:
         """Raise StopAsked when the run was asked to stop. Called where the main thread may leave its work."""
-        if self.asked:
+        if self.is_requested:
             raise StopAsked
 
     def begin_change(self) -> None:
@@ -81,10 +81,10 @@ class Stopping:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
-            if not self.asked and (why := asked_to_stop(self._run_dir)):
+            if not self.is_requested and (why := asked_to_stop(self._run_dir)):
                 self.why = why
-                self._asked.set()
-            if self.asked:
+                self._stop_requested.set()
+            if self.is_requested:
                 with self._moving:
                     if not self._over.is_set() and not self._busy and self.finished == self.saved:
                         self._end(self.leave().exit_code)

@@ -107,7 +107,7 @@ class ApplianceTrainer(PPOTrainerSync):
             engines=self.engines,
             restart=self._restart_engines,
             attest=lambda: attest_switch(plan, workers=self.actor_rollout_wg.workers),
-            is_leaving=lambda: stopping.asked,
+            is_leaving=lambda: stopping.is_requested,
         )
         self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
         self.correction = BatchCorrection(plan)
@@ -430,11 +430,11 @@ class ApplianceTrainer(PPOTrainerSync):
             has_moved=has_moved,
         )
 
-    def _end_rewards(self, what: str) -> int:
+    def _end_rewards(self, responses: str) -> int:
         """Judge the rewards, and return how many failed. Raises GuardStop, after the last finished step is saved:
         none is learnt from rewards that failed."""
         try:
-            return self.reward_faults.end(what, pool=self.rollouts.pool)
+            return self.reward_faults.end(responses, pool=self.rollouts.pool)
         except GuardStop:
             self.checkpoints.save_now(BY_THE_GUARD)
             raise

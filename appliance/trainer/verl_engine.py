@@ -126,13 +126,13 @@ class ApplianceEngine(TopWordsEngine):
     def _build_fsdp_module(self, module: Module) -> Module:
         """Build verl's module. On a CPU the weights of a reference are not pinned in the host's memory, as verl does
         for a GPU."""
-        given = self.engine_config
-        if _plan().is_cpu and given.forward_only:
-            self.engine_config = replace(given, forward_only=False)
+        config = self.engine_config
+        if _plan().is_cpu and config.forward_only:
+            self.engine_config = replace(config, forward_only=False)
         try:
             built = super()._build_fsdp_module(module)
         finally:
-            self.engine_config = given
+            self.engine_config = config
         if self.scaler is not None and _plan().is_cpu:
             self.scaler = ShardedGradScaler("cpu", growth_interval=_GROWS_AFTER)
         self._keeps_copies = _plan().trainer_memory.keeps_copies
@@ -201,7 +201,7 @@ class ApplianceEngine(TopWordsEngine):
     def _build_optimizer(self, module: Module) -> Optimizer:
         optimizer = super()._build_optimizer(module)
         if (scale := _plan().optimizer.norm_fed_lr_scale) != 1:
-            split_rates(optimizer, named=module.named_parameters(), scale=scale)
+            split_rates(optimizer, parameters_by_name=module.named_parameters(), scale=scale)
         return optimizer
 
     def _build_lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
@@ -250,11 +250,12 @@ def _plan() -> RunPlan:
     return read_plan(Path(os.environ[PLAN_VARIABLE]))
 
 
-def split_rates(optimizer: Optimizer, *, named: Iterable[tuple[str, Parameter]], scale: float) -> None:
+def split_rates(optimizer: Optimizer, *, parameters_by_name: Iterable[tuple[str, Parameter]], scale: float) -> None:
     """Split off a second group of parameters, with `scale` times the learning rate and the same decay per step.
-    optimizer: with one group, whose rate stays what `learning_rate` in the metrics shows.  named: its parameters."""
+    optimizer: with one group, whose rate stays what `learning_rate` in the metrics shows.  parameters_by_name: its
+    parameters."""
     (group,) = optimizer.param_groups
-    parameters = dict(named)
+    parameters = dict(parameters_by_name)
     fed_names = norm_fed(parameters).linears
     fed = {id(each) for name, each in parameters.items() if name in fed_names}
     settings: dict[str, Any] = {key: value for key, value in group.items() if key != "params"}

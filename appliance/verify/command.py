@@ -46,14 +46,14 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         host = read_host(folder)
         asked_for = _recipes(recipe, schemes=schemes, emulate=emulate)
         plans = [plan_in(folder, each, host=host)[0] for each in asked_for]
-        plan, asked = plans[0], _asked(plans)
-        _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
+        plan, engines = plans[0], _engines_of(plans)
+        _refuse_without_kernels([each for each, _ in engines], plan=plan, host=host)
         examine_for(plans, recipe=recipe, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
         if plan.weights.is_cached or plan.weights.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None
         eager = any(plan.engine.eager for plan in plans)  # all alike: they are compared
-        for quantisation, own_plan in asked:
+        for quantisation, own_plan in engines:
             if quantisation.profile:  # the one that is there, in place of the one that a run would have in its folder
                 quantisation = quantisation.replace(profile=str(_profile(own_plan) or ""))
             seen = _look(quantisation, plan=plan, eager=eager, host=host, folder=folder)
@@ -76,7 +76,7 @@ def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: boo
         yield recipe.model_copy(update={"rollout": rollout, "quantization": quantization})
 
 
-def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
+def _engines_of(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
     """The quantisation that each engine is started with, and the plan that sets it. BF16 first: the others are compared
     with it. Each once."""
     head_fp32 = plans[0].rollout.lm_head_fp32
@@ -107,12 +107,12 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
         )
 
 
-def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> CheckResult:
+def _look(quantisation: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> CheckResult:
     job_file, result_file = folder / "job.json", folder / "result.json"
     job = VerifyJob(
         model=plan.weights.name_or_path,
         trust_remote_code=plan.model.trust_remote_code,
-        quantisation=asked,
+        quantisation=quantisation,
         dtype=plan.trainer.dtype,
         tensor_parallel=plan.rollout.tensor_parallel,
         enforce_eager=eager,
@@ -122,7 +122,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         result=str(result_file),
     )
     job_file.write_text(job.model_dump_json())
-    console.say(f"{label(asked)}: starting an engine, then three weight updates")
+    console.say(f"{label(quantisation)}: starting an engine, then three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
     env |= IN_ONE_PROCESS  # a separate core may begin before all prompts have come: another batch, other last bits
     if plan.is_cpu and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves

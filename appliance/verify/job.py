@@ -117,31 +117,31 @@ class Row:
     """Problems of the worker; none: the patch is live."""
 
 
-def judge_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
+def judge_engine(planned: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
     """Judge an engine: one row per worker. reference: the output of the BF16 engine; None for that engine itself or
     where it failed."""
     if seen.failed or seen.first is None:
         return [
-            Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "the check gave no result",))
+            Row(planned.scheme, planned.emulated, None, None, False, None, (seen.failed or "the check gave no result",))
         ]
-    common = _of_the_engine(asked, seen=seen, reference=reference)
+    common = _of_the_engine(planned, seen=seen, reference=reference)
     return [
         Row(
-            scheme=asked.scheme,
-            emulated=asked.emulated,
+            scheme=planned.scheme,
+            emulated=planned.emulated,
             worker=worker,
             moved=seen.moved,
             returned=seen.returned,
             from_bf16=seen.first.distance(reference) if reference else None,
-            problems=(*_of_a_worker(asked, worker=worker), *common),
+            problems=(*_of_a_worker(planned, worker=worker), *common),
         )
         for worker in seen.workers
     ]
 
 
-def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> tuple[str, ...]:
+def _of_the_engine(planned: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> tuple[str, ...]:
     problems = []
-    if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
+    if not planned.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
         problems.append("the checkpoint's own weights, sent as an update, changed its output")
     if not math.isfinite(seen.moved):
         problems.append("its log-probs are not finite")
@@ -149,16 +149,16 @@ def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineO
         problems.append("the logits did not move with other weights")
     if not seen.returned:
         problems.append("tokens or log-probs did not return with the old weights")
-    if asked.scheme.quantised and reference is not None and seen.first == reference:
+    if planned.scheme.quantised and reference is not None and seen.first == reference:
         problems.append("its output is bf16's to the last bit: nothing is quantised")
     return tuple(problems)
 
 
-def _of_a_worker(asked: Quantisation, *, worker: Worker) -> tuple[str, ...]:
+def _of_a_worker(planned: Quantisation, *, worker: Worker) -> tuple[str, ...]:
     problems = []
-    if label(worker) != label(asked):
-        problems.append(f"it runs {label(worker)}, asked for {label(asked)}")
-    if worker.lm_head_fp32 != asked.lm_head_fp32:
+    if label(worker) != label(planned):
+        problems.append(f"it runs {label(worker)}, asked for {label(planned)}")
+    if worker.lm_head_fp32 != planned.lm_head_fp32:
         runs, wanted = ("FP32", "BF16") if worker.lm_head_fp32 else ("BF16", "FP32")
         problems.append(f"lm_head is in {runs}, asked for {wanted}")
     if worker.unmoved:

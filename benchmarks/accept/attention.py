@@ -91,19 +91,19 @@ def _packed(
     attend = functools.partial(_in_a_row, positions_1T=_positions(lengths, ground.device), window=window)
     alone = functools.partial(_alone, lengths=lengths, window=window)
     shapes = [(sum(lengths), count, size) for count in (heads, groups, groups)]
-    given = [
+    inputs = [
         torch.randn(shape, generator=seeded(seed)).to(ground.device, torch.bfloat16).requires_grad_()
         for seed, shape in enumerate(shapes)
     ]
     grad_THD = torch.randn(shapes[0], generator=seeded(4)).to(ground.device, torch.bfloat16)
-    results = _with_gradients(attend, given, grad_THD)
-    wide = [each.detach().double().requires_grad_() for each in given]
+    results = _with_gradients(attend, inputs, grad_THD)
+    wide = [each.detach().double().requires_grad_() for each in inputs]
     wanted = _with_gradients(alone, wide, grad_THD.double())
-    for what, one, exact in zip(("answers", "queries", "keys", "values"), results, wanted, strict=True):
+    for quantity, one, exact in zip(("answers", "queries", "keys", "values"), results, wanted, strict=True):
         error = float((one.double() - exact).norm() / exact.norm())
-        bound = (4 if what == "answers" else GRADIENT_ROUNDINGS) * BF16_U
-        ground.hold(error <= bound, f"{what}: {error:.3g} from float64's, {bound:.3g} is allowed")
-    seconds = seconds_of(ground, functools.partial(_with_gradients, attend, given, grad_THD))
+        bound = (4 if quantity == "answers" else GRADIENT_ROUNDINGS) * BF16_U
+        ground.hold(error <= bound, f"{quantity}: {error:.3g} from float64's, {bound:.3g} is allowed")
+    seconds = seconds_of(ground, functools.partial(_with_gradients, attend, inputs, grad_THD))
     ground.figure(f"forward and backward, {name}, {sum(lengths)} tokens", 1e3 * seconds, "ms")
 
 
@@ -189,13 +189,13 @@ def _difference(rank: int, ranks: int, *, device: torch.device, is_cpu: bool) ->
     ]
     grad_THD = torch.randn(tokens, heads, size, generator=seeded(4)).to(device, torch.bfloat16)
     positions_1T = _positions(lengths, device)
-    wanted = _with_gradients(functools.partial(_in_a_row, positions_1T=positions_1T), whole, grad_THD)
+    expected = _with_gradients(functools.partial(_in_a_row, positions_1T=positions_1T), whole, grad_THD)
     ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
     attend = functools.partial(_in_a_row, positions_1T=positions_1T.chunk(ranks, dim=1)[rank])
     rank_inputs = [each.detach().chunk(ranks)[rank].clone().requires_grad_() for each in whole]
     results = _with_gradients(attend, rank_inputs, grad_THD.chunk(ranks)[rank])
     names = ("answers", "gradients of queries", "gradients of keys", "gradients of values")
-    parts = [exact.chunk(ranks)[rank].double() for exact in wanted]
+    parts = [exact.chunk(ranks)[rank].double() for exact in expected]
     errors = [float((one.double() - part).norm() / part.norm()) for one, part in zip(results, parts, strict=True)]
     differ = [f"{name} {error:.3g}" for name, error in zip(names, errors, strict=True) if not error <= BF16_U]
     return f"{', '.join(differ)} from those of one rank, {BF16_U:.3g} is allowed" if differ else ""

@@ -125,8 +125,8 @@ class _Run:
         with self.lock:
             self._now(Outcome(row=row.id, state=State.RUNNING))
             number = f"{len(self.outcomes)}/{len(self.rows)}"
-            console.say(f"{number}  {row.id}: {row.what}, {self._expected(row)}at most {row.limit_s} s")
-        outcome = self._one(row)
+            console.say(f"{number}  {row.id}: {row.text}, {self._expected(row)}at most {row.limit_s} s")
+        outcome = self._outcome_of(row)
         with self.lock:
             self._tell_parts(outcome)
             self._now(outcome)
@@ -135,7 +135,7 @@ class _Run:
     def _outcomes(self) -> list[Outcome]:
         return [self.outcomes[row.id] for row in self.rows if row.id in self.outcomes]
 
-    def _one(self, row: Row) -> Outcome:
+    def _outcome_of(self, row: Row) -> Outcome:
         if why := lack(row, facts=self.facts, rehearsal=self.rehearsal):
             return Outcome(row=row.id, state=State.SKIPPED, why=why)
         if time.monotonic() >= self.until:
@@ -198,19 +198,19 @@ def new_folder(parent: Path, name: str, output: Path) -> Path:
     """Made, with the next free number where there are results of this name."""
     number = 1
     while True:
-        named = name if number == 1 else f"{name}-{number}"
-        is_there = any((output / f"{named}{end}").exists() for end in (".md", ".tar.gz"))
+        name_of_folder = name if number == 1 else f"{name}-{number}"
+        is_there = any((output / f"{name_of_folder}{end}").exists() for end in (".md", ".tar.gz"))
         try:
             if not is_there:
-                (parent / named).mkdir()
-                return parent / named
+                (parent / name_of_folder).mkdir()
+                return parent / name_of_folder
         except FileExistsError:
             pass
         number += 1
 
 
 def print_rows() -> None:
-    console.show(console.table([(row.id, str(row.estimate_s), row.what) for row in ROWS], head=("row", "s", "what")))
+    console.show(console.table([(row.id, str(row.estimate_s), row.text) for row in ROWS], head=("row", "s", "what")))
     one, two = (minutes(ROWS, gpus=gpus, at_once=MOST_AT_ONCE) for gpus in (1, 2))
     console.say(f"{len(ROWS)} rows, {one:.0f} min on one H100 by estimate, {two - one:.0f} more on two")
 

@@ -51,7 +51,7 @@ def engine(
     if ground.rehearsal:
         ground.stand_in("CUDA graphs and torch.compile: an eager engine")
     quantisation = Quantisation(scheme=scheme, emulated=emulated, ignore=ignore, lm_head_fp32=lm_head_fp32)
-    given = {
+    arguments = {
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "enforce_eager": ground.rehearsal,
@@ -65,10 +65,10 @@ def engine(
     }
     if not ground.rehearsal:
         _load_kernels()
-    given |= quantisation.engine_arguments() | settings
+    arguments |= quantisation.engine_arguments() | settings
     before = compilation_counter.num_cudagraph_captured
-    llm = LLM(str(folder), **given)
-    if not (own_process or given["enforce_eager"]):
+    llm = LLM(str(folder), **arguments)
+    if not (own_process or arguments["enforce_eager"]):
         ground.hold(compilation_counter.num_cudagraph_captured > before, "no CUDA graph was captured")
     return llm
 
@@ -95,7 +95,7 @@ def answers(llm: Any, *, tokens: int = 16) -> Answers:
     return [(list(one.token_ids), [next(iter(each.values())).logprob for each in one.logprobs]) for one in found]
 
 
-def reload(ground: Ground, *, by: str, families: list[str]) -> None:
+def reload(ground: Ground, *, scheme_name: str, families: list[str]) -> None:
     """Other weights and back: the answers move and return bit for bit, every layer is proven, no parameter moves. A
     fresh engine of the other weights answers as the updated one (last family). Each family has its own verdict.
 
@@ -103,11 +103,11 @@ def reload(ground: Ground, *, by: str, families: list[str]) -> None:
     scheme that has kernels for them, without graphs, and else in BF16.
     """
 
-    def one(each: str) -> None:
+    def reload_family(each: str) -> None:
         family, _, head = each.partition("+")
-        _reload(ground, scheme=Scheme(by), family=family, fresh=each == families[-1], lm_head_fp32=bool(head))
+        _reload(ground, scheme=Scheme(scheme_name), family=family, fresh=each == families[-1], lm_head_fp32=bool(head))
 
-    ground.run_parts(families, one)
+    ground.run_parts(families, reload_family)
 
 
 def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head_fp32: bool) -> None:
@@ -133,12 +133,26 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
     experts_in_bf16 = family == "qwen3-moe" and not quantises_experts
     update = WeightUpdate(runner.get_model(), model_config=runner.vllm_config.model_config, needs_manifest=True)
     seconds = taken(
-        ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1", kept_experts=experts_in_bf16
+        ground,
+        llm,
+        update,
+        sync=1,
+        tensors=read_checkpoint(other),
+        update_name="update 1",
+        kept_experts=experts_in_bf16,
     )
     ground.figure(f"{family}: a weight update with proof", seconds, "s")
     moved = answers(llm)
     ground.hold(moved != before, "the answers did not move with the weights")
-    taken(ground, llm, update, sync=2, tensors=read_checkpoint(first), what="update 2", kept_experts=experts_in_bf16)
+    taken(
+        ground,
+        llm,
+        update,
+        sync=2,
+        tensors=read_checkpoint(first),
+        update_name="update 2",
+        kept_experts=experts_in_bf16,
+    )
     ground.hold(answers(llm) == before, "the first weights again do not give the first answers again")
     if fresh:
         second = engine(ground, other, scheme=scheme, **of_model)
@@ -153,7 +167,7 @@ def taken(
     *,
     sync: int,
     tensors: list[tuple[str, Any]],
-    what: str,
+    update_name: str,
     kept_experts: bool = False,
 ) -> float:
     """Seconds of one whole weight update from tensors on the device, digested, listed and proven.
@@ -176,24 +190,24 @@ def taken(
         proven = update.finish()
     seconds = time.monotonic() - started
     experts = sum(".experts." in name for name, _ in tensors) if kept_experts and not ground.rehearsal else 0
-    _hold_proof(ground, proven, what=what, may_lack=experts)
+    _hold_proof(ground, proven, update=update_name, may_lack=experts)
     return seconds
 
 
-def _hold_proof(ground: Ground, proven: Any, *, what: str, everyone: bool = True, may_lack: int = 0) -> None:
+def _hold_proof(ground: Ground, proven: Any, *, update: str, everyone: bool = True, may_lack: int = 0) -> None:
     """proven: an Acknowledgement.  everyone: every layer was asked, not only those whose turn it was.
 
     may_lack: so many tensors may be known by their digest alone, all or none.
     """
-    said = f"{what}: {proven.layers_proven} of {proven.layers} layers were proven"
+    said = f"{update}: {proven.layers_proven} of {proven.layers} layers were proven"
     ground.hold(not everyone or proven.layers_proven == proven.layers > 0, said)
-    told = f"{what}: of {proven.unproven} tensors nothing but their digest is known"
+    told = f"{update}: of {proven.unproven} tensors nothing but their digest is known"
     ground.hold(proven.unproven in (0, may_lack), told)
     if proven.unproven:
-        ground.figure(f"{what}: tensors whose digest alone is known", proven.unproven, "")
+        ground.figure(f"{update}: tensors whose digest alone is known", proven.unproven, "")
 
 
-def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
+def sync(ground: Ground, *, shapes: str, layers: int, scheme_name: str = "int8") -> None:
     """verl's sender in its own process, as a trainer is, to our receiver: CUDA IPC, digests, proof. Each update
     has other weights; the last one comes in small buckets, and what is larger than one by its own handle. Timed by
     this side, from the first bucket to the last proof."""
@@ -202,17 +216,17 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
     from appliance.terms.shapes import KNOWN
     from benchmarks.accept.models import shapes_of
 
-    wanted = shapes_of(shapes, layers=layers)
+    sizes = shapes_of(shapes, layers=layers)
     if ground.rehearsal:
-        wanted = wanted.replace(hidden=128, intermediate=352, heads=4, kv_heads=2, layers=8)
+        sizes = sizes.replace(hidden=128, intermediate=352, heads=4, kv_heads=2, layers=8)
         ground.stand_in("CUDA IPC: shared memory, where no tensor is larger than a bucket")
     folder = ground.folder / "model"
-    qwen2_config(wanted).save_pretrained(folder)
+    qwen2_config(sizes).save_pretrained(folder)
     os.environ.update({SOCKET_JOB: f"accept-{os.getpid()}", "VERL_REPLICA_RANK": "0"})
     llm = engine(
         ground,
         folder,
-        scheme=Scheme(by),
+        scheme=Scheme(scheme_name),
         load_format="dummy",
         worker_extension_cls="appliance.engine.sync.SyncWorkerExtension",
     )
@@ -237,11 +251,11 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
 
     update.load = counted
     handle = worker._get_zmq_handle()
-    (ground.folder / "shapes.json").write_text(wanted.model_dump_json())
+    (ground.folder / "shapes.json").write_text(sizes.model_dump_json())
     large, small = ground.size((512, 64), tiny=(4, 1))  # MiB; the first is verl's own
     answers_so_far: list[Answers] = []
     for number, bucket_mib in enumerate((large, large, small), start=1):
-        what = f"update {number}, buckets of {bucket_mib} MiB"
+        update_name = f"update {number}, buckets of {bucket_mib} MiB"
         came.clear()
         given = (str(ground.folder / "shapes.json"), handle, str(number), str(bucket_mib), ground.device.type)
         sender = subprocess.Popen(module_argv("benchmarks.accept.sender", *given))
@@ -250,17 +264,19 @@ def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
         ground.hold(sender.wait(60) == 0, f"the sender ended with {sender.returncode}")
         report = taken_ones[-1]
         ground.hold(report.sync == number, f"update {number} was counted as {report.sync}")
-        _hold_proof(ground, report, what=what, everyone=number == 1)
+        _hold_proof(ground, report, update=update_name, everyone=number == 1)
         answers_so_far.append(answers(llm, tokens=4))
-        ground.hold(answers_so_far[-1] not in answers_so_far[:-1], f"{what}: the answers did not move with the weights")
+        ground.hold(
+            answers_so_far[-1] not in answers_so_far[:-1], f"{update_name}: the answers did not move with the weights"
+        )
         if number > 1 and report.telemetry is not None:
             changed = report.telemetry.codes_changed_fraction or 0.0
-            ground.hold(changed > 0.5, f"{what}: {changed:.3g} of the codes are others than before")
+            ground.hold(changed > 0.5, f"{update_name}: {changed:.3g} of the codes are others than before")
         rate = report.bytes / report.seconds
-        ground.figure(what, report.seconds, "s")
-        ground.figure(f"{what}: of it digests", report.digest_s, "s")
-        ground.figure(f"{what}: of it proof", report.proof_s, "s")
-        ground.figure(f"{what}: rate", rate / 1e9, "GB/s")
+        ground.figure(update_name, report.seconds, "s")
+        ground.figure(f"{update_name}: of it digests", report.digest_s, "s")
+        ground.figure(f"{update_name}: of it proof", report.proof_s, "s")
+        ground.figure(f"{update_name}: rate", rate / 1e9, "GB/s")
         if number == 2:
             whole = next(model for name, model in KNOWN.items() if name.lower().startswith(f"qwen/{shapes}"))
             ground.figure(f"all {whole.layers} layers at this rate", 2 * whole.weights / rate, "s")
@@ -278,7 +294,7 @@ def _end_with(sender: subprocess.Popen[bytes]) -> None:
         os._exit(1)
 
 
-def sleep(ground: Ground, *, by: str = "int8") -> None:
+def sleep(ground: Ground, *, scheme_name: str = "int8") -> None:
     """Level 2 and back, as a run does at each step: memory is free, weights arrive, the cache returns, answers too."""
     from appliance.engine.update import WeightUpdate
     from benchmarks.accept.models import make_checkpoint, read_checkpoint
@@ -286,7 +302,7 @@ def sleep(ground: Ground, *, by: str = "int8") -> None:
     sizes = {} if ground.rehearsal else {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32}
     folder = make_checkpoint(ground.folder / "model", family="qwen2", seed=1, **sizes)
     settings = {} if ground.rehearsal else {"enable_sleep_mode": True, "kv_cache_memory_bytes": 4 << 30}
-    llm = engine(ground, folder, scheme=Scheme(by), **settings)
+    llm = engine(ground, folder, scheme=Scheme(scheme_name), **settings)
     sleeper = llm
     if ground.rehearsal:
         ground.stand_in("sleep and wake: nothing, called as vLLM's")
@@ -306,7 +322,7 @@ def sleep(ground: Ground, *, by: str = "int8") -> None:
         ground.figure(f"sleep {number} freed", freed / 2**30, "GiB")
         ground.hold(freed > least, f"sleep freed {freed / 2**30:.2f} GiB, of a cache of 4 GiB and the weights")
         sleeper.wake_up(tags=["weights"])
-        taken(ground, llm, update, sync=number, tensors=read_checkpoint(folder), what=f"wake {number}")
+        taken(ground, llm, update, sync=number, tensors=read_checkpoint(folder), update_name=f"wake {number}")
         sleeper.wake_up(tags=["kv_cache"])
         ground.hold(answers(llm) == before, f"after wake {number} and the same weights the answers are others")
 
@@ -351,9 +367,9 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
     from appliance.bench import child, job
     from benchmarks.accept.models import shapes_of
 
-    wanted = shapes_of(shapes, layers=6).replace(batch=256, new_tokens=64)
+    sizes = shapes_of(shapes, layers=6).replace(batch=256, new_tokens=64)
     if ground.rehearsal:
-        wanted = wanted.replace(hidden=128, intermediate=352, heads=4, kv_heads=2, layers=2, batch=4, new_tokens=4)
+        sizes = sizes.replace(hidden=128, intermediate=352, heads=4, kv_heads=2, layers=2, batch=4, new_tokens=4)
         ground.stand_in("FP8's kernels: emulation in float")
     else:
         import torch
@@ -362,8 +378,8 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
         schemes = [each for each in schemes if Scheme(each).spec.since <= has < (Scheme(each).spec.until or (99, 0))]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     results, facts = (ground.folder / name for name in ("results.jsonl", "facts.jsonl"))
-    asked = job.BenchJob(
-        workload=wanted.workload,
+    bench_job = job.BenchJob(
+        workload=sizes.workload,
         engines=tuple(
             Quantisation(scheme=Scheme(each), emulated=ground.rehearsal and Scheme(each).spec.can_emulate)
             for each in schemes
@@ -377,9 +393,9 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
         results=str(results),
         facts=str(facts),
     )
-    child.run(asked)
+    child.run(bench_job)
     measured = job.read_lines(str(results), job.Measurement)
-    ground.hold(len(measured) == asked.pairs * len(schemes), f"{len(measured)} measurements")
-    for verdict in job.judge_schemes(measured, schemes=asked.schemes):
+    ground.hold(len(measured) == bench_job.pairs * len(schemes), f"{len(measured)} measurements")
+    for verdict in job.judge_schemes(measured, schemes=bench_job.schemes):
         ground.figure(f"{verdict.scheme}", verdict.tokens_per_s, "tokens/s")
         ground.figure(f"{verdict.scheme} to {schemes[0]}", verdict.ratio, "times")

@@ -29,16 +29,16 @@ def quantisers(ground: Ground) -> None:
 
 def _quantise(ground: Ground, rows: int, columns: int) -> None:
     value_MK = (torch.randn(rows, columns, generator=seeded(columns)) * 0.02).to(torch.bfloat16)
-    for what, scheme, wanted in (
+    for tensor_kind, scheme, expected in (
         ("weight", Scheme.FP8, quantise(value_MK, scheme=Scheme.FP8)),
         ("tokens", Scheme.FP8_CHANNEL, quantise_tokens(value_MK, scheme=Scheme.FP8_CHANNEL)),
     ):
-        given = wanted.scale.reshape(1) if what == "weight" else None
+        given = expected.scale.reshape(1) if tensor_kind == "weight" else None
         codes_MK, scale = _quantised(ground, value_MK, scale=given, scheme=scheme)
-        same = torch.equal(scale.reshape(-1), wanted.scale.reshape(-1))
-        ground.hold(same, f"{what}: scales are not the codec's")
-        differ = int((codes_MK.view(torch.uint8) != wanted.codes_NK.view(torch.uint8)).sum())
-        ground.hold(not differ, f"{what}: {differ} codes are not the codec's")
+        same = torch.equal(scale.reshape(-1), expected.scale.reshape(-1))
+        ground.hold(same, f"{tensor_kind}: scales are not the codec's")
+        differ = int((codes_MK.view(torch.uint8) != expected.codes_NK.view(torch.uint8)).sum())
+        ground.hold(not differ, f"{tensor_kind}: {differ} codes are not the codec's")
 
 
 def _quantised(ground: Ground, value_MK: Tensor, *, scale: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -86,29 +86,29 @@ def _gemm(ground: Ground, scheme: Scheme, tokens: int, rows: int, columns: int) 
     )
     weight = quantise(weight_NK, scheme=scheme)
     for what, x_MK, cut in (("dense", dense_MK, _cut(columns)), ("single values", single_MK, 0.0)):
-        _hold_products(ground, quantise_tokens(x_MK, scheme=scheme), weight, cut=cut, what=what)
+        _hold_products(ground, quantise_tokens(x_MK, scheme=scheme), weight, cut=cut, product=what)
 
 
 def _cut(columns: int) -> float:
     return -(-columns // ADDED_AT_ONCE) * (ADDED_AT_ONCE + 1) * KEPT
 
 
-def _hold_products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight, *, cut: float, what: str) -> None:
+def _hold_products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight, *, cut: float, product: str) -> None:
     x_MK, w_NK = x.codes_NK.double() * x.scale.double(), dequantise(weight).double()
     for kernel, found_MN in _products(ground, x, weight).items():
-        _hold_product(ground, found_MN, x_MK, w_NK, cut=cut, what=f"{kernel}, {what}")
+        _hold_product(ground, found_MN, x_MK, w_NK, cut=cut, product=f"{kernel}, {product}")
 
 
 def _hold_product(
-    ground: Ground, found_MN: Tensor, left_MK: Tensor, right_NK: Tensor, *, cut: float, what: str
+    ground: Ground, found_MN: Tensor, left_MK: Tensor, right_NK: Tensor, *, cut: float, product: str
 ) -> None:
     """All in float64, on the CPU. found: rounded to BF16."""
     wanted_MN, size_MN = left_MK @ right_NK.t(), left_MK.abs() @ right_NK.abs().t()
     bound_MN = 2 * BF16_U * wanted_MN.abs() + (cut + 8 * U) * size_MN
     excess = float(((found_MN - wanted_MN).abs() - bound_MN).max())
-    ground.hold(excess <= 0, f"{what}: an answer is {excess:.3g} beyond its bound")
+    ground.hold(excess <= 0, f"{product}: an answer is {excess:.3g} beyond its bound")
     off = float((found_MN - wanted_MN).norm() / wanted_MN.norm())
-    ground.hold(off <= IN_NORM, f"{what}: {off:.3g} from the exact product in norm, {IN_NORM:.3g} is allowed")
+    ground.hold(off <= IN_NORM, f"{product}: {off:.3g} from the exact product in norm, {IN_NORM:.3g} is allowed")
 
 
 def _products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def _backward(ground: Ground, tokens: int, rows: int, columns: int) -> None:
 
     layer = EngineWeight(_there(ground, weight), _no_forward, factor_K=None, fp8_backward=True)
     there_TN = grad_TN.to(ground.device)
-    for what, computed, left, right, summed in (
+    for product, computed, left, right, summed in (
         ("of the input", layer.grad_of_input(there_TN), in_blocks(grad_TN), dequantise(weight).double().t(), rows),
         (
             "of the weight",
@@ -166,7 +166,7 @@ def _backward(ground: Ground, tokens: int, rows: int, columns: int) -> None:
             tokens,
         ),
     ):
-        _hold_product(ground, computed.double().cpu(), left, right, cut=_cut(summed), what=f"gradient {what}")
+        _hold_product(ground, computed.double().cpu(), left, right, cut=_cut(summed), product=f"gradient {product}")
 
 
 def _uneven(values: Tensor) -> Tensor:

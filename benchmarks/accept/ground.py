@@ -95,10 +95,10 @@ class Ground:
         self.figures.append(Figure(name=name, value=float(value), unit=unit))
         self.write(State.RUNNING)
 
-    def stand_in(self, what: str) -> None:
-        """what: the kernel that a CPU has not, and what is there in its place."""
-        if what not in self.stand_ins:
-            self.stand_ins.append(what)
+    def stand_in(self, part: str) -> None:
+        """Note what a CPU lacks. part: the kernel, and what replaces it."""
+        if part not in self.stand_ins:
+            self.stand_ins.append(part)
 
     def hold(self, holds: object, reason: str) -> None:
         """Count one check. Raises RowFailed with `reason` where it does not hold."""

@@ -56,10 +56,10 @@ def _digests(ground: Ground, dtype: torch.dtype) -> None:
         size = torch.Size(shape).numel() * dtype.itemsize
         here = torch.randint(0, 256, (size,), generator=seeded(size), dtype=torch.uint8).view(dtype).view(shape)
         there = here.to(ground.device, copy=True)
-        wanted = digest(here)
-        ground.hold(digest(there) == wanted, f"the digest of {list(shape)} is another one on the GPU")
+        expected = digest(here)
+        ground.hold(digest(there) == expected, f"the digest of {list(shape)} is another one on the GPU")
         there.view(torch.uint8).view(-1)[size // 2] ^= 1
-        ground.hold(digest(there) != wanted, f"one bit of {list(shape)} is another one, its digest is not")
+        ground.hold(digest(there) != expected, f"one bit of {list(shape)} is another one, its digest is not")
 
 
 def int8_quantiser(ground: Ground) -> None:
@@ -89,10 +89,10 @@ def _codes(ground: Ground, rows: int, columns: int, dtype: torch.dtype) -> None:
     weight_NK = torch.randn(rows, columns, generator=seeded(columns)).to(dtype)
     weight_NK[rows // 2] *= 0 if rows > 2 else 1
     weight_NK[-1] *= 2.0**-20  # float16: denormals
-    wanted = quantise_int8(weight_NK)
+    expected = quantise_int8(weight_NK)
     found = quantise_for_kernel(weight_NK.to(ground.device))
-    ground.hold(torch.equal(found.scale.cpu(), wanted.scale), "scales are not the codec's")
-    differ = int((found.codes_NK.cpu() != wanted.codes_NK).sum())
+    ground.hold(torch.equal(found.scale.cpu(), expected.scale), "scales are not the codec's")
+    differ = int((found.codes_NK.cpu() != expected.codes_NK).sum())
     ground.hold(not differ, f"{differ} codes are not the codec's")
 
 
@@ -118,10 +118,10 @@ def _not_finite(ground: Ground, quantise: Callable[..., QuantisedWeight]) -> Non
 def _part_of_a_row(ground: Ground, quantise: Callable[..., QuantisedWeight]) -> None:
     """A rank of a row-parallel layer has some columns and the largest values of all: its codes are the whole's."""
     weight_NK = torch.randn(64, 512, generator=seeded(1)).to(torch.bfloat16)
-    wanted = quantise_int8(weight_NK)
+    expected = quantise_int8(weight_NK)
     absmax_N1 = weight_NK.float().abs().amax(dim=1, keepdim=True)
     found = quantise(weight_NK[:, :256].to(ground.device), absmax=absmax_N1.to(ground.device))
-    same = torch.equal(found.codes_NK.cpu(), wanted.codes_NK[:, :256])
+    same = torch.equal(found.codes_NK.cpu(), expected.codes_NK[:, :256])
     ground.hold(same, "the codes of a half of each row are not the half of its codes")
 
 

@@ -88,13 +88,13 @@ def _model(ground: Ground) -> tuple[tuple[str, ...], bool]:
 
 def _train(ground: Ground, scheme: str, *, model: tuple[str, ...]) -> list[dict[str, Any]]:
     """The metrics of its steps."""
-    wanted = TINY_STEPS if ground.rehearsal else STEPS
+    num_steps = TINY_STEPS if ground.rehearsal else STEPS
     sets = (
         *SETS,
         *model,
         *(TINY_BATCH if ground.rehearsal else ("cluster.device=auto",)),
         f"rollout.scheme={scheme}",
-        f"trainer.steps={wanted}",
+        f"trainer.steps={num_steps}",
         f"cluster.run_dir={(ground.folder / 'runs').absolute()}",
     )
     code, _ = run_training(ground, RECIPE, name=scheme, sets=sets, gpus=1)
@@ -102,7 +102,9 @@ def _train(ground: Ground, scheme: str, *, model: tuple[str, ...]) -> list[dict[
     ground.hold(code == 0, f"{scheme}: `appliance train` ended with {code}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
-    ground.hold([line["step"] for line in steps] == [*range(1, wanted + 1)], f"{scheme}: there are {len(steps)} steps")
+    ground.hold(
+        [line["step"] for line in steps] == [*range(1, num_steps + 1)], f"{scheme}: there are {len(steps)} steps"
+    )
     for line in steps:
         place = f"{scheme}, step {line['step']}"
         ground.hold(line["scheme"] == scheme, f"{place} was rolled out by {line['scheme']}")

@@ -70,14 +70,14 @@ class Facts(Frozen):
             f"{f' ({self.no_compiler})' if self.no_compiler else ''}",
             f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}",
         ]
-        for number, one in enumerate(self.devices):
+        for number, gpu in enumerate(self.devices):
             capability, free, whole = (
-                ".".join(map(str, one.capability)),
-                one.free_bytes / 2**30,
-                one.memory_bytes / 2**30,
+                ".".join(map(str, gpu.capability)),
+                gpu.free_bytes / 2**30,
+                gpu.memory_bytes / 2**30,
             )
             lines.append(
-                f"GPU {number}: {one.product}, compute capability {capability}, {free:.1f} of {whole:.1f} GiB free"
+                f"GPU {number}: {gpu.product}, compute capability {capability}, {free:.1f} of {whole:.1f} GiB free"
             )
         return lines
 

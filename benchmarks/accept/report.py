@@ -100,7 +100,7 @@ def page(outcomes: list[Outcome], *, title: str, facts: Facts, waiting: Sequence
         "| --- | --- | --- | --- | --- |",
     ]
     for outcome in outcomes:
-        cells = (outcome.row, row_of(outcome.row).what, outcome.state, f"{outcome.seconds:.0f}", outcome.checks)
+        cells = (outcome.row, row_of(outcome.row).text, outcome.state, f"{outcome.seconds:.0f}", outcome.checks)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", f"Not run: {', '.join(waiting)}."] if waiting else []
     for outcome in outcomes:

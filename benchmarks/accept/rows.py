@@ -36,7 +36,7 @@ _EAGER_S = 3  # more for these, one kernel after the other
 @dataclass(frozen=True)
 class Row:
     id: str
-    what: str
+    text: str
     code: str
     """`module:function`, called with a Ground and the arguments."""
     estimate_s: int
@@ -95,7 +95,7 @@ def _reload(scheme: Scheme, *covers: str) -> Row:
         "benchmarks.accept.engines:reload",
         _IMPORTS_S + _ENGINE_S * (len(_FAMILIES) + 1) + _NVCC_S * needs_nvcc,
         covers=covers,
-        arguments=(("by", str(scheme)), ("families", _FAMILIES)),
+        arguments=(("scheme_name", str(scheme)), ("families", _FAMILIES)),
         scheme=scheme,
         needs_nvcc=needs_nvcc,
         shares=True,
@@ -106,14 +106,14 @@ def _engines(
     name: str,
     function: str,
     estimate_s: int,
-    what: str,
+    text: str,
     *covers: str,
     scheme: Scheme | None = None,
     shares: bool = False,
     **arguments: object,
 ) -> Row:
     code, given = f"benchmarks.accept.{function}", tuple(arguments.items())
-    return Row(name, what, code, estimate_s, covers=covers, arguments=given, scheme=scheme, shares=shares)
+    return Row(name, text, code, estimate_s, covers=covers, arguments=given, scheme=scheme, shares=shares)
 
 
 def _sync(size: str, *, layers: int) -> Row:
@@ -138,20 +138,27 @@ def _training(
     response_tokens: int = 128,
     more_s: int = 0,
     kind: str = "",
-    what: str = "",
-    **given: bool | int | str,
+    addition: str = "",
+    **settings: bool | int | str,
 ) -> Row:
-    """kind: of the row's name.  what: in words.  beside: of a replica on a second GPU.  given: of `training.train`.
+    """kind: of the row's name.  addition: in words.  beside: of a replica on a second GPU.  settings: of
+    `training.train`.
 
     Responses have the recipe's 512 tokens where memory is held at a size that no other row has, else a quarter of them.
     """
-    by, is_eager = "+".join(map(str, filter(None, (scheme, beside)))), bool(given.get("flow"))
-    gpus = 2 if beside else int(given.get("tensor_parallel", 1))
+    schemes, is_eager = "+".join(map(str, filter(None, (scheme, beside)))), bool(settings.get("flow"))
+    gpus = 2 if beside else int(settings.get("tensor_parallel", 1))
     steps_s = _STEPS_S[response_tokens] + (_EAGER_S if is_eager else _CAPTURED_S)
-    arguments = {"by": by, "size": size, "layers": layers, "response_tokens": response_tokens, **given}
+    arguments = {
+        "scheme_names": schemes,
+        "size": size,
+        "layers": layers,
+        "response_tokens": response_tokens,
+        **settings,
+    }
     return Row(
-        f"train-{kind}{by.replace('+', '-')}{'' if size == '0.5b' else f'-{size}'}",
-        f"two steps by {by}{what} at the size of {size}, {layers} layers; memory of the estimate",
+        f"train-{kind}{schemes.replace('+', '-')}{'' if size == '0.5b' else f'-{size}'}",
+        f"two steps by {schemes}{addition} at the size of {size}, {layers} layers; memory of the estimate",
         "benchmarks.accept.training:train",
         _TRAINING_S + steps_s + _RANK_S * (gpus - 1) + more_s,
         covers=covers,
@@ -335,7 +342,7 @@ ROWS: tuple[Row, ...] = (
         "`trainer.dtype: fp16`",
         response_tokens=512,
         kind="fp16-",
-        what=", in FP16 on both sides,",
+        addition=", in FP16 on both sides,",
         dtype="fp16",
     ),
     _training(
@@ -355,18 +362,18 @@ ROWS: tuple[Row, ...] = (
         response_tokens=512,
         more_s=15,
         kind="lora-",
-        what=", LoRA,",
+        addition=", LoRA,",
         lora=True,
     ),
     _training(Scheme.FP8),
-    _training(Scheme.FP8_CHANNEL, _FLOW, kind="flow-", what=", one flow,", flow=True),
+    _training(Scheme.FP8_CHANNEL, _FLOW, kind="flow-", addition=", one flow,", flow=True),
     _training(Scheme.FP8_BLOCK),
     _training(
         Scheme.FP8_BLOCK,
         _FLOW,
         _BACKWARD,
         kind="flow-",
-        what=", one flow, gradients too,",
+        addition=", one flow, gradients too,",
         flow=True,
         backward=True,
     ),
@@ -376,7 +383,7 @@ ROWS: tuple[Row, ...] = (
         "tensor parallel 2 in one engine",
         "FSDP2 training, one rank and two",
         kind="tp2-",
-        what=", an engine on two GPUs,",
+        addition=", an engine on two GPUs,",
         tensor_parallel=2,
     ),
     _training(
@@ -384,7 +391,7 @@ ROWS: tuple[Row, ...] = (
         "mixed replicas (`rollout.replicas`)",
         beside=Scheme.INT8,
         kind="replicas-",
-        what=", a replica each,",
+        addition=", a replica each,",
     ),
 )
 

@@ -14,21 +14,21 @@ def gemm(ground: Ground, *, shapes: str) -> None:
     from benchmarks.accept.models import shapes_of
     from benchmarks.gemm import BF16, PACK, measure
 
-    wanted = shapes_of(shapes, layers=1)
+    sizes = shapes_of(shapes, layers=1)
     if ground.rehearsal:
-        wanted = wanted.replace(hidden=128, intermediate=352, heads=4, kv_heads=2)
+        sizes = sizes.replace(hidden=128, intermediate=352, heads=4, kv_heads=2)
         ground.stand_in("CUTLASS: the kernels for a CPU")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # the type that vLLM's kernels answer in
-    rows = measure(wanted, tokens=ground.size(TOKENS, tiny=(2,)), turns=ground.size(15, tiny=1))
+    rows = measure(sizes, tokens=ground.size(TOKENS, tiny=(2,)), turns=ground.size(15, tiny=1))
     for row in rows:
-        what = "packing" if row.tokens == PACK else f"{row.tokens} tokens"
+        batch = "packing" if row.tokens == PACK else f"{row.tokens} tokens"
         n, k = row.shape_NK
         for kernel, ms in row.ms.items():
             ground.hold(ms > 0, f"{kernel} took no time")
-            ground.figure(f"{row.layer} {n} x {k}, {what}, {kernel}", ms, "ms")
+            ground.figure(f"{row.layer} {n} x {k}, {batch}, {kernel}", ms, "ms")
             if kernel != BF16:
-                ground.figure(f"{row.layer} {n} x {k}, {what}, {kernel} to BF16", row.faster[kernel], "times")
+                ground.figure(f"{row.layer} {n} x {k}, {batch}, {kernel} to BF16", row.faster[kernel], "times")
     kernels = {kernel for row in rows for kernel in row.ms}
     ground.hold(len(kernels) > 1, "there is no kernel beside BF16's")
 

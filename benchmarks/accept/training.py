@@ -66,7 +66,7 @@ TINY_BATCH = (
 def train(
     ground: Ground,
     *,
-    by: str,
+    scheme_names: str,
     size: str,
     layers: int,
     response_tokens: int,
@@ -80,24 +80,24 @@ def train(
     weights than the first ones, the mismatch is below the governor's bound, the result is there, memory is within the
     estimate.
 
-    by: a scheme, or two of replicas, each on a GPU, as `bf16+int8`.  tensor_parallel: GPUs of an engine.  lora: an
-    adapter is trained, and what the engines get is the merged model.  flow: the trainer's forward is theirs, and with
-    `backward` its gradients are in `fp8-block`, too.  dtype: `fp16`: of trainer and engines; an update that overflows
-    is left out.
+    scheme_names: a scheme, or two of replicas, each on a GPU, as `bf16+int8`.  tensor_parallel: GPUs of an engine.
+    lora: an adapter is trained, and what the engines get is the merged model.  flow: the trainer's forward is
+    theirs, and with `backward` its gradients are in `fp8-block`, too.  dtype: `fp16`: of trainer and engines; an
+    update that overflows is left out.
     """
-    wanted = TINY if ground.rehearsal else SIZES[size]
+    sizes = TINY if ground.rehearsal else SIZES[size]
     if not ground.rehearsal:
-        wanted = Size(**{**vars(wanted), "layers": layers})
-    folder = make_model(wanted, folder=ground.folder / "model")
+        sizes = Size(**{**vars(sizes), "layers": layers})
+    folder = make_model(sizes, folder=ground.folder / "model")
     problems = ground.folder / "problems.jsonl"
     problems.write_text("".join(json.dumps(_problem(number)) + "\n" for number in range(64)))
     rewards = ground.folder / "rewards.py"
     rewards.write_text(REWARDS)
-    schemes = by.split("+")
-    gpus, emulated = len(schemes) * tensor_parallel, ground.rehearsal and by.startswith("fp8")
+    schemes = scheme_names.split("+")
+    gpus, emulated = len(schemes) * tensor_parallel, ground.rehearsal and scheme_names.startswith("fp8")
     sets = (
         *SETS,
-        *((f"rollout.scheme={by}",) if len(schemes) == 1 else _replicas(schemes)),
+        *((f"rollout.scheme={scheme_names}",) if len(schemes) == 1 else _replicas(schemes)),
         f"rollout.tensor_parallel={tensor_parallel}",
         f"cluster.gpus_per_node={gpus}",
         f"quantization.emulate={str(emulated).lower()}",
@@ -113,7 +113,7 @@ def train(
         f"cluster.run_dir={(ground.folder / 'runs').absolute()}",
     )
     if emulated:
-        ground.stand_in(f"kernels of {by}{', forth and back' * backward}: emulation")
+        ground.stand_in(f"kernels of {scheme_names}{', forth and back' * backward}: emulation")
     if gpus > 1 and ground.rehearsal:
         ground.stand_in("NCCL: gloo")
     code, samples = run_training(ground, RECIPE, name="accept", sets=sets, gpus=gpus)
@@ -124,7 +124,9 @@ def train(
     ground.hold([line["step"] for line in steps] == [1, 2], f"there are steps {[line['step'] for line in steps]}")
     for line in steps:
         scheme_of_step = (line["scheme"], line["emulated"])
-        ground.hold(scheme_of_step == (by, emulated), f"step {line['step']} was rolled out by {scheme_of_step}")
+        ground.hold(
+            scheme_of_step == (scheme_names, emulated), f"step {line['step']} was rolled out by {scheme_of_step}"
+        )
         overflowed = dtype == "fp16" and line["overflow_fraction"] > 0  # then there is no norm
         keys = ("mismatch_k3_kl", "entropy", *(("grad_norm",) if not overflowed else ()))
         finite = all(math.isfinite(line[key]) for key in keys)

@@ -42,7 +42,7 @@ def in_process(ground: Ground, *, config: str) -> None:
         folder: [(name, each.to(ground.device)) for name, each in read_checkpoint(folder)] for folder in (first, other)
     }
 
-    def one(way: str) -> None:
+    def try_way(way: str) -> None:
         nonlocal number
         if way == NEVER_COMES:
             _refuses(ground, llm, weights[other])
@@ -51,7 +51,7 @@ def in_process(ground: Ground, *, config: str) -> None:
             number += 1
             WAYS[way](llm, weights[folder], folder=folder, number=number)
             given_answers = answers(llm)
-            _hold_update(ground, number=number, what=f"{way}, update {number}")
+            _hold_update(ground, number=number, update=f"{way}, update {number}")
             if folder == other:
                 seen.append(given_answers)
                 ground.hold(given_answers != before, "the answers did not move with the weights")
@@ -59,7 +59,7 @@ def in_process(ground: Ground, *, config: str) -> None:
             else:
                 ground.hold(given_answers == before, "the first weights again do not give the first answers again")
 
-    ground.run_parts([*WAYS, NEVER_COMES], one)
+    ground.run_parts([*WAYS, NEVER_COMES], try_way)
 
 
 def _by_tensor(llm: Any, weights: Tensors, *, number: int, **rest: Any) -> None:
@@ -115,15 +115,15 @@ def served(ground: Ground, *, config: str) -> None:
     packed, and by NCCL between two GPUs."""
     import torch
 
-    def one(by: str) -> None:
-        if not ground.rehearsal and by == "nccl" and (count := torch.cuda.device_count()) < 2:
+    def try_transport(transport: str) -> None:
+        if not ground.rehearsal and transport == "nccl" and (count := torch.cuda.device_count()) < 2:
             raise RowSkipped(f"needs 2 GPUs, this host has {count}")
-        _served(ground, config=config, by=by)
+        _served(ground, config=config, transport=transport)
 
-    ground.run_parts(("ipc",) if ground.rehearsal else ("ipc", "nccl"), one)
+    ground.run_parts(("ipc",) if ground.rehearsal else ("ipc", "nccl"), try_transport)
 
 
-def _served(ground: Ground, *, config: str, by: str) -> None:
+def _served(ground: Ground, *, config: str, transport: str) -> None:
     import requests
     import torch
 
@@ -132,31 +132,31 @@ def _served(ground: Ground, *, config: str, by: str) -> None:
 
     if ground.rehearsal:
         ground.stand_in("CUDA IPC of vLLM's weight transfer: shared memory")
-        by = "shm"
+        transport = "shm"
     _set_variables(ground, config=config)
     first, other = _two_checkpoints(ground)
     save_tokenizer(first, max_positions=512)
-    if by == "nccl":
+    if transport == "nccl":
         torch.cuda.set_device(1)
     started = time.monotonic()
-    with _server(ground, first, by=by) as url:
+    with _server(ground, first, transport=transport) as url:
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        ground.figure(f"{by}: start of a server", time.monotonic() - started, "s")
+        ground.figure(f"{transport}: start of a server", time.monotonic() - started, "s")
         source = Held()
-        listed = source if by == "nccl" else ManifestSource(source)
+        listed = source if transport == "nccl" else ManifestSource(source)
         before, trainer, used = _answers_of_server(url), None, None
-        for number, (folder, info) in enumerate(zip((other, first), ways_to_send(by), strict=True), start=1):
+        for number, (folder, info) in enumerate(zip((other, first), ways_to_send(transport), strict=True), start=1):
             source.tensors = [(name, tensor.to(ground.device)) for name, tensor in read_checkpoint(folder)]
             if info is not used:
                 client = HTTPVLLMWeightSyncClient(url)
                 trainer, used = WeightTransferTrainerFactory.trainer_init(info, client=client, source=listed), info
             trainer.send_weights()
-            _hold_update(ground, number=number, what=f"{by}, update {number}")
+            _hold_update(ground, number=number, update=f"{transport}, update {number}")
             answers = _answers_of_server(url)
             moved = answers != before if number == 1 else answers == before
-            ground.hold(moved, f"update {number} by {by}: the answers are not those of its weights")
+            ground.hold(moved, f"update {number} by {transport}: the answers are not those of its weights")
         version = requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"]
         ground.hold(version == "2", f"the server counts {version} updates")
 
@@ -175,7 +175,7 @@ class Held:
         return iter(self.tensors)
 
 
-def ways_to_send(by: str) -> tuple[Any, Any]:
+def ways_to_send(transport: str) -> tuple[Any, Any]:
     """The arguments of vLLM's trainer side, for each of two updates."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -187,11 +187,11 @@ def ways_to_send(by: str) -> tuple[Any, Any]:
         "ipc": (IPCTrainerInitInfo(rank=0), IPCTrainerInitInfo(rank=0, packed=True)),
         "nccl": (NCCLTrainerInitInfo("127.0.0.1", _free_port(), world_size=2, rank=0),) * 2,
     }
-    return whole[by]
+    return whole[transport]
 
 
 @contextmanager
-def _server(ground: Ground, folder: Path, *, by: str) -> Iterator[str]:
+def _server(ground: Ground, folder: Path, *, transport: str) -> Iterator[str]:
     """Start a server. Yields its address once it answers; it is gone afterwards. What it prints goes to the row's
     log."""
     port = _free_port()
@@ -203,13 +203,13 @@ def _server(ground: Ground, folder: Path, *, by: str) -> Iterator[str]:
         "--max-num-seqs": str(SEQUENCES),
         "--kv-cache-memory-bytes": str(KV_BYTES),
         "--gpu-memory-utilization": "0.05",
-        "--weight-transfer-config": f'{{"backend": "{by}"}}',
+        "--weight-transfer-config": f'{{"backend": "{transport}"}}',
     }
     argv = module_argv("vllm.entrypoints.cli.main", "serve", str(folder), *itertools.chain(*options.items()))
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    if by == "ipc":
+    if transport == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled
-    if by == "nccl":  # this process has the second one
+    if transport == "nccl":  # this process has the second one
         variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     eager = ("--enforce-eager",) if ground.rehearsal else ()
     process = subprocess.Popen([*argv, *eager], env=os.environ | variables)
@@ -257,13 +257,13 @@ def _set_variables(ground: Ground, *, config: str) -> None:
     (ground.folder / LOG).unlink(missing_ok=True)
 
 
-def _hold_update(ground: Ground, *, number: int, what: str) -> None:
+def _hold_update(ground: Ground, *, number: int, update: str) -> None:
     """Check an update by what the engine's worker reports of it."""
     taken = list(TAKEN.finditer((ground.folder / LOG).read_text()))
-    ground.hold(len(taken) == number == int(taken[-1][1]), f"{what}: {len(taken)} updates were taken")
+    ground.hold(len(taken) == number == int(taken[-1][1]), f"{update}: {len(taken)} updates were taken")
     _, seconds, proven, layers = taken[-1].groups()
-    ground.hold(proven == layers != "0", f"{what}: {proven} of {layers} layers were proven")
-    ground.figure(f"{what}, with proof", float(seconds), "s")
+    ground.hold(proven == layers != "0", f"{update}: {proven} of {layers} layers were proven")
+    ground.figure(f"{update}, with proof", float(seconds), "s")
 
 
 def _two_checkpoints(ground: Ground) -> list[Path]:

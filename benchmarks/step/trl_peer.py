@@ -60,10 +60,10 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences of one forward")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--vllm", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     from trl import GRPOConfig, GRPOTrainer  # fetched by the benchmark, and by it alone
 
-    rows = [json.loads(line) for line in asked.problems.read_text().splitlines()]
+    rows = [json.loads(line) for line in options.problems.read_text().splitlines()]
     problems = [
         {
             "prompt": [
@@ -75,20 +75,20 @@ def main() -> int:
         for row in rows
     ]
     settings = GRPOConfig(
-        use_vllm=asked.vllm,
+        use_vllm=options.vllm,
         vllm_mode="colocate",
         vllm_max_model_length=128,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
         use_cpu=True,
         bf16=True,  # FP32 masters, and products in BF16 under autocast
-        gradient_checkpointing=asked.checkpointing,
-        max_steps=asked.steps,
-        per_device_train_batch_size=asked.micro_batch,
-        gradient_accumulation_steps=asked.prompts * asked.samples // asked.micro_batch,
-        num_generations=asked.samples,
-        max_completion_length=asked.response_tokens,
-        learning_rate=asked.learning_rate,
+        gradient_checkpointing=options.checkpointing,
+        max_steps=options.steps,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=options.prompts * options.samples // options.micro_batch,
+        num_generations=options.samples,
+        max_completion_length=options.response_tokens,
+        learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
@@ -97,7 +97,7 @@ def main() -> int:
         output_dir="trl",
     )
     trainer = GRPOTrainer(
-        model=str(asked.model), reward_funcs=reward, args=settings, train_dataset=Dataset.from_list(problems)
+        model=str(options.model), reward_funcs=reward, args=settings, train_dataset=Dataset.from_list(problems)
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(StepTimes())

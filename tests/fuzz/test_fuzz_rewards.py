@@ -63,7 +63,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     file = tmp_path_factory.mktemp("code") / "rewards.py"
     file.write_text(FORMS)
     given = functools.partial(own_task.as_given, settings=make_own_task())
-    return [load_function(str(file), name, given=given) for name in ("ours", "trls", "verls")]
+    return [load_function(str(file), name, parts_of_row=given) for name in ("ours", "trls", "verls")]
 
 
 @fuzzed(

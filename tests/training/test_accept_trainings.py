@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.e2e(minutes=15), pytest.mark.torture]
 
 def test_every_training(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     rows = [row for row in ROWS if row.trains]
-    given = {row: dict(row.arguments) for row in rows if "by" in dict(row.arguments)}
+    given = {row: dict(row.arguments) for row in rows if "scheme_names" in dict(row.arguments)}
     assert [row.id for row in rows if row not in given] == ["train-smollm2"]
     schemes = {scheme for scheme in Scheme if not scheme.spec.not_on_gpu}
-    assert {each["by"] for each in given.values()} == {*schemes, "bf16+int8"}
-    usual = {each["by"] for row, each in given.items() if row.gpus == 1 and "dtype" not in each}
+    assert {each["scheme_names"] for each in given.values()} == {*schemes, "bf16+int8"}
+    usual = {each["scheme_names"] for row, each in given.items() if row.gpus == 1 and "dtype" not in each}
     assert usual == schemes
     names = [row.id for row in rows]
     found, files = rehearse(names, folder=tmp_path)

@@ -30,12 +30,12 @@ def is_same(answer: str, *, truth: str) -> bool:
         return False
     if max(len(answer), len(truth)) > LONGEST_ANSWER:
         return answer.strip() == truth.strip()
-    given, wanted = normal_form(answer), normal_form(truth)
-    if not given or not wanted:
+    answer_form, truth_form = normal_form(answer), normal_form(truth)
+    if not answer_form or not truth_form:
         return False
-    if plain_text(given) == plain_text(wanted):
+    if plain_text(answer_form) == plain_text(truth_form):
         return True
-    return is_same_node(read_answer(given), read_answer(wanted))
+    return is_same_node(read_answer(answer_form), read_answer(truth_form))
 
 
 def prepare() -> None:
@@ -65,77 +65,77 @@ def plain_text(text: str) -> str:
     return _BLANKS.sub(lambda found: " " if found[1] or found[2] else "", text)
 
 
-def _is_same_word(one: str, other: str) -> bool:
+def _is_same_word(left: str, right: str) -> bool:
     """Case counts in names of one to three letters, as AB of a line and ab, but for a capital that begins a word."""
-    if one == other:
+    if left == right:
         return True
-    if one.isalpha() and (unit := units.unit_of_word(one)) is not None and unit == units.unit_of_word(other):
+    if left.isalpha() and (unit := units.unit_of_word(left)) is not None and unit == units.unit_of_word(right):
         return True
-    if len(one) > 3 and len(other) > 3 and units.singular(one.lower()) == units.singular(other.lower()):
+    if len(left) > 3 and len(right) > 3 and units.singular(left.lower()) == units.singular(right.lower()):
         return True
-    if one.lower() != other.lower() or len(one) < 2:
+    if left.lower() != right.lower() or len(left) < 2:
         return False
-    begins_a_sentence = one[1:] == other[1:] and one[1:].islower()
-    return len(one) > 3 or one.lower() in ("yes", "no") or begins_a_sentence
+    begins_a_sentence = left[1:] == right[1:] and left[1:].islower()
+    return len(left) > 3 or left.lower() in ("yes", "no") or begins_a_sentence
 
 
-def is_same_node(given: Node, wanted: Node) -> bool:
-    """Tell whether two nodes are the same. given: the answer's, wanted: the truth's."""
-    if isinstance(given, Option) or isinstance(wanted, Option):
-        return _is_same_option(given, wanted)
-    if isinstance(given, Named) or isinstance(wanted, Named):
-        return _is_same_named(given, wanted)
-    if isinstance(given, Relation) or isinstance(wanted, Relation):
-        return _is_same_relation(given, wanted)
-    if isinstance(given, Union) or isinstance(wanted, Union):
-        parts = [_parts_of_union(node) for node in (given, wanted)]
+def is_same_node(answer: Node, truth: Node) -> bool:
+    """Tell whether two nodes are the same. answer: the answer's, truth: the truth's."""
+    if isinstance(answer, Option) or isinstance(truth, Option):
+        return _is_same_option(answer, truth)
+    if isinstance(answer, Named) or isinstance(truth, Named):
+        return _is_same_named(answer, truth)
+    if isinstance(answer, Relation) or isinstance(truth, Relation):
+        return _is_same_relation(answer, truth)
+    if isinstance(answer, Union) or isinstance(truth, Union):
+        parts = [_parts_of_union(node) for node in (answer, truth)]
         return parts[0] is not None and parts[1] is not None and _is_same_set(parts[0], parts[1])
-    if isinstance(given, Matrix) or isinstance(wanted, Matrix):
-        return _is_same_matrix(given, wanted)
-    if isinstance(given, Items) or isinstance(wanted, Items):
-        return _is_same_items(given, wanted)
-    if isinstance(given, Quantity) and isinstance(wanted, Quantity):
-        return _is_same_quantity(given, wanted)
-    if isinstance(given, Words) and isinstance(wanted, Words):
-        pairs = itertools.zip_longest(given.words, wanted.words, fillvalue="")
-        return bool(given.words) and all(itertools.starmap(_is_same_word, pairs))
-    return given == wanted
+    if isinstance(answer, Matrix) or isinstance(truth, Matrix):
+        return _is_same_matrix(answer, truth)
+    if isinstance(answer, Items) or isinstance(truth, Items):
+        return _is_same_items(answer, truth)
+    if isinstance(answer, Quantity) and isinstance(truth, Quantity):
+        return _is_same_quantity(answer, truth)
+    if isinstance(answer, Words) and isinstance(truth, Words):
+        pairs = itertools.zip_longest(answer.words, truth.words, fillvalue="")
+        return bool(answer.words) and all(itertools.starmap(_is_same_word, pairs))
+    return answer == truth
 
 
-def _is_same_option(given: Node, wanted: Node) -> bool:
-    if isinstance(given, Option) and isinstance(wanted, Option):
-        return given.letter == wanted.letter and is_same_node(given.value, wanted.value)
-    option, other = (given, wanted) if isinstance(given, Option) else (wanted, given)
+def _is_same_option(answer: Node, truth: Node) -> bool:
+    if isinstance(answer, Option) and isinstance(truth, Option):
+        return answer.letter == truth.letter and is_same_node(answer.value, truth.value)
+    option, other = (answer, truth) if isinstance(answer, Option) else (truth, answer)
     assert isinstance(option, Option)
     if isinstance(other, Quantity) and isinstance(other.expression, Symbol):
         return other.expression.name == option.letter
-    return is_same_node(*((option.value, other) if option is given else (other, option.value)))
+    return is_same_node(*((option.value, other) if option is answer else (other, option.value)))
 
 
-def _is_same_named(given: Node, wanted: Node) -> bool:
-    if isinstance(given, Named) and isinstance(wanted, Named):
-        if _is_same_name(given.name, wanted.name) and is_same_node(given.value, wanted.value):
+def _is_same_named(answer: Node, truth: Node) -> bool:
+    if isinstance(answer, Named) and isinstance(truth, Named):
+        if _is_same_name(answer.name, truth.name) and is_same_node(answer.value, truth.value):
             return True
-        return _are_multiples(given.difference, wanted.difference)
-    named, other = (given, wanted) if isinstance(given, Named) else (wanted, given)
-    assert isinstance(named, Named)
+        return _are_multiples(answer.difference, truth.difference)
+    with_name, other = (answer, truth) if isinstance(answer, Named) else (truth, answer)
+    assert isinstance(with_name, Named)
     if isinstance(other, Relation):
-        return other.sign == "=" and _are_multiples(named.difference, other.difference)
-    if named.name.startswith("(") and (names := re.findall(r"\w+", named.name)) != sorted(names):
+        return other.sign == "=" and _are_multiples(with_name.difference, other.difference)
+    if with_name.name.startswith("(") and (names := re.findall(r"\w+", with_name.name)) != sorted(names):
         return False  # (y, x) = (2, 3) is the point (3, 2)
-    return is_same_node(*((named.value, other) if named is given else (other, named.value)))
+    return is_same_node(*((with_name.value, other) if with_name is answer else (other, with_name.value)))
 
 
-def _is_same_name(one: str, other: str) -> bool:
+def _is_same_name(left: str, right: str) -> bool:
     """One may have fewer words, `cost` for `total cost`, or a word's first letter, `A` for `Area`: x is not y."""
-    if one.replace(" ", "") == other.replace(" ", ""):
+    if left.replace(" ", "") == right.replace(" ", ""):
         return True
-    if {one, other} == {"y", "f(x)"}:
+    if {left, right} == {"y", "f(x)"}:
         return True
-    words, others = {*one.lower().split()}, {*other.lower().split()}
+    words, others = {*left.lower().split()}, {*right.lower().split()}
     if not all(re.fullmatch("[a-z']+", word) for word in words | others):
         return False
-    short, long = sorted((one.lower(), other.lower()), key=len)
+    short, long = sorted((left.lower(), right.lower()), key=len)
     fewer = min(words, others, key=len)
     is_part = words <= others or others <= words
     return (is_part and all(len(word) > 2 for word in fewer)) or (
@@ -143,26 +143,26 @@ def _is_same_name(one: str, other: str) -> bool:
     )
 
 
-def _are_multiples(one: Expression | None, other: Expression | None, *, of_same_sign: bool = False) -> bool:
-    if one is None or other is None:
+def _are_multiples(left: Expression | None, right: Expression | None, *, of_same_sign: bool = False) -> bool:
+    if left is None or right is None:
         return False
     try:
-        return values.is_multiple(one, other, of_same_sign=of_same_sign)
+        return values.is_multiple(left, right, of_same_sign=of_same_sign)
     except UnreadableError:
         return False
 
 
-def _is_same_relation(given: Node, wanted: Node) -> bool:
-    if isinstance(given, Relation) and isinstance(wanted, Relation):
-        is_one_way = given.sign in "<≤"
-        return given.sign == wanted.sign and _are_multiples(
-            given.difference, wanted.difference, of_same_sign=is_one_way
+def _is_same_relation(answer: Node, truth: Node) -> bool:
+    if isinstance(answer, Relation) and isinstance(truth, Relation):
+        is_one_way = answer.sign in "<≤"
+        return answer.sign == truth.sign and _are_multiples(
+            answer.difference, truth.difference, of_same_sign=is_one_way
         )
-    relation, other = (given, wanted) if isinstance(given, Relation) else (wanted, given)
+    relation, other = (answer, truth) if isinstance(answer, Relation) else (truth, answer)
     assert isinstance(relation, Relation)
     if relation.value is None:
         return False
-    return is_same_node(*((relation.value, other) if relation is given else (other, relation.value)))
+    return is_same_node(*((relation.value, other) if relation is answer else (other, relation.value)))
 
 
 def _parts_of_union(node: Node) -> tuple[Node, ...] | None:
@@ -177,12 +177,12 @@ def _parts_of_union(node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def _is_same_set(given: Sequence[Node], wanted: Sequence[Node]) -> bool:
+def _is_same_set(answers: Sequence[Node], truths: Sequence[Node]) -> bool:
     """Each of one is one of the other, how often is the same."""
-    if len(given) != len(wanted):
+    if len(answers) != len(truths):
         return False
-    left = list(wanted)
-    for node in given:
+    left = list(truths)
+    for node in answers:
         place = next((place for place, other in enumerate(left) if is_same_node(node, other)), None)
         if place is None:
             return False
@@ -198,46 +198,46 @@ def _distinct(items: Sequence[Node]) -> list[Node]:
     return distinct
 
 
-def _is_same_items(given: Node, wanted: Node) -> bool:
-    if not (isinstance(given, Items) and isinstance(wanted, Items)):
-        items, other = (given, wanted) if isinstance(given, Items) else (wanted, given)
+def _is_same_items(answer: Node, truth: Node) -> bool:
+    if not (isinstance(answer, Items) and isinstance(truth, Items)):
+        items, other = (answer, truth) if isinstance(answer, Items) else (truth, answer)
         assert isinstance(items, Items)
         if items.opening != "{" or len(items.items) != 1:  # {5} is 5
             return False
         if items.items[0] == Words(("∅",)):
             return False
-        return is_same_node(*((items.items[0], other) if items is given else (other, items.items[0])))
-    kinds = {given.opening, wanted.opening}
+        return is_same_node(*((items.items[0], other) if items is answer else (other, items.items[0])))
+    kinds = {answer.opening, truth.opening}
     if kinds <= {"", "{"}:
         if kinds == {"{"}:
-            return _is_same_set(_distinct(given.items), _distinct(wanted.items))
-        return _is_same_list(given, wanted)
+            return _is_same_set(_distinct(answer.items), _distinct(truth.items))
+        return _is_same_list(answer, truth)
     if kinds == {"", "("}:
-        bare = given if not given.opening else wanted
+        bare = answer if not answer.opening else truth
         names = [item.name for item in bare.items if isinstance(item, Named)]
         if len(names) < len(bare.items) or names != sorted(set(names)):  # x = 2, y = 3 is the point (2, 3)
             return False
-    elif (given.opening, given.closing) != (wanted.opening, wanted.closing):
+    elif (answer.opening, answer.closing) != (truth.opening, truth.closing):
         return False
-    return _are_same_in_order(given.items, wanted.items)
+    return _are_same_in_order(answer.items, truth.items)
 
 
-def _is_same_list(given: Items, wanted: Items) -> bool:
+def _is_same_list(answer: Items, truth: Items) -> bool:
     """Compare lists in any order; but where both are words with commas alone between them, or one names what the other
     does not."""
-    items = (*given.items, *wanted.items)
+    items = (*answer.items, *truth.items)
     are_named = {isinstance(item, Named) for item in items}
     are_letters = all(isinstance(item, Words) or _is_letter(item) for item in items)
     is_in_order = (
-        are_letters and {given.joined_by, wanted.joined_by} == {","} and "{" not in (given.opening, wanted.opening)
+        are_letters and {answer.joined_by, truth.joined_by} == {","} and "{" not in (answer.opening, truth.opening)
     )
     if is_in_order:
-        return _are_same_in_order(given.items, wanted.items)
+        return _are_same_in_order(answer.items, truth.items)
     if len(are_named) == 2:
         names = [item.name for item in items if isinstance(item, Named)]
         if len(set(names)) > 1:
-            return names == sorted(names) and _are_same_in_order(given.items, wanted.items)
-    return _is_same_set(given.items, wanted.items)
+            return names == sorted(names) and _are_same_in_order(answer.items, truth.items)
+    return _is_same_set(answer.items, truth.items)
 
 
 def _is_letter(node: Node) -> bool:
@@ -248,50 +248,50 @@ def _are_same_in_order(given: Sequence[Node], wanted: Sequence[Node]) -> bool:
     return len(given) == len(wanted) and all(map(is_same_node, given, wanted))
 
 
-def _is_same_matrix(given: Node, wanted: Node) -> bool:
-    if isinstance(given, Matrix) and isinstance(wanted, Matrix):
+def _is_same_matrix(answer: Node, truth: Node) -> bool:
+    if isinstance(answer, Matrix) and isinstance(truth, Matrix):
         return (
-            given.kind == wanted.kind
-            and len(given.rows) == len(wanted.rows)
-            and all(map(_are_same_in_order, given.rows, wanted.rows))
+            answer.kind == truth.kind
+            and len(answer.rows) == len(truth.rows)
+            and all(map(_are_same_in_order, answer.rows, truth.rows))
         )
-    matrix, other = (given, wanted) if isinstance(given, Matrix) else (wanted, given)
+    matrix, other = (answer, truth) if isinstance(answer, Matrix) else (truth, answer)
     assert isinstance(matrix, Matrix)
     if not isinstance(other, Items) or (other.opening, other.closing) != ("(", ")") or matrix.kind:
         return False
     if any(len(row) != 1 for row in matrix.rows):  # a column is the point with these coordinates
         return False
     column = [row[0] for row in matrix.rows]
-    return _are_same_in_order(*((column, other.items) if matrix is given else (other.items, column)))
+    return _are_same_in_order(*((column, other.items) if matrix is answer else (other.items, column)))
 
 
-def _is_same_quantity(given: Quantity, wanted: Quantity) -> bool:
-    percents = [units.PERCENT in quantity.unit for quantity in (given, wanted)]
+def _is_same_quantity(answer: Quantity, truth: Quantity) -> bool:
+    percents = [units.PERCENT in quantity.unit for quantity in (answer, truth)]
     plain = [
         replace(quantity, unit=tuple(part for part in quantity.unit if part != units.PERCENT))
-        for quantity in (given, wanted)
+        for quantity in (answer, truth)
     ]
-    one, other = given.expression, wanted.expression
+    left, right = answer.expression, truth.expression
     if percents[0] != percents[1] and (plain[0].unit or plain[1].unit):
         return False
     if not units.is_same_unit(plain[0].unit, plain[1].unit):
         factor = units.conversion(plain[0].unit, plain[1].unit)
-        return factor is not None and _is_same_value(Operation("product", (one, Number(factor))), other)
-    if expressions.is_unfinished(one) and expressions.is_plain_number(other):
+        return factor is not None and _is_same_value(Operation("product", (left, Number(factor))), right)
+    if expressions.is_unfinished(left) and expressions.is_plain_number(right):
         return False  # 47 + 85 is the question, 132 its answer
-    if _is_same_value(one, other):
+    if _is_same_value(left, right):
         return True
     if percents[0] == percents[1]:
         return False
-    part, percent = (other, one) if percents[0] else (one, other)
+    part, percent = (right, left) if percents[0] else (left, right)
     return _is_at_most_1(part) and _is_same_value(part, Operation("quotient", (percent, Number(Fraction(100)))))
 
 
-def _is_same_value(one: Expression, other: Expression) -> bool:
+def _is_same_value(left: Expression, right: Expression) -> bool:
     try:
-        return values.is_same_value(one, other)
+        return values.is_same_value(left, right)
     except UnreadableError:
-        return one == other and not expressions.symbols(one) and isinstance(one, Symbol)
+        return left == right and not expressions.symbols(left) and isinstance(left, Symbol)
 
 
 def _is_at_most_1(expression: Expression) -> bool:

@@ -217,14 +217,14 @@ _ROUGHLY = Fraction(1, 100)
 
 def _is_roughly(side: str, last: str) -> bool:
     """Whether two sides of an equation have one value, to a hundredth where they have no letters: 5/3 = 1.67."""
-    one, other = read_quantity(side), read_quantity(last)
-    if one is None or other is None:
+    left, right = read_quantity(side), read_quantity(last)
+    if left is None or right is None:
         return False
     try:
         bound = (
-            Fraction(0) if expressions.symbols(one.expression) or expressions.symbols(other.expression) else _ROUGHLY
+            Fraction(0) if expressions.symbols(left.expression) or expressions.symbols(right.expression) else _ROUGHLY
         )
-        return values.is_same_value(one.expression, other.expression, bound=bound)
+        return values.is_same_value(left.expression, right.expression, bound=bound)
     except UnreadableError:
         return False
 

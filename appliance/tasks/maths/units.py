@@ -128,12 +128,12 @@ def multiple_of(parts: tuple[str, ...]) -> int:
     return factor
 
 
-def conversion(one: tuple[str, ...], other: tuple[str, ...]) -> Fraction | None:
+def conversion(left: tuple[str, ...], right: tuple[str, ...]) -> Fraction | None:
     """Return how many of the other unit one of the first is: 60 of hours and minutes. None where they measure two
     things."""
-    if len(one) != 1 or len(other) != 1 or one[0] not in _IN_BASE_UNITS or other[0] not in _IN_BASE_UNITS:
+    if len(left) != 1 or len(right) != 1 or left[0] not in _IN_BASE_UNITS or right[0] not in _IN_BASE_UNITS:
         return None
-    (kind, size), (other_kind, other_size) = _IN_BASE_UNITS[one[0]], _IN_BASE_UNITS[other[0]]
+    (kind, size), (other_kind, other_size) = _IN_BASE_UNITS[left[0]], _IN_BASE_UNITS[right[0]]
     return Fraction(size, other_size) if kind == other_kind else None
 
 
@@ -194,22 +194,22 @@ def is_algebra(text: str) -> bool:
     )
 
 
-def is_same_unit(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+def is_same_unit(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
     """Tell whether a careful person takes two units for the same; an empty unit is none and differs from nothing."""
-    one, other = (tuple(part for part in unit if part not in _MULTIPLES) for unit in (one, other))
-    if not one or not other or one == other:
+    left, right = (tuple(part for part in unit if part not in _MULTIPLES) for unit in (left, right))
+    if not left or not right or left == right:
         return True
-    currencies = set(one) & _CURRENCIES
+    currencies = set(left) & _CURRENCIES
     if currencies:
-        return currencies == set(other) & _CURRENCIES
-    if {"lb", GBP} in ({*one, *other}, {*one} | {*other}):
+        return currencies == set(right) & _CURRENCIES
+    if {"lb", GBP} in ({*left, *right}, {*left} | {*right}):
         return True
-    measures = [tuple(part for part in unit if part in _SPELLINGS or part[0] in "^/") for unit in (one, other)]
-    words = [{part for part in unit if part not in _SPELLINGS and part[0] not in "^/"} for unit in (one, other)]
+    measures = [tuple(part for part in unit if part in _SPELLINGS or part[0] in "^/") for unit in (left, right)]
+    words = [{part for part in unit if part not in _SPELLINGS and part[0] not in "^/"} for unit in (left, right)]
     return measures[0] == measures[1] and (words[0] <= words[1] or words[1] <= words[0])
 
 
-def are_different_measures(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+def are_different_measures(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
     """Whether both have units of measure or money, and not the same ones."""
     measures = [
         tuple(
@@ -217,6 +217,6 @@ def are_different_measures(one: tuple[str, ...], other: tuple[str, ...]) -> bool
             for part in unit
             if (part in _SPELLINGS or part[0] in "^/") and part not in _MULTIPLES and part != PERCENT
         )
-        for unit in (one, other)
+        for unit in (left, right)
     ]
     return bool(measures[0] and measures[1]) and not is_same_unit(measures[0], measures[1])

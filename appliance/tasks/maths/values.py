@@ -222,16 +222,18 @@ def _power(context: Any, base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-def is_same_value(one: Expression, other: Expression, *, bound: Fraction = Fraction(0)) -> bool:
+def is_same_value(left: Expression, right: Expression, *, bound: Fraction = Fraction(0)) -> bool:
     """Tell whether two expressions have the same value, for each value of their letters. bound: relative to the larger,
     0..1; at least 1e-6 where one is written as a decimal. Raises UnreadableError."""
-    bound = max(bound, DECIMALS) if has_decimal(one) or has_decimal(other) else bound
-    first, second = exact(one), exact(other)
+    bound = max(bound, DECIMALS) if has_decimal(left) or has_decimal(right) else bound
+    first, second = exact(left), exact(right)
     if first is not None and second is not None:
         return abs(first - second) <= bound * max(abs(first), abs(second))
-    if infinity := [expression for expression in (one, other) if any(part == Symbol("∞") for part in walk(expression))]:
-        return len(infinity) == 2 and one == other
-    pairs = list(_values_at_points(one, other))
+    if infinity := [
+        expression for expression in (left, right) if any(part == Symbol("∞") for part in walk(expression))
+    ]:
+        return len(infinity) == 2 and left == right
+    pairs = list(_values_at_points(left, right))
     return len(pairs) > 0 and all(is_within(*pair, bound=float(bound) or _NOISE) for pair in pairs)
 
 
@@ -240,13 +242,13 @@ def is_within(first: Any, second: Any, *, bound: float) -> bool:
     return bool(abs(first - second) <= bound * max(abs(first), abs(second)))
 
 
-def is_multiple(one: Expression, other: Expression, *, of_same_sign: bool = False) -> bool:
+def is_multiple(left: Expression, right: Expression, *, of_same_sign: bool = False) -> bool:
     """Whether one is a constant times the other, not zero times. of_same_sign: a positive one. Raises
     UnreadableError."""
-    if symbols(one) != symbols(other) or not symbols(one):
+    if symbols(left) != symbols(right) or not symbols(left):
         return False
-    bound = float(DECIMALS) if has_decimal(one) or has_decimal(other) else _NOISE
-    ratios = [first / second for first, second in _values_at_points(one, other) if second != 0]
+    bound = float(DECIMALS) if has_decimal(left) or has_decimal(right) else _NOISE
+    ratios = [first / second for first, second in _values_at_points(left, right) if second != 0]
     if len(ratios) < _LEAST_POINTS or ratios[0] == 0:
         return False
     if of_same_sign and not (abs(ratios[0].imag) < _NOISE and ratios[0].real > 0):
@@ -254,13 +256,13 @@ def is_multiple(one: Expression, other: Expression, *, of_same_sign: bool = Fals
     return all(is_within(ratio, ratios[0], bound=bound) for ratio in ratios)
 
 
-def _values_at_points(one: Expression, other: Expression) -> Iterator[tuple[Any, Any]]:
+def _values_at_points(left: Expression, right: Expression) -> Iterator[tuple[Any, Any]]:
     """Their values at several points, or their only ones. Raises UnreadableError where there are too few."""
-    names = sorted(symbols(one) | symbols(other))
+    names = sorted(symbols(left) | symbols(right))
     count, failure = 0, UnreadableError("no values")
-    for at, digits in _points(names, operations={*_operations(one), *_operations(other)}):
+    for at, digits in _points(names, operations={*_operations(left), *_operations(right)}):
         try:
-            pair = (_without_noise(one, at=at, digits=digits), _without_noise(other, at=at, digits=digits))
+            pair = (_without_noise(left, at=at, digits=digits), _without_noise(right, at=at, digits=digits))
         except UnreadableError as error:
             failure = error
             continue

@@ -34,7 +34,7 @@ from container.bundle.pack import (
     glibc_of,
     normal,
     pack,
-    wanted,
+    wheels_needed,
 )
 from container.bundle.put_together import LIST, glibc_version
 
@@ -112,13 +112,13 @@ def test_other_files_stay_as_they_are_and_broken_ones_are_refused() -> None:
 
 def test_what_is_taken_of_the_lock() -> None:
     lock = LOCK.read_text()
-    names = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=False, has=frozenset())}
+    names = {entry.partition("==")[0] for entry in wheels_needed(lock, engine_alone=False, has=frozenset())}
     assert {"vllm", "verl", "ray", "transformers", "pydantic", "numpy"} <= names
     assert not {each for each in names if each.startswith(("nvidia-", "flashinfer")) or each in ("torch", "triton")}
-    engine = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=True, has=frozenset())}
+    engine = {entry.partition("==")[0] for entry in wheels_needed(lock, engine_alone=True, has=frozenset())}
     assert {"vllm", "transformers"} <= engine < names and not {"verl", "ray"} & engine
     has = frozenset({"transformers", "typing-extensions", "pydantic"})
-    less = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=True, has=has)}
+    less = {entry.partition("==")[0] for entry in wheels_needed(lock, engine_alone=True, has=has)}
     assert engine - less >= has and "pydantic-core" not in less  # only pydantic brought it
 
 
@@ -126,7 +126,7 @@ def test_what_is_left_out_is_needed_by_nothing_that_is_taken() -> None:
     """But by vLLM, which asks for it where it serves; by verl, for a log; by mistral-common, for images; and torch with
     what it brings is the host's."""
     lock = LOCK.read_text()
-    taken = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=False, has=frozenset())}
+    taken = {entry.partition("==")[0] for entry in wheels_needed(lock, engine_alone=False, has=frozenset())}
     needed = {
         (parent, entry["name"])
         for entry in ENTRY.finditer(lock)
@@ -153,7 +153,7 @@ def test_what_a_host_has_is_compared_by_version() -> None:
         f"typing-extensions: the host has {unsaid}, the lock {locked['typing-extensions']}",
     ]
     assert list(others) == ["pydantic", "torch", "typing-extensions"]
-    taken = {entry.partition("==")[0] for entry in wanted(lock, engine_alone=False, has=same)}
+    taken = {entry.partition("==")[0] for entry in wheels_needed(lock, engine_alone=False, has=same)}
     assert "pydantic" in taken and "transformers" not in taken
 
 

@@ -43,7 +43,7 @@ def test_what_is_not_finite_is_never_lost(dtype: torch.dtype, bad: float) -> Non
         for absmax in (row_absmax(values_MK), block_absmax(values_MK, block=(128, 128))):
             assert int((~torch.isfinite(absmax)).sum()) == 1
             with pytest.raises(NumericsError):
-                require_finite(absmax, what="a weight")
+                require_finite(absmax, tensor_name="a weight")
         assert not all_finite(values_MK)
         values_MK[5, 5] = -bad
         assert not all_finite(values_MK)

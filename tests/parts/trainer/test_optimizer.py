@@ -34,7 +34,7 @@ def optimizer_of(plan: RunPlan) -> tuple[torch.optim.AdamW, LambdaLR]:
         eps=settings.epsilon,
     )
     if plan.optimizer.norm_fed_lr_scale != 1:
-        split_rates(optimizer, named=model.named_parameters(), scale=plan.optimizer.norm_fed_lr_scale)
+        split_rates(optimizer, parameters_by_name=model.named_parameters(), scale=plan.optimizer.norm_fed_lr_scale)
     return optimizer, LambdaLR(optimizer, lambda step: min(1.0, step / WARMUP))
 
 

@@ -96,16 +96,16 @@ def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> 
     """Held against what they say all the same."""
     precision = RolloutPrecision(restarting(tmp_path))
     precision.want(TOP)
-    assert (precision.wanted, read_wanted(tmp_path)) == (BF16, AS_PLANNED)
+    assert (precision.target, read_wanted(tmp_path)) == (BF16, AS_PLANNED)
     with pytest.raises(SyncError, match="runs int8, it was to run bf16"):
         precision.took(record(acknowledgement("int8")))
     precision.took(record(acknowledgement("bf16", raised=4)))
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     assert json.loads(line)["why"] == "weight update 4: the first of these engines, all proven"
     with precision.meanwhile(BF16):
-        assert precision.wanted == BF16
+        assert precision.target == BF16
     precision.want(PLANNED)
-    assert precision.wanted == AS_PLANNED
+    assert precision.target == AS_PLANNED
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_which_layers_are_the_worst_holds_until_the_measures_change(tmp_path: Pa
     add_layer_errors(file, {"a": 0.03, "b": 0.04, "c": 0.02, "d": 0.01})
     half = replace(PLANNED, bf16_layer_fraction=0.5)
     precision.want(half)
-    assert precision.wanted == Precision(bf16_layers=("a", "b"))
+    assert precision.target == Precision(bf16_layers=("a", "b"))
     add_layer_errors(file, {"c": 0.05, "d": 0.06})
     precision.want(replace(half, tight=True))
-    assert precision.wanted == Precision(bf16_layers=("a", "b"))
+    assert precision.target == Precision(bf16_layers=("a", "b"))
     precision.want(replace(half, bf16_layer_fraction=0.75))
-    assert precision.wanted == Precision(bf16_layers=("b", "c", "d"))
+    assert precision.target == Precision(bf16_layers=("b", "c", "d"))
     precision.want(half)
-    assert precision.wanted == Precision(bf16_layers=("c", "d"))
+    assert precision.target == Precision(bf16_layers=("c", "d"))
 
 
 def test_an_attempt_that_began_with_layers_in_bf16_knows_their_errors(tmp_path: Path) -> None:

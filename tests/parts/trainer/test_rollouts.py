@@ -103,7 +103,7 @@ def test_a_pause_is_never_ended_by_another_call() -> None:
 
     async def ask(engine: Stepping, one: asyncio.Lock, *, after_s: float) -> None:
         await asyncio.sleep(after_s)  # so that the next one waits for its pause when this one ends its own
-        async with standing_still(engine, one=one):
+        async with standing_still(engine, lock=one):
             await asyncio.sleep(0.004)
 
     async def all_of_them() -> None:

@@ -26,7 +26,7 @@ def test_only_what_a_norm_feeds_moves_further_and_all_decays_alike() -> None:
     model = tiny()
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    split_rates(optimizer, named=model.named_parameters(), scale=4.0)
+    split_rates(optimizer, parameters_by_name=model.named_parameters(), scale=4.0)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 4e-2]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -40,7 +40,7 @@ def test_only_what_a_norm_feeds_moves_further_and_all_decays_alike() -> None:
 def test_a_schedule_keeps_the_two_apart_and_no_parameter_is_lost() -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    split_rates(optimizer, named=model.named_parameters(), scale=1.5)
+    split_rates(optimizer, parameters_by_name=model.named_parameters(), scale=1.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     optimizer.step()
     schedule.step()

@@ -104,7 +104,7 @@ def test_a_run_that_stops_ends_its_step_with_the_engines_it_has(parts: Callable[
     parts_of_run.precision.want(TOP)
     parts_of_run.update(1)
     assert parts_of_run.log == ["update int8"]
-    assert parts_of_run.precision.wanted == BF16  # by the attempt that goes on
+    assert parts_of_run.precision.target == BF16  # by the attempt that goes on
 
 
 def test_an_update_that_no_engine_proved_is_an_error(parts: Callable[..., Parts]) -> None:

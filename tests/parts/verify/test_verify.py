@@ -67,7 +67,7 @@ def asked(
         build_plan(each, run_dir=Path("/run"), host=host)
         for each in command._recipes(recipe, schemes=schemes, emulate=emulate)
     ]
-    return [each for each, _ in command._asked(plans)]
+    return [each for each, _ in command._engines_of(plans)]
 
 
 def test_bf16_comes_first_and_each_scheme_once(settings: tuple[str, ...]) -> None:

@@ -50,7 +50,7 @@ FACTS = Facts(
 def row(function: str, **arguments: object) -> Row:
     return Row(
         id=function.replace("_", "-"),
-        what="it ends",
+        text="it ends",
         code=f"broken_rows:{function}",
         estimate_s=1,
         covers=(),
@@ -207,7 +207,7 @@ def test_parts_after_one_that_hung_are_not_run(tmp_path: Path, monkeypatch: pyte
 def test_what_is_not_proven_fails(proven: dict[str, int], everyone: bool, refusal: str, tmp_path: Path) -> None:
     ground = Ground(row="reload", folder=tmp_path, rehearsal=True)
     with pytest.raises(RowFailed) if refusal else nullcontext() as raised:
-        engines._hold_proof(ground, SimpleNamespace(**proven), what="one", everyone=everyone)
+        engines._hold_proof(ground, SimpleNamespace(**proven), update="one", everyone=everyone)
     assert not refusal or str(raised.value) == refusal
 
 

@@ -60,7 +60,7 @@ def test_before_the_run_has_processes_it_is_healthy(tmp_path: Path) -> None:
 def test_a_run_without_its_record_is_not_healthy(tmp_path: Path) -> None:
     a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={tmp_path}/a-1\0".encode())
     found = look(tmp_path / "proc")
-    assert not found.is_healthy and "No such file or directory" in found.what
+    assert not found.is_healthy and "No such file or directory" in found.text
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, mo
     old = time.time() - 2 * QUIET_S
     write_record(run, RUNNING)
     os.utime(run, (old, old))
-    assert look(tmp_path / "proc").what.endswith("nothing new for 60 minutes")
+    assert look(tmp_path / "proc").text.endswith("nothing new for 60 minutes")
 
 
 def test_processes_that_lost_their_node_are_still_its(
@@ -112,7 +112,7 @@ def test_processes_that_lost_their_node_are_still_its(
 def test_a_node_that_does_not_see_its_run_is_not_healthy(tmp_path: Path, node: Path) -> None:
     (node / "training.json").write_text(json.dumps({"run_dir": str(tmp_path / "gone"), "attempt": 1}))
     found = look(tmp_path / "proc")
-    assert not found.is_healthy and found.what.startswith(f"node {node}: ") and "No such file" in found.what
+    assert not found.is_healthy and found.text.startswith(f"node {node}: ") and "No such file" in found.text
 
 
 def test_the_newest_word_of_any_process_counts(tmp_path: Path) -> None:

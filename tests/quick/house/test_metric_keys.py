@@ -15,7 +15,7 @@ from appliance.corrections.objective import ClipRange
 from appliance.record import metric_catalogue as catalogue
 from appliance.record.events import Event, MemorySample, StepMetrics
 
-NOT_OF_A_LINE = {"named", "line"}  # of StepMetrics: what the reader adds
+NOT_OF_A_LINE = {"user_metrics", "line"}  # of StepMetrics: what the reader adds
 WRITERS = {  # functions whose dict literals become a line of metrics.jsonl
     "sync.records": {"metrics"},
     "tasks.grading": {"set_metrics"},

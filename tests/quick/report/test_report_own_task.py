@@ -48,8 +48,8 @@ def folded(*lines: StepMetrics) -> RunState:
 def test_names_of_the_users_are_read_with_their_numbers(step_line: Callable) -> None:
     """In the order of the line; a value that is no number is not there, and a mean is null where no reward applied."""
     line = step_line(2, **REWARDS, **{"reward/none": None, "reward/text": "1", "val/a/b/avg@1": True})
-    assert line.named == {"reward/math": 0.125, "reward/short": -2.5}
-    assert list(line.named) == list(REWARDS) and step_line(2).named == {}
+    assert line.user_metrics == {"reward/math": 0.125, "reward/short": -2.5}
+    assert list(line.user_metrics) == list(REWARDS) and step_line(2).user_metrics == {}
 
 
 def test_a_step_is_told_with_its_rewards_and_each_validation(step_line: Callable) -> None:

@@ -166,7 +166,7 @@ def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monk
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
     monkeypatch.setattr("appliance.hub.problem", lambda: "")
     monkeypatch.setattr("appliance.hub.refusal", lambda name, revision: "refused" if revision else "")
-    monkeypatch.setattr("appliance.hub._asked", lambda name, wanted: ("", "the hub answers 404"))
+    monkeypatch.setattr("appliance.hub._commit_on_hub", lambda name, requested: ("", "the hub answers 404"))
     assert errors(planned(tmp_path, "model.revision=v9")) == {
         "model-revision": "it is not known which commit of `owner/model` `v9` is: the hub answers 404"
     }
@@ -215,7 +215,9 @@ def test_the_hub_is_asked_for_the_revision_of_the_recipe(
     """A tag that moved counts as the hub has it, but for a run that began with another commit."""
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.hub._asked", lambda name, wanted: asked.append((name, wanted)) or (NEW, ""))
+    monkeypatch.setattr(
+        "appliance.hub._commit_on_hub", lambda name, requested: asked.append((name, requested)) or (NEW, "")
+    )
     pinned = recipe("model.revision=v1")
     plan = examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True)[0]
     assert (plan.weights.commit, asked) == (NEW, [(NAME, "v1")])
@@ -348,7 +350,7 @@ def test_all_arms_of_a_comparison_get_one_answer_of_the_hub(
     """`main`, or the tag, moves while they are planned."""
     answers, file = iter([OLD, NEW, NEW]), tmp_path / "c.yaml"
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.hub._asked", lambda name, wanted: (next(answers), ""))
+    monkeypatch.setattr("appliance.hub._commit_on_hub", lambda name, requested: (next(answers), ""))
     monkeypatch.chdir(tmp_path)
     model = {"model.builtin": None, "model.path": NAME, "model.revision": revision}
     shared = {**model, "task.long_prompts": "truncate", "trainer.steps": 9}

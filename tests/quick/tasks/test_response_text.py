@@ -137,7 +137,7 @@ def test_format_sees_what_the_prompt_had_begun_and_other_trainers_functions_do_n
     functions = [make_reward(name, file=str(file)) for name in ("ours", "verls", "trls")]
     task = make_own_task(make_reward("format"), make_reward("number"), *functions)
     response = Response(text, "7", json.dumps({"prompt": "1?"}), begun=reader.begun)
-    rewards = load_rewards(task, files=make_files(*code), given=lambda row: (row["prompt"], "7"))
+    rewards = load_rewards(task, files=make_files(*code), parts_of_row=lambda row: (row["prompt"], "7"))
     grades = [reward.value(response) for reward in rewards]
     assert grades == [1.0] * 5
 
@@ -145,7 +145,7 @@ def test_format_sees_what_the_prompt_had_begun_and_other_trainers_functions_do_n
 def test_length_and_exact_are_of_what_the_model_wrote() -> None:
     task = make_own_task(make_reward("length", target=1), make_reward("exact"))
     response = Response("<think>\n7", "7", json.dumps({"prompt": "1?"}), begun="<think>\n")
-    rewards = load_rewards(task, files=make_files(), given=lambda row: (row["prompt"], "7"))
+    rewards = load_rewards(task, files=make_files(), parts_of_row=lambda row: (row["prompt"], "7"))
     assert [reward.value(response) for reward in rewards] == [1.0] * 2
 
 

@@ -22,7 +22,7 @@ from appliance.tasks.task import Response
 
 def graded(name: str, text: str, truth: str = "", **options: object) -> object:
     task = make_own_task(make_reward(name, **options))
-    (reward,) = load_rewards(task, files=make_files(), given=lambda row: (row["prompt"], None))
+    (reward,) = load_rewards(task, files=make_files(), parts_of_row=lambda row: (row["prompt"], None))
     return reward.value(Response(text, truth, json.dumps({"prompt": "1+1?"})))
 
 
@@ -345,7 +345,7 @@ def test_each_says_what_it_does_and_gives_a_number_to_anything() -> None:
         if name in ("judge", "code"):
             continue
         task = make_own_task(with_options.get(name, make_reward(name)))
-        (reward,) = load_rewards(task, files=make_files(), given=lambda row: ("", None))
+        (reward,) = load_rewards(task, files=make_files(), parts_of_row=lambda row: ("", None))
         for text in ("", "\0", "\\boxed{" * 50, "####" * 50, "<answer>" * 50, "9" * 400, "(" * 300, "A" * 5000):
             value = reward.value(Response(text, "C" if name == "choice" else "7"))
             assert isinstance(value, float) and numbers.isfinite(value), (name, text)

@@ -57,7 +57,7 @@ def test_request_is_one_word_until_it_is_forgotten(tmp_path: Path) -> None:
 def test_nobody_asked(tmp_path: Path) -> None:
     stopping = Stopping(tmp_path, end=Ended())
     stopping.check()
-    assert not stopping.asked
+    assert not stopping.is_requested
 
 
 def test_before_the_first_step_the_process_ends_by_itself_with_130(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_finished_step_that_is_not_saved_waits_for_the_main_thread(tmp_path: Pat
     stopping.begin_change()
     stopping.end_step(1, saved=0)
     ask_to_stop(tmp_path, why="SIGINT")
-    wait_until(lambda: stopping.asked)
+    wait_until(lambda: stopping.is_requested)
     with pytest.raises(StopAsked):
         stopping.check()
     time.sleep(LOOKS_S)
@@ -108,7 +108,7 @@ def test_weights_ahead_of_the_last_line_are_no_time_to_stop(tmp_path: Path) -> N
     stopping = Stopping(tmp_path, resumed_step=1, end=ended)
     stopping.begin_change()
     ask_to_stop(tmp_path, why="SIGTERM")
-    wait_until(lambda: stopping.asked)
+    wait_until(lambda: stopping.is_requested)
     time.sleep(LOOKS_S)
     assert ended.codes == []
     stopping.end_step(2, saved=2)  # the step's own checkpoint
