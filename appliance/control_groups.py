@@ -20,8 +20,8 @@ _CPU = "cpu"
 
 
 def usable_cores(trees: Path = TREES, *, membership: Path = MEMBERSHIP) -> int:
-    """Cores that threads of this process can keep busy: as many as it may run on, or as its control groups give time of
-    (`docker run --cpus`), whichever is less. A part of a core counts as one."""
+    """Count the cores that threads of this process can keep busy: as many as it may run on, or as its control groups
+    give time of (`docker run --cpus`), whichever is less. A part of a core counts as one."""
     paths = paths_of(membership)
     version_2 = (_quota(group / "cpu.max") for group in groups_of(trees, V2, paths))
     version_1 = (
@@ -45,21 +45,23 @@ def _share(quota: str, period: str) -> int:
 
 
 def paths_of(membership: Path) -> dict[str, str]:
-    """Controller -> path of this process's group in its tree, without the first slash. membership: as /proc says it."""
+    """Return, by controller, the path of this process's group in its tree, without the first slash.
+    membership: as /proc says it."""
     lines = _text(membership).splitlines()
     fields = (line.split(":", 2) for line in lines if line.count(":") >= 2)
     return {name: path.lstrip("/") for _, names, path in fields for name in names.split(",")}
 
 
 def groups_of(trees: Path, tree: str, paths: dict[str, str]) -> list[Path]:
-    """The group of this process and all above it: each of them limits. Those that a container does not see are none."""
+    """List the group of this process and all above it, each of which limits; not those that a container
+    does not see."""
     top, path = trees / tree, Path(paths.get(tree, ""))
     own = () if ".." in path.parts else (path, *path.parents)
     return [top, *(top / each for each in own)]
 
 
 def number_in(file: Path) -> int:
-    """`max`, no such file and what is no number mean: no limit."""
+    """Read the number in a file of a control group. `max`, no such file and what is no number mean: no limit."""
     text = _text(file)
     return int(text) if text.isdigit() else UNLIMITED
 

@@ -223,7 +223,8 @@ def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
 
 
 def is_done(target: Target, *, steps: int) -> bool:
-    """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
+    """Tell whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to
+    is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
     return _plan_before(target.run_dir).trainer.steps >= steps
@@ -515,7 +516,8 @@ def problems_of(run_dir: Path) -> Path:
 
 
 def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
-    """Whether the plan asks for the very problems of a run that was made. May read the data files that the plan names.
+    """Tell whether the plan asks for the very problems of a run that was made. May read the data files that the
+    plan names.
 
     They are compared by the hash in their folder's name, of all that makes them. It knows a commit of the hub by
     whether the recipe named it.  Raises RecipeError when the run's plan cannot be read.

@@ -402,7 +402,8 @@ class _UsualSizes:
 
 
 def saved_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor that a checkpoint of this model has, as transformers would save it now."""
+    """Return, by name, the shape of each tensor that a checkpoint of this model has, as transformers would save
+    it now."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = getattr(model, "all_tied_weights_keys", {})

@@ -156,7 +156,7 @@ def _is_part_of_more(text: str, box: MarkedAnswer) -> bool:
 
 
 def is_corrected(text: str, end: int) -> bool:
-    """Whether the text behind an answer takes it back and says another number or formula."""
+    """Tell whether the text behind an answer takes it back and says another number or formula."""
     behind = text[end : end + _TAIL]
     correction = CORRECTION.search(behind)
     return correction is not None and re.search(r"\d", behind[correction.end() :]) is not None
@@ -275,7 +275,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def is_part(inner: str, *, whole: str) -> bool:
-    """Whether a mark within a mark holds only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
+    """Tell whether a mark within a mark holds only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
     if re.match(r"(?i)\W*(?:not|never)\b", whole):
         return True
     rest = re.sub(r"\\[A-Za-z]*(?:box|text)[A-Za-z]*|####", "", whole).replace(inner, "", 1)

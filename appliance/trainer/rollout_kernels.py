@@ -43,7 +43,7 @@ _WHOLE_ROWS = 32  # channels that a head has to be a multiple of for the wide fo
 
 
 def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
-    """Norm by the plain formula. summed: float32."""
+    """Compute the norm by the plain formula. summed: float32."""
     normed = summed * torch.rsqrt(summed.pow(2).mean(dim=-1, keepdim=True) + eps)
     return normed.to(weight_H.dtype) * weight_H
 

@@ -100,7 +100,7 @@ class _AddNorm(Function):
 
 
 def head_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
-    """Norm the heads. x: [T, heads, D]."""
+    """Compute the norm of each head. x: [T, heads, D]."""
     return add_norm(x, None, weight_D, eps=eps)[0]
 
 

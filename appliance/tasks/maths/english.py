@@ -76,7 +76,7 @@ def words_of(text: str) -> set[str]:
 
 
 def is_name(text: str) -> bool:
-    """Whether words can name a value and leave it what it is: `Total cost`, but no `Half of` and no `Not`."""
+    """Tell whether words can name a value and leave it what it is: `Total cost`, but no `Half of` and no `Not`."""
     if re.search(r"(?i)\b(?:square|cube|area|number|side|perimeter|volume)s?\s*$", text):
         text = re.sub(r"(?i)\b(?:square|cube)s?\s*$", "", text)
     return "n't" not in text and not _OF_A_VALUE.search(text) and NO_PART_OF_A_NAME.isdisjoint(words_of(text))

@@ -352,7 +352,7 @@ def has_decimal(expression: Expression) -> bool:
 
 
 def is_plain_number(expression: Expression) -> bool:
-    """Whether nothing is left to compute: a number, its negative, or one number over another."""
+    """Tell whether nothing is left to compute: a number, its negative, or one number over another."""
     while isinstance(expression, Operation) and expression.name == "negative":
         (expression,) = expression.operands
     if isinstance(expression, Operation) and expression.name == "quotient":
@@ -361,7 +361,7 @@ def is_plain_number(expression: Expression) -> bool:
 
 
 def is_unfinished(expression: Expression) -> bool:
-    """Whether it is sums, products and fractions of numbers that nobody has computed, as in a question."""
+    """Tell whether it is sums, products and fractions of numbers that nobody has computed, as in a question."""
     if is_plain_number(expression):
         return False
     to_do = {"sum", "difference", "product", "quotient", "negative"}

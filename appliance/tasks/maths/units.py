@@ -173,7 +173,8 @@ def singular(word: str) -> str:
 
 
 def may_be_factors(text: str, *, value: str) -> bool:
-    """Whether letters that no font marks as a unit may be factors of the value before them: `2 m g`, `\\sqrt2 g`."""
+    """Tell whether letters that no font marks as a unit may be factors of the value before
+    them: `2 m g`, `\\sqrt2 g`."""
     words = re.findall(r"[A-Za-zμΩ]+", text)
     if re.search(r"[A-Za-zα-ωΑ-Ω]", re.sub(r"\\(?:frac|sqrt|binom)|pi|π|USD|EUR", "", value)):
         return any(len(word) < 3 for word in words)
@@ -187,7 +188,7 @@ def may_be_factors(text: str, *, value: str) -> bool:
 
 
 def is_algebra(text: str) -> bool:
-    """Whether letters behind a number, apart from it, are factors rather than a unit: `2 xy`, but no `2 men`."""
+    """Tell whether letters behind a number, apart from it, are factors rather than a unit: `2 xy`, but no `2 men`."""
     words = re.findall(r"[A-Za-z]+", text)
     return not any(unit_of_word(word) for word in words) and all(
         len(word) < 3 or (len(word) == 3 and set(word) <= _LETTERS_OF_ALGEBRA) for word in words
@@ -210,7 +211,7 @@ def is_same_unit(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
 
 
 def are_different_measures(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
-    """Whether both have units of measure or money, and not the same ones."""
+    """Tell whether both have units of measure or money, and not the same ones."""
     measures = [
         tuple(
             part

@@ -243,7 +243,7 @@ def is_within(first: Any, second: Any, *, bound: float) -> bool:
 
 
 def is_multiple(left: Expression, right: Expression, *, of_same_sign: bool = False) -> bool:
-    """Whether one is a constant times the other, not zero times. of_same_sign: a positive one. Raises
+    """Tell whether one is a constant times the other, not zero times. of_same_sign: a positive one. Raises
     UnreadableError."""
     if symbols(left) != symbols(right) or not symbols(left):
         return False
