@@ -12,7 +12,7 @@ ApplianceError                 1          our own fault
 │   ├── PatchError             4          a patch that does not fit the installed source
 │   ├── WeightsError           4          a checkpoint that is not the model of its config.json
 │   ├── SyncError              4  again   a weight update that did not arrive
-│   └── AttestationError       4          a worker that did not say, or said otherwise, what it runs
+│   └── AttestationError       4          a worker that did not report, or misreported, what it runs
 ├── TrainingError              5  again   the training child failed
 │   ├── CheckpointError        5          a checkpoint that could not be written
 │   └── ProcessDied            5  again   a process that the training needs is gone

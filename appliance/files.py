@@ -70,7 +70,7 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
             sync_to_disk(partial)
         partial.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # renamed it is not there; what refuses has said so
+        with contextlib.suppress(OSError):  # renamed it is not there; any other refusal is reported where it happens
             partial.unlink()
     if durable:
         sync_to_disk(path.parent)

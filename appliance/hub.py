@@ -192,7 +192,7 @@ def _status(ask: Callable[[], int]) -> tuple[int, str]:
         return ask(), ""
     except HfHubHTTPError as error:
         return error.response.status_code, ""
-    except HFValidationError as error:  # before anything was asked
+    except HFValidationError as error:  # before any request
         return 0, str(error)
     except ValueError as error:  # its text may quote a header, and with it the token
         return 0, f"{_endpoint()} cannot be asked ({type(error).__name__})"

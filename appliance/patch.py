@@ -103,7 +103,7 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
     raise PatchError(f"patch {patch.name}: {patch.target} does not exist")
 
 
-# Judged by the sources alone: what holds the records, and what they replace, both import torch.
+# Judged by the sources alone: the files with the records, and what they replace, both import torch.
 
 
 @functools.cache

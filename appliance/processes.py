@@ -47,7 +47,7 @@ class Process:
 
 def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command of a child that runs one of our modules, or of our libraries'. -P: the current folder is the
-    user's, and Python would look there first: a `random.py` of theirs would take the place of its own."""
+    user's, and Python would look there first: a `random.py` of theirs would replace its own."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 

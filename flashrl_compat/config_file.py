@@ -66,7 +66,7 @@ class EngineSettings:
 
 def engine_settings(variables: Variables, *, rank: int) -> EngineSettings:
     """Return the settings of one engine. rank: data-parallel, in verl the replica's. Raises RecipeError."""
-    assert variables.config is not None  # the caller asked
+    assert variables.config is not None  # the caller has checked
     entries = _entries_of(variables.config)
     entry = entry_of_rank(entries, rank=rank)
     return EngineSettings(

@@ -131,7 +131,7 @@ def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
 def _settles(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
-        settle(self)  # more of the caches than the caller may have asked for
+        settle(self)  # more of the caches than the caller may have named
         return original(self, *args, **kwargs)
 
     return reset_prefix_cache

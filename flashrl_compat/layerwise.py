@@ -61,7 +61,7 @@ def route() -> None:
     """Replace the functions in modules that hold one of them by name; our own modules keep vLLM's."""
     for name, original in _ORIGINALS.items():
         for module in list(sys.modules.values()):
-            held = getattr(module, "__dict__", {})  # not getattr: some modules import what they are asked for
+            held = getattr(module, "__dict__", {})  # not getattr: some modules import what is read from them
             if held.get(name) is original and not module.__name__.startswith("appliance."):
                 held[name] = getattr(layerwise, name)
 

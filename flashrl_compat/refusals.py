@@ -1,4 +1,4 @@
-"""Where an engine is asked under FLASHRL_CONFIG: what its core refused (core.py) is an error that says why.
+"""Where an engine gets requests under FLASHRL_CONFIG: what its core refused (core.py) is an error that says why.
 
 Over HTTP it is vLLM's own error body, with status 503. vLLM itself would say "Internal server error", or return an
 output without tokens.

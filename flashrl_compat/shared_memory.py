@@ -98,7 +98,7 @@ def _read(info: ShmUpdateInfo) -> Iterator[tuple[str, Tensor]]:
 class ShmTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = BACKEND
     chunk_bytes: int = CHUNK_BYTES
-    """Bytes of a segment, which holds at least one tensor."""
+    """Bytes of a segment, which has at least one tensor."""
 
 
 class ShmTrainer(TrainerWeightTransferEngine[ShmTrainerInitInfo]):

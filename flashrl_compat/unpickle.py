@@ -2,7 +2,7 @@
 
 Everything is imported and every file is open before the pickle is looked at. Then this process gives up what it has:
 its network where the host allows it, its user (nobody, when it was root), its groups, new privileges for ever, memory,
-time, and the making of processes; its folder is an empty one of its own. Only then torch's restricted unpickler runs,
+time, and the making of processes; its folder is a new, empty one. Only then torch's restricted unpickler runs,
 which makes tensors and plain containers and calls nothing, and the result is checked again. What comes out is
 safetensors: data, not code.
 """

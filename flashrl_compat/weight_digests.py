@@ -1,6 +1,6 @@
 """Digests of what a model computes with, for `/weight_checker`: engines of equal weights have equal ones.
 
-A layer with a kernel is asked for its answers to the unit vectors. These are its whole weight as the kernel has it:
+A layer with a kernel multiplies the unit vectors. These are its whole weight as the kernel has it:
 column k is the answer to unit vector k. In BF16 and FP16 it is the weight itself, since each sum has one term. In INT8
 it is code times scale; two codes of a row that are not equal differ by at least 1/127 of the larger, which BF16 (2^-8)
 keeps apart. A hash of the layer's parameters would miss copies that a kernel has packed away, as vLLM's kernels for
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from appliance.engine.kernel_proof import ask_kernel
 from appliance.engine.tensor_slots import expert_gemms, expert_shape, is_wide, local_shape
 
-UNIT_VECTORS = 256  # asked for at once: 75 MiB of answers of a head of 150,000 words
+UNIT_VECTORS = 256  # multiplied at once: 75 MiB of answers of a head of 150,000 words
 
 
 def weight_digests(model: Module, *, dtype: torch.dtype) -> dict[str, str]:

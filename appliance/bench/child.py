@@ -1,5 +1,5 @@
 """The child that measures: an engine per scheme in this process, taking turns (`-m appliance.bench.child JOB`), and
-vLLM's worker with two additions: a budget for weights and KV cache together, and what it holds, in numbers.
+vLLM's worker with two additions: a budget for weights and KV cache together, and what it contains, in numbers.
 
 Results go to the job's file, one JSON object a line; everything printed is vLLM's.
 """
@@ -207,7 +207,7 @@ class BudgetWorker(DeviceWorker):
 def weight_bytes(model: Module) -> int:
     """Count the bytes of a loaded model's weights, each once, in the form that is multiplied.
 
-    A CPU kernel that packs a weight leaves nothing of it in the layer. What it holds is counted from the shape that
+    A CPU kernel that packs a weight leaves nothing of it in the layer. Its size is counted from the shape that
     vLLM recorded before loading: by the scheme's bytes where the layer is quantised, else by the recorded type. Scales
     count where the kernel reads them.
     """

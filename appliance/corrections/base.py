@@ -1,4 +1,4 @@
-"""What a correction is: one method with its limits, asked by the recipe, the plan, the guard and the training's driver.
+"""What a correction is: one method with its limits. Recipe, plan, guard and the training's driver use it.
 
 Quantised rollouts are sampled from a policy that is not quite the trainer's. A correction says what each token's loss
 is multiplied by, which tokens stay, and between which bounds the probability ratio is clipped. The driver writes all of

@@ -21,7 +21,7 @@ steps were at hand. Chosen here:
 * Bounds are order statistics of the sample, matched on each side by itself: exact, with no model of the noise.
 * A bound is only ever widened, and never beyond 1/cap..cap. Where B clips no more than R the recipe's bound stays: a
   sample that nobody leaves says nothing of where the policy may go.
-* The first step has the recipe's bounds; a fit holds from the next step to the next fit.
+* The first step has the recipe's bounds; a fit is used from the next step to the next fit.
 
 Legend: base.py; of a fit, T tokens of the shadow batch, without padding; float64.  Source: arXiv 2609.22870.
 """

@@ -257,8 +257,8 @@ def _require_known_layer(layer: Module, *, name: str) -> None:
 
 
 def _holds_vectors_alone(layer: Module) -> bool:
-    """Whether all that a layer has of its own are vectors, as norms of any kind have: no scheme quantises them, and the
-    proof holds their bits against those received, whatever the class computes with them."""
+    """Whether all of a layer's own parameters are vectors, as norms of any kind have: no scheme quantises them, and the
+    proof compares their bits with those received, whatever the class computes with them."""
     if isinstance(layer, LinearBase | VocabParallelEmbedding | RoutedExperts | AttentionLayerBase):
         return False
     return not hasattr(layer, "quant_method") and all(each.ndim < 2 for each in layer.parameters(recurse=False))

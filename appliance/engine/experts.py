@@ -1,4 +1,4 @@
-"""Quantised experts: the two GEMMs of each expert run as quantised linear layers of their own.
+"""Quantised experts: the two GEMMs of each expert run as separate quantised linear layers.
 
 vLLM's INT8 method for experts is weight-only on CUDA and needs AMX on a CPU, and FP8 has no kernels on a CPU. Here one
 expert after the other takes its tokens through the same kernels, codes and scales as a linear layer: correct first.

@@ -35,7 +35,7 @@ from appliance.quant.cpu_gemm import multiply_fp8
 from appliance.terms.schemes import Scheme
 
 # Kernels that read codes in rows, as they were made: [K, N] with strides (1, K), CUTLASS's padded to multiples of 16,
-# and [N, K] for blocks. Marlin, Humming, B12X and the CPU's AMX kernel pack them in orders of their own.
+# and [N, K] for blocks. Marlin, Humming, B12X and the CPU's AMX kernel each pack them in another order.
 _READ_ROWS = frozenset(
     {
         pytorch.BlockWiseTorchFP8ScaledMMLinearKernel,
@@ -58,7 +58,7 @@ class NativeFp8Method(Quantising):
 
     def process_weights_after_loading(self, layer: Module) -> None:
         is_done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if is_done or self.on_quantised is None:  # holds nothing: vLLM frees the weight as soon as it has replaced it
+        if is_done or self.on_quantised is None:  # keeps nothing: vLLM frees the weight as soon as it has replaced it
             super().process_weights_after_loading(layer)
             return
         weight_NK = layer.weight.data

@@ -1,4 +1,4 @@
-"""Whether an FP8 layer holds and multiplies what was received: codes and scales bit for bit, and one probe.
+"""Whether an FP8 layer has and multiplies what was received: codes and scales bit for bit, and one probe.
 
 All scales, as the codec computes them, and the codes of a rotating eighth of the rows (in blocks of 128, at least one;
 all of them in a full proof) are compared bit for bit.
@@ -6,7 +6,7 @@ all of them in a full proof) are compared bit for bit.
 Legend: N output channels, K input channels of this rank's part of the layer; R rows; T tokens of a probe; u = 2^-24.
 
 Emulated. The codes are expected as the compiled quantiser makes them. The engine makes codes by that same code: an
-error of it is seen only by the reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where
+error of it is seen only by the reference codec, which quantises a few rows in each proof (`_check_quantiser`). Where
 it is the layer's turn its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms,
 twice K u sum_k |w'_nk|, and BF16's rounding: what can go wrong beyond codes and scales is code, which all layers share.
 
@@ -45,13 +45,13 @@ not asked: `NativeFp8Method.provable`.
   Rounding is monotone: as the difference is less than 2^-10, the code lies between the codec's for s * (1 + 2^-10) and
   for s * (1 - 2^-10). These are one code or neighbours, as midpoints of codes are further apart. Both pass: the weight
   is within 2^-10 of their midpoint. One weight in 40 or so is; every other code is expected exactly.
-* Zeros. Which sign one has is not asked: it makes no difference to a sum.
+* Zeros. Which sign one has is not checked: it makes no difference to a sum.
 * The answer. s_x is that of 128 channels of which one is not 0, so |x| / 448 as above; other groups have a finite scale
   and codes 0. The tensor core sums 128 products at a time, exact as above; they are multiplied by s_x and s_n in
   float32, and added to zeros. So the bound is the same, 2^-7; where two codes pass, of the answer of one of them.
 
 On Hopper FlashInfer's kernel serves fewer than 32 tokens and DeepGEMM's the rest: probes have 32 and 16 by turns. Where
-DeepGEMM makes the scales powers of two nothing is asked (`NativeBlockMethod.provable`).
+DeepGEMM makes the scales powers of two nothing is checked (`NativeBlockMethod.provable`).
 """
 
 from __future__ import annotations

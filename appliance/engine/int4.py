@@ -10,10 +10,10 @@ BF16 weights are quantised by compiled code (quant/numba_int4.py), in the engine
 codec itself quantise some rows of each tensor, other ones at each update.
 
 The proof. The kernel is handed its memory at every call, in a layout that is known: so codes and scales are read back
-from there and compared bit for bit, which sees every code. Whether the kernel computes with them is asked as of INT8:
-one token of signs x_k = +-1 goes in with the bias -bf16(exact), and the small rest comes out. Products with signs are
-exact. With u = 2^-24 and A_n = sum_k |w'_nk|: K sums and the bias are rounded in float32, in the kernel, and as many
-here; the result is rounded to BF16 once.
+from there and compared bit for bit, which sees every code. Whether the kernel computes with them is checked as for
+INT8: one token of signs x_k = +-1 goes in with the bias -bf16(exact), and the small rest comes out. Products with signs
+are exact. With u = 2^-24 and A_n = sum_k |w'_nk|: K sums and the bias are rounded in float32, in the kernel, and as
+many here; the result is rounded to BF16 once.
 
     |rest - exact rest| <= 2 (K + 2) u A_n + 2^-8 |exact rest|
 

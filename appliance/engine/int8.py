@@ -109,7 +109,7 @@ class Int8LinearMethod(OnlineLinearMethod):
     def install(self, layer: Module, quantised: QuantisedWeight) -> None:
         """Hand codes and scales to vLLM's kernel.
 
-        On a CPU the packed weight is this object's and not the layer's: a layerwise reload copies what a layer holds
+        On a CPU the packed weight is this object's and not the layer's: a layerwise reload copies what a layer has
         into the tensors that it held before, and the pass would cost as much as packing.
         """
         replace_parameter(layer, "weight_scale", quantised.scale)

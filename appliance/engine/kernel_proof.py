@@ -287,7 +287,7 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: tor
 
 
 def ask_kernel(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [M, N] where the layer is: what its method makes of a probe, with a bias of ours in place of its own."""
+    """Return [M, N] where the layer is: what its method makes of a probe, with our bias instead of the layer's."""
     device = torch.get_default_device()
     bias_N = None if bias_N is None else bias_N.to(device)
     out_MN: Tensor = layer.quant_method.apply(layer, probe_MK.to(device, dtype), bias_N)

@@ -3,8 +3,8 @@ engine is restarted in another precision: trainer/engines.py.)
 
 A quantised linear layer becomes a BF16 one by another method object, and back: everything that asks a layer what it is
 (kernels, proof, attestation, telemetry) sees one that was built so. It happens between two updates, when vLLM's reload
-has put the layer back to its BF16 form on the meta device; the old kernel's tensors are dropped, since nothing holds
-their addresses but a CUDA graph, and there is none.
+has put the layer back to its BF16 form on the meta device; the old kernel's tensors are dropped, since nothing refers
+to their addresses but a CUDA graph, and there is none.
 
 Experts and vLLM's own FP8 methods cannot change.
 """

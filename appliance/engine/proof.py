@@ -2,7 +2,7 @@
 
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
 by a mapping (tensor_slots.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for
-INT8, Numba's code for emulated FP8), and the reference codec is asked for sampled rows (kernel_proof.py); for vLLM's
+INT8, Numba's code for emulated FP8), and the reference codec quantises sampled rows (kernel_proof.py); for vLLM's
 own FP8 methods by the codec (fp8_proof.py).
 """
 
@@ -86,7 +86,7 @@ class SyncProof:
 
     def begin(self, sync: int, *, changed: bool = False) -> None:
         """Begin the proof of an update. sync: number of the update, from 1.  changed: whether layers have another
-        precision than at the update before; then all layers are asked, as at the first update."""
+        precision than at the update before; then all layers are checked, as at the first update."""
         self._sync = sync
         if changed:
             self._provable = _provable(self._model, dtype=self._dtype)

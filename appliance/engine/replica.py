@@ -51,7 +51,7 @@ class EngineSample:
     finished: bool
     """Whether the model ended the response itself; otherwise it was cut at the length limit."""
     top: TopWords | None = None
-    """Most likely words at each generated token; None where they were not asked for."""
+    """Most likely words at each generated token; None where they were not requested."""
     support: Support | None = None
     """Words that each generated token was drawn from; None where the engine does not report them."""
 
@@ -116,7 +116,7 @@ def load_replica() -> type[RolloutReplica]:
 
         def _validate_configs(self) -> None:
             """verl's own compares the longest sequence with `max_position_embeddings`, which a rope may multiply: vLLM
-            holds it by its own rule, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
+            limits it by its own rule, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
             assert self.config.max_model_len is not None, "every plan says it"
 
         async def launch_server(self, *args: Any, **kwargs: Any) -> None:

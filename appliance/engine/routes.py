@@ -69,7 +69,7 @@ class Routes:
     """Routes of one model, by the names of its checkpoint's tensors."""
 
     def __init__(self, model: Module, *, records: bool) -> None:
-        """records: of a model whose `load_weights` is known to do nothing but find places; others are asked always."""
+        """records: of a model whose `load_weights` is known to do nothing but find places; others are called always."""
         self._model, self._records = model, records
         self._known: dict[str, _Route] = {}
 

@@ -7,7 +7,7 @@ when its engine starts:
 * its layers: linears and embeddings of vLLM's own classes, which the proof can ask; plain attention; the rest has only
   vectors, such as norms (`require_fit`). What vLLM's class says that it packs together is what our mapping says.
 * its weights: each tensor of the checkpoint, which has the trainer's parameters, has exactly one place, in its shape,
-  and each layer gets all that it holds (first_load.py).
+  and each layer gets all that it has (first_load.py).
 * its updates: two real ones, of other weights and of the first ones again, prove every kernel and every vector. In
   between each layer with vectors must answer otherwise than before, and after them the model computes what it did, to
   the logits and bit for bit (`rehearse_updates`). What a layer keeps of its weights in another form shows here.

@@ -1,6 +1,6 @@
 """Which part of a checkpoint's tensor a rank's layer must hold, and where: our own mapping.
 
-vLLM's weight loaders decide the same on their way, and a proof that asked them would believe what it has to prove. What
+vLLM's weight loaders decide the same on their way, and a proof that used them would believe what it has to prove. What
 is used here of vLLM: the classes and sizes of its layers.
 
 Legend: N output channels, K input channels.
@@ -76,7 +76,8 @@ class LocalShape:
 
 def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     """Map the name of each of a checkpoint's tensors to its places in this rank's layers. tied_head: lm_head is the
-    embedding, and no tensor of its own is used.  Raises EngineError for a linear layer whose class is unknown here."""
+    embedding, and none of its own tensors is used.  Raises EngineError for a linear layer whose class is unknown
+    here."""
     slots_by_source: dict[str, list[Slot]] = defaultdict(list)
     heads = {name for name, layer in model.named_modules() if isinstance(layer, ParallelLMHead)}
     embeddings = (name for name, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding))
@@ -201,5 +202,5 @@ def is_wide(layer: Module | None, parameter: str, *, dtype: torch.dtype) -> bool
 
 
 def rounded(tensor: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Round a tensor to what an engine in that type holds, whatever the trainer's."""
+    """Round a tensor to the values that an engine in that type can have, whatever the trainer's type."""
     return tensor.to(dtype)

@@ -168,7 +168,7 @@ class WaysIn:
         return taken
 
     def settle(self) -> WeightReport:
-        """End an update that nobody ends, before a cache is reset or a token is asked for. Raises SyncError
+        """End an update that nobody ends, before a cache is reset or a token is requested. Raises SyncError
         where weights are missing."""
         if self._open and self._ends_itself:
             self.finish()

@@ -5,7 +5,7 @@ A file is refused where anything in it is not accounted for: a tensor that the f
 other sizes, an entry of metadata that may change what the model computes. transformers' reader leaves such things out
 without a word.
 
-Mistral's models have no name of their own here: llama.cpp writes them as `llama`, whose forward is theirs.
+Mistral's models have no separate name here: llama.cpp writes them as `llama`, whose forward is theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be said of a GGUF file before it is converted: whether it is read, which sizes its model has, where it is
+"""What is known of a GGUF file before it is converted: whether it is read, which sizes its model has, where it is
 from. No torch."""
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def special_tokens(header: Header) -> dict[str, str]:
     """Return the special tokens by the names that transformers has for them. header: that check_tokenizer passed.
     Raises GgufError where no token is left for padding.
 
-    Padding is a token that never ends an answer: what is padding would count as said otherwise. A file often has the
-    same for both; then it is another of its control tokens: one of a usual name, else one that the chat template does
-    not write.
+    Padding is a token that never ends an answer: otherwise padding would count as part of the answer. A file often has
+    the same for both; then it is another of its control tokens: one of a usual name, else one that the chat template
+    does not write.
     """
     tokens: list[str] = _list(header, "tokens", kind=str)
     kinds: list[int] = _list(header, "token_type", kind=int)

@@ -1,5 +1,5 @@
 """Charts as inline SVG: curves with a band, and intervals beside a margin. Pure; no font, no network. A chart is
-complete as it is. `data-hover` holds its numbers for the page's script, which shows them under the pointer."""
+complete as it is. `data-hover` has its numbers for the page's script, which shows them under the pointer."""
 
 from __future__ import annotations
 

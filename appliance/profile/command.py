@@ -168,7 +168,7 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
 
 
 def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
-    """(exit code, what the child said)."""
+    """(exit code, what the child printed)."""
     command = module_argv(*module)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, **how)
     return done.returncode, done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
@@ -219,15 +219,15 @@ def finish_profile(plan: RunPlan) -> None:
     Raises EngineError where the plan has a profile and the folder has none."""
     folder = Path(plan.run_dir) / PROFILE_FOLDER
     folder.mkdir(exist_ok=True)
-    is_resumed = (folder / CONFIG_FILE).is_file()  # preflight has said it of the run's own profile
+    is_resumed = (folder / CONFIG_FILE).is_file()  # preflight has reported it for the run's own profile
     _write_config(plan, profile=folder if plan.profile else None, path=folder / CONFIG_FILE)
     if plan.profile is not None and not is_resumed:
         _note_prediction(plan, folder=folder)
 
 
 def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
-    """What the profile has chosen and predicts, before the first step. Where preflight has said it already, as of a
-    profile that is named, it is not said again."""
+    """What the profile has chosen and predicts, before the first step. Where preflight has reported it already, as for
+    a profile that is named, it is not reported again."""
     run_dir = Path(plan.run_dir)
     stored = stored_result(plan, host=read_host(run_dir))
     if plan.profile is None or plan.profile.source:

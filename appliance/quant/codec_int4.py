@@ -16,7 +16,7 @@ Bound: |w - w'| <= 9/16 s, for s a normal BF16 number and 8 s not above the larg
 s is rounded by 2^-8 of itself, so that |w / s| is at most 7.5 / (1 - 2^-8), which is clamped to 7: 0.03 more. w' is
 rounded by 2^-8 of 8 s at most: 0.03 more.
 
-Tensor parallel: a rank of a row-parallel layer has groups of its own part of the row (engine/int4.py).
+Tensor parallel: a rank of a row-parallel layer has the groups of its own part of the row (engine/int4.py).
 """
 
 from __future__ import annotations

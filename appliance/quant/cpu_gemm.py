@@ -353,7 +353,7 @@ def packs_quickly(rows: int, columns: int) -> bool:
 @functools.cache
 def has_packed_kernel() -> bool:
     """Return whether sgl's kernel runs here: it is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is
-    asked of the processor itself, as `_is_amx_tile_supported` is patched in engines."""
+    read from the processor itself, as `_is_amx_tile_supported` is patched in engines."""
     load_kernels()
     return (
         platform.machine() == "x86_64"

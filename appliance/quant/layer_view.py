@@ -1,7 +1,7 @@
 """A decoder layer as the engine's layers: which linears are fused, which norm feeds them, what quantising costs.
 
 Every GEMM of the layer goes through one function of this module, which multiplies exactly, exactly with measuring, or
-quantised by the codec. Experts, which transformers holds as two fused tensors, are multiplied one by one.
+quantised by the codec. Experts, which transformers stores as two fused tensors, are multiplied one by one.
 
 Legend: M tokens, N output and K input channels, E experts, I width of an expert.
 """

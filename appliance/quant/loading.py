@@ -1,4 +1,4 @@
-"""What loading a checkpoint would make up or leave out, asked of transformers by the headers of its files.
+"""What loading a checkpoint would make up or leave out, found by transformers itself from the headers of its files.
 
 `from_pretrained` fills a tensor that the files lack with random numbers, leaves out one that the model does not have,
 and casts whole numbers to floats, each with a warning at most. Here it loads tensors without memory (torch's meta
@@ -446,7 +446,7 @@ def _heads(name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers reports what it makes up as a table of warnings, which is said here in one line."""
+    """transformers reports what it makes up as a table of warnings, which is one line here."""
     from transformers.utils import logging as of_transformers
 
     level = of_transformers.get_verbosity()

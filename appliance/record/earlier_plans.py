@@ -41,7 +41,7 @@ def with_keys_of_today(text: bytes) -> bytes:
                 section, name = new.split(".")
                 plan.setdefault(section, {})[name] = holder.pop(key)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return text  # no plan at all, which is said of it as it is
+        return text  # no plan at all: the reader of plans reports it
     return json.dumps(plan).encode()
 
 
@@ -87,7 +87,7 @@ def _sizes(plan: dict[str, Any]) -> None:
 
 
 def _prompts(plan: dict[str, Any]) -> None:
-    """The prompts of a step were beside the sections. The first plans knew nothing of a generation of their own."""
+    """The prompts of a step were beside the sections. The first plans had no generation settings."""
     if "prompts_per_step" not in plan:
         return
     prompts, algorithm = plan.pop("prompts_per_step"), plan.get("algorithm", {})

@@ -1,6 +1,6 @@
 """Why a rollout engine does not start, in vLLM's own words.
 
-vLLM runs an engine in processes of its own. What one of them raises while it starts goes to a log; whoever made the
+vLLM runs an engine in separate processes. What one of them raises while it starts goes to a log; whoever made the
 engine gets `Engine core initialization failed. See root cause above`. So the exception becomes an event of the run, or
 of the command, in the process where it was raised, and the first event is what the user reads.
 """

@@ -43,7 +43,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     line = (json.dumps(value) + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
-        if _is_torn(descriptor):  # by a disk that was full, or a kill: what follows is a line of its own
+        if _is_torn(descriptor):  # by a disk that was full, or a kill: what follows is a separate line
             line = b"\n" + line
         if os.write(descriptor, line) < len(line):  # a full disk takes a part, without an error
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -69,7 +69,7 @@ _stacks_file: _StacksFile | None = None
 
 
 def keep_stacks(role: str) -> None:
-    """Have this process write its stacks when it is asked. Does nothing outside a run. role: the beginning of the
+    """Have this process write its stacks on request. Does nothing outside a run. role: the beginning of the
     file's name; called again, the one that says more counts, or the new one. A forked process calls it for itself."""
     global _stacks_file
     folder = os.environ.get(LOG_DIR_VARIABLE)

@@ -1,8 +1,8 @@
 """Every key of the files of numbers that a run writes: its unit, its meaning, and when it is missing or null.
 
-`docs/metrics.md` is printed from here: `python -m appliance.record.metric_catalogue >docs/metrics.md`. A test holds the
-page against it, one that reads the source holds it against the places that write keys, and each test that trains holds
-it against the lines that were written.
+`docs/metrics.md` is printed from here: `python -m appliance.record.metric_catalogue >docs/metrics.md`. A test
+compares the page with it, one that reads the source compares it with the places that write keys, and each test that
+trains compares it with the lines that were written.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class WeightsPlan(Frozen):
 
     @property
     def identity(self) -> str:
-        """Text by which the problems of one model are told from another's: the path; but of a snapshot its name and
-        commit, and of a model in the cache its folder's name, because their paths differ from host to host."""
+        """Text by which the problems of one model are distinguished from another's: the path; but of a snapshot its
+        name and commit, and of a model in the cache its folder's name, because their paths differ from host to host."""
         if self.is_cached:
             return Path(self.name_or_path).name
         return f"{self.hub_name}@{self.commit}" if self.is_pinned else self.name_or_path

@@ -124,7 +124,7 @@ class Session:
         try:
             if kind is not None and self.record.exit_code is None:
                 code = getattr(error, "exit_code", 1)
-                with contextlib.suppress(OSError):  # the error that goes on says more
+                with contextlib.suppress(OSError):  # the error that is raised further says more
                     self.finish(state=RunStatus.FAILED, exit_code=code, reason=f"{kind.__name__}: {error}")
         finally:
             os.close(self._lock)

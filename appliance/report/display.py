@@ -359,7 +359,7 @@ class PlainProgress(Progress):
             return "" if quiet else f"phase {item.what}: {phase_text(item.what)}"
         if item.kind == "progress":
             return self._progress(item)
-        if item.kind not in ("note", "guard", "cluster") or item.why == "preflight":  # whose findings were said
+        if item.kind not in ("note", "guard", "cluster") or item.why == "preflight":  # printed before
             return ""
         return f"{item.kind}: {item.what}"
 

@@ -240,9 +240,9 @@ def _content(view: RunView, *, may_restart: bool) -> bytes:
 class LivePage:
     """The page of a run while its launcher lives, written when something is new, and seldom enough to cost nothing.
 
-    What shows a run must not end it: what goes wrong here is said once. A disk that is full now may have room later,
-    so a page that could not be written is tried again when it is due; after any other error none is written any more.
-    may_restart: a run that ended by a fault may restart by itself, so its page is to load itself again.
+    What shows a run must not end it: what goes wrong here is reported once. A disk that is full now may have room
+    later, so a page that could not be written is tried again when it is due; after any other error none is written any
+    more. may_restart: a run that ended by a fault may restart by itself, so its page is to load itself again.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -97,7 +97,7 @@ PRESETS: dict[AlgorithmKind, dict[str, str]] = {
     AlgorithmKind.DR_GRPO: {"advantage": Advantage.DR_GRPO.value, "aggregate": Aggregate.CONSTANT.value},
     AlgorithmKind.GSPO: {"loss": Loss.GSPO.value, "aggregate": Aggregate.SEQUENCE_MEAN.value},
 }
-"""Values that each kind stands for; a kind that is not here has rules and no values of its own."""
+"""Values that each kind stands for; a kind that is not here has rules and no values."""
 
 
 class Attention(StrEnum):
@@ -618,7 +618,7 @@ class Cluster(Section):
 
     @property
     def has_own_ray(self) -> bool:
-        """Whether the run has one node and starts a Ray of its own there, which nothing else reaches."""
+        """Whether the run has one node and starts its own Ray there, which nothing else reaches."""
         return self.nodes == 1 and self.address is None
 
 

@@ -1,6 +1,6 @@
 """What both ends of a weight update write down, in `sync/trainer-<replica>-<rank>.jsonl` and `sync/rollout-...`.
 
-A line a sync. The trainer holds them against each other before it lets anything generate.
+A line a sync. The trainer compares them with each other before it lets anything generate.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _problem(
         )
     if (taken.switched or is_first) and taken.layers_proven < taken.layers:
         return f"{who} has proven {taken.layers_proven} of {taken.layers} layers"
-    # Some are quantised, and in any scheme lm_head's kernel at least is asked.
+    # Some are quantised, and in any scheme lm_head's kernel at least is checked.
     return f"{who} has proven none of its layers" if taken.telemetry is not None and not taken.layers else ""
 
 

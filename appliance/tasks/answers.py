@@ -136,7 +136,7 @@ _AROUND = 60  # characters around a box that may be of one formula with it
 
 
 def _is_part_of_more(text: str, box: MarkedAnswer) -> bool:
-    """Whether a box holds a part of the answer, as in `-\\boxed{4}` and `\\boxed{4}/5`, or one that the text takes
+    """Whether a box contains a part of the answer, as in `-\\boxed{4}` and `\\boxed{4}/5`, or one that the text takes
     back, denies or doubts."""
     delimiter = r"\$|\\[()\[\]]|\*\*"
     before = re.sub(delimiter, "", text[max(0, box.start - _AROUND) : box.start]).rpartition("\n")[2]
@@ -275,7 +275,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def is_part(inner: str, *, whole: str) -> bool:
-    """Tell whether a mark within a mark holds only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
+    """Tell whether a mark within a mark contains only a part of the answer: the 7 of `\\boxed{\\boxed{7}+1}`."""
     if re.match(r"(?i)\W*(?:not|never)\b", whole):
         return True
     rest = re.sub(r"\\[A-Za-z]*(?:box|text)[A-Za-z]*|####", "", whole).replace(inner, "", 1)

@@ -1,4 +1,4 @@
-"""The tests that a truth holds, for the reward `code`, in the forms that public data sets have.
+"""The tests that a truth contains, for the reward `code`, in the forms that public data sets have.
 
 Stdin and stdout, calls of a function, and statements of Python that assert. A test of one form is never run as one of
 another: what names no form, or a form that is not known, is refused by its field.
@@ -144,7 +144,7 @@ def _function(value: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Mapping[str, Any]) -> str:
-    """`stdin`, `call`, or empty where nothing is said. Raises ValueError for another kind of tests."""
+    """`stdin`, `call`, or empty where the kind is not stated. Raises ValueError for another kind of tests."""
     for name in _KINDS:
         if (kind := value.get(name)) is None or kind == "":
             continue
@@ -202,8 +202,8 @@ def _joined(value: Any) -> Any:
 
 
 def _calls(pairs: list[tuple[Any, Any]], *, function: str, names: tuple[str, str]) -> list[CodeTest]:
-    """A text holds JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has them. A list holds the
-    arguments. Where every answer is a list of one, it may mean its member, as in APPS."""
+    """A text contains JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has them. A list contains
+    the arguments. Where every answer is a list of one, it may mean its member, as in APPS."""
     is_wrapped = all(isinstance(expected, list) and len(expected) == 1 for _, expected in pairs)
     tests: list[CodeTest] = []
     for call_input, expected in pairs:

@@ -20,7 +20,7 @@ _LONGEST = 600  # of a message
 
 
 class Fault(StrEnum):
-    """Reason why a response has no grade of its own."""
+    """Reason why a response has no grade."""
 
     RAISED = "raised"  # the reward function raised
     TIMED_OUT = "timed out"  # it was still at work after the time limit

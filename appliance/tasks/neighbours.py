@@ -1,6 +1,6 @@
 """What lies beside a file of the user's: its imports find a neighbour first, as with `python rewards.py`.
 
-This process has packages of its own, and has imported many of them already. So a neighbour named `utils` or `code` may
+This process has its own packages, and has imported many of them already. So a neighbour named `utils` or `code` may
 be imported by the user's files only, never in place of what our libraries import by that name: the modules of the
 user's folder get an `__import__` that looks into the folder first. A neighbour whose name another module has is
 imported below a package of the folder; any other has its plain name.

@@ -182,7 +182,7 @@ def prompt_limit(
     the tokens.
 
     tokenizer, tools: the model's and the task's, asked for each prompt and not before: what is wrong with the data is
-    told first.
+    reported first.
     """
     heart = Heartbeat()
 

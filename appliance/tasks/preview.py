@@ -53,7 +53,7 @@ class Preview(Frozen):
 def preview(plan: RunPlan) -> Preview:
     """Make the preview of a recipe's problems. Raises as `prepare` does."""
     model = plan.weights.name_or_path
-    template = model if os.path.isdir(model) else ""  # a model of the hub is asked when it is here
+    template = model if os.path.isdir(model) else ""  # a model of the hub is read when it is here
     tokenizer = functools.cache(lambda: _tokenizer(plan))
     tools = functools.cache(lambda: read_tools(tools_request(plan, model=template)))
     limit = prompt_limit(plan, tokenizer=tokenizer, tools=tools)

@@ -1,6 +1,6 @@
 """The text of a response: what the model wrote, special tokens included, after what its prompt had begun of it.
 
-Of many models `<think>`, `<answer>` or `<tool_call>` are special tokens, which a decoder leaves out when it is asked
+Of many models `<think>`, `<answer>` or `<tool_call>` are special tokens, which a decoder leaves out on request
 for plain text. So only the end of a response is left out here: padding, and all from the first token that ends the
 sequence or the turn, behind which a model may write another turn. And many chat templates end a prompt with an opened
 tag, such as `<think>`: the model writes what comes after it.

@@ -73,7 +73,7 @@ def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, parts_of_ro
         return RewardFunction(name, reward.weight, value, place=reward.name)
     built_in, options = BUILT_IN[reward.function], reward.options
     built_in.prepare()
-    more = {"given": parts_of_row} if built_in.grade is grade_by_judge else {}
+    more = {"parts_of_row": parts_of_row} if built_in.grade is grade_by_judge else {}
     value = functools.partial(built_in.grade, **options, **more)
     return RewardFunction(name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
 
@@ -149,7 +149,7 @@ _MARKDOWN = "*_` \t"
 def grade_by_judge(
     response: Response, *, parts_of_row: Given, url: str, model: str, prompt: str = JUDGE_PROMPT
 ) -> float:
-    """Return the grade that a model at an OpenAI-compatible API gives, asked about prompt, response and truth: its last
+    """Return the grade that a model at an OpenAI-compatible API gives for prompt, response and truth: its last
     line, without marks of markdown, is a number from 0 to 1 and nothing else.
 
     Raises ValueError where that line is something else, and what httpx raises: a missing grade is a fault of the judge,

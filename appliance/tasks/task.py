@@ -189,7 +189,7 @@ class TaskDefinition:
         of the train_file. val_sets: in place of val_file and val_size; the one without a file is what validates without
         a val_file. No problem of any of them is trained on, nor one that a data set of the hub has for validation,
         which is read for that where files validate. limit: what is longer counts for no size, and none of it is in a
-        split; None: nobody has asked a tokenizer. Raises RecipeError for bad rows of all files at once, for
+        split; None: no tokenizer has counted. Raises RecipeError for bad rows of all files at once, for
         sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
         splits = self._splits(settings, limit=limit)

@@ -209,7 +209,7 @@ def conversations_of(plan: RunPlan) -> list[tuple[str, ...]]:
 def main() -> int:
     plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
     if not plan.model.trust_remote_code:
-        # transformers takes three seconds more where it finds torch, which no tokenizer of its own needs.
+        # transformers takes three seconds more where it finds torch, which none of its tokenizers needs.
         sys.modules["torch"] = None  # type: ignore[assignment]
     say = voice()
     say("template", asdict(_facts(plan)))

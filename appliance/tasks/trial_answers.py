@@ -93,7 +93,7 @@ def _with_other_answers(solution: str) -> Iterator[str]:
     before, _, behind = solution.rpartition(marked) if is_bare(marked) and marked else ("", "", "")
     for miss in near_misses(marked) if before else ():
         changed = f"{before}{miss}{behind}"
-        if marked_answer(changed) == miss:  # the mark holds it, and not what follows the mark
+        if marked_answer(changed) == miss:  # the mark contains it, and not what follows the mark
             yield changed
 
 

@@ -116,7 +116,7 @@ def child_env(
     if one_flow:
         env |= {
             "VLLM_BATCH_INVARIANT": "1",  # in the trainer, too: vLLM's compiled norms ask for it
-            RUNNER_VARIABLE: "0",  # its log-probs are a kernel of its own; V1's are torch's log_softmax
+            RUNNER_VARIABLE: "0",  # its log-probs have a separate kernel; V1's are torch's log_softmax
         }
     return tuple(sorted((env | _scales_of_blocks(capability)).items()))
 
@@ -148,7 +148,7 @@ def ray_node_env() -> dict[str, str]:
     """Return the variables, besides the token, of every process that starts a node of a cluster or connects to one.
 
     Ray's own values would take more than the minute within which a loss is to be named. A control store that is gone is
-    given up after RECONNECT_S (Ray's own: 60); a node notices that the store is another one, started anew, within 10 s
+    given up after RECONNECT_S (Ray's own: 60); a node notices that the store is another one, started again, within 10 s
     (60); a node is given up after five checks without an answer, 1 s apart, of 5 s each where it is silent: 5 s where
     its process is gone (15), 30 s where its host is (65).
     """
@@ -167,7 +167,7 @@ def weight_socket(handle: str, *, run_dir: Path | None) -> str:
     own.
 
     handle: verl's, `ipc:///tmp/rl-colocate-zmq-<Ray's job id>-replica-…`. The job id counts within a cluster, and each
-    run has a cluster of its own: the runs of a host would all have the same sockets, and take each other's weights.
+    run has its own cluster: the runs of a host would all have the same sockets, and take each other's weights.
     run_dir: None, outside of a run, leaves it as it is.  Raises ValueError for a handle of another form.
     """
     if run_dir is None:

@@ -3,7 +3,7 @@ by different angles. Imports no torch.
 
 vLLM 0.28's rule (`_get_and_verify_max_len` in vllm/config/model.py): the smallest of the keys that name a length, times
 the rope's factor. `yarn` counts from `original_max_position_embeddings` instead; `llama3` and `longrope` (once `su`)
-have a `max_position_embeddings` that is scaled already. A test holds this file against vLLM itself.
+have a `max_position_embeddings` that is scaled already. A test compares this file with vLLM itself.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rope_conflict(ropes: tuple[Rope, ...], *, longest: int) -> str:
     """Return why engine and trainer would rotate by different angles, or an empty text. longest: tokens of prompt and
     response.
 
-    transformers computes the frequencies of `dynamic` anew for a batch that is longer than any before, and takes those
+    transformers computes the frequencies of `dynamic` again for a batch that is longer than any before, and takes those
     of `longrope` by the length of each batch. vLLM fixes both when it starts, for all sequences.
     """
     if any(DYNAMIC in rope.kind for rope in ropes):

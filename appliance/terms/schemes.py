@@ -1,4 +1,4 @@
-"""What a scheme is: how the rollout engine holds and multiplies weights. One row each; no torch, and
+"""What a scheme is: how the rollout engine stores and multiplies weights. One row each; no torch, and
 no pydantic: a trainer that sends weights (sync/manifest.py) need not have it.
 
 A new scheme is a member and a row here, its codec (`quant/codec_<codec>.py`), its linear method with the proof of it

@@ -10,7 +10,7 @@ from appliance.files import Frozen
 from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
-LOAD_FORMAT = "appliance_whole"  # of our loader in vLLM, which holds what it loads against the model
+LOAD_FORMAT = "appliance_whole"  # of our loader in vLLM, which compares what it loads with the model
 ATTENTION_NAME = "appliance_packed"  # of our attention in transformers
 CPU_KV_BLOCK = 32
 """Tokens of a block of an engine's KV cache on a CPU. Samples of a prompt, and prompts that begin alike, share whole

@@ -256,7 +256,7 @@ def attend_each(
     float32.
 
     q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
-    softcap: c > 0, scores s become c tanh(s / c), as Gemma 2 has them; a block then holds all of its scores at once.
+    softcap: c > 0, scores s become c tanh(s / c), as Gemma 2 has them; a block then has all of its scores at once.
     """
     wide, blocks, parts = torch.promote_types(q.dtype, torch.float32), sequences.blocks, []
     with torch.autocast(q.device.type, enabled=False):
@@ -340,4 +340,4 @@ def _take_newer(capability: int) -> None:
         _logger.warning("attention: %s of %s is not taken: %s", name, module, error)
 
 
-AttentionInterface.register(ATTENTION_NAME, attend_row)  # transformers makes no mask for a name without one of its own
+AttentionInterface.register(ATTENTION_NAME, attend_row)  # transformers makes no mask for a name that has none

@@ -1,4 +1,4 @@
-"""What the processes that train attest of themselves: the driver, and every worker that holds a part of the model. And
+"""What the processes that train attest of themselves: the driver, and every worker that has a part of the model. And
 whether all processes of a run, the engines too, attested what the plan wants. Where log-probs that are to be equal are
 not, in which layer both differ."""
 
@@ -81,7 +81,7 @@ def attest_driver(plan: RunPlan, *, algorithm: DictConfig) -> None:
 
 
 def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle], with_new_engines: bool = True) -> None:
-    """Have every training worker write `attest/trainer-<rank>.json`, from the model that it holds. with_new_engines: a
+    """Have every training worker write `attest/trainer-<rank>.json`, from the model that it has. with_new_engines: a
     forward that is the rollouts' computes as they do from here on; those that run it has followed with each update."""
     ray.get([worker.__ray_call__.remote(_attest_worker, plan, with_new_engines) for worker in workers])
 
@@ -95,7 +95,7 @@ def attest_switch(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
 
 
 def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
-    """Runs inside verl's worker. `worker_dict` holds the one role that has the actor."""
+    """Runs inside verl's worker. `worker_dict` has the one role that has the actor."""
     actor = _actor(worker)
     engine = actor.engine
     module: Module = engine.module

@@ -414,7 +414,7 @@ def tbpo(
 
     Source: QaRL, arXiv 2604.07853, of which notes were at hand: r, the three bounds, that a negative response outside
     is dropped, and w. Read into them: r is the geometric mean, as GSPO's; what is dropped adds 0 and still counts; the
-    loss is the mean over responses, each of one weight whatever its length, so that loss_agg_mode is not asked.
+    loss is the mean over responses, each of one weight whatever its length, so that loss_agg_mode is not used.
     """
     assert config is not None, "verl always hands it over"
     kept_BT = response_mask.bool()

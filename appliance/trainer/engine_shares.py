@@ -27,7 +27,7 @@ class Sampling:
     top_k: int = -1
     """Number of the most likely words that are drawn from; -1: all."""
     top_log_probs: int = 0
-    """Number of the most likely words at each token whose log-probs are asked for."""
+    """Number of the most likely words at each token whose log-probs are requested."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def export_checkpoint(
 
     uaq: what the run's model was scaled with.  model, weights: that the run began with, to merge an adapter into.
     flow: what its rollouts were planned to be, where that is what was trained: the folder then says how to serve it.
-    provenance: where the run's model is from, where that is to be said beside it.
+    provenance: where the run's model is from, where that is to be written beside it.
     Raises TrainingError when the checkpoint has no model.
     """
     source = checkpoint / "actor" / "huggingface"

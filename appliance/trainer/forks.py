@@ -4,7 +4,7 @@ Each of them would import these again, for ten seconds of a core. So the driver 
 thread of Python's it forks a server of forks. In place of Python, Ray starts `worker_command` (`py_executable` of its
 runtime environments): this file as a program, which asks the server for a fork that gets its arguments, variables,
 folder and streams, and ends. Without an answer it becomes the Python that Ray meant. A rollout server's process keeps
-one more fork of its own, which becomes its engine: what Python's multiprocessing would spawn, and its child.
+one more fork, which becomes its engine: what Python's multiprocessing would spawn, and its child.
 
 Not where CUDA is: it does not survive a fork, and importing asks for devices.
 

@@ -102,8 +102,8 @@ class RolloutPrecision:
     def want(self, measures: Measures) -> None:
         """Take measures from the next weight update on. Raises PreflightError where nobody knows the worst layers.
 
-        Which layers are the worst is asked when the measures change, and holds until they do: errors drift from step to
-        step, and other layers would be another change of engines.
+        Which layers are the worst is read when the measures change, and is used until they do: errors drift from step
+        to step, and other layers would be another change of engines.
         """
         measured = measures.scheme, measures.bf16_layer_fraction
         if measured != self._measured:
@@ -122,7 +122,7 @@ class RolloutPrecision:
 
     @property
     def starts_in(self) -> Precision:
-        """Precision that new engines start in. All else is asked of engines with a weight update."""
+        """Precision that new engines start in. All else is requested from engines with a weight update."""
         return AS_PLANNED if self._is_live else self.target
 
     def validates_bf16(self, step: int) -> bool:
@@ -149,7 +149,7 @@ class RolloutPrecision:
         return Precision(scheme, tuple(sorted(set(worst_layers(self._plan, share=share)))) if share else ())
 
     def took(self, record: SyncRecord) -> None:
-        """Take note of a weight update. Raises SyncError when an engine runs something else than was asked for,
+        """Take note of a weight update. Raises SyncError when an engine runs something else than was requested,
         PreflightError when the guard may ask for the worst layers and quantised engines do not tell them."""
         acknowledgements = sorted(
             record.acknowledgements, key=lambda acknowledgement: (acknowledgement.replica, acknowledgement.rank)

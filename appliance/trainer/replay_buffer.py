@@ -75,7 +75,7 @@ def _sorted(samples: dict[str, Any], *, prompts: list[str]) -> dict[str, Any]:
 
 
 class DynamicSampling:
-    """Counter of the prompts that were asked for, one step at a time. at_first: prompts that verl asks for at the start
+    """Counter of the prompts that were requested, one step at a time. at_first: prompts that verl requests at the start
     of a step. max_prompts: a step that asks for more ends the run; 0: any number."""
 
     def __init__(self, *, at_first: int, max_prompts: int) -> None:

@@ -277,7 +277,7 @@ def pool_for(plan: RunPlan) -> RewardPool:
 
 def _begin(load: Callable[[], Sequence[RewardFunction]], import_path: tuple[str, ...]) -> None:
     """Begin a process of the pool. Loading may run the user's code, in its own time and not in that of the first
-    response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
+    response: whatever it contains, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
     os.setpgid(0, 0)
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     keep_stacks("reward")

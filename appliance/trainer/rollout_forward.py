@@ -94,7 +94,7 @@ class EngineLayer:
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
         """Return [T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite, and for
-        an activation where gradients are asked for; SyncError for a weight that the engines have otherwise."""
+        an activation where gradients are needed; SyncError for a weight that the engines have otherwise."""
         if self.sent:
             self._check_sent()
         weights = [part.weight for _, part in self._parts]
@@ -319,7 +319,7 @@ class RolloutForward:
         trace: Note | None = None,
         **_: Any,
     ) -> CausalLMOutputForPPO:
-        """Return log-probs [1, R] of `shift_labels`, in nats, and, where no gradient is asked for or they are
+        """Return log-probs [1, R] of `shift_labels`, in nats, and, where no gradient is needed or they are
         collected, the entropy [1, R], which has none.
 
         input_ids: [1, T].  position_ids: [1, T], from 0 at each sequence's start; segments may share a prefix

@@ -1,6 +1,6 @@
 """Log-probs over the words that a token was drawn from, where rollouts are sampled with top-p or top-k.
 
-A batch then brings the support of each response token (quant/support.py), as two fields of its own. Every log-prob that
+A batch then brings the support of each response token (quant/support.py), as two separate fields. Every log-prob that
 this engine computes is over it: of the policy before the update, in the update, and of the reference. The divergence
 from a reference is so that of the two policies that would have been sampled from, 0 where they are the same. Entropies
 are of all words.

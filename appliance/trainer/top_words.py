@@ -1,6 +1,6 @@
 """The trainer's log-probs of the words that the engine found most likely, and how far the two policies are apart there.
 
-A batch brings for each response token the engine's k most likely words and their log-probs, as two fields of its own.
+A batch brings for each response token the engine's k most likely words and their log-probs, as two separate fields.
 The labels of verl's row, a word for each token, get these words as further columns, and the function that computes the
 labels' log-probs computes all of them from one softmax (trainer/worker.py). What comes out is taken apart again here:
 the first column is verl's log-probs. The others go to the loss, where a correction asks for them, and the divergence of
@@ -66,7 +66,7 @@ class TopWordsEngine(SupportEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Return verl's outputs, with TOP_TRAINER where gradients are asked for, and DIVERGENCE of the policy before
+        """Return verl's outputs, with TOP_TRAINER where gradients are needed, and DIVERGENCE of the policy before
         an update."""
         outputs: dict[str, Tensor] = super().prepare_model_outputs(
             output, output_args, micro_batch, logits_processor_func

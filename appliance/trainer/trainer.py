@@ -183,7 +183,7 @@ class ApplianceTrainer(PPOTrainerSync):
         if source is OldLogProbs.UPDATE:
             return batch
         if source is OldLogProbs.ROLLOUT:
-            metrics["actor/entropy"] = math.nan  # until the update has said one
+            metrics["actor/entropy"] = math.nan  # until the update has reported one
         else:
             self._begin_phase(Phase.LOG_PROBS)
         with keeping_fetched() as fetched:
@@ -346,7 +346,7 @@ class ApplianceTrainer(PPOTrainerSync):
             raise self._stop_after_step
 
     def export_model(self) -> None:
-        """Write `model/`: what the last checkpoint holds, see trainer/export.py."""
+        """Write `model/`: what the last checkpoint has, see trainer/export.py."""
         self._begin_phase(Phase.EXPORT)
         last = checkpoint_folder(self.run_dir, step=self.plan.trainer.steps)
         flow = self.plan.engines[0] if self.plan.trainer.one_flow else None

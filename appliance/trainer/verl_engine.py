@@ -75,7 +75,7 @@ class ApplianceEngine(TopWordsEngine):
     """Raises EngineError for a model without the pattern of norms and layers."""
 
     _gives_old_log_probs = False
-    """Whether each update holds the log-probs of its forward: `trainer.old_log_probs: update` in the plan."""
+    """Whether each update keeps the log-probs of its forward: `trainer.old_log_probs: update` in the plan."""
     _keeps_copies = False
     """Whether the BF16 copies of weights last from an update's first forward to its last backward."""
 

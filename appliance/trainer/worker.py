@@ -5,7 +5,7 @@ as one of verl's platforms (trainer/cpu_platform.py). In a run on a CPU it repai
 and fits the threads to the host. Log-probs are taken in chunks of tokens, transformers knows our attention
 (trainer/attention.py), and a model of which something would be made up is not loaded.
 
-Legend: T tokens, V words, L words of each token whose log-probs are asked for.
+Legend: T tokens, V words, L words of each token whose log-probs are requested.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WHOLE_MODELS = Patch(
     remove_when="verl or transformers raises for a checkpoint that is not the model's",
 )
 CHUNK_ROWS = 1024
-_CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: what its cache holds
+_CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: the size of its cache
 
 
 class LogProbs(torch.autograd.Function):

@@ -1,5 +1,5 @@
 """`appliance verify`: serve, change the weights, see the logits move, put them back, see them return. One child per
-scheme, one after the other: an engine that dies takes nothing with it, and memory holds one at a time."""
+scheme, one after the other: an engine that dies takes nothing with it, and only one is in memory at a time."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ HINT = "each row has `problem` and `answer`, both text, or verl's `prompt` and `
 
 
 def final_answer(response: str) -> str | None:
-    """Return what follows the last `Answer:` on its line, else what the last box holds, with the boxes that are parts
-    of the same answer, else None."""
+    """Return what follows the last `Answer:` on its line, else what the last box contains, with the boxes that are
+    parts of the same answer, else None."""
     answer, response = None, answer_text(response)
     for _ in range(DEEPEST_MARK):
         mark = answer_line(response) or last_box(response)
