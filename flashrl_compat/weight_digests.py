@@ -1,6 +1,6 @@
 """Digests of what a model computes with, for `/weight_checker`: engines of equal weights have equal ones.
 
-A layer with a kernel multiplies the unit vectors. These are its whole weight as the kernel has it:
+A layer with a kernel multiplies the unit vectors. The products are its whole weight as the kernel has it:
 column k is the answer to unit vector k. In BF16 and FP16 it is the weight itself, since each sum has one term. In INT8
 it is code times scale; two codes of a row that are not equal differ by at least 1/127 of the larger, which BF16 (2^-8)
 keeps apart. A hash of the layer's parameters would miss copies that a kernel has packed away, as vLLM's kernels for

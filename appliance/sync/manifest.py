@@ -2,7 +2,7 @@
 
 It travels as one more tensor, so every transport that carries weights carries it.
 
-The digest depends on every bit of a tensor, has 16 bytes, the same on every device. The bytes are cut into rows of
+The digest depends on every bit of a tensor and has 16 bytes, the same on every device. The bytes are cut into rows of
 C = 16384. Each row is multiplied by a fixed pseudo-random [C, 16] matrix of int8 numbers from -63..63 without 0, in
 exact integer arithmetic, and BLAKE2b hashes the 16 int32 results of every row, the bytes that fill no row, the dtype
 and the shape.
