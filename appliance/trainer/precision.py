@@ -66,7 +66,7 @@ class PrecisionState:
 
 
 class RolloutPrecision:
-    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`. wanted: what the next
+    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`. target: what the next
     weight update is to bring; where that is not live, engines are to be started in it before."""
 
     def __init__(self, plan: RunPlan) -> None:

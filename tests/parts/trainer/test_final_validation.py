@@ -50,7 +50,7 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[str])
 
     def make(*, steps: int = 4, stop: Exception | None = None, failed: int = 0) -> ApplianceTrainer:
         plan = make_plan(tmp_path, steps=steps, rollout=make_rollout(Scheme.BF16))
-        stopping = SimpleNamespace(check=raising(stop), asked=False, finished=4)
+        stopping = SimpleNamespace(check=raising(stop), is_requested=False, finished=4)
         samples = SimpleNamespace(
             write=lambda step, scheme, val_scheme: written.append(f"{step} {scheme} {val_scheme}")
         )

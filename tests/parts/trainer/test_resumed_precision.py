@@ -88,7 +88,7 @@ class Run:
             for later in range(after + 1, len(K3) + 1):
                 shutil.rmtree(checkpoint_folder(self.run_dir, step=later), ignore_errors=True)
         engine = ProvingEngine(self.run_dir, way=self.way, log=[])
-        stopping = SimpleNamespace(asked=False, check=lambda: None, end_step=lambda step, saved: None)
+        stopping = SimpleNamespace(is_requested=False, check=lambda: None, end_step=lambda step, saved: None)
         trainer = make_trainer(
             self.plan(after=after),
             stopping=stopping,

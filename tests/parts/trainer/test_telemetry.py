@@ -127,7 +127,7 @@ def verls() -> SimpleNamespace:
 
 def test_a_step_is_measured_by_one_fetch(client: Client, verls: SimpleNamespace, tmp_path: Path) -> None:
     plan = make_plan(tmp_path, correction=Correction(method=CorrectionMethod("tis"), cap=2.0))
-    stopping = SimpleNamespace(check=lambda: None, asked=False)
+    stopping = SimpleNamespace(check=lambda: None, is_requested=False)
     trainer = make_trainer(plan, stopping=stopping, **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
     assert client.gets == 1
@@ -143,7 +143,7 @@ def test_the_entropy_is_the_mean_over_tokens_whatever_the_loss_aggregates(
     verls.config.actor_rollout_ref.actor = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": 4}
     plan = make_plan(tmp_path, correction=Correction(method=CorrectionMethod("tis"), cap=2.0))
     plan = plan.replace(algorithm=plan.algorithm.replace(aggregate=aggregate))
-    trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
+    trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, is_requested=False), **vars(verls))
     said: dict[str, float] = {}
     trainer._compute_old_log_prob(BATCH, metrics=said)
     assert said["actor/entropy"] == 12 / 4
@@ -157,7 +157,7 @@ def test_without_a_pass_the_old_log_probs_are_the_rollouts(
     verls.actor_rollout_wg.compute_log_prob = None
     plan = make_plan(tmp_path)
     plan = plan.replace(trainer=plan.trainer.replace(old_log_probs=OldLogProbs.ROLLOUT))
-    trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
+    trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, is_requested=False), **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
     fetched_fields = trainer._step.fetched
     for fields in (client.columns, fetched_fields):

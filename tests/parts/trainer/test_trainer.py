@@ -57,7 +57,7 @@ class Part:
 class Stop(Part):
     """A request to stop that comes when a test says. finished: the last step whose line is written."""
 
-    asked, finished, saved, why = False, 0, 0, "SIGTERM"
+    is_requested, finished, saved, why = False, 0, 0, "SIGTERM"
 
 
 @pytest.fixture
