@@ -61,10 +61,10 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def tell(config: pytest.Config, **what: int | list[str]) -> None:
+def tell(config: pytest.Config, **facts: int | list[str]) -> None:
     """Leave something for the summary at the end, which another process writes when there are workers."""
     told = config.workeroutput if is_worker(config) else config.stash.setdefault(TOLD, {})
-    told.update(what)
+    told.update(facts)
 
 
 def folder_of_all(factory: pytest.TempPathFactory, config: pytest.Config) -> Path:

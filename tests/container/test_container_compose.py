@@ -120,7 +120,7 @@ def network(engine) -> Iterator[str]:
 
 
 @pytest.fixture
-def given(network: str, cache: Path, tmp_path: Path) -> dict[str, str]:
+def environment(network: str, cache: Path, tmp_path: Path) -> dict[str, str]:
     """Variables of the compose file for two nodes without GPUs: folders with the recipe and a cache, a network."""
     runs, recipes = runs_with(cache, tmp_path / "runs"), tmp_path / "recipes"
     recipes.mkdir()
@@ -139,18 +139,18 @@ def given(network: str, cache: Path, tmp_path: Path) -> dict[str, str]:
 
 
 def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
-    project: None, engine, given: dict[str, str]
+    project: None, engine, environment: dict[str, str]
 ) -> None:
     """Before the worker: one with another token is refused and the head waits on; after it, the worker is killed."""
-    run = Path(given["RUNS"]) / "over-two-1"
-    compose("up", "--detach", "head", **given)
+    run = Path(environment["RUNS"]) / "over-two-1"
+    compose("up", "--detach", "head", **environment)
     try:
         head = engine.containers.get("flashrl-head")
         wait_until(lambda: "starting the Ray head" in head.logs().decode(), head)
-        refused = join_with(engine, given, token="0123456789abcdef0123456789abcdef")
+        refused = join_with(engine, environment, token="0123456789abcdef0123456789abcdef")
         assert refused[0] == 3, refused[1]
         assert "flashrl-head:6379 refused this node's token" in refused[1]
-        compose("up", "--detach", "--no-recreate", "worker", **given)
+        compose("up", "--detach", "--no-recreate", "worker", **environment)
         worker = next(each for each in engine.containers.list() if "worker" in each.name)
         metrics = run / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS, head)
@@ -161,7 +161,7 @@ def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
         attested = {file.stem: json.loads(file.read_text()) for file in (run / "attest").glob("*.json")}
         described = json.dumps([head.attrs, worker.attrs])
     finally:
-        compose("down", "--volumes", "--timeout", "30", check=False, **given)
+        compose("down", "--volumes", "--timeout", "30", check=False, **environment)
     assert code == 5, log[-3000:]
     assert f": node {worker.id[:12]} (" in log and "left the cluster" in log, log[-3000:]
     assert health.exit_code == 0 and health.output.startswith(b"healthy: node of over-two-1: attempt 1, "), health
@@ -170,9 +170,9 @@ def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
     assert nodes["driver-0"] == head.id[:12]
     for role in ("rollout", "trainer"):  # one of each on each node
         assert {nodes[each] for each in nodes if each.startswith(role)} == {head.id[:12], worker.id[:12]}, nodes
-    token = Path(given["RUNS"]) / ".cluster-token"
+    token = Path(environment["RUNS"]) / ".cluster-token"
     word = token.read_text().strip()
-    assert word not in described + log and holding(Path(given["RUNS"]), word, but=token) == []
+    assert word not in described + log and holding(Path(environment["RUNS"]), word, but=token) == []
 
 
 @pytest.mark.parametrize(
@@ -183,23 +183,23 @@ def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
     ],
 )
 def test_a_worker_with_other_sources_or_another_folder_is_refused_by_its_name(
-    project: None, engine, given: dict[str, str], tmp_path: Path, other: str, words: str
+    project: None, engine, environment: dict[str, str], tmp_path: Path, other: str, words: str
 ) -> None:
     changed, empty = tmp_path / "errors.py", tmp_path / "empty"
     changed.write_text((ROOT / "appliance/errors.py").read_text() + "\n# changed\n")
     empty.mkdir()
     source = Mount("/opt/appliance/appliance/errors.py", str(changed), type="bind", read_only=True)
     differs = {"sources": {"mounts": [source]}, "folder": {"runs": empty}}[other]
-    compose("up", "--detach", "head", **given)
+    compose("up", "--detach", "head", **environment)
     try:
         head = engine.containers.get("flashrl-head")
-        token = Path(given["RUNS"]) / ".cluster-token"
+        token = Path(environment["RUNS"]) / ".cluster-token"
         wait_until(token.exists, head)
-        code_and_log = join_with(engine, given, token=token.read_text(), hostname="another", **differs)
+        code_and_log = join_with(engine, environment, token=token.read_text(), hostname="another", **differs)
         code = head.wait(timeout=PATIENCE_S)["StatusCode"]
         log = head.logs().decode()
     finally:
-        compose("down", "--volumes", "--timeout", "30", check=False, **given)
+        compose("down", "--volumes", "--timeout", "30", check=False, **environment)
     assert code == 3, log[-3000:]
     assert re.search(rf"another( \(\S+\))?: {re.escape(words)}", log), log[-3000:]
     assert "joined; this node works" in code_and_log[1]
@@ -207,7 +207,7 @@ def test_a_worker_with_other_sources_or_another_folder_is_refused_by_its_name(
 
 def join_with(
     engine,
-    given: dict[str, str],
+    environment: dict[str, str],
     *,
     token: str,
     mounts: Iterable[Mount] = (),
@@ -215,7 +215,7 @@ def join_with(
     hostname: str = "wrong",
 ) -> tuple[int, str]:
     """(exit code, log) of a worker beside the compose file's: `join` with this token. runs: None: the head's."""
-    file = Path(given["RECIPES"]).parent / f"token-{hostname}"
+    file = Path(environment["RECIPES"]).parent / f"token-{hostname}"
     file.write_text(token)
     inside = "/run/secrets/token"
     container = engine.containers.run(
@@ -223,10 +223,10 @@ def join_with(
         ["join", "--head", "flashrl-head", "--token-file", inside],
         detach=True,
         hostname=hostname,
-        network=given["CLUSTER_NETWORK"],
+        network=environment["CLUSTER_NETWORK"],
         shm_size="1g",
         mounts=[*mounts, Mount(inside, str(file), type="bind", read_only=True)],
-        volumes={str(runs or given["RUNS"]): {"bind": "/appliance/runs", "mode": "rw"}},
+        volumes={str(runs or environment["RUNS"]): {"bind": "/appliance/runs", "mode": "rw"}},
     )
     with removed_at_the_end(container):
         return container.wait(timeout=PATIENCE_S)["StatusCode"], container.logs().decode()

@@ -136,13 +136,15 @@ class Engine:
 
         return WeightUpdate(self.model, model_config=self.runner.vllm_config.model_config, **settings)
 
-    def load(self, tensors: list[tuple[str, object]], *, bucket: int = 1000, by: object = None, **settings: object):
-        """One whole weight update in buckets of `bucket` tensors. by: a WeightUpdate; None: a new one with these
-        settings."""
+    def load(
+        self, tensors: list[tuple[str, object]], *, bucket: int = 1000, weight_update: object = None, **settings: object
+    ):
+        """One whole weight update in buckets of `bucket` tensors. weight_update: a WeightUpdate; None: a new one with
+        these settings."""
         import torch
         from vllm.config import set_current_vllm_config
 
-        update = by or self.update(**settings)
+        update = weight_update or self.update(**settings)
         with set_current_vllm_config(self.runner.vllm_config), torch.no_grad():
             update.begin()
             for start in range(0, len(tensors), bucket):

@@ -58,8 +58,8 @@ def flip_bit(tensor: Tensor, *, at: float, bit: int) -> Tensor:
     return flipped
 
 
-def recover(engine: Engine, tensors: Tensors, *, by: object = None) -> None:
-    """Out of an update that broke off, and whole again. No engine of a run ever does this: it refuses. by: a
+def recover(engine: Engine, tensors: Tensors, *, weight_update: object = None) -> None:
+    """Out of an update that broke off, and whole again. No engine of a run ever does this: it refuses. weight_update: a
     WeightUpdate that is kept, and knows the way of each tensor from its first time on; None: a new one."""
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -68,7 +68,7 @@ def recover(engine: Engine, tensors: Tensors, *, by: object = None) -> None:
         if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
         info.reset()
-    engine.load(tensors, by=by)
+    engine.load(tensors, weight_update=weight_update)
 
 
 def new_update(engine: Engine, **settings: object):
@@ -99,16 +99,17 @@ def sent(
     return after(asyncio.run(collect()))
 
 
-def take(engine: Engine, stream: Tensors, *, update: object = None, asked: set[str] | None = None) -> object:
-    """One update in this process. asked: gets the names of the layers whose kernels it asks.  Raises SyncError."""
+def take(engine: Engine, stream: Tensors, *, update: object = None, proven_layers: set[str] | None = None) -> object:
+    """One update in this process. proven_layers: gets the names of the layers whose kernels it checks. Raises
+    SyncError."""
     from vllm.config import set_current_vllm_config
 
     update = update or new_update(engine)
     with set_current_vllm_config(engine.runner.vllm_config), torch.no_grad():
         update.begin()
         update.load([(name, tensor.clone()) for name, tensor in stream])
-        if asked is not None:
-            asked |= set(update._proof._kernels)
+        if proven_layers is not None:
+            proven_layers |= set(update._proof._kernels)
         return update.finish()
 
 
@@ -175,7 +176,7 @@ class Bench:
         except SyncError as error:
             caught = error.message
         finally:  # also where an injection failed: the next test's fault must be one
-            recover(self.engine, self.old, by=self._restoring)
+            recover(self.engine, self.old, weight_update=self._restoring)
         tally.injected += 1
         if re.search(says, caught):
             tally.caught += 1
@@ -227,10 +228,10 @@ def given_to_vllm(name: str, change: Callable[[Tensor], Tensor]):
 
     original = WeightUpdate._give
 
-    def give(self: WeightUpdate, given: str, tensor: Tensor):
-        changed = change(tensor) if given == name else tensor
-        assert given != name or not same_bytes(changed, tensor), "the fault changed nothing"
-        return original(self, given, changed)
+    def give(self: WeightUpdate, tensor_name: str, tensor: Tensor):
+        changed = change(tensor) if tensor_name == name else tensor
+        assert tensor_name != name or not same_bytes(changed, tensor), "the fault changed nothing"
+        return original(self, tensor_name, changed)
 
     WeightUpdate._give = give
     try:

@@ -37,10 +37,10 @@ def test_a_reload_that_leaves_something_behind(tmp_path: Path, monkeypatch: pyte
 
     taken = engines.taken
 
-    def and_changed(ground: Ground, llm: object, update: object, **given: object) -> float:
-        seconds = taken(ground, llm, update, **given)
+    def and_changed(ground: Ground, llm: object, update: object, **options: object) -> float:
+        seconds = taken(ground, llm, update, **options)
         with torch.no_grad():
-            engines.runner_of(llm).model.model.norm.weight[: 1 + given["sync"]] *= 1.5
+            engines.runner_of(llm).model.model.norm.weight[: 1 + options["sync"]] *= 1.5
         return seconds
 
     monkeypatch.setattr(engines, "taken", and_changed)

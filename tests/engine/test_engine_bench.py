@@ -85,21 +85,21 @@ def test_shapes_take_responses_of_any_length() -> None:
 
 def test_a_repetition_begins_without_the_prompts_of_the_last_one() -> None:
     """A run's update empties the cache of prompts, too."""
-    asked = []
+    calls = []
 
     class FakeEngine:
         def reset_prefix_cache(self) -> bool:
-            asked.append("reset")
+            calls.append("reset")
             return True
 
         def generate(self, prompts: list[object], params: list[object], *, use_tqdm: bool) -> list[object]:
-            asked.append(len(prompts))
+            calls.append(len(prompts))
             return []
 
     workload = parse_shapes(SHAPES).workload
     for pair in range(2):
         child._measure(FakeEngine(), prompts=[[1], [2]], workload=workload, pair=pair, scheme=Scheme.INT8)
-    assert asked == ["reset", 2, "reset", 2]
+    assert calls == ["reset", 2, "reset", 2]
 
 
 @pytest.fixture

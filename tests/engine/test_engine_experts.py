@@ -147,19 +147,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("feature", REFUSED)
 def test_what_the_loop_over_experts_does_not_do_is_refused(
-    engine: Engine, what: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     layer = expert_layers(engine)[EXPERTS.format(1)]
     _refuse_unknown(layer)
-    for name, value in REFUSED[what].items():
+    for name, value in REFUSED[feature].items():
         monkeypatch.setattr(layer.moe_config, name, MoEActivation(value) if name == "activation" else value)
     with pytest.raises(EngineError) as raised:
         _refuse_unknown(layer)
-    assert raised.value.message == f"{EXPERTS.format(1)}: quantised experts do not support {what}"
+    assert raised.value.message == f"{EXPERTS.format(1)}: quantised experts do not support {feature}"
     assert raised.value.hint == "use rollout.scheme=bf16, or keep the experts in BF16 by quantization.ignore"
 
 

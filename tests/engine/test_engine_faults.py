@@ -91,7 +91,7 @@ def test_a_rotating_sample_proves_every_layer_in_turn(int8: Bench) -> None:
     proven: list[set[str]] = []
     for number in range(1, 8):
         proven.append(set())
-        take(int8.engine, sent(int8.new, number=number), update=update, asked=proven[-1])
+        take(int8.engine, sent(int8.new, number=number), update=update, proven_layers=proven[-1])
     every = proven[0]
     assert len(every) == 13
     assert [len(one) for one in proven if one == every] == [13]

@@ -255,13 +255,15 @@ def test_faults_in_int4_layers(checkpoints: tuple[Path, Path]) -> None:
         for name in LAYERS:
             method = layers[name].quant_method
             for place in PLACES:
-                for what, bits in (("packed", (0, 3, 18, 31)), ("scale_GN", (0, 7, 14, 15))):
+                for attribute, bits in (("packed", (0, 3, 18, 31)), ("scale_GN", (0, 7, 14, 15))):
                     for bit in bits:
                         inject = flipping(
-                            lambda method=method, what=what: getattr(method.gemm, what), place=place, bit=bit
+                            lambda method=method, attribute=attribute: getattr(method.gemm, attribute),
+                            place=place,
+                            bit=bit,
                         )
                         around = before_proof(inject)
-                        bench.attempt(tally, f"{name} {what} {place} {bit}", around=around, layer=name)
+                        bench.attempt(tally, f"{name} {attribute} {place} {bit}", around=around, layer=name)
             bench.attempt(tally, f"{name} computes with another", around=before_proof(deceiving(method)), layer=name)
         for name, layer in layers.items():
             bench.attempt(tally, f"{name} stale", around=before_proof(swap_in(layer.quant_method)), layer=name)
@@ -294,11 +296,13 @@ def test_faults_in_emulated_layers(scheme: str, checkpoints: tuple[Path, Path]) 
         for name in LAYERS:
             layer = linear_layers(bench.engine)[name]
             for place in PLACES:
-                for what, bits in (("weight", (0, 3, 7)), ("weight_scale", (0, 22, 30))):
+                for attribute, bits in (("weight", (0, 3, 7)), ("weight_scale", (0, 22, 30))):
                     for bit in bits:
                         inject = flipping(
-                            lambda layer=layer, what=what: getattr(layer, what).data, place=place, bit=bit
+                            lambda layer=layer, attribute=attribute: getattr(layer, attribute).data,
+                            place=place,
+                            bit=bit,
                         )
                         around = before_proof(inject)
-                        bench.attempt(tally, f"{name} {what} {place} {bit}", around=around, layer=name)
+                        bench.attempt(tally, f"{name} {attribute} {place} {bit}", around=around, layer=name)
     settle(tally, cases=3 * 3 * 6)

@@ -97,17 +97,17 @@ def test_what_is_wrong_in_an_update_is_caught(bench: Bench) -> None:
             return overwrite(parameters[name].data, wrong)
 
         bench.attempt(tally, name, around=before_proof(write), layer=name.removesuffix(".weight"))
-    one, other = (f"model.layers.{number}.mlp.down_proj" for number in (1, 2))
+    layer_name, other = (f"model.layers.{number}.mlp.down_proj" for number in (1, 2))
 
     def swap() -> bool:
         if bench.engine.scheme == "int8":
-            layers[one].quant_method.gemm = layers[other].quant_method.gemm
+            layers[layer_name].quant_method.gemm = layers[other].quant_method.gemm
         else:
             kernel, weight = layers[other].cpu_linear, layers[other].weight  # a packed one, or the weight itself
-            layers[one].cpu_linear = lambda x, _, bias: kernel(x, weight, bias)
+            layers[layer_name].cpu_linear = lambda x, _, bias: kernel(x, weight, bias)
         return True
 
-    bench.attempt(tally, "another layer's kernel", around=before_proof(swap), layer=one)
+    bench.attempt(tally, "another layer's kernel", around=before_proof(swap), layer=layer_name)
     assert (tally.injected, tally.caught) == (6, 6), tally.missed
 
 

@@ -121,15 +121,15 @@ def test_what_is_not_finite_is_told_as_what_it_is(
     if shape == "tied":
         apply = method.apply
         monkeypatch.setattr(method, "apply", lambda *given: apply(*given) * float("nan"))
-        wanted = "weight update 1: lm_head on rank 0 is not as received: probe, output channel 0: the engine has nan"
+        expected = "weight update 1: lm_head on rank 0 is not as received: probe, output channel 0: the engine has nan"
     else:
         held = dict(tensors)[name].clone()
         held[7, -1] = float("inf")
         tensors = [(each, held if each == name else tensor) for each, tensor in tensors]
-        wanted = "weight update: lm_head.weight has a value that is not finite"
+        expected = "weight update: lm_head.weight has a value that is not finite"
     with pytest.raises(SyncError) as raised:
         engine.load(tensors)
-    assert raised.value.message.startswith(wanted), raised.value.message
+    assert raised.value.message.startswith(expected), raised.value.message
 
 
 def test_parts_of_the_vocabulary_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,12 +57,12 @@ def test_each_code_and_scale_of_a_long_row_is_compared() -> None:
     layer = loaded(weight_NK)
     assert proven(layer, weight_NK) == ""
     gemm = layer.quant_method.gemm
-    for name, what, bits in (("packed", "digest of the codes of rows ", (0, 31)), ("scale_GN", "scale ", (0, 14))):
+    for name, beginning, bits in (("packed", "digest of the codes of rows ", (0, 31)), ("scale_GN", "scale ", (0, 14))):
         right = getattr(gemm, name)
         for place in (0.0, 0.3, 1.0):
             for bit in bits:
                 setattr(gemm, name, flip_bit(right, at=place, bit=bit))
-                assert proven(layer, weight_NK).startswith(what)
+                assert proven(layer, weight_NK).startswith(beginning)
         setattr(gemm, name, right)
     assert proven(layer, weight_NK) == ""
 

@@ -56,12 +56,12 @@ def put(model: Module, path: str, kind: type[Module], *, config: ApplianceConfig
     for folder in folders:
         model = model._modules.setdefault(folder, Module())
     model.add_module(leaf, layer)
-    asked = path.removesuffix(".routed_experts")
+    prefix = path.removesuffix(".routed_experts")
     if kind is RoutedExperts:
-        layer.layer_name = asked
+        layer.layer_name = prefix
     if not config.quantisation.scheme.quantised:
         method = METHODS.get(kind, UnquantizedLinearMethod)
-    elif kind is ReplicatedLinear or config._is_ignored(asked):
+    elif kind is ReplicatedLinear or config._is_ignored(prefix):
         method = KEPT[kind]
     else:
         method = Quantised
@@ -112,10 +112,10 @@ def test_the_worst_layers_are_told_by_the_names_that_ignore_takes() -> None:
             weight_NK = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
             layer.quant_method.on_quantised(layer, sampled(weight_NK), quantise(weight_NK, scheme=Scheme.INT8))
     tap.read()
-    named = tuple(tap.layer_errors)
-    assert sorted(named) == sorted(
+    layer_names = tuple(tap.layer_errors)
+    assert sorted(layer_names) == sorted(
         [*(EXPERTS.format(number) for number in (0, 1)), *(f"model.layers.{n}.self_attn.qkv_proj" for n in (0, 1))]
     )
-    told = quantisation_at(INT8, Precision(bf16_layers=named))
+    told = quantisation_at(INT8, Precision(bf16_layers=layer_names))
     require_ignored_layers(built(told), ApplianceConfig(told))
     assert raised_layers(built(told), planned=INT8) == 4

@@ -106,11 +106,11 @@ NOTHING = "no layer differs where both read the sequence of 23 tokens again"
 def test_no_layer_of_an_equal_forward_differs(family: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path, name=family, seed=1)
     engine = start_engine(folder, scheme="int8", worker_extension_cls=EXTENSION)
-    what, why = search_of(engine, trainers_model(folder))
+    finding, why = search_of(engine, trainers_model(folder))
     model = engine.model
     assert not any(module._forward_hooks for module in model.modules())
     free_engine(engine)
-    assert what == NOTHING
+    assert finding == NOTHING
     assert why == "what follows the layers differs: the temperature, the tokens that are masked, the softmax"
 
 
@@ -156,10 +156,10 @@ CHANGED = {
 def test_the_layer_that_was_changed_is_named(change: Callable[[Any], None], engine: Engine, folder: Path) -> None:
     model = trainers_model(folder)
     change(model)
-    what, why = search_of(engine, model)
+    finding, why = search_of(engine, model)
     layer, place = CHANGED[change]
-    assert what.startswith(f"{layer} is the first layer that differs from the engine's: {place}")
-    assert float(what.rpartition(" ")[2]) > 0
+    assert finding.startswith(f"{layer} is the first layer that differs from the engine's: {place}")
+    assert float(finding.rpartition(" ")[2]) > 0
     assert why == MEANING + (" (rotary embedding and norms of heads are part of it)" if "attn" in layer else "")
 
 
@@ -167,16 +167,16 @@ def test_a_difference_that_does_not_come_again_names_no_layer(engine: Engine, fo
     """Neither what a batch did to the engine, nor to the trainer."""
     model = trainers_model(folder)
     now = by_trainer(model)(IDS).log_prob
-    what, why = search_of(engine, model, rollout=-1.5)
-    assert what == NOTHING
+    finding, why = search_of(engine, model, rollout=-1.5)
+    assert finding == NOTHING
     assert why == f"the engine does not repeat its log-prob: -1.5 in the batch, {now:.9g} alone"
     assert search_of(engine, model, trainer=-1.25, rollout=-1.5)[1] == (
         f"the trainer does not repeat its log-prob: -1.25 in the batch, {now:.9g} alone; "
         f"the engine does not repeat its log-prob: -1.5 in the batch, {now:.9g} alone"
     )
     change_norm(model)
-    what, why = search_of(engine, model, rollout=-1.5)
-    assert what.startswith("model.layers.1.input_layernorm is the first layer that differs")
+    finding, why = search_of(engine, model, rollout=-1.5)
+    assert finding.startswith("model.layers.1.input_layernorm is the first layer that differs")
     assert why == f"{MEANING}; the engine does not repeat its log-prob: -1.5 in the batch, {now:.9g} alone"
 
 

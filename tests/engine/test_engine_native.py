@@ -59,10 +59,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def assert_holds(model: Mlp, stream: Tensors, *, scheme: Scheme) -> None:
     """The codec's codes and scales, bit for bit, and in the memory that vLLM's kernel is handed."""
     for name in (GATE_UP, DOWN):
-        layer, wanted = model.get_submodule(name), quantise(received(name, stream), scheme=scheme)
+        layer, expected = model.get_submodule(name), quantise(received(name, stream), scheme=scheme)
         stored = layer.quant_method.held_weight(layer)
-        assert torch.equal(stored.codes_NK.view(torch.uint8), wanted.codes_NK.view(torch.uint8)), name
-        assert torch.equal(stored.scale, wanted.scale), name
+        assert torch.equal(stored.codes_NK.view(torch.uint8), expected.codes_NK.view(torch.uint8)), name
+        assert torch.equal(stored.scale, expected.scale), name
         assert stored.codes_NK.data_ptr() == layer.weight.data_ptr()
         in_blocks = scheme is Scheme.FP8_BLOCK
         assert stored.scale.data_ptr() == (layer.weight_scale_inv if in_blocks else layer.weight_scale).data_ptr()
@@ -105,8 +105,8 @@ def test_the_kernel_that_multiplies_in_bf16_is_proven(scheme: Scheme, monkeypatc
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_bit_flipped_in_a_code_or_a_scale(scheme: Scheme, name: str) -> None:
     scale_bits = (0, 7, 22, 23, 30, 31) if scheme in EXACT else (4, 7, 22, 23, 30, 31)  # up to 2^-21 may be rounding
-    for what, bits in (("weight", range(8)), ("scale", scale_bits)):
-        for place in PLACES if what == "weight" or scheme is not Scheme.FP8 else (0.0,):
+    for part, bits in (("weight", range(8)), ("scale", scale_bits)):
+        for place in PLACES if part == "weight" or scheme is not Scheme.FP8 else (0.0,):
             for bit in bits:
                 model = served(scheme)
                 stored_weight = model.get_submodule(name).quant_method.held_weight
@@ -114,16 +114,16 @@ def test_a_bit_flipped_in_a_code_or_a_scale(scheme: Scheme, name: str) -> None:
                 def inject(
                     model: Mlp = model,
                     stored: Callable = stored_weight,
-                    what: str = what,
+                    part: str = part,
                     at: float = place,
                     bit: int = bit,
                 ) -> bool:
                     weight = stored(model.get_submodule(name))
-                    one = weight.codes_NK if what == "weight" else weight.scale
+                    one = weight.codes_NK if part == "weight" else weight.scale
                     return overwrite(one, flip_bit(one.contiguous(), at=at, bit=bit))
 
                 said = refusal(model, inject=inject)
-                found = "digest of the codes of 1 blocks" if what == "weight" else "scale "
+                found = "digest of the codes of 1 blocks" if part == "weight" else "scale "
                 assert said.startswith(f"weight update 1: {name} on rank 0 is not as received: {found}"), (place, bit)
 
 
@@ -215,12 +215,12 @@ def test_an_answer_is_one_weight_and_the_bound_is_met_with_room(scheme: Scheme) 
     values_NK = weight_NK.codes_NK.double() * weight_NK.scale.double()
     for sync in range(1, 100):
         asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
-        one = NativeFp8Proof(DOWN, shape=local_shape(layer), scheme=scheme, ask=asked)
-        out_TN = answer(layer, one.probe_TK(), bias_N=None)
-        wanted_TN = one.probe_TK().double() @ values_NK.t()
+        layer_proof = NativeFp8Proof(DOWN, shape=local_shape(layer), scheme=scheme, ask=asked)
+        out_TN = answer(layer, layer_proof.probe_TK(), bias_N=None)
+        wanted_TN = layer_proof.probe_TK().double() @ values_NK.t()
         assert bool(((out_TN - wanted_TN).abs() <= 2.0**-8 * (1 + 2.0**-12) * wanted_TN.abs()).all())
-        assert len(set(one.columns_T.tolist())) == 16
-        seen.update(one.columns_T.tolist())
+        assert len(set(layer_proof.columns_T.tolist())) == 16
+        seen.update(layer_proof.columns_T.tolist())
     assert seen == set(range(160))  # a tenth of a part of ten is drawn each time: missed with 160 * 0.9^99 = 5e-3
 
 

@@ -143,12 +143,12 @@ def dequantised(layer: Module) -> Tensor:
     return dequantise(layer.quant_method.held_weight(layer))
 
 
-@pytest.mark.parametrize("by", QUANTISERS)
-def test_what_a_compiler_may_decide_is_no_fault(by: str) -> None:
+@pytest.mark.parametrize("quantiser", QUANTISERS)
+def test_what_a_compiler_may_decide_is_no_fault(quantiser: str) -> None:
     others = 0
     for kind, seed in itertools.product((gaussian, grid), range(1, 6)):
         weight_NK = kind(seed)
-        layer, codec = loaded(weight_NK, by), quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
+        layer, codec = loaded(weight_NK, quantiser), quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
         others += int((layer.weight.data.view(torch.uint8) != codec.codes_NK.view(torch.uint8)).sum())
         for sync in (1, 2, 3):
             found = expecting(weight_NK, sync=sync, full=sync == 1).check(layer)
@@ -156,11 +156,11 @@ def test_what_a_compiler_may_decide_is_no_fault(by: str) -> None:
     assert others > 100  # else this would show nothing
 
 
-@pytest.mark.parametrize("by", QUANTISERS)
-def test_updates_by_such_a_quantiser_are_proven(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantiser", QUANTISERS)
+def test_updates_by_such_a_quantiser_are_proven(quantiser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.online import fp8
 
-    monkeypatch.setattr(fp8, "per_block_cast_to_fp8", cast_by(QUANTISERS[by]))
+    monkeypatch.setattr(fp8, "per_block_cast_to_fp8", cast_by(QUANTISERS[quantiser]))
     update = new_update(served(Scheme.FP8_BLOCK))
     for number in range(1, 11):
         proven = take(update, tensors(number))
@@ -170,12 +170,12 @@ def test_updates_by_such_a_quantiser_are_proven(by: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", [gaussian, grid])
 def test_both_codes_pass_only_where_a_weight_is_as_near_to_either(kind: Callable[[int], Tensor]) -> None:
     weight_NK = kind(1)
-    one, codec = expecting(weight_NK), quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
-    outer = one._outer.view(FP8).double()
-    inner = (one._outer - 1).view(FP8).double()
+    layer_proof, codec = expecting(weight_NK), quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
+    outer = layer_proof._outer.view(FP8).double()
+    inner = (layer_proof._outer - 1).view(FP8).double()
     x = (weight_NK.double() / spread(codec.scale, block=codec.block, shape=(400, 300)).double()).view(-1)
     midpoint = (inner + outer) / 2
-    near = (x[one._places.long()] / midpoint - 1).abs()
+    near = (x[layer_proof._places.long()] / midpoint - 1).abs()
     assert len(near) > 100 and bool((near < SLACK * (1 + 2.0**-8)).all())
     assert len(near) < weight_NK.numel() * (0.03 if kind is gaussian else 0.3)
 
@@ -184,8 +184,8 @@ def test_every_other_change_of_a_code_is_seen() -> None:
     """Bits of codes, one at a time, at 64 places anywhere and at 16 where the next code passes too."""
     weight_NK = gaussian(1)
     right = quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
-    one = expecting(weight_NK)
-    either = dict(zip(one._places.tolist(), one._outer.tolist(), strict=True))
+    layer_proof = expecting(weight_NK)
+    either = dict(zip(layer_proof._places.tolist(), layer_proof._outer.tolist(), strict=True))
     drawn = torch.randint(weight_NK.numel(), (64,), generator=torch.Generator().manual_seed(1)).tolist()
     unseen = 0
     for place in [*drawn, *list(either)[:16]]:
@@ -194,7 +194,7 @@ def test_every_other_change_of_a_code_is_seen() -> None:
             codes = codes_NK.view(torch.uint8).view(-1)
             codes[place] ^= 1 << bit
             passes = int(codes[place]) in (either.get(place), either.get(place, 0) - 1) or int(codes[place]) == 0x80
-            found = one._first_code(holding(codes_NK, right.scale))
+            found = layer_proof._first_code(holding(codes_NK, right.scale))
             assert (found is None) == passes, (place, bit)
             unseen += passes
     assert 0 < unseen < 32
@@ -217,10 +217,10 @@ def test_a_scale_may_be_off_by_rounding_only() -> None:
 
 def test_what_the_proof_remembered_is_dropped_when_it_is_done() -> None:
     weight_NK = gaussian(1)
-    one = expecting(weight_NK)
-    assert len(one._places) == len(one._outer) > 0
-    assert one.check(loaded(weight_NK, "Hopper")) is None
-    assert len(one._places) == len(one._outer) == 0
+    layer_proof = expecting(weight_NK)
+    assert len(layer_proof._places) == len(layer_proof._outer) > 0
+    assert layer_proof.check(loaded(weight_NK, "Hopper")) is None
+    assert len(layer_proof._places) == len(layer_proof._outer) == 0
 
 
 # --- Faults ---
@@ -342,12 +342,12 @@ def test_an_answer_is_one_weight_and_the_bound_is_met_with_room() -> None:
     values_NK = dequantise(quantise(received(DOWN, tensors(1)), scheme=Scheme.FP8_BLOCK)).double()
     for sync in range(1, 61):
         asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
-        one = NativeBlockProof(DOWN, shape=local_shape(layer), scheme=Scheme.FP8_BLOCK, ask=asked)
-        out_TN = answer(layer, one.probe_TK(), bias_N=None)
-        wanted_TN = one.probe_TK().double() @ values_NK.t()
+        layer_proof = NativeBlockProof(DOWN, shape=local_shape(layer), scheme=Scheme.FP8_BLOCK, ask=asked)
+        out_TN = answer(layer, layer_proof.probe_TK(), bias_N=None)
+        wanted_TN = layer_proof.probe_TK().double() @ values_NK.t()
         assert bool(((out_TN - wanted_TN).abs() <= 2.0**-8 * (1 + 2.0**-12) * wanted_TN.abs()).all())
-        assert len(set(one.columns_T.tolist())) == (32 if sync % 2 else 16)
-        seen.update(one.columns_T.tolist())
+        assert len(set(layer_proof.columns_T.tolist())) == (32 if sync % 2 else 16)
+        seen.update(layer_proof.columns_T.tolist())
     assert seen == set(range(160))  # missed by one of 160 with 160 * (0.8 * 0.9)^30 = 8e-3; the seeds are fixed
 
 

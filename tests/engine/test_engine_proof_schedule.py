@@ -36,10 +36,10 @@ def proof(kind: type[KernelProof], scheme: Scheme, *, channels: int, length: int
 def test_every_layer_is_asked_once_in_each_round_and_when_all_are(every: int, turn: int) -> None:
     assert ask(turn, sync=1, every=every).full
     for start in range(1, 20 * every, every):
-        asked = [sync for sync in range(start, start + every) if ask(turn, sync=sync, every=every)]
-        assert asked
+        syncs = [sync for sync in range(start, start + every) if ask(turn, sync=sync, every=every)]
+        assert syncs
         of_all = {1, ROTATION * every, 2 * ROTATION * every}
-        assert len(set(asked) - of_all) <= 1
+        assert len(set(syncs) - of_all) <= 1
 
 
 @pytest.mark.parametrize("every", EVERY)
@@ -58,10 +58,10 @@ def test_every_row_of_an_emulated_layer_is_looked_at(every: int, channels: int, 
     """Within any 8 rounds, and each round looks at other rows than the one before."""
     seen: dict[int, set[int]] = {}
     for sync in range(2, 2 * ROTATION * every):
-        one = proof(EmulatedProof, Scheme.FP8, channels=channels, length=8, turn=turn, sync=sync, every=every)
-        if one is not None:
-            rows = {row for part in one._due_rows() for row in range(channels)[part]}
-            assert rows and (one.ask.full or len(rows) <= 256)
+        layer_proof = proof(EmulatedProof, Scheme.FP8, channels=channels, length=8, turn=turn, sync=sync, every=every)
+        if layer_proof is not None:
+            rows = {row for part in layer_proof._due_rows() for row in range(channels)[part]}
+            assert rows and (layer_proof.ask.full or len(rows) <= 256)
             seen[sync] = rows
     for first in range(1, ROTATION):
         last = (first + ROTATION) * every
@@ -80,10 +80,10 @@ def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> N
     for turn in (0, 1, 7):
         seen = torch.zeros(length, dtype=torch.bool)
         for sync in range(1, blocks * every + 1):
-            one = proof(Bf16Proof, Scheme.BF16, channels=1, length=length, turn=turn, sync=sync, every=every)
-            if one is not None:
-                assert bool(one._probe_K[one._block].abs().eq(1).all())
-                seen[one._block] = True
+            layer_proof = proof(Bf16Proof, Scheme.BF16, channels=1, length=length, turn=turn, sync=sync, every=every)
+            if layer_proof is not None:
+                assert bool(layer_proof._probe_K[layer_proof._block].abs().eq(1).all())
+                seen[layer_proof._block] = True
         assert bool(seen.all())
 
 
@@ -102,12 +102,14 @@ def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> N
 def test_a_proof_keeps_its_numbers_on_the_cpu(kind: type[KernelProof], scheme: Scheme) -> None:
     """An update on a GPU runs with the GPU as torch's default device."""
     with torch.device("meta"):
-        one = proof(kind, scheme, channels=256, length=128, turn=0, sync=1, every=1)
-    devices = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
+        layer_proof = proof(kind, scheme, channels=256, length=128, turn=0, sync=1, every=1)
+    devices = {name: value.device.type for name, value in vars(layer_proof).items() if isinstance(value, Tensor)}
     assert devices and set(devices.values()) == {"cpu"}
     with torch.device("meta"):
-        one.take(Slot("layer", "weight", rows=slice(0, 256)), torch.ones(256, 128, dtype=torch.bfloat16, device="cpu"))
-    devices = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
+        layer_proof.take(
+            Slot("layer", "weight", rows=slice(0, 256)), torch.ones(256, 128, dtype=torch.bfloat16, device="cpu")
+        )
+    devices = {name: value.device.type for name, value in vars(layer_proof).items() if isinstance(value, Tensor)}
     assert set(devices.values()) == {"cpu"}
 
 
@@ -128,10 +130,10 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
             return right
 
         monkeypatch.setattr(kernel_proof, "quantise_rows", quantise)
-        one = proof(Int8Proof, Scheme.INT8, channels=64, length=32, turn=0, sync=sync, every=1)
+        layer_proof = proof(Int8Proof, Scheme.INT8, channels=64, length=32, turn=0, sync=sync, every=1)
         try:
-            one.take(Slot("layer", "weight", rows=slice(0, 64)), weight_NK)
-            kernel_proof.check_quantiser({"layer": one})
+            layer_proof.take(Slot("layer", "weight", rows=slice(0, 64)), weight_NK)
+            kernel_proof.check_quantiser({"layer": layer_proof})
         except SyncError as error:
             start = "weight update: layer: this CPU's row quantiser differs from the codec in row "
             assert error.message.startswith(start)
@@ -205,16 +207,16 @@ def test_where_a_bias_comes_after_rounding_columns_are_asked_one_by_one(
             wrong_NK[5, column] *= 1 + 2**-7
             asked = ask(0, sync=sync, every=1)
             shape = LocalShape(97, length, is_cut=False)
-            one = Bf16Proof("layer", shape=shape, scheme=Scheme.BF16, ask=asked, dtype=dtype)
-            one.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
-            assert one.check(kernel(weight_NK)) is None
-            if (mismatch := one.check(kernel(wrong_NK))) is not None:
+            layer_proof = Bf16Proof("layer", shape=shape, scheme=Scheme.BF16, ask=asked, dtype=dtype)
+            layer_proof.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
+            assert layer_proof.check(kernel(weight_NK)) is None
+            if (mismatch := layer_proof.check(kernel(wrong_NK))) is not None:
                 assert mismatch.subject == "probe, output channel 5" and mismatch.expected == float(
                     weight_NK[5, column]
                 )
                 seen.add(column)
         wrong_NK[5, 0] = float("nan")  # wherever it is: a row of NaN is its answer to every column
-        mismatch = one.check(kernel(wrong_NK))
+        mismatch = layer_proof.check(kernel(wrong_NK))
         assert mismatch is not None and mismatch.channel == 5
     assert seen == set(range(length))
 
@@ -265,22 +267,22 @@ class Int8Kernel(Module):
 
 
 @pytest.mark.parametrize("wrong", [3, 40, 96])
-@pytest.mark.parametrize("what", ["code", "scale"])
-def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_proof(wrong: int, what: str) -> None:
+@pytest.mark.parametrize("part", ["code", "scale"])
+def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_proof(wrong: int, part: str) -> None:
     """A fused layer whose second part begins in the midst of an eighth."""
     weight_NK = torch.randn(97, 64, generator=torch.Generator().manual_seed(wrong)).to(torch.bfloat16)
     codes = quantise_int8(weight_NK)
-    if what == "code":
+    if part == "code":
         codes.codes_NK[wrong, 5] += 1 if codes.codes_NK[wrong, 5] < 0 else -1
     else:
         codes.scale[wrong] *= 1.001
     seen = set()
     for sync in range(1, 2 * ROTATION + 1):
         asked = ask(0, sync=sync, every=1, parts=ROTATION)
-        one = Int8Proof("layer", shape=LocalShape(97, 64, is_cut=False), scheme=Scheme.INT8, ask=asked)
-        one.take(Slot("layer", "weight", 0, start=0, rows=slice(0, 37)), weight_NK[:37])
-        one.take(Slot("layer", "weight", 1, start=37, rows=slice(0, 60)), weight_NK[37:])
-        mismatch = one.check(Int8Kernel(codes))
+        layer_proof = Int8Proof("layer", shape=LocalShape(97, 64, is_cut=False), scheme=Scheme.INT8, ask=asked)
+        layer_proof.take(Slot("layer", "weight", 0, start=0, rows=slice(0, 37)), weight_NK[:37])
+        layer_proof.take(Slot("layer", "weight", 1, start=37, rows=slice(0, 60)), weight_NK[37:])
+        mismatch = layer_proof.check(Int8Kernel(codes))
         if mismatch is not None:
             assert mismatch.subject in (f"probe, output channel {wrong}", f"scale {wrong}")
             seen.add(sync)

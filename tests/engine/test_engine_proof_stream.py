@@ -112,11 +112,11 @@ def test_a_method_of_vllms_that_cannot_be_asked_is_unproven(int8: Bench, monkeyp
 def test_the_layers_of_an_update_are_those_whose_turn_it_is(int8: Bench) -> None:
     update = new_update(int8.engine, prove_every=2)
     for number in range(1, 18):
-        asked: set[str] = set()
-        proven = take(int8.engine, sent(int8.new, number=number), update=update, asked=asked)
+        proven_layers: set[str] = set()
+        proven = take(int8.engine, sent(int8.new, number=number), update=update, proven_layers=proven_layers)
         turns = {name: turn for turn, name in enumerate(update._proof._layers)}
         due = {name for name in update._proof._provable if ask(turns[name], sync=number, every=2)}
-        assert asked == due and proven.layers_proven == len(due)
+        assert proven_layers == due and proven.layers_proven == len(due)
         assert not (update._proof._kernels or update._proof._expected), "they are kept until the next update"
         assert (len(due) == 13) == (number in (1, 16))
     recover(int8.engine, int8.old)

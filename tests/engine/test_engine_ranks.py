@@ -52,20 +52,20 @@ def build(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     from appliance.engine.config import ApplianceConfig
     from appliance.terms.settings import Quantisation
 
-    def one(kind: str, *, scheme: Scheme, rank: int, ranks: int, size: int = 256) -> Module:
+    def make_layer(kind: str, *, scheme: Scheme, rank: int, ranks: int, size: int = 256) -> Module:
         for module in (linear, parameter):
             monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
             monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
         config = ApplianceConfig(Quantisation(scheme=scheme, emulated=scheme.spec.can_emulate))
-        given = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16, "prefix": f"model.{kind}"}
+        options = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16, "prefix": f"model.{kind}"}
         if kind == "row":
-            return linear.RowParallelLinear(2 * size, 128, **given)
+            return linear.RowParallelLinear(2 * size, 128, **options)
         if kind == "merged":
-            return linear.MergedColumnParallelLinear(128, [2 * size, 2 * size], **given)
-        return linear.QKVParallelLinear(128, HEAD, 8, 4, **given)
+            return linear.MergedColumnParallelLinear(128, [2 * size, 2 * size], **options)
+        return linear.QKVParallelLinear(128, HEAD, 8, 4, **options)
 
     with set_current_vllm_config(engine.runner.vllm_config), torch.no_grad():
-        yield one
+        yield make_layer
 
 
 def parts_of(kind: str) -> dict[object, Tensor]:

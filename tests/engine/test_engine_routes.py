@@ -25,7 +25,7 @@ class Model(Module):
 
     def __init__(self, places: Callable[[Model, Tensor], set[str] | None]) -> None:
         super().__init__()
-        self.one, self.other, self.asked, self.loads = Linear(2, 2, bias=False), Linear(2, 2, bias=False), 0, []
+        self.one, self.other, self.num_loads, self.loads = Linear(2, 2, bias=False), Linear(2, 2, bias=False), 0, []
         self._places = places
         for name, layer in self.named_children():
             layer.weight.weight_loader = self.loader(name)
@@ -38,7 +38,7 @@ class Model(Module):
         return load
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str] | None:
-        self.asked += 1
+        self.num_loads += 1
         [(_, tensor)] = weights
         return self._places(self, tensor)
 
@@ -58,7 +58,7 @@ def update(model: Model, routes: Routes, tensor: Tensor, *, is_whole: bool = Fal
     return taken
 
 
-def given(model: Model, *, times: int) -> list[bool]:
+def routes_of(model: Model, *, times: int) -> list[bool]:
     routes = Routes(model, records=True)
     record_metadata_for_reloading(model)
     loaders = [layer.weight.weight_loader for layer in model.children()]
@@ -78,7 +78,7 @@ def test_the_model_is_asked_once_and_the_loader_gets_the_part_each_time() -> Non
         name, is_counting, loaded, part = model.loads[-1]
         assert (name, is_counting, part) == ("one", False, "k") and loaded is tensor
         assert model.one.weight is weight and torch.equal(weight, tensor)
-    assert model.asked == 1
+    assert model.num_loads == 1
     assert [is_counting for _, is_counting, *_ in model.loads] == [True, False, False, False]  # by vLLM, once
 
 
@@ -98,13 +98,13 @@ def test_a_tensors_memory_is_its_senders_again_before_its_layer_is_complete() ->
         initialize_layerwise_reload(model)
         weight, bias = torch.full((2, 2), number), torch.full((2,), number)
         assert routes.give(NAME, weight, layers=[model.one]) and info.can_load()
-        if model.asked == 2:
+        if model.num_loads == 2:
             assert info.loaded_weights == [] and info.load_numel == 4
             weight.zero_()
         assert routes.give("one.bias", bias, layers=[model.one]) and not info.can_load()
         finalize_layerwise_reload(model, None)
         assert [set(each.flatten().tolist()) for each in model.one.parameters()] == [{number}, {number}]
-    assert model.asked == 2
+    assert model.num_loads == 2
 
 
 @torch.no_grad()
@@ -115,9 +115,9 @@ def test_what_a_route_does_not_fit_goes_by_the_model() -> None:
     record_metadata_for_reloading(model)
     for tensor, asked in ((torch.ones(2, 2), 1), (torch.ones(1, 2), 2), (torch.ones(2, 2), 2)):
         update(model, routes, tensor)
-        assert model.asked == asked
+        assert model.num_loads == asked
     routes.give(NAME, torch.ones(2, 2), layers=[model.one])
-    assert model.asked == 3
+    assert model.num_loads == 3
 
 
 @pytest.mark.parametrize(
@@ -135,15 +135,15 @@ def test_what_a_route_does_not_fit_goes_by_the_model() -> None:
 def test_what_the_model_does_more_with_it_does_at_each_update(places: Callable[..., set[str] | None]) -> None:
     model = Model(places)
     with torch.no_grad():
-        given(model, times=3)
-    assert model.asked == 3 and len(model.loads) % 3 == 0
+        routes_of(model, times=3)
+    assert model.num_loads == 3 and len(model.loads) % 3 == 0
 
 
 @torch.no_grad()
 def test_a_loader_that_names_no_argument_for_the_tensor_is_found_anew_each_time() -> None:
     model = Model(lambda model, tensor: place(model.one, tensor))
     model.one.weight.weight_loader = lambda param, *loaded: param.data.copy_(*loaded)
-    assert given(model, times=2) == [True, True] and model.asked == 2
+    assert routes_of(model, times=2) == [True, True] and model.num_loads == 2
     assert torch.equal(model.one.weight, torch.ones(2, 2))
 
 
@@ -165,7 +165,7 @@ def test_a_parameter_of_two_layers_has_its_loader_back() -> None:
     model = Model(lambda model, tensor: place(model.one, tensor))
     model.other.weight = model.one.weight
     with torch.no_grad():
-        given(model, times=1)
+        routes_of(model, times=1)
 
 
 def test_an_error_of_a_loader_leaves_the_loaders_and_no_route() -> None:
@@ -175,10 +175,10 @@ def test_an_error_of_a_loader_leaves_the_loaders_and_no_route() -> None:
 
     model = Model(refuse)
     routes, loader = Routes(model, records=True), model.one.weight.weight_loader
-    for asked in (1, 2):
+    for number in (1, 2):
         with pytest.raises(ValueError, match="refused"):
             routes.give(NAME, torch.ones(2, 2), layers=[model.one])
-        assert (model.asked, model.one.weight.weight_loader) == (asked, loader)
+        assert (model.num_loads, model.one.weight.weight_loader) == (number, loader)
 
 
 def test_a_model_that_may_do_more_is_asked_always() -> None:
@@ -187,4 +187,4 @@ def test_a_model_that_may_do_more_is_asked_always() -> None:
     routes = Routes(model, records=False)
     for asked in (1, 2):
         assert routes.give(NAME, torch.ones(2, 2), layers=[model.one])
-        assert model.asked == asked == len(model.loads)
+        assert model.num_loads == asked == len(model.loads)

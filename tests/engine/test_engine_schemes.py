@@ -53,16 +53,16 @@ def assert_holds(engine: Engine, folder: Path) -> None:
     """Codes and scales bit for bit."""
     for name, layer in linear_layers(engine).items():
         weight_NK, _ = checkpoint_layer(folder, name)
-        wanted = quantise(weight_NK, scheme=Scheme(engine.scheme))
+        expected = quantise(weight_NK, scheme=Scheme(engine.scheme))
         held = layer.quant_method.held_scale(layer)
-        assert torch.equal(held.float(), wanted.scale), name
+        assert torch.equal(held.float(), expected.scale), name
         if engine.scheme == Scheme.INT8:
-            codes_NK = held_codes(layer, scale_N1=wanted.scale, length=weight_NK.shape[1])
+            codes_NK = held_codes(layer, scale_N1=expected.scale, length=weight_NK.shape[1])
         elif engine.scheme == Scheme.INT4:
             codes_NK = layer.quant_method.held_weight().codes_NK
         else:
             codes_NK = layer.weight.view(torch.uint8)
-        assert torch.equal(codes_NK, wanted.codes_NK.view(codes_NK.dtype)), name
+        assert torch.equal(codes_NK, expected.codes_NK.view(codes_NK.dtype)), name
 
 
 def assert_computes(engine: Engine, folder: Path) -> None:

@@ -78,10 +78,10 @@ def test_a_model_without_a_row_is_updated_and_proven(tmp_path: Path, model_type:
     assert engine.generate(max_tokens=MAX_TOKENS) == wanted_old
     live = live_scheme(engine.model)
     assert live.scheme is Scheme.INT8 and "UnquantizedLinearMethod" not in live.kernels
-    for folder, wanted in ((new, wanted_new), (old, wanted_old)):
+    for folder, expected in ((new, wanted_new), (old, wanted_old)):
         taken = engine.load(read_checkpoint(folder))
         assert (taken.layers_proven, taken.unproven) == (taken.layers, 0)
-        assert engine.generate(max_tokens=MAX_TOKENS) == wanted
+        assert engine.generate(max_tokens=MAX_TOKENS) == expected
     assert wanted_old != wanted_new
     take(engine, sent(read_checkpoint(new), precision=Precision(Scheme.BF16)))
     answers = engine.generate(max_tokens=MAX_TOKENS)

@@ -75,7 +75,9 @@ def update(
     return found
 
 
-def wanted(before: list[Tensor] | None, now: list[Tensor], *, scheme: Scheme, first: list[Tensor]) -> Telemetry:
+def expected_telemetry(
+    before: list[Tensor] | None, now: list[Tensor], *, scheme: Scheme, first: list[Tensor]
+) -> Telemetry:
     codes, changed, saturated, drifts, errors = 0, 0, 0, [], []
     for place, weight_NK in enumerate(now):
         rows = range(0, len(weight_NK), -(-len(weight_NK) // 8))
@@ -116,7 +118,7 @@ def test_the_numbers_of_three_updates(scheme: Scheme, together: int, monkeypatch
     before = None
     for now, order in zip(states, ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]), strict=True):
         measured = update(tap, layers, now, scheme=scheme, order=order)
-        right = wanted(before, now, scheme=scheme, first=states[0])
+        right = expected_telemetry(before, now, scheme=scheme, first=states[0])
         assert measured.codes_changed_fraction == right.codes_changed_fraction
         assert measured.saturated_fraction == right.saturated_fraction
         assert measured.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
@@ -136,7 +138,7 @@ def test_scales_drift_since_the_first_update_whatever_was_computed_in_between() 
     tap.begin(everything)
     assert tap.read() is None
     measured = update(tap, layers, weights(2), scheme=Scheme.INT8, order=order, switched=everything)
-    right = wanted(None, weights(2), scheme=Scheme.INT8, first=weights(1))
+    right = expected_telemetry(None, weights(2), scheme=Scheme.INT8, first=weights(1))
     assert measured.codes_changed_fraction is None
     assert measured.scale_drift == pytest.approx(right.scale_drift, rel=1e-4) and right.scale_drift > 0.01
     other = update(tap, layers, weights(2), scheme=Scheme.FP8_CHANNEL, order=order, switched=everything)
@@ -153,7 +155,7 @@ def test_scales_drift_since_the_first_update_of_the_run_in_later_attempts_too(sc
         layers = model()
         tap = TelemetryTap(layers, first=read_first_scales(tmp_path, replica=0, rank=1))
         measured = update(tap, layers, weights(seed), scheme=scheme, order=[0, 1, 2, 3])
-        right = wanted(None, weights(seed), scheme=scheme, first=weights(1))
+        right = expected_telemetry(None, weights(seed), scheme=scheme, first=weights(1))
         assert measured.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
         assert (measured.scale_drift > 0) == (attempt > 1)
         write_first_scales(tmp_path, tap.first, replica=0, rank=1)

@@ -186,11 +186,11 @@ def test_float32_weights_are_rounded_to_bf16(scheme: str, checkpoints: tuple[Pat
     rounded = [(name, tensor.to(torch.bfloat16)) for name, tensor in masters]
     assert all(not torch.equal(tensor, rounded[i][1].float()) for i, (_, tensor) in enumerate(masters))
     transfer(engine, rounded)
-    wanted = engine.generate()
+    expected = engine.generate()
     transfer(engine, read_checkpoint(checkpoints[0]))
-    assert engine.generate() != wanted
+    assert engine.generate() != expected
     transfer(engine, masters)
-    assert engine.generate() == wanted
+    assert engine.generate() == expected
 
 
 def test_bare_verl_takes_updates_by_vllms_own_reload(checkpoints: tuple[Path, Path]) -> None:

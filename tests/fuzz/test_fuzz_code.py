@@ -287,7 +287,7 @@ def tool_files(draw: st.DrawFn) -> tuple[bytes, list[Tool] | None]:
 
 @fuzzed("tools", made=tool_files())
 def test_fuzz_tools(room: Path, forks: None, made: tuple[bytes, list[Tool] | None]) -> None:
-    content, wanted = made
+    content, expected = made
     file = room / "tools.py"
     file.write_bytes(content)
 
@@ -299,12 +299,12 @@ def test_fuzz_tools(room: Path, forks: None, made: tuple[bytes, list[Tool] | Non
             for message in messages:
                 assert message.startswith(f"task.tools: {file}: "), message
                 assert "Traceback" not in message and len(message.splitlines()) == 1, message
-            for each in wanted or ():
+            for each in expected or ():
                 assert not each.says or not each.name or f"task.tools: {file}: {each.says}" in messages, messages
             raise
-        if wanted is not None:
-            assert [each["function"]["name"] for each in schemas] == [each.name for each in wanted if each.name]
-            assert not any(each.says for each in wanted if each.name)
+        if expected is not None:
+            assert [each["function"]["name"] for each in schemas] == [each.name for each in expected if each.name]
+            assert not any(each.says for each in expected if each.name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "STARTS_WITHIN_S", 4 * QUIET_S)
@@ -368,10 +368,10 @@ def test_fuzz_chat_templates(room: Path, model: Path, content: bytes, message: s
     from transformers import AutoTokenizer
 
     (model / "chat_template.jinja").write_bytes(content)
-    asked, before = ToolsRequest("", str(model)), () if system is None else (("system", system),)
+    request, before = ToolsRequest("", str(model)), () if system is None else (("system", system),)
 
     def ask() -> None:
-        problem = template_problem(asked, [SCHEMA])
+        problem = template_problem(request, [SCHEMA])
         assert problem == "" or problem.startswith(f"the chat template of {model} ")
         try:
             tokenizer = AutoTokenizer.from_pretrained(model)

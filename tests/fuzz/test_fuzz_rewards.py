@@ -41,10 +41,10 @@ def verls(data_source, solution_str, ground_truth, extra_info): return {"score":
 
 def judged(value: Any, text: str, truth: str, row: str = "") -> None:
     try:
-        given = value(Response(text, truth, row))
+        reward = value(Response(text, truth, row))
     except ValueError as error:  # of one sample
         raise RecipeError([(str(error), "")]) from error
-    graded = weighed([("it", 1.0, given)])
+    graded = weighed([("it", 1.0, reward)])
     assert graded.fault is None and math.isfinite(graded.accuracy)
 
 

@@ -63,11 +63,11 @@ def counts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fuzz_surface, name, Counter())
 
 
-@pytest.mark.parametrize("what", DEEDS)
-def test_what_input_must_not_do_fails_its_case(beside: Path, what: str) -> None:
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_input_must_not_do_fails_its_case(beside: Path, deed: str) -> None:
     room = beside.parent / "room"
-    with pytest.raises(Forbidden, match=what), watching(room):
-        DEEDS[what](beside)
+    with pytest.raises(Forbidden, match=deed), watching(room):
+        DEEDS[deed](beside)
     assert [each.name for each in beside.iterdir()] == ["old"]
 
 

@@ -35,7 +35,7 @@ def server_class(monkeypatch: pytest.MonkeyPatch) -> type:
 
     class Server(load_replica()().server_class):
         async def run_server(self, args: argparse.Namespace) -> None:
-            self.asked = args
+            self.arguments = args
 
     return Server
 
@@ -56,7 +56,7 @@ def launched(server_class: type, config: Any, *, gpus: int) -> argparse.Namespac
         _disaggregation_role="null",
     )
     asyncio.run(server.launch_server())
-    return server.asked
+    return server.arguments
 
 
 @pytest.mark.parametrize("name", shipped.NAMES)

@@ -152,10 +152,10 @@ def test_log_probs_are_those_of_vllms_layers(scheme: Scheme, tied: bool, tmp_pat
     with settings(tmp_path / "model", scheme, tied=tied, enforce_eager=True) as made:
         model = layers.loaded(made, seed=1, tied=tied)
         called.clear()
-        wanted = Rolled(model).log_probs()
+        expected = Rolled(model).log_probs()
     of_engine = {name: count / RESPONSE for name, count in called.items()}
     called.clear()
     with torch.no_grad():
         found = recomputed(tmp_path / "model", Quantisation(scheme=scheme), tied=tied)
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
     assert dict(called) == of_engine and of_engine["norm"] == 1 and of_engine["linear"] > 0

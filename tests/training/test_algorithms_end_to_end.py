@@ -146,10 +146,10 @@ def numbers_of(recipe: Recipe) -> set[str]:
     sections = {"algorithm": recipe.algorithm, "optimizer": recipe.optimizer, "model.lora": recipe.model.lora}
     return {
         f"{section}.{key}"
-        for section, given in sections.items()
-        if given is not None
-        for key, field in type(given).model_fields.items()
-        if getattr(given, key) != field.default
+        for section, section_values in sections.items()
+        if section_values is not None
+        for key, field in type(section_values).model_fields.items()
+        if getattr(section_values, key) != field.default
     }
 
 
@@ -252,13 +252,13 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
         assert sorted(adapter["target_modules"]) == sorted(lora.targets)
     assert [line.get("overflow_fraction", math.nan) < 1 for line in lines] == [in_fp16] * STEPS
     optimizer = recipe.optimizer
-    wanted = rates(
+    expected = rates(
         optimizer.schedule,
         peak=optimizer.learning_rate,
         least=optimizer.min_lr_ratio,
         warmup=optimizer.warmup_steps,
     )
-    assert [line["learning_rate"] for line in lines] == pytest.approx(wanted)
+    assert [line["learning_rate"] for line in lines] == pytest.approx(expected)
     group = optimizer_of(done)
     assert (group["betas"], group["eps"]) == (optimizer.betas, optimizer.epsilon)
     assert (group["initial_lr"], group["weight_decay"]) == (optimizer.learning_rate, optimizer.weight_decay)

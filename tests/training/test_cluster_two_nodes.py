@@ -64,11 +64,11 @@ def started(command: list[str], *, log: Path, folder: Path | None = None) -> Ite
                 process.wait(120)
 
 
-def wait_until(condition, *, what: str, process: subprocess.Popen[bytes]) -> None:
+def wait_until(condition, *, event: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert process.poll() is None, f"ended with {process.returncode} before {what}"
-        assert time.monotonic() < deadline, what
+        assert process.poll() is None, f"ended with {process.returncode} before {event}"
+        assert time.monotonic() < deadline, event
         time.sleep(0.2)
 
 
@@ -110,12 +110,12 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
     command = train(tmp_path, name="over-two", steps=500)
     with started(join(token), log=tmp_path / "join.log") as node:
         with started(command, log=tmp_path / "train.log") as head:
-            wait_until(lambda: len(steps_of(run_dir)) >= STEPS, what=f"{STEPS} steps", process=head)
+            wait_until(lambda: len(steps_of(run_dir)) >= STEPS, event=f"{STEPS} steps", process=head)
             agent = f"http://127.0.0.1:{HEAD_PORT + 5}{JOBS}"  # a POST with the token would start a program there
             assert statuses(agent, token=token.read_text().strip()) == REFUSED_BY_HTTP
             head.kill()
             killed = time.monotonic()
-        wait_until(lambda: is_free(HEAD_PORT), what="the old head's end", process=node)
+        wait_until(lambda: is_free(HEAD_PORT), event="the old head's end", process=node)
         with started([*command, "--resume", "auto"], log=tmp_path / "again.log") as head:
             assert node.wait(PATIENCE_S) == 5
             assert time.monotonic() - killed < NAMED_WITHIN_S
@@ -123,7 +123,7 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
             assert re.search(r"^error: the head at \S+ (is gone, and so|was restarted)", log_text, re.M), log_text
             reached = max(steps_of(run_dir))
             with started(join(token), log=tmp_path / "rejoin.log") as node:
-                wait_until(lambda: max(steps_of(run_dir)) > reached, what="a further step", process=head)
+                wait_until(lambda: max(steps_of(run_dir)) > reached, event="a further step", process=head)
                 node.kill()  # and with it, by its subreaper, Ray and every worker on that node
                 killed = time.monotonic()
                 assert head.wait(PATIENCE_S) == 5
@@ -191,20 +191,20 @@ def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Call
         return any(words in event["what"] for event in events(run_dir))
 
     with started(train(tmp_path, name="headless", port=port, nodes=4), log=log) as head:
-        wait_until(lambda: has_logged("joined: 1 of 4"), what="its node", process=head)
-        wait_until(lambda: "Ray runtime started" in ray_says.read_text(), what="Ray's own start", process=head)
+        wait_until(lambda: has_logged("joined: 1 of 4"), event="its node", process=head)
+        wait_until(lambda: "Ray runtime started" in ray_says.read_text(), event="Ray's own start", process=head)
         with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
-            wait_until(lambda: has_logged("joined: 2 of 4"), what="another node", process=head)
+            wait_until(lambda: has_logged("joined: 2 of 4"), event="another node", process=head)
             folder = folder_of(node)
             node.kill()
             killed = time.monotonic()
             wait_until(
-                lambda: has_logged(": 1 of 4 nodes with a GPU; it has 45 s to come back"), what="death", process=head
+                lambda: has_logged(": 1 of 4 nodes with a GPU; it has 45 s to come back"), event="death", process=head
             )
             assert time.monotonic() - killed < SEEN_WITHIN_S
-            wait_until(lambda: not folder.exists(), what="the end of its folder", process=head)
+            wait_until(lambda: not folder.exists(), event="the end of its folder", process=head)
         with started(join(token, head_port=port), log=tmp_path / "again.log") as node:
-            wait_until(lambda: has_logged("is back: 2 of 4"), what="its return", process=head)
+            wait_until(lambda: has_logged("is back: 2 of 4"), event="its return", process=head)
             folder = folder_of(node)
             (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
             os.kill(store.pid, signal.SIGKILL)
@@ -231,7 +231,7 @@ def test_a_host_that_goes_silent_in_training_is_named(tmp_path: Path, with_tiny_
     log, port = tmp_path / "train.log", HEAD_PORT + 7000
     with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
         with started(train(tmp_path, name="silent", steps=500, port=port), log=log) as head:
-            wait_until(lambda: steps_of(run_dir), what="a step", process=head)
+            wait_until(lambda: steps_of(run_dir), event="a step", process=head)
             still = [
                 node.pid,
                 *(each.pid for each in find_processes(f"{RUN_VARIABLE}={tmp_path}/none", below=node.pid)),

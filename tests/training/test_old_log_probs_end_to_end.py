@@ -29,13 +29,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Pa
 
 def test_the_second_step_is_the_same_to_the_last_bit(runs: dict[str, Finished]) -> None:
     """So is what the first one made of the weights."""
-    for one, other in zip(*(run.json_lines("metrics.jsonl") for run in runs.values()), strict=True):
-        entropies = one.pop("entropy"), other.pop("entropy")
+    for pass_line, other in zip(*(run.json_lines("metrics.jsonl") for run in runs.values()), strict=True):
+        entropies = pass_line.pop("entropy"), other.pop("entropy")
         assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)
-        for line in (one, other):
+        for line in (pass_line, other):
             assert line["mismatch_k3_kl"] > 0 and line["grad_norm"] > 0
-        kept = {key for key in one.keys() | other.keys() if not key.endswith(DIFFERS)}
-        assert {key: one.get(key) for key in kept} == {key: other.get(key) for key in kept}
+        kept = {key for key in pass_line.keys() | other.keys() if not key.endswith(DIFFERS)}
+        assert {key: pass_line.get(key) for key in kept} == {key: other.get(key) for key in kept}
 
 
 def test_there_is_no_pass(runs: dict[str, Finished]) -> None:

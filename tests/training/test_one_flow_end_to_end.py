@@ -86,17 +86,17 @@ def test_without_a_pass_for_log_probs_it_is_the_same_run_bit_for_bit(runs: list[
     """But for times, and for what is said of the tokens that are held: then the first update's."""
     passes, reuses = (each.json_lines("metrics.jsonl") for each in runs)
     of_held = ("entropy", "mismatch_by_length")
-    for one, other in zip(passes, reuses, strict=True):
-        assert set(one) == set(other)
-        timed = {key for key in one if key.endswith("_s")}
-        assert {key for key in one if one[key] != other[key]} <= {*timed, *of_held}
-        held, whole = (sum(each["num_sequences"] for each in line["mismatch_by_length"]) for line in (other, one))
+    for with_pass, other in zip(passes, reuses, strict=True):
+        assert set(with_pass) == set(other)
+        timed = {key for key in with_pass if key.endswith("_s")}
+        assert {key for key in with_pass if with_pass[key] != other[key]} <= {*timed, *of_held}
+        held, whole = (sum(each["num_sequences"] for each in line["mismatch_by_length"]) for line in (other, with_pass))
         assert (held, whole) == (8 * SAMPLES, 16 * SAMPLES)
-        assert 0 < other["entropy"] != one["entropy"]
-        assert one["logprob_s"] > other["logprob_s"] == 0
+        assert 0 < other["entropy"] != with_pass["entropy"]
+        assert with_pass["logprob_s"] > other["logprob_s"] == 0
     models = [sorted((each.run_dir / "model").glob("*.safetensors")) for each in runs]
     assert [each.name for each in models[0]] == [each.name for each in models[1]] != []
-    for one, other in zip(*models, strict=True):
-        assert one.read_bytes() == other.read_bytes()
+    for with_pass, other in zip(*models, strict=True):
+        assert with_pass.read_bytes() == other.read_bytes()
     phases = [{each["what"] for each in run.json_lines("events.jsonl") if each["kind"] == "phase"} for run in runs]
     assert phases[0] - phases[1] == {"log-probs"}

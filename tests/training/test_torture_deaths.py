@@ -39,13 +39,13 @@ def after_a_step(new_run: Callable[..., Run], name: str, **sets: str) -> Run:
 
 @pytest.mark.parametrize("victim", DEATHS)
 def test_death_is_named_within_a_minute(victim: str, new_run: Callable[..., Run]) -> None:
-    what, code = DEATHS[victim]
+    words, code = DEATHS[victim]
     run = after_a_step(new_run, f"death-{victim.replace(':', '')}")
     killed_at = time.time()
     run.kill(victim)
     assert run.end() == code, run.log_text[-3000:]
     failure = run.events("failure")[0]
-    assert what in failure["what"]
+    assert words in failure["what"]
     assert failure["time"] - killed_at < NAMED_WITHIN_S
     assert run.processes() == []
 

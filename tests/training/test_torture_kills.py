@@ -50,13 +50,15 @@ class Toll:
             for name, count in sorted(self.victims.items())
         ]
         phases = ", ".join(f"{phase} {count}" for phase, count in self.phases.most_common())
-        named = f"{len(self.named_s)} named, after at most {max(self.named_s, default=0):.0f} s; the launcher's are not"
+        named_deaths = (
+            f"{len(self.named_s)} named, after at most {max(self.named_s, default=0):.0f} s; the launcher's are not"
+        )
         checked = (
             f"{self.steps} steps, each once and as without a kill; {self.files} files of checkpoints, none damaged"
         )
         kills = f"{self.victims.total()} kills, {self.stopped.total()} of them stopped a training"
         head = f"torture: seed {seed}, {kills}; {runs} runs, {self.attempts} attempts"
-        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  {named}", f"  {checked}"])
+        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  {named_deaths}", f"  {checked}"])
 
 
 def moments(run: Run, dice: random.Random, *, start_up_s: float) -> Iterator[Callable[[], bool]]:

@@ -59,10 +59,10 @@ def test_rewards_that_fail_cost_their_sample_until_they_are_too_many(
     lost = failed(run)
     told = [event["time"] - killed_at for event in run.events("note") if event["what"] == IDLE_DEATH]
     assert lost + len(told) == 1 and max(told, default=0.0) < NAMED_WITHIN_S  # lost where it was not waiting after all
-    for what, fault in FAULTS.items():
+    for fault_name, fault in FAULTS.items():
         before = len(run.events("reward"))
-        (tmp_path / what).touch()
-        if what == "die":
+        (tmp_path / fault_name).touch()
+        if fault_name == "die":
             assert run.wait_for((tmp_path / "pid").exists), run.log_text[-3000:]
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         lost += 1

@@ -90,11 +90,11 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
         if number > 1:
             run.start()
         assert run.end() == 5 and layer.is_taken, (point, run.log_text[-3000:])
-        named = run.events("failure")
+        failures = run.events("failure")
         error, begins = NAMED[point.split()[0]]
-        assert len(named) == number, (point, named)
-        assert named[-1].get("error", "") == error and named[-1]["what"].startswith(begins), (point, named[-1])
-        slowest_s = max(slowest_s, named[-1]["time"] - (tmp_path / "taken").stat().st_ctime)
+        assert len(failures) == number, (point, failures)
+        assert failures[-1].get("error", "") == error and failures[-1]["what"].startswith(begins), (point, failures[-1])
+        slowest_s = max(slowest_s, failures[-1]["time"] - (tmp_path / "taken").stat().st_ctime)
         step = run.steps[-1]  # the one that was being saved
         assert number == 1 or step == before + 1, point
         before = step if newest == NEW else step - 1

@@ -61,14 +61,14 @@ def in_form(form: str, folder: Path) -> dict[str, str]:
     code = folder / f"{form}.py"
     code.write_text(REWARDS[form])
     usual = {"prompt": "prompt", "truth": "null"}
-    given = usual | data_of(form, folder)
+    settings = usual | data_of(form, folder)
     unseen = folder / data_of(form, folder, name="unseen")["train_file"]
     return task(
         rewards=code,
-        train_file=folder / given["train_file"],
+        train_file=folder / settings["train_file"],
         unseen=unseen,
-        prompt=given["prompt"],
-        truth=given["truth"],
+        prompt=settings["prompt"],
+        truth=settings["truth"],
     )
 
 

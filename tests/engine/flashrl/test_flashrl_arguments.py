@@ -60,19 +60,21 @@ def test_bf16_is_vllms_own_engine_with_exact_log_probs(model: Path, flashrl: pyt
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "wanted"),
+    ("name", "extension", "expected"),
     [
         ("int8", "VERL_EXTENSION", "SYNC_EXTENSION"),
         ("bf16", "VERL_EXTENSION", "SYNC_EXTENSION"),
         ("int8", "", ""),
     ],
 )
-def test_verls_worker_extension(model: Path, flashrl: pytest.MonkeyPatch, name: str, given: str, wanted: str) -> None:
+def test_verls_worker_extension(
+    model: Path, flashrl: pytest.MonkeyPatch, name: str, extension: str, expected: str
+) -> None:
     from flashrl_compat import arguments
 
     flashrl.setenv("FLASHRL_CONFIG", name)
-    config = engine_config(model, worker_extension_cls=getattr(arguments, given, ""))
-    assert config.parallel_config.worker_extension_cls == getattr(arguments, wanted, "")
+    config = engine_config(model, worker_extension_cls=getattr(arguments, extension, ""))
+    assert config.parallel_config.worker_extension_cls == getattr(arguments, expected, "")
 
 
 def test_the_same_arguments_twice(model: Path, flashrl: pytest.MonkeyPatch) -> None:

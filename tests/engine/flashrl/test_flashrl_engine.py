@@ -160,13 +160,13 @@ def write_smoothing(folder: Path, *, model: Path, layer: int = 0) -> Path:
 
     from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, write_profile
 
-    def named(name: str) -> str:
+    def prefixed(name: str) -> str:
         return name.replace("layers.0.", f"layers.{layer}.")
 
     groups = tuple(
         SmoothingGroup(
-            named(group.source),
-            tuple(map(named, group.linears)),
+            prefixed(group.source),
+            tuple(map(prefixed, group.linears)),
             group.scale_K,
             head_dim=group.head_dim,
             readers_of_head=group.readers_of_head,
@@ -187,13 +187,15 @@ def test_smoothing_is_folded_in_when_weights_are_read(
     Rows of `v_proj` and `up_proj` are divided, and the biases of `v_proj`."""
     first, second = two_checkpoints
     profile = write_smoothing(tmp_path / "profile", model=first)
-    wanted = start_engine(folded_checkpoint(second, profile=profile, to=tmp_path / "folded"), scheme="int8").generate()
-    assert wanted != fresh_answers["int8 b"]
+    expected = start_engine(
+        folded_checkpoint(second, profile=profile, to=tmp_path / "folded"), scheme="int8"
+    ).generate()
+    assert expected != fresh_answers["int8 b"]
     (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
     flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
     if reloaded:
         flashrl.setenv("FLASHRL_TEST_RELOAD", str(second))
-    assert start(first if reloaded else second).generate() == wanted
+    assert start(first if reloaded else second).generate() == expected
 
 
 def test_smoothing_is_folded_in_once_by_vllms_own_loader(
@@ -207,13 +209,13 @@ def test_smoothing_is_folded_in_once_by_vllms_own_loader(
     (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
     flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
     first, second = two_checkpoints
-    wanted, engine = start(second).generate(), start(first)
-    assert wanted != fresh_answers["int8 b"] and wanted != engine.generate()
+    expected, engine = start(second).generate(), start(first)
+    assert expected != fresh_answers["int8 b"] and expected != engine.generate()
     settings = engine.runner.vllm_config
     settings.model_config.model = str(second)
     with set_current_vllm_config(settings):
         get_model_loader(settings.load_config).load_weights(engine.model, settings.model_config)
-    assert engine.generate() == wanted
+    assert engine.generate() == expected
     assert engine.worker.appliance_ways_in.report.version == 1
 
 

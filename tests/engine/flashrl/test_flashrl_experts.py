@@ -67,19 +67,19 @@ def packed(weights: Weights) -> Weights:
     """As transformers 5 names its parameters: a layer's experts in two tensors."""
     import torch
 
-    tensors, given = dict(weights), []
+    tensors, packed_tensors = dict(weights), []
     for name, tensor in weights:
         layer, _, part = name.partition(".experts.")
         if not part:
-            given.append((name, tensor))
+            packed_tensors.append((name, tensor))
         elif part == "0.gate_proj.weight":
             gate, up, down = (
                 torch.stack([tensors[f"{layer}.experts.{expert}.{each}_proj.weight"] for expert in range(5)])
                 for each in ("gate", "up", "down")
             )
-            given.append((f"{layer}.experts.gate_up_proj", torch.cat([gate, up], dim=1)))
-            given.append((f"{layer}.experts.down_proj", down))
-    return given
+            packed_tensors.append((f"{layer}.experts.gate_up_proj", torch.cat([gate, up], dim=1)))
+            packed_tensors.append((f"{layer}.experts.down_proj", down))
+    return packed_tensors
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

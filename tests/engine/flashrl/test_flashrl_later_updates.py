@@ -74,22 +74,22 @@ def test_each_family_goes_to_and_fro(tmp_path: Path, ways_in: pytest.MonkeyPatch
     folders = [make_family(tmp_path / str(seed), name=name, seed=seed) for seed in (1, 2)]
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(folders[0])
-    says, asked = [engine.generate()], []
+    says, requested_names = [engine.generate()], []
     ask = type(engine.model).load_weights
 
     def asking(model: object, weights: list[tuple[str, object]]) -> object:
-        asked.extend(name for name, _ in weights)
+        requested_names.extend(name for name, _ in weights)
         return ask(model, weights)
 
     for number in (1, 0, 1):
-        asked.clear()
+        requested_names.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(engine.model), "load_weights", asking)
             by_tensor(engine, read_checkpoint(folders[number]))
         says.append(engine.generate())
     assert says[0] == says[2] != says[1] == says[3]
-    assert [name for name in asked if ".experts." not in name] == []
-    assert bool(asked) == (name == "qwen3-moe")
+    assert [name for name in requested_names if ".experts." not in name] == []
+    assert bool(requested_names) == (name == "qwen3-moe")
     free_engine(engine)
 
 

@@ -162,7 +162,7 @@ def test_a_kept_request_keeps_no_cache_of_the_old_weights(
     caches = {"block_size": 32, "enable_prefix_caching": True}
     fresh = start(two_checkpoints[1], **caches)
     fresh.llm.llm_engine.add_request("new", prompt, params)
-    wanted = finished(fresh.llm.llm_engine)
+    expected = finished(fresh.llm.llm_engine)
     free_engine(fresh)
     engine = start(two_checkpoints[0], **caches)
     llm, core = engine.llm.llm_engine, engine.llm.llm_engine.engine_core.engine_core
@@ -174,7 +174,7 @@ def test_a_kept_request_keeps_no_cache_of_the_old_weights(
     core.resume_scheduler()
     llm.add_request("new", prompt, params)
     ends = finished(llm)
-    assert ends.pop("kept") and ends == wanted
+    assert ends.pop("kept") and ends == expected
     free_engine(engine)
 
 
@@ -187,7 +187,7 @@ def test_a_request_in_flight_ends_with_an_update_that_is_whole_at_once(
 
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     fresh = start(two_checkpoints[1])
-    wanted = fresh.generate()
+    expected = fresh.generate()
     free_engine(fresh)
     engine = start(two_checkpoints[0])
     llm = engine.llm.llm_engine
@@ -203,7 +203,7 @@ def test_a_request_in_flight_ends_with_an_update_that_is_whole_at_once(
     ends = [(each.request_id, each.outputs[0].finish_reason) for each in llm.step()]
     assert ends == [("one", "abort"), ("two", "abort")]
     assert not llm.has_unfinished_requests()
-    assert engine.generate() == wanted
+    assert engine.generate() == expected
     free_engine(engine)
 
 

@@ -52,14 +52,14 @@ def test_a_router_in_fp32_is_updated_in_fp32(
     ways_in.setenv("FLASHRL_CONFIG", "bf16")
     first, second = (with_routers(tmp_path / str(seed), model_type, seed=seed) for seed in (1, 2))
     fresh = start_engine(second, scheme="bf16")
-    wanted, says = of_routers(fresh.model.named_parameters()), fresh.generate()
+    expected, says = of_routers(fresh.model.named_parameters()), fresh.generate()
     free_engine(fresh)
     engine = start_engine(first, scheme="bf16")
     sent: Iterable[tuple[str, Tensor]] = read_checkpoint(second)
     for each in with_manifest(sent, number=1, dtype=torch.float32) if is_listed else sent:
         engine.model.load_weights([each])
     found = of_routers(engine.model.named_parameters())
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert engine.generate() == says
     assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(1, "whole", "")]
     free_engine(engine)

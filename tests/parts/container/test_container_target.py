@@ -138,13 +138,13 @@ ACCEPT = ROOT / "container/accept.sh"
 def test_accept_is_the_images_where_there_is_a_gpu(here: str, before: list[str], tmp_path: Path) -> None:
     target = subprocess.run(["make", "-n", "accept"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "container/accept.sh" in target.stdout
-    done, asked = called(tmp_path, ACCEPT, "--only", "digest", gpus=LISTED, here=here)
+    done, docker_calls = called(tmp_path, ACCEPT, "--only", "digest", gpus=LISTED, here=here)
     assert done.returncode == 0, done.stderr
-    asked = [_short(call) for call in asked if call.split()[0] in ("image", "build", "run")]
+    docker_calls = [_short(call) for call in docker_calls if call.split()[0] in ("image", "build", "run")]
     user, results = os.getuid(), "docs/results"
     run = f"run --rm --gpus all --shm-size 8g --user {user} -v flashrl-cache-{user}:/cache "
     run += f"-v {ROOT}/runs:/appliance/runs -v {ROOT}/{results}:/appliance/{results} {BUILT} accept --only digest"
-    assert asked == [f"image inspect {BUILT}", *before, run]
+    assert docker_calls == [f"image inspect {BUILT}", *before, run]
     page = (ROOT / "docs/real-hardware.md").read_text().replace(" \\\n    ", " ")
     assert run.partition(" -v ")[0].replace(str(user), '"$(id -u)"') in page
 

@@ -115,10 +115,10 @@ def test_a_split_into_micro_batches_changes_nothing(rows: list[list[float]], at:
             assert sum(each[key] for each in counted) == pytest.approx(value, rel=RTOL)
 
 
-def assert_same(one: Corrected, other: Corrected, *, real_BT: Tensor, other_real_BT: Tensor) -> None:
+def assert_same(left: Corrected, right: Corrected, *, real_BT: Tensor, other_real_BT: Tensor) -> None:
     """At real tokens."""
-    assert torch.equal(one.kept_BT[real_BT], other.kept_BT[other_real_BT])
-    assert torch.allclose(one.weights_BT[real_BT], other.weights_BT[other_real_BT], rtol=RTOL, atol=0)
+    assert torch.equal(left.kept_BT[real_BT], right.kept_BT[other_real_BT])
+    assert torch.allclose(left.weights_BT[real_BT], right.weights_BT[other_real_BT], rtol=RTOL, atol=0)
 
 
 @given(rows=ROWS)

@@ -121,12 +121,12 @@ def test_with_the_engines_log_probs_as_the_old_ones_verl_computes_none():
 def test_fp16_is_said_to_trainer_reference_and_engine_and_bf16_to_none():
     overrides, usual = dict(planned("fp16")), dict(planned("cpu-bf16"))
     base, mixed = "actor_rollout_ref", {"param_dtype": "fp16"}
-    wanted = {f"+{base}.{role}.fsdp_config.mixed_precision": mixed for role in ("actor", "ref")}
-    wanted[f"{base}.rollout.dtype"] = "float16"
+    expected = {f"+{base}.{role}.fsdp_config.mixed_precision": mixed for role in ("actor", "ref")}
+    expected[f"{base}.rollout.dtype"] = "float16"
     assert {
         key: overrides.get(key) for key in overrides if "precision" in key or key.endswith("rollout.dtype")
-    } == wanted
-    assert not wanted.keys() & usual.keys()
+    } == expected
+    assert not expected.keys() & usual.keys()
 
 
 def test_the_entropy_of_bf16_logits_is_taken_in_fp32_where_nothing_is_compiled():

@@ -146,12 +146,12 @@ def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(rec
     plan = planned(recipe)
     make_profile(job_of_plan(plan).replace(target=str(tmp_path / "given")))
     assert plan.profile is not None
-    named = plan.replace(
+    with_profile = plan.replace(
         profile=plan.profile.replace(source=str(tmp_path / "given")),
         weights=plan.weights.replace(name_or_path="other/model"),
     )
-    assert command.profile_child(named) is None
-    assert command.is_profiled(named)
+    assert command.profile_child(with_profile) is None
+    assert command.is_profiled(with_profile)
     lines = (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()
     assert parse_event(lines[-1]).what == f"the profile {tmp_path / 'given'} was made of {recipe.model.path}"
 

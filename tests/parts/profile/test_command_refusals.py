@@ -239,12 +239,12 @@ def test_a_long_temporary_folder_stays_as_it_is(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_that_the_recipe_names_is_only_read(file: str, tmp_path: Path) -> None:
-    given = tmp_path / "given"
-    make_profile(job_of_plan(planned(file)).replace(target=str(given)))
-    (given / "quantization.yaml").write_text("mine")
-    assert command.run_profile(loaded(file, f"quantization.profile={given}"), output=None) == 0
-    assert (given / "quantization.yaml").read_text() == "mine"
-    assert sorted(os.listdir(given)) == [PROFILE_FILE, "quantization.yaml"]
+    profile_folder = tmp_path / "given"
+    make_profile(job_of_plan(planned(file)).replace(target=str(profile_folder)))
+    (profile_folder / "quantization.yaml").write_text("mine")
+    assert command.run_profile(loaded(file, f"quantization.profile={profile_folder}"), output=None) == 0
+    assert (profile_folder / "quantization.yaml").read_text() == "mine"
+    assert sorted(os.listdir(profile_folder)) == [PROFILE_FILE, "quantization.yaml"]
 
 
 def test_the_scheme_of_a_recipe_is_not_given_beside_it(file: str) -> None:
@@ -285,19 +285,19 @@ def test_the_same_model_elsewhere_is_no_other_model(file: str, tmp_path: Path) -
     make_profile(job_of_plan(plan).replace(target=str(tmp_path / "given")))
     (tmp_path / "model").rename(tmp_path / "moved")
     assert plan.profile is not None
-    named = plan.replace(
+    with_profile = plan.replace(
         profile=plan.profile.replace(source=str(tmp_path / "given")),
         weights=plan.weights.replace(name_or_path=str(tmp_path / "moved")),
     )
-    command.profile_child(named)
+    command.profile_child(with_profile)
     events = [parse_event(line) for line in (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()]
     assert [each.what for each in events if each and each.kind == "note"] == []
 
 
 def test_the_table_calls_the_model_as_the_recipe_does_and_counts_one_norm(file: str) -> None:
     header = read_file_header(make_profile(job_of_plan(planned(file))))
-    one = {**header, "smoothing": header["smoothing"][:1]}
-    lines = table(one, folder="f", model="here/model")
+    with_one_norm = {**header, "smoothing": header["smoothing"][:1]}
+    lines = table(with_one_norm, folder="f", model="here/model")
     assert lines[0] == "profile of here/model for int8 (calibrated)"
     text = (
         "smoothing     strength 0.5: 1 norm, each with every layer that reads it; smoothing others would gain nothing"
@@ -306,5 +306,5 @@ def test_the_table_calls_the_model_as_the_recipe_does_and_counts_one_norm(file: 
     linears = [{"source": f"l.{place}.{name}_proj.weight"} for place in range(2) for name in ("up", "v")]
     text = "smoothing     strength 0.5: 1 norm, 2 up_proj, 2 v_proj, each with every layer that reads it; "
     assert text + "smoothing others would gain nothing" in table(
-        {**one, "smoothing": [*one["smoothing"], *linears]}, folder="f"
+        {**with_one_norm, "smoothing": [*with_one_norm["smoothing"], *linears]}, folder="f"
     )

@@ -67,10 +67,10 @@ def test_float64_gives_the_same_whichever_scales_are_folded() -> None:
         return out_MK @ torch.cat(queries)
 
     names = ("v_proj.weight", "v_proj.bias", "o_proj.weight")
-    given = (values_NJ, bias_N, out_MK)
-    folded = [fold(name, tensor, smoothing=smoothing) for name, tensor in zip(names, given, strict=True)]
-    assert not any(map(torch.equal, folded, given))
-    assert torch.equal(function(*folded), function(*given))
+    tensors = (values_NJ, bias_N, out_MK)
+    folded = [fold(name, tensor, smoothing=smoothing) for name, tensor in zip(names, tensors, strict=True)]
+    assert not any(map(torch.equal, folded, tensors))
+    assert torch.equal(function(*folded), function(*tensors))
 
 
 def test_one_expert_of_a_checkpoint_gets_the_scales_of_the_fused_experts() -> None:
@@ -143,18 +143,18 @@ def test_what_is_not_read_channel_by_channel_is_no_source(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "readers", "named"),
+    ("sources", "readers", "layer_name"),
     [
         (("l.norm", "l.norm"), ("l.q_proj", "l.k_proj"), "l.norm"),
         (("l.norm", "l.other_norm"), ("l.q_proj", "l.q_proj"), "l.q_proj"),
     ],
 )
-def test_nothing_is_smoothed_by_two_groups(sources: tuple[str, ...], readers: tuple[str, ...], named: str) -> None:
+def test_nothing_is_smoothed_by_two_groups(sources: tuple[str, ...], readers: tuple[str, ...], layer_name: str) -> None:
     groups = [
         SmoothingGroup(f"{source}.weight", (f"{reader}.weight",), torch.ones(4))
         for source, reader in zip(sources, readers, strict=True)
     ]
-    with pytest.raises(ValueError, match=rf"^{named}\.weight: two groups of smoothing have it$"):
+    with pytest.raises(ValueError, match=rf"^{layer_name}\.weight: two groups of smoothing have it$"):
         Smoothing(tuple(groups))
 
 

@@ -55,12 +55,12 @@ def test_the_error_is_that_of_the_formula_and_so_is_each_change() -> None:
     scale_K = rule(x_MK, weight_NK)
     error, log_K = _Error.between(x_MK, weight_NK=weight_NK), scale_K.double().log2()
     assert error.total(log_K) == pytest.approx(expected(x_MK, weight_NK, scale_K), rel=1e-12)
-    for by in (1, -1):
-        totals_K = error.totals(log_K, by=by)
+    for exponent in (1, -1):
+        totals_K = error.totals(log_K, by=exponent)
         for k in range(K):
             changed_K = scale_K.clone()
-            changed_K[k] *= 2.0**by
-            assert float(totals_K[k]) == pytest.approx(expected(x_MK, weight_NK, changed_K), rel=1e-12), (k, by)
+            changed_K[k] *= 2.0**exponent
+            assert float(totals_K[k]) == pytest.approx(expected(x_MK, weight_NK, changed_K), rel=1e-12), (k, exponent)
 
 
 def test_some_tokens_and_rows_stand_for_all() -> None:

@@ -73,11 +73,11 @@ def test_scaling_rounds_once_and_the_way_back_is_exact(scale: float, weights: li
     weight = torch.tensor(weights).bfloat16()
     weight = weight * (weight.abs() > 1e-30)  # far from the end of the exponents
     scaled_weight = scaled(weight, factor=1 / scale, may_widen=True)
-    wanted = weight.double() / scale
+    expected = weight.double() / scale
     step = (
         2.0**-24 if scaled_weight.dtype is torch.float32 else 2.0**-8
     )  # half a unit of the last place, and double's own
-    assert bool(((scaled_weight.double() - wanted).abs() <= step * wanted.abs()).all())
+    assert bool(((scaled_weight.double() - expected).abs() <= step * expected.abs()).all())
     assert torch.equal(scaled(scaled_weight, factor=scale, may_widen=False).bfloat16(), weight)
 
 

@@ -151,10 +151,10 @@ def test_minus_128_is_never_used(dtype: torch.dtype) -> None:
 def test_a_value_that_is_not_finite_raises(bad: float, dtype: torch.dtype) -> None:
     weight_NK = random_weight((4, 9), dtype=dtype)
     weight_NK[2, 5] = bad
-    for function, what in ((quantise_int8, "a weight"), (quantise_int8_tokens, "an activation")):
+    for function, tensor_name in ((quantise_int8, "a weight"), (quantise_int8_tokens, "an activation")):
         with pytest.raises(NumericsError) as raised:
             function(weight_NK)
-        assert raised.value.message == f"{what} to quantise has a value that is not finite"
+        assert raised.value.message == f"{tensor_name} to quantise has a value that is not finite"
 
 
 def test_activations_have_the_codes_of_weights() -> None:

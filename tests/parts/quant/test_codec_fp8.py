@@ -194,10 +194,14 @@ def test_a_given_absmax_that_is_too_small_saturates(scheme: Scheme) -> None:
 def test_a_value_that_is_not_finite_raises(bad: float, dtype: torch.dtype, scheme: Scheme) -> None:
     values_NK = random_weight((140, 150), dtype=dtype)
     values_NK[139, 149] = bad
-    for function, what in ((quantise, "a weight"), (weight_absmax, "a weight"), (quantise_tokens, "an activation")):
+    for function, tensor_name in (
+        (quantise, "a weight"),
+        (weight_absmax, "a weight"),
+        (quantise_tokens, "an activation"),
+    ):
         with pytest.raises(NumericsError) as raised:
             function(values_NK, scheme=scheme)
-        assert raised.value.message == f"{what} to quantise has a value that is not finite"
+        assert raised.value.message == f"{tensor_name} to quantise has a value that is not finite"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -19,10 +19,10 @@ ROWS = (1, 2, 3, 17, 128)
 def assert_identical(weight_NK: torch.Tensor) -> None:
     from appliance.engine.int8 import quantise_for_kernel
 
-    quantised, wanted = quantise_for_kernel(weight_NK), quantise_int8(weight_NK)
-    assert quantised.scale.shape == wanted.scale.shape
-    assert torch.equal(quantised.scale, wanted.scale)
-    assert torch.equal(quantised.codes_NK, wanted.codes_NK)
+    quantised, expected = quantise_for_kernel(weight_NK), quantise_int8(weight_NK)
+    assert quantised.scale.shape == expected.scale.shape
+    assert torch.equal(quantised.scale, expected.scale)
+    assert torch.equal(quantised.codes_NK, expected.codes_NK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

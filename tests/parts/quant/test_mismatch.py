@@ -87,7 +87,7 @@ def test_the_sign_of_kl() -> None:
 def test_identical_policies_are_exactly_zero_apart() -> None:
     log_probs_T = -torch.rand(1000).mul(20)
     measured = measure_mismatch(log_probs_T, rollout_T=log_probs_T.clone(), cap=2.0)
-    wanted = Mismatch(
+    expected = Mismatch(
         k3_kl=0.0,
         kl=0.0,
         probs_diff_mean=0.0,
@@ -98,7 +98,7 @@ def test_identical_policies_are_exactly_zero_apart() -> None:
         ess=1.0,
         truncated_fraction=0.0,
     )
-    assert dataclasses.asdict(measured).items() >= dataclasses.asdict(wanted).items()
+    assert dataclasses.asdict(measured).items() >= dataclasses.asdict(expected).items()
 
 
 def test_no_cap_truncates_nothing() -> None:
@@ -180,13 +180,13 @@ def test_the_bounds_of_every_field(pairs: list[tuple[float, float]]) -> None:
     assert 0 <= measured.truncated_fraction <= 1
 
 
-def assert_same_step(one: Mismatch, other: Mismatch) -> None:
+def assert_same_step(left: Mismatch, right: Mismatch) -> None:
     """To the rounding of sums of up to 100 terms: relative where all terms have one sign, else of the largest term; for
     a standard deviation the root of it, of a difference of squares."""
-    tolerances = {"kl": 30e-13, "k3_kl": 30e-13, "weight_std": math.sqrt(1e-13) * (1 + one.weight_max)}
+    tolerances = {"kl": 30e-13, "k3_kl": 30e-13, "weight_std": math.sqrt(1e-13) * (1 + left.weight_max)}
     for field in dataclasses.fields(Mismatch):
         tolerance = tolerances.get(field.name, 0.0)
-        found, wanted = getattr(one, field.name), getattr(other, field.name)
+        found, wanted = getattr(left, field.name), getattr(right, field.name)
         assert math.isclose(found, wanted, rel_tol=1e-11, abs_tol=tolerance), (field.name, found, wanted)
 
 

@@ -73,16 +73,16 @@ def measure(step: Step, *, cap: float | None = 2.0, edges: tuple[int, ...] = (4,
     return measure_by_length(trainer, rollout_T=rollout, length_S=lengths, cap=cap, edges=edges)
 
 
-def assert_close(measured: LengthBucket, wanted: LengthBucket | None, *, places: bool = True) -> None:
+def assert_close(measured: LengthBucket, expected: LengthBucket | None, *, places: bool = True) -> None:
     """places: also where the largest difference sits and which lengths are meant."""
-    assert wanted is not None
+    assert expected is not None
     for field in dataclasses.fields(LengthBucket):
-        one, other = getattr(measured, field.name), getattr(wanted, field.name)
-        if isinstance(one, float):
+        value, expected_value = getattr(measured, field.name), getattr(expected, field.name)
+        if isinstance(value, float):
             atol = ATOL_STD if field.name == "weight_std" else ATOL
-            assert math.isclose(one, other, rel_tol=RTOL, abs_tol=atol), (field.name, one, other)
+            assert math.isclose(value, expected_value, rel_tol=RTOL, abs_tol=atol), (field.name, value, expected_value)
         elif places:
-            assert one == other, field.name
+            assert value == expected_value, field.name
 
 
 def make_step(lengths: list[int], *, spread: float, seed: int = 0) -> Step:
@@ -209,11 +209,11 @@ def test_buckets_are_parts_of_the_whole(step: Step) -> None:
 def test_the_order_of_sequences_does_not_matter(step: Step, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(step))
     one, other = measure(step), measure([step[i] for i in order])
-    for bucket, wanted in zip((other.whole, *other.buckets), (one.whole, *one.buckets), strict=True):
-        assert_close(bucket, wanted, places=False)
+    for bucket, expected in zip((other.whole, *other.buckets), (one.whole, *one.buckets), strict=True):
+        assert_close(bucket, expected, places=False)
         if bucket.num_tokens:  # the same token, found at its new row
-            assert int(order[bucket.largest.sequence]) == wanted.largest.sequence
-            assert bucket.largest.position == wanted.largest.position
+            assert int(order[bucket.largest.sequence]) == expected.largest.sequence
+            assert bucket.largest.position == expected.largest.position
 
 
 @given(step=STEPS)

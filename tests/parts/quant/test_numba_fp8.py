@@ -22,11 +22,15 @@ def every_finite() -> torch.Tensor:
 
 
 def assert_identical(weight_NK: torch.Tensor, *, scheme: Scheme, absmax: torch.Tensor | None = None) -> None:
-    quantised, wanted = (f(weight_NK, scheme=scheme, absmax=absmax) for f in (quantise_fp8_numba, quantise))
-    assert (quantised.block, quantised.scheme, quantised.codes_NK.dtype) == (wanted.block, scheme, torch.float8_e4m3fn)
+    quantised, expected = (f(weight_NK, scheme=scheme, absmax=absmax) for f in (quantise_fp8_numba, quantise))
+    assert (quantised.block, quantised.scheme, quantised.codes_NK.dtype) == (
+        expected.block,
+        scheme,
+        torch.float8_e4m3fn,
+    )
     assert quantised.codes_NK.is_contiguous()
-    assert torch.equal(quantised.scale.view(torch.int32), wanted.scale.view(torch.int32))
-    assert torch.equal(quantised.codes_NK.view(torch.uint8), wanted.codes_NK.view(torch.uint8))
+    assert torch.equal(quantised.scale.view(torch.int32), expected.scale.view(torch.int32))
+    assert torch.equal(quantised.codes_NK.view(torch.uint8), expected.codes_NK.view(torch.uint8))
 
 
 @pytest.mark.parametrize("scheme", FP8)

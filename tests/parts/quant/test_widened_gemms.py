@@ -48,27 +48,27 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_sums_are_of_wider_operands_and_rounded_once(operation: str, dtype: torch.dtype) -> None:
     """The bits of the same product in float32 and in float64; those sums differ from each other, so both are seen."""
-    multiply, given = OPERATIONS[operation], operands(dtype)
+    multiply, inputs = OPERATIONS[operation], operands(dtype)
     for exactly, wide in ((False, torch.float32), (True, torch.float64)):
-        wanted = multiply(*(each.to(wide) for each in given)).to(dtype)
+        expected = multiply(*(each.to(wide) for each in inputs)).to(dtype)
         widen_gemms(exactly=exactly)
-        found = multiply(*given)
-        assert found.dtype is dtype and torch.equal(found, wanted)
+        found = multiply(*inputs)
+        assert found.dtype is dtype and torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("operation", ["mm", "addmm", "a linear layer", "bmm"])
 def test_a_large_weight_is_widened_some_columns_at_a_time(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns do not depend on each other; in float64 their sums round to the same bits."""
-    multiply, given = OPERATIONS[operation], operands(torch.bfloat16)
+    multiply, inputs = OPERATIONS[operation], operands(torch.bfloat16)
     widen_gemms(exactly=True)
-    wanted = multiply(*given)
+    expected = multiply(*inputs)
     widths, kernel = [], cpu_gemm._Widening._by_columns
     monkeypatch.setattr(cpu_gemm, "_WIDENED_AT_ONCE", 96 * 16 + 5)  # 16 columns of 40, of which 8 are the last
     monkeypatch.setattr(
         cpu_gemm._Widening, "_by_columns", lambda *all, **more: widths.append(1) or kernel(*all, **more)
     )
-    assert torch.equal(multiply(*given), wanted)
+    assert torch.equal(multiply(*inputs), expected)
     assert len(widths) == (operation != "bmm")
 
 
@@ -100,10 +100,10 @@ def test_gradients_are_those_of_wider_operands() -> None:
         (x @ w).backward(drawn(7, 40, dtype=torch.bfloat16).to(dtype))
         return [each.grad.bfloat16() for each in (x, w) if each.grad is not None]
 
-    wanted = gradients(torch.float32)
+    expected = gradients(torch.float32)
     widen_gemms()
     found = gradients(torch.bfloat16)
-    assert len(found) == 2 and all(torch.equal(*each) for each in zip(found, wanted, strict=True))
+    assert len(found) == 2 and all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
 def test_a_cpu_with_fast_gemms_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_a_cpu_with_fast_gemms_keeps_them(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_which_types_are_widened_is_what_onednn_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with_amx_fp16, avx512, avx2 = (True, True), (True, False), (False, False)
-    for (bf16, fp16), wanted in ((with_amx_fp16, set()), (avx512, {torch.float16}), (avx2, set(TYPES))):
+    for (bf16, fp16), expected in ((with_amx_fp16, set()), (avx512, {torch.float16}), (avx2, set(TYPES))):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda known=bf16: known)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda known=fp16: known)
-        assert cpu_gemm.widened_types.__wrapped__() == wanted
+        assert cpu_gemm.widened_types.__wrapped__() == expected
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert cpu_gemm.widened_types.__wrapped__() == set()

@@ -32,7 +32,7 @@ class Browser:
 
     def __init__(self, program: str, *, profile: Path) -> None:
         self.problems: list[str] = []
-        self._asked: dict[str, str] = {}
+        self._open_requests: dict[str, str] = {}
         self._number = 0
         self._loaded = 0
         self._session: str | None = None
@@ -52,11 +52,11 @@ class Browser:
     @property
     def requests(self) -> list[str]:
         """Addresses that were asked for, without those that the page's own policy kept back (those are problems)."""
-        return list(self._asked.values())
+        return list(self._open_requests.values())
 
     def open(self, page: Path, *, dark: bool = False, width: int = 1280) -> None:
         """Load a file and wait for it. What was written down before is forgotten."""
-        self.problems, self._asked = [], {}
+        self.problems, self._open_requests = [], {}
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -116,9 +116,9 @@ class Browser:
             case "Page.loadEventFired":
                 self._loaded += 1
             case "Network.requestWillBeSent":
-                self._asked[params["requestId"]] = params["request"]["url"]
+                self._open_requests[params["requestId"]] = params["request"]["url"]
             case "Network.loadingFailed" if params.get("blockedReason") == "csp":
-                del self._asked[params["requestId"]]
+                del self._open_requests[params["requestId"]]
             case "Runtime.exceptionThrown":
                 self.problems.append(str(params["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):

@@ -229,13 +229,13 @@ def test_updates_of_several_ranks_are_held_against_each_other(
 def test_of_many_ranks_many_lines_are_read_at_once(
     tmp_path: Path, taken: Callable[..., Acknowledgement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int | None] = []
+    limits: list[int | None] = []
     read = Tail.read
-    monkeypatch.setattr(Tail, "read", lambda tail, most: asked.append(most) or read(tail, most=most))
+    monkeypatch.setattr(Tail, "read", lambda tail, most: limits.append(most) or read(tail, most=most))
     monkeypatch.setattr(folder, "_MOST_WAITING", 4)
     history = UpdateHistory(tmp_path, places=[(0, 0), (0, 1)])
     for sync in range(1, 31):
         append_sent(tmp_path, Sent(sync=sync, replica=0, rank=0, manifest=f"of {sync}", digest_s=0.1))
         append_acknowledgement(tmp_path, taken(sync, replica=0, rank=0))
     history.read()
-    assert asked == [100] * 8  # four files: all their lines, and once more for what came meanwhile
+    assert limits == [100] * 8  # four files: all their lines, and once more for what came meanwhile

@@ -183,10 +183,10 @@ def test_training_without_a_result_failed(
     process = launch(plan, "--may-restart")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 5
-    what = "TrainingError: the process ended without writing its result (exit code 0)"
-    assert f"error: training failed in phase rollout: {what}" in err.splitlines()
+    fault = "TrainingError: the process ended without writing its result (exit code 0)"
+    assert f"error: training failed in phase rollout: {fault}" in err.splitlines()
     said = first_failure(Path(plan.run_dir))
-    assert (said.what, said.exit_code) == (what, 5)
+    assert (said.what, said.exit_code) == (fault, 5)
     page = (Path(plan.run_dir) / "report.html").read_text()
     assert 'data-reload-s="10"' in page and "Another attempt may follow by itself" in page
 
@@ -280,11 +280,11 @@ def test_the_note_is_there_before_the_trainer_hears(tmp_path: Path, monkeypatch:
 def test_a_trainer_is_asked_to_stop_where_no_note_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    monkeypatch.setattr(train, "ask_to_stop", lambda _, *, why: asked.append(why))
+    reasons = []
+    monkeypatch.setattr(train, "ask_to_stop", lambda _, *, why: reasons.append(why))
     with pytest.raises(FileNotFoundError):
         train._Training._ask_to_stop(SimpleNamespace(_session=SimpleNamespace(run_dir=tmp_path / "gone")), "SIGTERM")
-    assert asked == ["SIGTERM"]
+    assert reasons == ["SIGTERM"]
 
 
 def test_signal_while_the_model_loads_has_nothing_to_save(

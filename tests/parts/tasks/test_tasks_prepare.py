@@ -229,13 +229,13 @@ def test_prepare_writes_each_validation_by_its_name(small: RunPlan, tmp_path: Pa
     prepare(plan)
     files = (plan.task_files.train_parquet, plan.task_files.val_parquet)
     train, val = (pq.read_table(path).to_pylist() for path in files)
-    named = [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in val]
-    assert named[:4] == [("other", 0), ("other", 1), ("other", 2), ("held", 0)]
-    assert {name for name, _ in named[3:]} == {"held"}
+    places = [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in val]
+    assert places[:4] == [("other", 0), ("other", 1), ("other", 2), ("held", 0)]
+    assert {name for name, _ in places[3:]} == {"held"}
     prompts = [row["prompt"][0]["content"] for row in (*train, *val)]
     assert len(prompts) == len(set(prompts))
     sizes_said = events_of(plan)[-1]["note"]
-    assert sizes_said == f"{len(train)} problems to train on, 3 (other), {len(named) - 3} (held) to validate"
+    assert sizes_said == f"{len(train)} problems to train on, 3 (other), {len(places) - 3} (held) to validate"
 
 
 def test_prepare_says_which_validation_a_limit_leaves_without_problems(small: RunPlan, tmp_path: Path) -> None:

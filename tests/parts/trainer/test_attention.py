@@ -88,10 +88,10 @@ def test_a_row_gives_what_each_sequence_gives(family: str, changes: dict[str, ob
     model = model_of(family, implementation=ATTENTION_NAME, **changes)
     logits_TV = packed(model)
     loss_of(logits_TV).backward()
-    wanted_TV, wanted = of_each(family, **changes)
+    wanted_TV, expected = of_each(family, **changes)
     assert_close(logits_TV.detach(), wanted_TV, "logits")
     for name, gradient in gradients(model).items():
-        assert_close(gradient, wanted[name], name)
+        assert_close(gradient, expected[name], name)
 
 
 @pytest.mark.parametrize("model_type", UNLISTED)
@@ -109,10 +109,10 @@ def test_a_row_gives_what_each_sequence_gives_in_other_classes(model_type: str) 
         ]
         loss_of(torch.cat(outputs)).backward()
         logits[implementation] = torch.cat(outputs).detach(), gradients(model)
-    (wanted_TV, wanted), (logits_TV, ours) = logits.values()
+    (wanted_TV, expected), (logits_TV, ours) = logits.values()
     assert_close(logits_TV, wanted_TV, "logits", bound=1e-5)
     for name, gradient in ours.items():
-        assert_close(gradient, wanted[name], name, bound=1e-4)
+        assert_close(gradient, expected[name], name, bound=1e-4)
 
 
 def test_a_sliding_window_changes_the_answer() -> None:
@@ -189,10 +189,10 @@ def test_attention_in_bf16_against_float64(window: int | None) -> None:
     settings = {"sequences": Sequences.from_positions(positions_T()), "scale": 0.25, "window": window}
     with torch.autocast("cpu", torch.bfloat16):
         attended = attend_each(q, k, v, **settings).double()
-    wanted, magnitude = (
+    expected, magnitude = (
         attend_each(q.double(), k.double(), each, **settings) for each in (v.double(), v.double().abs())
     )
-    assert bool(((attended - wanted).abs() <= 1.1 * U * magnitude).all())
+    assert bool(((attended - expected).abs() <= 1.1 * U * magnitude).all())
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -219,11 +219,11 @@ def test_segments_that_are_attended_to_at_once_do_not_meet(
             weights = (torch.einsum("hd,jhd->hj", q[place], keys) * 0.25).softmax(dim=-1)
             rows.append(torch.einsum("hj,jhd->hd", weights, values))
         start += length
-    wanted = torch.stack(rows)
+    expected = torch.stack(rows)
     attended = attend_each(q, k, v, sequences=sequences, scale=0.25, window=window)
     factor = torch.linspace(-1, 1, attended.numel(), dtype=torch.float64).view_as(attended)
-    gradients = [torch.autograd.grad((each * factor).sum(), (q, k, v)) for each in (attended, wanted)]
-    assert_close(attended.detach(), wanted.detach(), "attention", bound=1e-13)
+    gradients = [torch.autograd.grad((each * factor).sum(), (q, k, v)) for each in (attended, expected)]
+    assert_close(attended.detach(), expected.detach(), "attention", bound=1e-13)
     for name, one, other in zip("qkv", *gradients, strict=True):
         assert_close(one, other, name, bound=1e-13)
 

@@ -237,10 +237,10 @@ def test_a_loss_that_used_something_else_ends_the_step(queue: Queue, tmp_path: P
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_training_worker_gets_our_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(module, "omega_conf_to_dataclass", lambda actor: actor)
-    given: list[Any] = []
-    workers = SimpleNamespace(set_loss_fn=given.append)
+    losses: list[Any] = []
+    workers = SimpleNamespace(set_loss_fn=losses.append)
     BatchCorrection(plan_of(CORRECTIONS[name], tmp_path)).install(workers, actor="actor")
-    (loss,) = given
+    (loss,) = losses
     assert loss.func is corrected_loss
     to = "rollout_log_probs" if name == "calibrated-clipping" else "old_log_probs"
     clips = name in ("acr", "calibrated-clipping")

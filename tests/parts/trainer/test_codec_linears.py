@@ -63,10 +63,10 @@ def test_a_layer_multiplies_the_codes_of_its_smoothed_weight_and_input(model: Pr
     factor_of = {one._parts[0][0]: one._factor_K for one in flow.linears()}
     assert sum(each is not None for each in factor_of.values()) == 3
     passed_by_name, quantised = passed(model), 0
-    for name, (given, out) in passed_by_name.items():
-        linear, x_TK = model.get_submodule(name), given.detach().flatten(0, 1)
+    for name, (layer_input, out) in passed_by_name.items():
+        linear, x_TK = model.get_submodule(name), layer_input.detach().flatten(0, 1)
         if "layers.1.self_attn" in name and name[-6] in "qkv":
-            assert torch.equal(out, nn.functional.linear(given, linear.weight, linear.bias))
+            assert torch.equal(out, nn.functional.linear(layer_input, linear.weight, linear.bias))
             continue
         factor_K = torch.ones(x_TK.shape[-1])
         if "layers.0.self_attn" in name and name.endswith(SMOOTHED):
@@ -76,13 +76,15 @@ def test_a_layer_multiplies_the_codes_of_its_smoothed_weight_and_input(model: Pr
             for each, factor in ((linear.weight.detach(), factor_K), (x_TK, 1 / factor_K))
         )
         codes_NK, codes_TK = (exact(quantise_int8(each)) for each in (weight_NK, x_TK))
-        wanted = codes_TK @ codes_NK.t() + (0 if linear.bias is None else linear.bias.detach().double())
+        expected = codes_TK @ codes_NK.t() + (0 if linear.bias is None else linear.bias.detach().double())
         scale_T1 = quantise_int8(x_TK).scale.double()
         is_tie = ((x_TK.double() / scale_T1).abs() % 1 - 0.5).abs() < 127 * 2.0**-22
         bound = (
-            U * wanted.abs() + (is_tie * scale_T1) @ codes_NK.abs().t() + 2.0**-20 * codes_TK.abs() @ codes_NK.abs().t()
+            U * expected.abs()
+            + (is_tie * scale_T1) @ codes_NK.abs().t()
+            + 2.0**-20 * codes_TK.abs() @ codes_NK.abs().t()
         )
-        assert bool(((out.detach().flatten(0, 1) - wanted).abs() <= bound).all()), name
+        assert bool(((out.detach().flatten(0, 1) - expected).abs() <= bound).all()), name
         quantised += 1
     assert (quantised, len(passed_by_name)) == (11, 14)
 

@@ -214,10 +214,10 @@ def test_with_truncated_tokens_it_is_the_formula(seed: int) -> None:
     bounds, weights = bounds_of_acr(batch), batch.raw.clamp(max=CAP)
     assert bool((bounds.upper > 1.5 * (1 + HIGH)).any())
     loss, _, _ = by_us(batch, weights=weights, bounds=bounds)
-    wanted, size = reference(batch, weights=weights, bounds=bounds, to_rollout=False)
+    expected, size = reference(batch, weights=weights, bounds=bounds, to_rollout=False)
     # per term: two differences of numbers below 8 (2^-21 absolute, and exp makes it relative), a few products; a sum
     # of at most 320 terms adds 2^-24 per level. A ratio at a tie may fall to either side, with the same value there.
-    assert abs(float(loss) - wanted) < 2.0**-18 * size
+    assert abs(float(loss) - expected) < 2.0**-18 * size
 
 
 @pytest.mark.parametrize("seed", range(3))

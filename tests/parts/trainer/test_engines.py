@@ -156,11 +156,13 @@ def asked_of(workers: str, answers: dict[str, list[object]]) -> list[SimpleNames
 
 def test_every_worker_lets_go_of_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """One server and several ranks, a GPU each."""
-    asked: dict[str, list[object]] = {}
+    calls_by_worker: dict[str, list[object]] = {}
     monkeypatch.setattr(engines.ray, "get", lambda refs, timeout: refs)
-    replicas = [SimpleNamespace(servers=["server"], workers=asked_of(names, asked)) for names in ("abcd", "efgh")]
+    replicas = [
+        SimpleNamespace(servers=["server"], workers=asked_of(names, calls_by_worker)) for names in ("abcd", "efgh")
+    ]
     _free_memory(replicas)
-    assert asked == {name: [_empty_cache] for name in "abcdefgh"}
+    assert calls_by_worker == {name: [_empty_cache] for name in "abcdefgh"}
 
 
 class Watch:
@@ -244,7 +246,7 @@ class OfRay(ray.exceptions.RayError):
 
 
 @pytest.mark.parametrize(
-    ("raised", "named", "message"),
+    ("raised", "error_type", "message"),
     [
         (ValueError("no port"), EngineError, "the new rollout engines did not start: no port"),
         (AssertionError(), EngineError, "the new rollout engines did not start: no message"),
@@ -254,11 +256,11 @@ class OfRay(ray.exceptions.RayError):
     ],
 )
 def test_whatever_keeps_new_engines_from_starting_has_a_name(
-    raised: Exception, named: type[ApplianceError], message: str
+    raised: Exception, error_type: type[ApplianceError], message: str
 ) -> None:
     def start() -> None:
         raise raised
 
     with pytest.raises(ApplianceError) as found:
         _started(start)
-    assert (type(found.value), found.value.message) == (named, message)
+    assert (type(found.value), found.value.message) == (error_type, message)

@@ -167,16 +167,16 @@ def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model:
     ids = [5, 9, 33, 2]
     ours, theirs = traced(model)(ids).log_prob, traced(other)(ids).log_prob
     engines = [traced(model), traced(other)]
-    what, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, theirs))
-    place, _, by = what.rpartition(" ")
+    finding, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, theirs))
+    place, _, gap = finding.rpartition(" ")
     assert place == (
         "model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0 of 4, "
         "1 of 512 values by up to"
     )
-    assert float(by) > 0
+    assert float(gap) > 0
     assert why == "all before it is equal: its weights or their codes differ, or what it computes"
-    what, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, -9.0))
-    assert what == "no layer differs where both read the sequence of 4 tokens again"
+    finding, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, -9.0))
+    assert finding == "no layer differs where both read the sequence of 4 tokens again"
     assert why == f"the engine does not repeat its log-prob: -9 in the batch, {ours:.9g} alone"
 
 
@@ -187,11 +187,13 @@ def test_with_other_weights_the_engine_that_differs_is_held_against_the_trainer(
     RolloutForward(other, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
     change(other)
     ids = [5, 9, 33, 2]
-    what, why = search(ids, by_trainer=traced(model), by_engines=[traced(model), traced(other)], then=None)
-    assert what.startswith("model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0")
+    finding, why = search(ids, by_trainer=traced(model), by_engines=[traced(model), traced(other)], then=None)
+    assert finding.startswith(
+        "model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0"
+    )
     assert why == "all before it is equal: its weights or their codes differ, or what it computes"
-    what, why = search(ids, by_trainer=traced(model), by_engines=[traced(model)], then=None)
-    assert what == "no layer differs where both read the sequence of 4 tokens again"
+    finding, why = search(ids, by_trainer=traced(model), by_engines=[traced(model)], then=None)
+    assert finding == "no layer differs where both read the sequence of 4 tokens again"
     assert why == (
         "and both give the next token the same log-prob: the weights before the update or the words drawn from "
         "differed, or how the token was decoded or trained beside others; trainer.old_log_probs: recompute "
@@ -262,12 +264,12 @@ def test_the_driver_asks_ranks_and_engines_and_says_what_it_found(
 
 
 def test_a_trace_knows_values_whatever_their_type_and_shape() -> None:
-    one, other = LayerTrace(("a", 1)), LayerTrace()
-    one.note("a", torch.tensor([[1.0, -0.0], [2.0, 3.0]]))
+    with_values, other = LayerTrace(("a", 1)), LayerTrace()
+    with_values.note("a", torch.tensor([[1.0, -0.0], [2.0, 3.0]]))
     other.note("a", torch.tensor([[[1.0], [0.0]], [[2.0], [3.5]]], dtype=torch.bfloat16))
-    assert one.values == [2.0, 3.0]
-    assert first_difference(one.digests, theirs=other.digests) == ("a", 1)
-    assert first_difference(one.digests, theirs=one.digests) is None
+    assert with_values.values == [2.0, 3.0]
+    assert first_difference(with_values.digests, theirs=other.digests) == ("a", 1)
+    assert first_difference(with_values.digests, theirs=with_values.digests) is None
 
 
 # What was sent
@@ -500,10 +502,10 @@ def test_the_entropy_that_is_held_is_a_passs_and_has_no_gradient(model: Qwen2For
     engine, data = engine_of(model), update_of(UPDATE[:1])
     inputs, _ = engine.prepare_model_inputs(data)
     with torch.no_grad():
-        wanted = engine.module(**inputs).entropy
+        expected = engine.module(**inputs).entropy
     forward(engine, data)
     (held,) = take_update_log_probs()
-    assert torch.equal(held.entropy_N, wanted[0, 1:-1]) and not held.entropy_N.requires_grad
+    assert torch.equal(held.entropy_N, expected[0, 1:-1]) and not held.entropy_N.requires_grad
     assert engine.module(**inputs).entropy.requires_grad is False
     engine._flow.forget()
     assert engine.module(**inputs).entropy is None  # who does not ask does not pay

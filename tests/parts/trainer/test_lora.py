@@ -109,16 +109,16 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
 
 
 def test_an_expected_layer_that_is_not_sent_is_an_error() -> None:
-    one = torch.ones(2, 2)
-    expected = ExpectedMerge("a.weight", sum_NK=one, bound_NK=0 * one)
-    assert [name for name, _ in checked([("b.weight", one), ("a.weight", one)], expected=expected)] == [
+    weight = torch.ones(2, 2)
+    expected = ExpectedMerge("a.weight", sum_NK=weight, bound_NK=0 * weight)
+    assert [name for name, _ in checked([("b.weight", weight), ("a.weight", weight)], expected=expected)] == [
         "b.weight",
         "a.weight",
     ]
     with pytest.raises(SyncError, match=r"a\.weight has an adapter and was not sent"):
-        list(checked([("b.weight", one)], expected=expected))
+        list(checked([("b.weight", weight)], expected=expected))
     with pytest.raises(SyncError, match=r"a\.weight is not the model's weight with its adapter: 4 of 4"):
-        list(checked([("a.weight", 2 * one)], expected=expected))
+        list(checked([("a.weight", 2 * weight)], expected=expected))
 
 
 def whole(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -219,11 +219,11 @@ def test_a_wrong_merge_is_found_before_it_is_digested(slip: str, moved: float) -
         layer.merged_adapters = []
         layer.merge()
     checked = 0
-    for wanted, layer in zip(expected, layers.values(), strict=True):
+    for sent_merge, layer in zip(expected, layers.values(), strict=True):
         with pytest.raises(SyncError) as raised:
-            wanted.check(layer.base_layer.weight)
+            sent_merge.check(layer.base_layer.weight)
         checked += 1
-        said = f"weight update: {wanted.name} is not the model's weight with its adapter: "
+        said = f"weight update: {sent_merge.name} is not the model's weight with its adapter: "
         assert raised.value.message.startswith(said)
     assert checked == 2 * len(LORA.targets)
 
@@ -295,11 +295,11 @@ def test_the_adapters_weights_are_counted() -> None:
 
 
 def test_the_adapter_is_in_float32_the_same_for_a_seed_and_drops_what_enters_it() -> None:
-    one, same, other = (put_adapter_in(tiny(), lora=LORA, seed=seed) for seed in (1, 1, 2))
+    model, same, other = (put_adapter_in(tiny(), lora=LORA, seed=seed) for seed in (1, 1, 2))
     dropping = put_adapter_in(tiny(), lora=LORA.replace(dropout=0.25), seed=1)
-    names = [name for name, each in one.named_parameters() if each.requires_grad]
-    assert {dict(one.named_parameters())[name].dtype for name in names} == {torch.float32}
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert {dict(model.named_parameters())[name].dtype for name in names} == {torch.float32}
     a = next(name for name in names if "lora_A" in name)
-    first, again, another = (dict(each.named_parameters())[a] for each in (one, same, other))
+    first, again, another = (dict(each.named_parameters())[a] for each in (model, same, other))
     assert first.equal(again) and not first.equal(another)
     assert {each.p for each in dropping.modules() if isinstance(each, torch.nn.Dropout)} == {0.25}

@@ -203,13 +203,13 @@ def test_it_is_its_formula_with_the_corrections_weights_and_mask(
 ) -> None:
     for seed in range(4):
         case = make_case(seed, shared=loss.spec.weighs_responses, spread=spread_of(loss))
-        wanted = reference(case, loss, aggregate=aggregate, dual=loss.spec.dual_clip)
+        expected = reference(case, loss, aggregate=aggregate, dual=loss.spec.dual_clip)
         total, gradient, negative, clipped = by_us(case, loss, aggregate=aggregate, micro_batches=micro_batches)
-        largest = np.abs(wanted.gradient).max()
-        assert np.abs(gradient - wanted.gradient).max() <= ATOL * largest
-        assert total == pytest.approx(wanted.loss, abs=ATOL * np.abs(wanted.gradient).sum() + 1e-6)
-        assert (negative, clipped) == (wanted.negative, wanted.clipped)
-        assert wanted.negative > 0 and (loss.spec.keeps_gradient or wanted.clipped > 0)
+        largest = np.abs(expected.gradient).max()
+        assert np.abs(gradient - expected.gradient).max() <= ATOL * largest
+        assert total == pytest.approx(expected.loss, abs=ATOL * np.abs(expected.gradient).sum() + 1e-6)
+        assert (negative, clipped) == (expected.negative, expected.clipped)
+        assert expected.negative > 0 and (loss.spec.keeps_gradient or expected.clipped > 0)
 
 
 @pytest.mark.parametrize("loss", Loss)

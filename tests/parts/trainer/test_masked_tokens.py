@@ -55,26 +55,26 @@ def corrections() -> list[LossCorrection]:
     return [*made, *(each.tightened() for each in made), *(replace(each, reject_k3_above=0.2) for each in made)]
 
 
-def step(correction: LossCorrection, given: CorrectionInputs) -> dict[str, object]:
+def step(correction: LossCorrection, inputs: CorrectionInputs) -> dict[str, object]:
     """Everything that a step makes of its log-probs: what is written into the batch, metrics, loss and gradient."""
-    correction = correction.for_step(_parts(given), fitted=FITTED)
-    fields, sums = fields_of(given, correction=correction)
-    columns = {REAL: given.real, "old_log_probs": given.trainer, "rollout_log_probs": given.rollout, **fields}
-    columns |= {"advantages": given.advantages, "responses": given.real}
+    correction = correction.for_step(_parts(inputs), fitted=FITTED)
+    fields, sums = fields_of(inputs, correction=correction)
+    columns = {REAL: inputs.real, "old_log_probs": inputs.trainer, "rollout_log_probs": inputs.rollout, **fields}
+    columns |= {"advantages": inputs.advantages, "responses": inputs.real}
     nested = {name: jagged(rows) for name, rows in columns.items()}
     rng = np.random.default_rng(11)
     leaves = [
         (row + torch.from_numpy(rng.normal(0, 0.3, len(row)).astype(np.float32))).requires_grad_()
-        for row in given.trainer
+        for row in inputs.trainer
     ]
-    data = TensorDict({**nested, "prompts": jagged([row[:1] for row in given.trainer])}, batch_size=len(LENGTHS))
-    tokens = int(sum(mask.sum() for mask in given.real))
+    data = TensorDict({**nested, "prompts": jagged([row[:1] for row in inputs.trainer])}, batch_size=len(LENGTHS))
+    tokens = int(sum(mask.sum() for mask in inputs.real))
     tu.assign_non_tensor(data, dp_size=1, global_batch_size=len(LENGTHS), batch_num_tokens=tokens)
     whole = torch.nested.as_nested_tensor([torch.cat([row, row.new_zeros(1)]) for row in leaves], layout=torch.jagged)
     how = {"ratio_to": correction.ratio_to, "clips": correction.clips}
     loss, metrics = corrected_loss(make_config(), {"log_probs": whole}, data, **how)
     loss.backward()
-    real = [mask.bool() for mask in given.real]
+    real = [mask.bool() for mask in inputs.real]
     real_rows = {
         name: [row[mask].tolist() for row, mask in zip(rows, real, strict=True)] for name, rows in fields.items()
     }
@@ -86,7 +86,7 @@ def step(correction: LossCorrection, given: CorrectionInputs) -> dict[str, objec
         "fields": real_rows,
         "under mask 0": under,
         "metrics": correction.metrics(sums),
-        "sums": sums_of({name: torch.cat(list(rows)) for name, rows in ({REAL: given.real} | fields).items()}),
+        "sums": sums_of({name: torch.cat(list(rows)) for name, rows in ({REAL: inputs.real} | fields).items()}),
         "loss": float(loss),
         "reported": {name: metric.values for name, metric in metrics.items()},
         "gradient": [row.grad[mask].tolist() for row, mask in zip(leaves, real, strict=True)],
@@ -117,13 +117,13 @@ def test_no_method_has_a_bound_in_its_sums_that_is_of_a_tool() -> None:
 
 def test_no_measure_of_a_step_sees_what_stands_under_mask_0() -> None:
     def measured(garbage: float) -> dict[str, object]:
-        given = sequences(garbage)
+        inputs = sequences(garbage)
         junk = int(garbage)
-        responses = [torch.where(mask.bool(), 5, junk + torch.arange(len(mask))) for mask in given.real]
+        responses = [torch.where(mask.bool(), 5, junk + torch.arange(len(mask))) for mask in inputs.real]
         telemetry = measure_batch(
-            torch.cat(given.trainer),
-            rollout_N=torch.cat(given.rollout),
-            real_N=torch.cat(given.real),
+            torch.cat(inputs.trainer),
+            rollout_N=torch.cat(inputs.rollout),
+            real_N=torch.cat(inputs.real),
             responses_N=torch.cat(responses),
             row_S=torch.tensor(LENGTHS),
             prompts=["one", "two", "three", "four"],

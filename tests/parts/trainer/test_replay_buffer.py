@@ -69,29 +69,29 @@ def test_it_looks_when_nothing_is_under_way(
 
 def test_it_waits_for_rollouts_by_their_signal_and_leaves_when_asked_to(buffer: ReplayBuffer) -> None:
     waited: list[float] = []
-    asked: list[StopAsked] = []
+    stops: list[StopAsked] = []
 
     def check_stop() -> None:
-        if asked:
-            raise asked[0]
+        if stops:
+            raise stops[0]
 
     wait_for_rollouts(buffer, rollouts=SimpleNamespace(wait=waited.append), check_stop=check_stop)
     assert buffer._wait_for_next_poll("train", 7.0) == 7.0
-    asked.append(StopAsked())
+    stops.append(StopAsked())
     with pytest.raises(StopAsked):
         buffer._wait_for_next_poll("train", 7.0)
     assert waited == [LOOK_AGAIN_S]
 
 
 def test_a_step_that_needs_too_many_prompts_ends_the_run() -> None:
-    asked: list[int] = []
+    requests: list[int] = []
     sampling = DynamicSampling(at_first=32, max_prompts=64)
-    refill = sampling.limited(asked.append)
+    refill = sampling.limited(requests.append)
     refill(20)
     refill(12)
     with pytest.raises(TrainingError) as caught:
         refill(1)
-    assert asked == [20, 12]
+    assert requests == [20, 12]
     assert caught.value.message == (
         "a step asked for 65 prompts, and the limit is 64: nearly all of them have samples that are all right or all "
         "wrong"

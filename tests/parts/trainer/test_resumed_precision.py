@@ -45,7 +45,7 @@ class Rolled:
     """What the rollouts of a step were made in, and what the governor stood on."""
 
     step: int
-    asked: Precision
+    requested: Precision
     scheme: str
     bf16_layers: int
     level: str
@@ -145,7 +145,9 @@ def test_a_resumed_run_rolls_out_as_one_that_nobody_stopped(run: Run) -> None:
         ("int8", 2),
         ("int8", 2),
     ]
-    changes = sum(one.asked != other.asked for one, other in pairwise(whole))  # of live engines: new ones say all anew
+    changes = sum(
+        one.requested != other.requested for one, other in pairwise(whole)
+    )  # of live engines: new ones say all anew
     assert run.attested == [["worker"]] * (changes if run.way is SchemeChange.LIVE else 0)
     for after in reversed(range(1, len(K3))):  # each time from a checkpoint of the whole run
         assert run.attempt(after=after) == whole[after:]

@@ -40,10 +40,10 @@ def decoded(q: list[Tensor], k: list[Tensor], v: list[Tensor], *, left: int, is_
     torch.ops._C.cpu_attn_reshape_and_cache(torch.cat(k), torch.cat(v), keys, values, slots_T, "vec", 1.0, 1.0, "auto")
     shape = (len(LENGTHS), HEADS, KV_HEADS, SIZE, lengths, torch.bfloat16, starts)
     plan = torch.ops._C.get_scheduler_metadata(*shape, True, -1, "vec", is_split, None, "auto")
-    asked = torch.stack([each[int(length) - 1] for each, length in zip(q, lengths, strict=True)])
-    out, usual = torch.empty_like(asked), (plan, None, None, 1.0, 1.0, "auto")
+    queries = torch.stack([each[int(length) - 1] for each, length in zip(q, lengths, strict=True)])
+    out, usual = torch.empty_like(queries), (plan, None, None, 1.0, 1.0, "auto")
     torch.ops._C.cpu_attention_with_kv_cache(
-        asked, keys, values, out, starts, lengths, SCALE, True, None, -1, table, 0.0, *usual
+        queries, keys, values, out, starts, lengths, SCALE, True, None, -1, table, 0.0, *usual
     )
     return out
 

@@ -87,10 +87,10 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [each.detach().double().requires_grad_() for each in tensors]
 
 
-def assert_within(computed: Tensor | None, wanted: Tensor, bound: Tensor) -> None:
+def assert_within(computed: Tensor | None, expected: Tensor, bound: Tensor) -> None:
     """`found` is the gradient, in BF16: its own rounding is of the bound too. The bound is not a hundred times off."""
     assert computed is not None
-    share = ((computed.double() - wanted).abs() / (SLACK * bound + 1e-30)).max()
+    share = ((computed.double() - expected).abs() / (SLACK * bound + 1e-30)).max()
     assert 0.01 < share <= 1, f"{float(share):.3f} of the bound"
 
 
@@ -353,11 +353,11 @@ def test_rotary() -> None:
     rotated = batch.rotate(qk)
     rotated.backward(grad)
     (qk_,) = wide(qk)
-    wanted = float64_rotated(qk_, batch.positions_T, batch.cos_sin)
-    wanted.backward(grad.double())
+    expected = float64_rotated(qk_, batch.positions_T, batch.cos_sin)
+    expected.backward(grad.double())
     both = grad.double().unflatten(-1, (2, 16)).abs().sum(dim=-2).repeat(1, 1, 2)
     assert_within(qk.grad, qk_.grad, U * qk_.grad.abs() + 2.0**-22 * both)
-    assert float((rotated.double() - wanted).abs().max()) <= 3 * U * float(wanted.abs().max())
+    assert float((rotated.double() - expected).abs().max()) <= 3 * U * float(expected.abs().max())
 
 
 def float64_attended(q: Tensor, k: Tensor, v: Tensor, *, lengths: tuple[int, ...], scale: float, window: int) -> Tensor:
@@ -438,11 +438,11 @@ def packed(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Te
 
 
 def float64_log_probs(
-    model: nn.Module, named: dict[str, Tensor], inputs: dict[str, Tensor], passed: list[Tensor]
+    model: nn.Module, parameters: dict[str, Tensor], inputs: dict[str, Tensor], passed: list[Tensor]
 ) -> Tensor:
     """[T]: transformers' formulas with each layer's input and weights in place of themselves dequantised.
 
-    named: the parameters in float64.  passed: dequantised inputs, in the order in which the layers ran.
+    parameters: the parameters in float64.  passed: dequantised inputs, in the order in which the layers ran.
     """
     config, inputs_of = model.config, iter(passed)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -456,29 +456,29 @@ def float64_log_probs(
         return exact + (value - exact).detach()
 
     def linear(x: Tensor, *names: str) -> Tensor:
-        weight = torch.cat([named[f"{name}.weight"] for name in names])
+        weight = torch.cat([parameters[f"{name}.weight"] for name in names])
         codes = EngineWeight.from_linears([weight.to(torch.bfloat16)], scheme=Scheme.INT8, factor_K=None).quantised
-        biases = [named[f"{name}.bias"] for name in names if f"{name}.bias" in named]
+        biases = [parameters[f"{name}.bias"] for name in names if f"{name}.bias" in parameters]
         y = instead(next(inputs_of), x) @ instead(dequantise_int8(codes).double(), weight).t()
         return y + torch.cat(biases) if biases else y
 
-    x = named["model.embed_tokens.weight"][inputs["input_ids"][0]]
+    x = parameters["model.embed_tokens.weight"][inputs["input_ids"][0]]
     for place in range(config.num_hidden_layers):
         here = f"model.layers.{place}."
-        y = float64_norm(x, named[here + "input_layernorm.weight"])
+        y = float64_norm(x, parameters[here + "input_layernorm.weight"])
         qkv = linear(y, *(f"{here}self_attn.{each}_proj" for each in "qkv")).unflatten(-1, (-1, size))
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        if here + "self_attn.q_norm.weight" in named:
-            q = float64_norm(q, named[here + "self_attn.q_norm.weight"])
-            k = float64_norm(k, named[here + "self_attn.k_norm.weight"])
+        if here + "self_attn.q_norm.weight" in parameters:
+            q = float64_norm(q, parameters[here + "self_attn.q_norm.weight"])
+            k = float64_norm(k, parameters[here + "self_attn.k_norm.weight"])
         q, k = (float64_rotated(each, positions_T, cos_sin) for each in (q, k))
         attended = float64_attended(q, k, v, lengths=LENGTHS, scale=size**-0.5, window=81)
         x = x + linear(attended.flatten(1), here + "self_attn.o_proj")
-        y = float64_norm(x, named[here + "post_attention_layernorm.weight"])
+        y = float64_norm(x, parameters[here + "post_attention_layernorm.weight"])
         gate, up = linear(y, here + "mlp.gate_proj", here + "mlp.up_proj").chunk(2, dim=-1)
         x = x + linear(functional.silu(gate) * up, here + "mlp.down_proj")
-    y = float64_norm(x, named["model.norm.weight"])
-    logits = y @ named.get("lm_head.weight", named["model.embed_tokens.weight"]).t() / 0.8
+    y = float64_norm(x, parameters["model.norm.weight"])
+    logits = y @ parameters.get("lm_head.weight", parameters["model.embed_tokens.weight"]).t() / 0.8
     return logits.log_softmax(dim=-1).gather(1, inputs["shift_labels"][0][:, None]).flatten()
 
 
@@ -507,12 +507,12 @@ def test_gradients_of_a_whole_model(
     log_probs = model(**inputs, temperature=0.8).log_probs[0]
     (log_probs * weights_T).sum().backward()
     assert len(passed) == 8
-    named = dict(zip(dict(model.named_parameters()), wide(*model.parameters()), strict=True))
-    wanted = float64_log_probs(model, named, inputs, passed)
-    (wanted * weights_T).sum().backward()
+    parameters = dict(zip(dict(model.named_parameters()), wide(*model.parameters()), strict=True))
+    expected = float64_log_probs(model, parameters, inputs, passed)
+    (expected * weights_T).sum().backward()
     gaps, cosines = {}, {}
     for parameter_name, parameter in model.named_parameters():
-        mine, other = parameter.grad.double().flatten(), named[parameter_name].grad.flatten()
+        mine, other = parameter.grad.double().flatten(), parameters[parameter_name].grad.flatten()
         if parameter_name.endswith("k_proj.bias"):
             continue  # moves all scores of a query alike, but for the rotation: next to nothing remains
         gaps[parameter_name] = float((mine - other).norm() / other.norm())
@@ -520,7 +520,7 @@ def test_gradients_of_a_whole_model(
     record_property("said", f"{name}: gradients at most {max(gaps.values()):.4f} from float64's")
     assert max(gaps.values()) < 0.032, gaps
     assert min(cosines.values()) > 1 - 0.032**2 / 2, cosines
-    assert float((log_probs - wanted).abs().max()) < 0.1
+    assert float((log_probs - expected).abs().max()) < 0.1
 
 
 def test_a_sequence_learns_nothing_from_another_one() -> None:

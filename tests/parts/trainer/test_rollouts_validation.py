@@ -48,22 +48,22 @@ class Engine:
     that was before each time that its cache was emptied."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.cleared: list[int] = []
         self.generate_groups = self
         self.clear_kv_cache = SimpleNamespace(remote=self._clear)
 
     async def _clear(self) -> None:
-        self.cleared.append(len(self.asked))
+        self.cleared.append(len(self.requests))
 
     def options(self, **_: object) -> Engine:
         return self
 
-    async def remote(self, prompts: list[list[int]], **asked: Any) -> AsyncIterator[Any]:
-        self.asked.append({"prompts": prompts, **asked})
+    async def remote(self, prompts: list[list[int]], **options: Any) -> AsyncIterator[Any]:
+        self.requests.append({"prompts": prompts, **options})
         for place in range(len(prompts)):
             sample = SimpleNamespace(token_ids=[7], log_probs=[-1.0], finished=True, top=None, support=None)
-            yield _answer((place, SimpleNamespace(samples=[sample] * asked["num_samples"], weights_version=1)))
+            yield _answer((place, SimpleNamespace(samples=[sample] * options["num_samples"], weights_version=1)))
 
 
 async def _answer(answer: object) -> object:
@@ -130,7 +130,7 @@ def test_each_set_is_sampled_as_it_is_to_be_and_told_by_its_name(make: Make) -> 
     """A fault counts 0 in a validation: the other sample of its problem does not stand for it."""
     rollouts, engine, was_put = make(GRADES)
     run(rollouts, batch(step=4, validate=True, splits=SPLITS))
-    assert [(each["prompts"], each["num_samples"], each["sampling"]) for each in engine.asked] == [
+    assert [(each["prompts"], each["num_samples"], each["sampling"]) for each in engine.requests] == [
         ([[1, 0], [1, 2]], 2, {"temperature": 0.5, "top_p": 0.9, "top_k": 50, "logprobs": 0}),
         ([[1, 1]], 1, {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "logprobs": 0}),
     ]
@@ -150,7 +150,7 @@ def test_a_validation_has_its_seeds_however_often_it_is_made(make: Make) -> None
     made, engine, _ = make(GRADES)
     for step in (4, 4, 5):
         run(made, batch(step=step, validate=True, splits=SPLITS))
-    first, greedy, again, _, later, _ = (each["seeds"] for each in engine.asked)
+    first, greedy, again, _, later, _ = (each["seeds"] for each in engine.requests)
     own = PromptSeeds(3, val_set="hard")
     assert first == again == [own.next([1, 0], step=4), own.next([1, 2], step=4)]
     assert greedy == [None]
@@ -164,7 +164,7 @@ def test_a_validation_does_not_move_the_seeds_of_training(make: Make) -> None:
     run(rollouts, train)
     run(rollouts, batch(step=4, validate=True, splits=SPLITS))
     run(rollouts, batch(step=4, validate=False, splits=["train"]))
-    before, *_, after = (each["seeds"] for each in engine.asked)
+    before, *_, after = (each["seeds"] for each in engine.requests)
     alone = PromptSeeds(3)
     assert [*before, *after] == [alone.next([1, 0], step=4), alone.next([1, 0], step=4)]
 

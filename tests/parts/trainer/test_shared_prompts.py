@@ -140,10 +140,10 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(
     data = micro_batch(sequences())
     log_probs_R = response_from_nested(outputs_of(engine_of(model), data)["log_probs"], data["response_mask"]).values()
     weighed(log_probs_R).backward()
-    wanted_R, _, wanted = one_by_one(family, **changes)
+    wanted_R, _, expected = one_by_one(family, **changes)
     assert_close(log_probs_R.detach(), wanted_R, "log-probs")
     for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, wanted[name], name, bound=ROUTER_BOUND if "moe" in family else BOUND)
+        assert_close(parameter.grad, expected[name], name, bound=ROUTER_BOUND if "moe" in family else BOUND)
 
 
 def test_outputs_lie_as_verls_and_are_zero_elsewhere() -> None:

@@ -146,12 +146,15 @@ EVERY_CASE = {
 @pytest.mark.parametrize("seed", range(4))
 def test_loss_and_gradient_are_the_formula(seed: int, bounds: tuple[float, float, float]) -> None:
     case, (low, high, dual) = make_case(seed), bounds
-    wanted = reference(case, low=low, high=high, dual=dual)
-    assert wanted.cases == EVERY_CASE
+    expected = reference(case, low=low, high=high, dual=dual)
+    assert expected.cases == EVERY_CASE
     loss, gradient, metrics = of_tbpo(case, config=config_of(low, high, dual))
-    assert abs(loss - wanted.loss) < RTOL * wanted.size
-    np.testing.assert_allclose(gradient.numpy(), wanted.gradient, rtol=ROUNDED, atol=0)
-    assert (metrics[NEGATIVE].aggregate(), metrics[CLIPPED_NEGATIVE].aggregate()) == (wanted.negative, wanted.clipped)
+    assert abs(loss - expected.loss) < RTOL * expected.size
+    np.testing.assert_allclose(gradient.numpy(), expected.gradient, rtol=ROUNDED, atol=0)
+    assert (metrics[NEGATIVE].aggregate(), metrics[CLIPPED_NEGATIVE].aggregate()) == (
+        expected.negative,
+        expected.clipped,
+    )
 
 
 def one_response(mean: float, *, advantage: float, tokens: int) -> Case:
@@ -197,7 +200,7 @@ def test_a_ratio_without_a_float_stays_finite_and_so_does_its_gradient() -> None
 
 def test_verls_metrics_count_what_was_clipped() -> None:
     case = make_case(7)
-    wanted, (_, _, metrics) = (
+    expected, (_, _, metrics) = (
         reference(case, low=9e-4, high=2e-4, dual=1.0012),
         of_tbpo(case, config=config_of(9e-4, 2e-4, 1.0012)),
     )
@@ -205,7 +208,7 @@ def test_verls_metrics_count_what_was_clipped() -> None:
     log_ratio = ((case.batch.new.double() - case.batch.old.double()) * in_loss).sum(-1) / in_loss.sum(-1).clamp(min=1)
     ratio = log_ratio.exp()[:, None].expand(in_loss.shape)
     above, beyond = in_loss & ~negative & (ratio > 1.0002), in_loss & negative & (ratio > 1.0012)
-    clipped = int(above.sum()) + wanted.clipped - int(beyond.sum())
+    clipped = int(above.sum()) + expected.clipped - int(beyond.sum())
     # means of at most 2400 ones and zeros in float32
     assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(clipped / int(in_loss.sum()), rel=1e-6)
     assert metrics["actor/pg_clipfrac_lower"].aggregate() == pytest.approx(

@@ -24,10 +24,10 @@ print("threads", torch.get_num_threads(), engine)
 @pytest.mark.slow
 def test_a_worker_takes_no_more_threads_than_its_host_has_cores() -> None:
     """As Ray starts it: verl imports our module, and the engine is a child of that process."""
-    one = {min(os.sched_getaffinity(0))}
+    one_core = {min(os.sched_getaffinity(0))}
     environment = os.environ | {"OMP_NUM_THREADS": "2", "VERL_PLATFORM": "cpu"}
     environment.pop("APPLIANCE_PLAN", None)
-    command = [sys.executable, "-c", TRY.format(cores=one)]
+    command = [sys.executable, "-c", TRY.format(cores=one_core)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert child.returncode == 0, child.stderr[-3000:]
     assert "threads 1 1\n" in child.stdout

@@ -206,12 +206,12 @@ def test_the_term_in_the_loss_is_the_formula(name: str, cap: float | None, mode:
     correction = correction_of(name, cap=cap)
     loss, sampled, gradient, metrics = centered(correction, mode=mode)
     plain, sampled_alone, nothing, _ = centered(correction, mode=mode, with_term=False)
-    wanted, wanted_gradient, size = by_definition(correction, mode=mode)
+    expected, wanted_gradient, size = by_definition(correction, mode=mode)
     assert torch.equal(sampled, sampled_alone) and not bool(nothing.any())
     # coefficients are rounded to float32 once, the advantage's product once: 2^-24 each, and the divisor
     assert torch.allclose(gradient.double(), wanted_gradient, rtol=2.0**-21, atol=1e-12)
     # sums of 16 * 20 * K float32 terms: 2^-24 of their absolute sum per level of a tree
-    assert abs(loss - plain - wanted) < 2.0**-18 * (abs(plain) + float(wanted_gradient.abs().sum()))
+    assert abs(loss - plain - expected) < 2.0**-18 * (abs(plain) + float(wanted_gradient.abs().sum()))
     assert centering_metrics(metrics) == {"score_centering": pytest.approx(size, rel=1e-6)}
 
 

@@ -400,15 +400,15 @@ def test_the_step_before_new_engines_is_saved(trainer: ApplianceTrainer, calls: 
     assert calls[calls.index("checkpoints.end_step") + 1] == "checkpoints.save_now"
 
 
-@pytest.mark.parametrize(("finished", "saved", "asked"), [(3, 2, True), (3, 3, False), (0, 0, False)])
+@pytest.mark.parametrize(("finished", "saved", "saves"), [(3, 2, True), (3, 3, False), (0, 0, False)])
 def test_what_is_not_saved_yet_is_saved_before_the_end(
-    trainer: ApplianceTrainer, calls: list[str], finished: int, saved: int, asked: bool
+    trainer: ApplianceTrainer, calls: list[str], finished: int, saved: int, saves: bool
 ) -> None:
     trainer.rollouts = Part("rollouts", calls)
     trainer.stopping.finished, trainer.stopping.saved = finished, saved
     trainer.checkpoints.saved_step = 3
     trainer.save_and_stop()
-    save = ["rollouts.abandon", "checkpoints.save_now", "stopping.note_saved"] if asked else []
+    save = ["rollouts.abandon", "checkpoints.save_now", "stopping.note_saved"] if saves else []
     assert calls == [*save, "stopping.leave"]
 
 
@@ -461,14 +461,16 @@ def test_what_has_no_grade_teaches_nothing_whatever_the_advantage(
 
 
 def test_a_step_may_not_ask_for_prompts_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(PPOTrainerSync, "_add_prompts_to_generate", lambda self, num_prompts: asked.append(num_prompts))
+    requests: list[int] = []
+    monkeypatch.setattr(
+        PPOTrainerSync, "_add_prompts_to_generate", lambda self, num_prompts: requests.append(num_prompts)
+    )
     dapo = make_algorithm(kind="dapo", max_generation_batches=2)
     trainer = make_trainer(make_plan(tmp_path, algorithm=dapo), stopping=Stop("stopping", []))
     trainer.replay_buffer.refill_fn(32)
     with pytest.raises(TrainingError, match="asked for 65 prompts, and the limit is 64"):
         trainer.replay_buffer.refill_fn(1)
-    assert asked == [32]
+    assert requests == [32]
 
 
 def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

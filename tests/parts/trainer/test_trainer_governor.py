@@ -262,10 +262,10 @@ def test_padding_of_a_batch_counts_nowhere() -> None:
         prompts=["a", "a", "a"],
         cap=1.5,
     )
-    wanted = measure_mismatch(
+    expected = measure_mismatch(
         torch.tensor([-1.0, -2.0, -1.0, -1.0]), rollout_T=torch.tensor([-1.0, -1.0, -1.0, -1.5]), cap=1.5
     )
-    assert telemetry.mismatch.k3_kl == wanted.k3_kl and telemetry.mismatch.weight_max == wanted.weight_max
+    assert telemetry.mismatch.k3_kl == expected.k3_kl and telemetry.mismatch.weight_max == expected.weight_max
     assert (telemetry.by_length.whole.num_sequences, telemetry.by_length.whole.num_tokens) == (2, 4)
     assert (telemetry.by_length.whole.largest.sequence, telemetry.by_length.whole.largest.position) == (0, 1)
     assert telemetry.equal_group_fraction == 1.0

@@ -57,7 +57,7 @@ class Engine:
 
     def __init__(self, *rounds: Sequence[str]) -> None:
         self._rounds = list(rounds)
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
 
     async def __call__(
         self,
@@ -67,7 +67,7 @@ class Engine:
         num_samples: int,
         already: list[int] | None = None,
     ) -> AsyncIterator[tuple[int, Any]]:
-        self.asked.append({"prompts": prompts, "seeds": seeds, "num_samples": num_samples, "already": already})
+        self.requests.append({"prompts": prompts, "seeds": seeds, "num_samples": num_samples, "already": already})
         lines = self._rounds.pop(0)
         assert len(lines) == len(prompts) * num_samples
         for place in reversed(range(len(prompts))):  # as they are ready, in any order
@@ -117,7 +117,7 @@ def play(
     return asyncio.run(played())
 
 
-def one(engine: Engine, **others: Any) -> Trajectory:
+def play_one(engine: Engine, **others: Any) -> Trajectory:
     return play(engine, **others)[0].samples[0]
 
 
@@ -156,7 +156,7 @@ def test_the_engine_gets_its_own_tokens_again_and_what_is_left(file: str) -> Non
     engine = Engine(["37", call("multiply", a=37, b=58)], ["2146"])
     (sample,) = play(engine, file=file)[0].samples[1:]
     prompt = TOKENIZER("multiply:37*58=")["input_ids"]
-    first, second = engine.asked
+    first, second = engine.requests
     assert (first["prompts"], first["seeds"], first["num_samples"], first["already"]) == ([prompt], [5], 2, None)
     before = sample.token_ids[: -len("2146") - 1]
     assert second["prompts"] == [prompt + before] and second["already"] == [len(before)]
@@ -164,7 +164,7 @@ def test_the_engine_gets_its_own_tokens_again_and_what_is_left(file: str) -> Non
 
 
 def test_only_what_the_model_said_has_a_mask_and_a_log_prob(file: str) -> None:
-    sample = one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
+    sample = play_one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
     between = TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"]
     first = len(sample.token_ids) - len(between) - len("2146") - 1
     assert sample.mask == [1] * first + [0] * len(between) + [1] * 5
@@ -174,7 +174,7 @@ def test_only_what_the_model_said_has_a_mask_and_a_log_prob(file: str) -> None:
 
 
 def test_the_tokens_are_what_the_template_renders(file: str) -> None:
-    sample = one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
+    sample = play_one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
     tool_call = {"function": {"name": "multiply", "arguments": {"a": 37, "b": 58}}}
     messages = [
         *ASKED,
@@ -190,7 +190,7 @@ def test_the_tokens_are_what_the_template_renders(file: str) -> None:
 def test_greedy_has_no_seed_in_any_turn(file: str) -> None:
     engine = Engine([call("multiply", a=1, b=2)], ["2"])
     play(engine, file=file, seed=None)
-    assert [asked["seeds"] for asked in engine.asked] == [[None], [None]]
+    assert [asked["seeds"] for asked in engine.requests] == [[None], [None]]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_greedy_has_no_seed_in_any_turn(file: str) -> None:
     ],
 )
 def test_what_goes_wrong_is_a_message_to_the_model(asked: str, answer: str, file: str) -> None:
-    sample = one(Engine([asked], ["I see"]), file=file)
+    sample = play_one(Engine([asked], ["I see"]), file=file)
     who, told = sample.transcript[1]
     assert who == "tool" and told.startswith(answer)
     assert (sample.calls, sample.failed_calls, sample.text) == (1, 1, "I see")
@@ -221,17 +221,17 @@ def test_what_goes_wrong_is_a_message_to_the_model(asked: str, answer: str, file
     ("asked", "answer"), [(call("nothing"), "null"), (call("strange"), "?"), (call("multiply", a="3", b=4), "12")]
 )
 def test_what_a_tool_returns_is_text(asked: str, answer: str, file: str) -> None:
-    sample = one(Engine([asked], ["I see"]), file=file)
+    sample = play_one(Engine([asked], ["I see"]), file=file)
     assert sample.transcript[1] == ("tool", answer) and sample.failed_calls == 0
 
 
 def test_a_tool_that_leaves_its_process_is_a_message(file: str) -> None:
-    sample = one(Engine([call("leave")], ["I see"]), file=file)
+    sample = play_one(Engine([call("leave")], ["I see"]), file=file)
     assert (sample.transcript[1], sample.failed_calls) == (("tool", "error: SystemExit: "), 1)
 
 
 def test_what_is_too_much_is_cut(file: str) -> None:
-    sample = one(Engine([call("talks")], ["I see"]), file=file, max_tokens=6000)
+    sample = play_one(Engine([call("talks")], ["I see"]), file=file, max_tokens=6000)
     assert sample.transcript[1] == (
         "tool",
         "x" * MOST_CHARACTERS + f" ... ({100_000 - MOST_CHARACTERS} more characters)",
@@ -240,7 +240,7 @@ def test_what_is_too_much_is_cut(file: str) -> None:
 
 def test_several_calls_of_a_turn_are_answered_in_their_order(file: str) -> None:
     asked = call("multiply", a=2, b=3) + call("raises") + call("multiply", a=4, b=5)
-    sample = one(Engine([asked], ["done"]), file=file)
+    sample = play_one(Engine([asked], ["done"]), file=file)
     assert [text for who, text in sample.transcript if who == "tool"] == [
         "6",
         "error: ValueError: no such number",
@@ -250,7 +250,7 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(file: str) -> None:
 
 
 def test_only_so_many_calls_of_a_turn_are_made(file: str) -> None:
-    sample = one(Engine([call("multiply", a=2, b=3) * 18], ["done"]), file=file, max_tokens=2048)
+    sample = play_one(Engine([call("multiply", a=2, b=3) * 18], ["done"]), file=file, max_tokens=2048)
     told = [text for who, text in sample.transcript if who == "tool"]
     assert told == ["6"] * 16 + ["error: only 16 calls of a turn are made"] * 2
     assert (sample.turns, sample.calls, sample.failed_calls) == (2, 18, 2)
@@ -259,35 +259,35 @@ def test_only_so_many_calls_of_a_turn_are_made(file: str) -> None:
 def test_no_more_turns_than_allowed(file: str) -> None:
     again = call("multiply", a=2, b=3)
     engine = Engine([again], [again], [again])
-    sample = one(engine, file=file, max_turns=3)
-    assert (sample.turns, sample.calls, sample.text, len(engine.asked)) == (3, 2, again, 3)
+    sample = play_one(engine, file=file, max_turns=3)
+    assert (sample.turns, sample.calls, sample.text, len(engine.requests)) == (3, 2, again, 3)
 
 
 def test_a_turn_that_is_cut_is_the_last(file: str) -> None:
-    sample = one(Engine([call("multiply", a=2, b=3) + "..."]), file=file)
+    sample = play_one(Engine([call("multiply", a=2, b=3) + "..."]), file=file)
     assert (sample.turns, sample.calls, sample.finished) == (1, 0, False)
 
 
 def test_an_answer_that_does_not_fit_is_left_out(file: str) -> None:
-    asked = call("multiply", a=37, b=58)
-    room = len(drawn(asked).token_ids) + len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
-    sample = one(Engine([asked]), file=file, max_tokens=room)
+    call_text = call("multiply", a=37, b=58)
+    room = len(drawn(call_text).token_ids) + len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
+    sample = play_one(Engine([call_text]), file=file, max_tokens=room)
     assert (sample.turns, sample.calls, sample.finished) == (1, 1, False)
     assert sample.mask == [1] * len(sample.token_ids)
-    assert one(Engine([asked], ["..."]), file=file, max_tokens=room + 1).turns == 2
+    assert play_one(Engine([call_text], ["..."]), file=file, max_tokens=room + 1).turns == 2
 
 
 @pytest.mark.parametrize("fails", ["raise_exception('only single tool-calls')", "message.content.name.first", "1 + ''"])
 def test_what_the_chat_template_refuses_ends_the_sample(fails: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = f"{{% if messages[-1].role == 'tool' %}}{{{{ {fails} }}}}{{% endif %}}"
     monkeypatch.setattr(TOKENIZER, "chat_template", refuses + TOKENIZER.chat_template)
-    asked = call("multiply", a=37, b=58)
-    groups = play(Engine([asked, "37"]), file=file)
+    call_text = call("multiply", a=37, b=58)
+    groups = play(Engine([call_text, "37"]), file=file)
     refused, other = groups[0].samples
-    assert (refused.turns, refused.finished, refused.transcript) == (1, False, [("assistant", asked)])
+    assert (refused.turns, refused.finished, refused.transcript) == (1, False, [("assistant", call_text)])
     assert (other.turns, other.finished) == (1, True)
 
 
 def test_a_file_that_is_gone_is_a_message(tmp_path: Path) -> None:
-    sample = one(Engine([call("multiply", a=2, b=3)], ["6"]), file=str(tmp_path / "gone.py"))
+    sample = play_one(Engine([call("multiply", a=2, b=3)], ["6"]), file=str(tmp_path / "gone.py"))
     assert sample.failed_calls == 1 and sample.transcript[1][1].startswith("error: FileNotFoundError")

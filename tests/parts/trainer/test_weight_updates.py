@@ -50,10 +50,10 @@ class Parts:
 
     def _restart(self, why: str) -> None:
         """As the trainer does, without engines."""
-        wanted = self.precision.starts_in
-        self.engines.generation = self.engines.generation.next(wanted, after_sync=self.updates.count)
+        expected = self.precision.starts_in
+        self.engines.generation = self.engines.generation.next(expected, after_sync=self.updates.count)
         write_generation(self.run_dir, self.engines.generation)
-        self.log.append(f"start {wanted.scheme or 'int8'}")
+        self.log.append(f"start {expected.scheme or 'int8'}")
 
     def _check_stop(self) -> None:
         if not self.may_validate:
@@ -181,7 +181,7 @@ def test_a_validation_in_bf16_that_is_not_due_is_not_made(parts: Callable[..., P
 
 
 @pytest.mark.parametrize(
-    ("step", "every", "way", "wanted", "present", "restarts"),
+    ("step", "every", "way", "expected", "present", "restarts"),
     [
         (1, 0, SchemeChange.RESTART, PLANNED, AS_PLANNED, False),
         (1, 0, SchemeChange.RESTART, TOP, AS_PLANNED, True),
@@ -199,10 +199,10 @@ def test_it_is_known_which_steps_have_engines_started(
     step: int,
     every: int,
     way: SchemeChange,
-    wanted: Measures,
+    expected: Measures,
     present: Precision,
     restarts: bool,
 ) -> None:
     made = parts(way, every=every)
-    made.precision.want(wanted)
+    made.precision.want(expected)
     assert made.precision.restarts_in(step, present=present) is restarts

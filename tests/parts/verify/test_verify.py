@@ -57,7 +57,7 @@ def test_a_scheme_without_kernels_is_refused(settings: tuple[str, ...]) -> None:
     )
 
 
-def asked(
+def engines_of(
     settings: tuple[str, ...], *sets: str, schemes: tuple[Scheme, ...] | None = None, emulate: bool = False
 ) -> list[Quantisation]:
     """What the engines would be told, each profile as planned."""
@@ -71,12 +71,12 @@ def asked(
 
 
 def test_bf16_comes_first_and_each_scheme_once(settings: tuple[str, ...]) -> None:
-    found = asked(settings, "rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=4")
+    found = engines_of(settings, "rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=4")
     assert found == [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, profile="/run/profile")]
 
 
 def test_a_scheme_of_the_command_line_gets_what_a_run_in_it_would_get(settings: tuple[str, ...]) -> None:
-    found = asked(settings, "quantization.ignore=[a]", schemes=(Scheme.FP8_CHANNEL, Scheme.FP8), emulate=True)
+    found = engines_of(settings, "quantization.ignore=[a]", schemes=(Scheme.FP8_CHANNEL, Scheme.FP8), emulate=True)
     assert found == [
         Quantisation(scheme=Scheme.BF16),
         Quantisation(scheme=Scheme.FP8_CHANNEL, emulated=True, ignore=("a",), profile="/run/profile"),
@@ -85,7 +85,7 @@ def test_a_scheme_of_the_command_line_gets_what_a_run_in_it_would_get(settings: 
 
 
 def test_emulate_is_for_the_recipes_own_schemes_too(settings: tuple[str, ...]) -> None:
-    found = asked(settings, "rollout.scheme=fp8", emulate=True)
+    found = engines_of(settings, "rollout.scheme=fp8", emulate=True)
     assert found == [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.FP8, emulated=True)]
 
 

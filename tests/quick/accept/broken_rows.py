@@ -46,7 +46,7 @@ def silently(ground: Ground) -> None:
 def in_parts(ground: Ground, *, names: list[str]) -> None:
     """The parts do what they are called."""
 
-    def one(name: str) -> None:
+    def run_part(name: str) -> None:
         ground.figure(f"{name}, process", os.getpid())
         ground.hold(name != "wrong", "the answer is 41")
         if name == "lost":
@@ -59,7 +59,7 @@ def in_parts(ground: Ground, *, names: list[str]) -> None:
         if name == "vllm":
             without_a_package(ground, name="vllm")
 
-    ground.run_parts(names, one)
+    ground.run_parts(names, run_part)
 
 
 def as_a_training(ground: Ground) -> None:

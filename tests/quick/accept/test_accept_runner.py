@@ -491,7 +491,7 @@ def on(*products: str, capability: tuple[int, int] = (9, 0), **changes: object) 
 
 
 def test_what_a_host_lacks_is_named() -> None:
-    one, plain = on("NVIDIA A100-SXM4-80GB", capability=(8, 0)), row("well")
+    one_gpu, plain = on("NVIDIA A100-SXM4-80GB", capability=(8, 0)), row("well")
     fp8, int8, nvcc = (
         dataclasses.replace(plain, **each)
         for each in ({"scheme": Scheme.FP8}, {"scheme": Scheme.INT8}, {"needs_nvcc": True})
@@ -500,9 +500,9 @@ def test_what_a_host_lacks_is_named() -> None:
     def why(asked: Row, facts: Facts) -> str:
         return lack(asked, facts=facts, rehearsal=False)
 
-    assert why(plain, one) == ""
-    assert why(dataclasses.replace(plain, gpus=2), one) == "needs 2 GPUs, this host has 1"
-    assert why(fp8, one) == "FP8 needs compute capability 8.9, a100 has 8.0"
+    assert why(plain, one_gpu) == ""
+    assert why(dataclasses.replace(plain, gpus=2), one_gpu) == "needs 2 GPUs, this host has 1"
+    assert why(fp8, one_gpu) == "FP8 needs compute capability 8.9, a100 has 8.0"
     assert why(int8, on("NVIDIA B200", capability=(10, 0))) == "vLLM has no INT8 kernels for b200 (Blackwell)"
     unknown = on("NVIDIA GB999", capability=(12, 1))
     assert why(int8, unknown) == "vLLM has no INT8 kernels for compute capability 12.1"

@@ -37,12 +37,12 @@ def measured(pair: int, scheme: Scheme, tokens_per_s: float) -> Measurement:
 
 def test_verdict_is_the_median_of_pairwise_ratios() -> None:
     speeds = [(100, 200), (400, 600), (100, 250)]  # ratios 2.0, 1.5, 2.5; the medians alone would say 2.5
-    given = [
+    measurements = [
         measured(pair, scheme, speed)
         for pair, both in enumerate(speeds)
         for scheme, speed in zip((Scheme.BF16, Scheme.INT8), both, strict=True)
     ]
-    base, int8 = judge_schemes(given, schemes=(Scheme.BF16, Scheme.INT8))
+    base, int8 = judge_schemes(measurements, schemes=(Scheme.BF16, Scheme.INT8))
     assert (base.ratio, base.tokens_per_s) == (1.0, 100)
     assert (int8.ratio, int8.ratio_min, int8.ratio_max, int8.tokens_per_s) == (2.0, 1.5, 2.5, 250)
 

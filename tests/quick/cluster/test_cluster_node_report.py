@@ -175,16 +175,16 @@ def test_warnings_of_other_hosts_are_said_and_stop_nothing(tmp_path: Path) -> No
 def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
     """HOST has 2 cores. The head's own number is the plan's."""
     beta, gamma = (dataclasses.replace(HEAD, name=name) for name in ("beta", "gamma"))
-    one = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
+    with_one_core = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
     plan = plan_of(tmp_path).replace(env=(("OMP_NUM_THREADS", "2"),))
-    assert warnings([HEAD, beta, one], head=HEAD, plan=plan) == [
+    assert warnings([HEAD, beta, with_one_core], head=HEAD, plan=plan) == [
         "gamma: has 1 core: a process there takes as many threads, not the plan's 2"
     ]
     plan = plan.replace(env=(("OMP_NUM_THREADS", "8"),))
     assert warnings([HEAD, beta], head=HEAD, plan=plan) == [
         "beta: has 2 cores: a process there takes as many threads, not the plan's 8"
     ]
-    assert warnings([HEAD, one], head=HEAD, plan=plan.replace(env=())) == []
+    assert warnings([HEAD, with_one_core], head=HEAD, plan=plan.replace(env=())) == []
 
 
 def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:

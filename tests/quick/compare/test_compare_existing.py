@@ -221,13 +221,13 @@ def test_what_is_set_aside_keeps_its_files_and_takes_the_next_number(tmp_path: P
 
 def validations(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """What the child is asked from here on, which then validates nothing."""
-    asked: list[Job] = []
+    jobs: list[Job] = []
 
     def child(argv: list[str], **_: object) -> None:
-        asked.append(Job.model_validate_json(Path(argv[1]).read_text()))
+        jobs.append(Job.model_validate_json(Path(argv[1]).read_text()))
 
     monkeypatch.setattr(results, "run_child", child)
-    return asked
+    return jobs
 
 
 def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(

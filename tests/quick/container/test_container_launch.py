@@ -37,11 +37,13 @@ FOLDER = Path("/srv/mine")
 
 
 def order(
-    *, folder: Path = FOLDER, device: str = "cpu", source: str = "", run_dir: str = "/srv/mine/runs/a-1", **given
+    *, folder: Path = FOLDER, device: str = "cpu", source: str = "", run_dir: str = "/srv/mine/runs/a-1", **options
 ):
     plan = make_plan(Path(run_dir), device=device)
     plan = with_model(plan, source) if source else with_model(plan, "/cache/made", is_cached=True)
-    return container_spec(plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **given})
+    return container_spec(
+        plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **options}
+    )
 
 
 def test_the_current_folder_keeps_its_path() -> None:
@@ -112,11 +114,11 @@ def test_a_recipe_that_is_extended_is_mounted_wherever_it_lies(tmp_path: Path) -
     assert made.folders[1:] == ((str(recipe.parent), True), (str(tmp_path / "base.yaml"), True))
 
 
-@pytest.mark.parametrize("named", ["", "checkpoints/global_step_2"])
-def test_a_run_that_is_resumed_is_mounted_wherever_it_lies(named: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "checkpoints/global_step_2"])
+def test_a_run_that_is_resumed_is_mounted_wherever_it_lies(below: str, tmp_path: Path) -> None:
     (tmp_path / "a-1").mkdir()
     (tmp_path / "a-1" / "run.json").touch()
-    assert order(resume=str(tmp_path / "a-1" / named)).folders[1:] == ((str(tmp_path), False),)
+    assert order(resume=str(tmp_path / "a-1" / below)).folders[1:] == ((str(tmp_path), False),)
     assert order(resume=str(tmp_path)).folders == order(resume="auto").folders == order().folders
 
 
@@ -167,10 +169,10 @@ def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> N
         Path("/srv/mine/runs/a-1"),
         cluster=Cluster(device="cpu", nodes=2, token_file=str(token)),
     )
-    given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
-    assert container_spec(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
+    options = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
+    assert container_spec(plan, ("train", "a"), **options).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
     token.touch()
-    assert container_spec(plan, ("train", "a"), **given).folders[1:] == (("/nowhere", True), (str(token), True))
+    assert container_spec(plan, ("train", "a"), **options).folders[1:] == (("/nowhere", True), (str(token), True))
 
 
 @pytest.fixture

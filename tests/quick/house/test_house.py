@@ -86,14 +86,14 @@ def test_only_verl_args_knows_verls_keys(modules: dict[str, ast.Module]) -> None
 
 def test_environment_of_children_is_named_in_one_file(modules: dict[str, ast.Module]) -> None:
     variable = re.compile(r"^(?!HF_)[A-Z][A-Z0-9]*_[A-Z0-9_]+$")  # HF_* is also the launcher's own
-    named = {text for text in strings(modules["terms.environment"]) if variable.match(text)}
-    assert named
+    variables = {text for text in strings(modules["terms.environment"]) if variable.match(text)}
+    assert variables
     wrong = {
         f"{module}: {text}"
         for module, tree in modules.items()
         if module != "terms.environment"
         for text in strings(tree)
-        if text in named or re.match(r"^APPLIANCE_[A-Z_]+$", text)
+        if text in variables or re.match(r"^APPLIANCE_[A-Z_]+$", text)
     }
     assert wrong == set()
 
@@ -140,15 +140,15 @@ def test_the_ranks_of_a_topology_are_computed_in_one_place(modules: dict[str, as
         for module, tree in modules.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv)
-        if module != "terms.devices" and {named(node.left), named(node.right)} <= OF_A_TOPOLOGY
+        if module != "terms.devices" and {name_of(node.left), name_of(node.right)} <= OF_A_TOPOLOGY
     ]
     assert wrong == []
 
 
-def named(node: ast.expr) -> str:
+def name_of(node: ast.expr) -> str:
     """The last part of a name, also where its length is meant."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "len":
-        return named(node.args[0])
+        return name_of(node.args[0])
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 

@@ -53,10 +53,10 @@ def test_every_line_of_a_lock_is_a_hashed_pin_or_a_comment(root: Path, name: str
 
 @pytest.mark.parametrize("name", ["cpu.in", "gpu.in"])
 def test_locks_hold_what_was_asked_for(root: Path, name: str) -> None:
-    asked = dict(re.findall(r"^([A-Za-z][\w-]*)(?:\[\w+\])?==(\S+)", lock_text(root, name), re.M))
+    versions = dict(re.findall(r"^([A-Za-z][\w-]*)(?:\[\w+\])?==(\S+)", lock_text(root, name), re.M))
     lock = pins(root, name.replace(".in", ".txt"))
-    assert asked
-    assert {n: lock.get(n.lower()) for n, version in asked.items() if lock.get(n.lower()) != version} == {}
+    assert versions
+    assert {n: lock.get(n.lower()) for n, version in versions.items() if lock.get(n.lower()) != version} == {}
 
 
 PARTS = {"pydantic_core": "pydantic", "triton": "torch"}  # in distributions of their own
@@ -66,14 +66,14 @@ PARTS = {"pydantic_core": "pydantic", "triton": "torch"}  # in distributions of 
 def test_what_is_imported_is_asked_for(root: Path, modules: dict[str, ast.Module], flavour: tuple[str, ...]) -> None:
     """Not only brought by something else, which may cease to."""
     texts = [lock_text(root, name) for name in ("launcher.in", *flavour)]
-    asked = {name.lower() for text in texts for name in re.findall(r"^[A-Za-z][\w-]*", text, re.M)}
+    requirements = {name.lower() for text in texts for name in re.findall(r"^[A-Za-z][\w-]*", text, re.M)}
     packages = {PARTS.get(name, name) for tree in modules.values() for name in _imported(tree)}
     found = importlib.metadata.packages_distributions()
     names = {
         each: {each, *(distribution.lower().replace("_", "-") for distribution in found.get(each, ()))}
         for each in packages - sys.stdlib_module_names - {"appliance", "benchmarks"}
     }
-    assert {each for each, known in names.items() if not known & asked} == set()
+    assert {each for each, known in names.items() if not known & requirements} == set()
 
 
 def _imported(tree: ast.Module) -> set[str]:

@@ -111,14 +111,14 @@ def test_another_source_is_refused(target) -> None:
 
 
 def test_a_target_that_somebody_else_replaced_is_refused(target) -> None:
-    wanted = source_hash(target.double)
+    expected = source_hash(target.double)
 
     def double(value):
         return 3 * value
 
     target.double = double
     with pytest.raises(PatchError):
-        apply_patch(record(sources=here(wanted)), plus_one)
+        apply_patch(record(sources=here(expected)), plus_one)
     assert target.double is double
 
 

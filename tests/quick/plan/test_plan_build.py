@@ -441,12 +441,12 @@ def test_an_engine_takes_as_many_sequences_at_once_as_vllm_would(device, most):
 
 
 def test_auto_may_not_mean_a_scheme_without_the_profile_that_a_setting_is_of():
-    asked = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
+    sets = ("rollout.scheme=auto", "quantization.mismatch_budget=0.02")
     with pytest.raises(RecipeError) as raised:
-        planned(*asked, "cluster.device=b200")
-    message = f"--set {asked[1]}: quantization.mismatch_budget: it is a setting of profiles, and none is made for `fp8`"
+        planned(*sets, "cluster.device=b200")
+    message = f"--set {sets[1]}: quantization.mismatch_budget: it is a setting of profiles, and none is made for `fp8`"
     assert raised.value.problems == [(message, "remove it, or use `int8`, `fp8-channel`")]
-    assert planned(*asked, "cluster.device=h100").quantization.mismatch_budget == 0.02
+    assert planned(*sets, "cluster.device=h100").quantization.mismatch_budget == 0.02
 
 
 def test_in_fp16_auto_may_not_mean_a_scheme_that_engines_have_in_bf16_alone():

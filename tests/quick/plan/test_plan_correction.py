@@ -33,13 +33,13 @@ def test_the_shadow_pass_of_calibrated_clipping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "micro", "wanted"),
+    ("fraction", "micro", "expected"),
     [(0.1, 8, (25, 5)), (1.0, 32, (256, 32)), (0.05, 256, (12, 12)), (0.004, 8, (1, 1))],
 )
-def test_a_forward_of_the_shadow_pass_divides_it(fraction: float, micro: int, wanted: tuple[int, int]) -> None:
+def test_a_forward_of_the_shadow_pass_divides_it(fraction: float, micro: int, expected: tuple[int, int]) -> None:
     sets = (f"correction.shadow_fraction={fraction}", f"batch.micro_batch_sequences={micro}")
     shadow = planned("correction.method=calibrated-clipping", *sets).shadow
-    assert (shadow.sequences, shadow.forward_sequences) == wanted
+    assert (shadow.sequences, shadow.forward_sequences) == expected
 
 
 def test_tbpo_has_the_bounds_of_its_source_where_none_are_given() -> None:
@@ -82,29 +82,29 @@ def test_the_most_likely_words_are_asked_for_where_a_correction_needs_them() -> 
     assert plan.rollout.top_log_probs == 20
     assert why(plan, "rollout.top_log_probs") == ("20", "`score-centering` needs them; the source has 20")
     assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=20" in plan.argv
-    alone, given = planned(), planned("rollout.top_log_probs=30", "cluster.device=h100")
-    assert (alone.rollout.top_log_probs, given.rollout.top_log_probs) == (0, 30)
+    alone, with_words = planned(), planned("rollout.top_log_probs=30", "cluster.device=h100")
+    assert (alone.rollout.top_log_probs, with_words.rollout.top_log_probs) == (0, 30)
     assert not [each for each in alone.argv if "max_logprobs" in each]
     # our engine, and log-probs of several words in the place of flash-attn's of one
-    assert {("VERL_ENGINE_VENDOR", "appliance"), ("VERL_DISABLE_FLASH_ATTN_CE", "1")} < set(given.env)
+    assert {("VERL_ENGINE_VENDOR", "appliance"), ("VERL_DISABLE_FLASH_ATTN_CE", "1")} < set(with_words.env)
     assert "VERL_DISABLE_FLASH_ATTN_CE" not in dict(planned("cluster.device=h100").env)
     assert RunPlan.model_validate_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize(("key", "given"), [("top_p", "0.9"), ("top_k", "50")])
-def test_engines_report_the_words_that_are_drawn_from_where_some_are_left_out(key: str, given: str) -> None:
-    plan, on_gpu = (planned(f"rollout.{key}={given}", f"cluster.device={device}") for device in ("cpu", "h100"))
-    asked = "+actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=true"
+@pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", "50")])
+def test_engines_report_the_words_that_are_drawn_from_where_some_are_left_out(key: str, value: str) -> None:
+    plan, on_gpu = (planned(f"rollout.{key}={value}", f"cluster.device={device}") for device in ("cpu", "h100"))
+    argument = "+actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=true"
     assert plan.rollout.leaves_words_out
-    assert {asked, f"actor_rollout_ref.rollout.{key}={given}"} < set(plan.argv) and asked in on_gpu.argv
+    assert {argument, f"actor_rollout_ref.rollout.{key}={value}"} < set(plan.argv) and argument in on_gpu.argv
     assert dict(plan.env)["VERL_ENGINE_VENDOR"] == dict(on_gpu.env)["VERL_ENGINE_VENDOR"] == "appliance"
-    wanted = {"VERL_DISABLE_FLASH_ATTN_CE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    assert wanted.items() <= dict(on_gpu.env).items() and not wanted.keys() & dict(plan.env)
+    expected = {"VERL_DISABLE_FLASH_ATTN_CE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert expected.items() <= dict(on_gpu.env).items() and not expected.keys() & dict(plan.env)
     usual = planned("cluster.device=h100")
-    assert asked not in usual.argv and not wanted.keys() & dict(usual.env)
+    assert argument not in usual.argv and not expected.keys() & dict(usual.env)
     with pytest.raises(RecipeError) as raised:
-        planned(f"rollout.{key}={given}", "cluster.device=h100", "trainer.forward=rollout")
-    place = f"--set rollout.{key}={given}: rollout.{key}"
+        planned(f"rollout.{key}={value}", "cluster.device=h100", "trainer.forward=rollout")
+    place = f"--set rollout.{key}={value}: rollout.{key}"
     message = f"{place}: with `rollout` engines on a GPU do not report which words a token was drawn from"
     hint = f"use {'1.0' if key == 'top_p' else '0'}, or trainer.forward: bf16"
     assert raised.value.problems == [(message, hint)]

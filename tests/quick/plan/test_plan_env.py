@@ -55,10 +55,10 @@ def test_backends_get_their_place_and_wandb_is_off_unless_wanted():
 
 
 def test_ray_gets_a_short_folder_per_run():
-    one, other = (ray_dir(Path(f"/runs/{name}"), temporary=Path("/tmp")) for name in ("a", "b"))
-    assert one != other
-    assert len(f"{one}/{RAY_OWN}") + 66 <= 107  # of a socket's path, of which Ray takes up to 66
-    assert ray_dir(Path("/runs/a"), temporary=Path("/a/very/long/temporary/folder/somewhere")) == one
+    first, other = (ray_dir(Path(f"/runs/{name}"), temporary=Path("/tmp")) for name in ("a", "b"))
+    assert first != other
+    assert len(f"{first}/{RAY_OWN}") + 66 <= 107  # of a socket's path, of which Ray takes up to 66
+    assert ray_dir(Path("/runs/a"), temporary=Path("/a/very/long/temporary/folder/somewhere")) == first
 
 
 @pytest.mark.parametrize(

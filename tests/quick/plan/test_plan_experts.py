@@ -96,12 +96,12 @@ def test_experts_are_refused_in_fp16(moe: Path) -> None:
 @pytest.mark.parametrize("forward", ["rollout", "linears"])
 def test_experts_are_refused_with_the_rollouts_forward(moe: Path, forward: str) -> None:
     """Also where engines keep them in BF16, and of a model of the hub, of which preflight alone knows them."""
-    asked, refusal = f"trainer.forward={forward}", f"trainer.forward: `{forward}` does not know experts"
+    setting, refusal = f"trainer.forward={forward}", f"trainer.forward: `{forward}` does not know experts"
     for kept_setting in ((), (KEPT,)):
         with pytest.raises(RecipeError) as raised:
-            planned(moe, asked, *kept_setting, device="cpu")
-        assert raised.value.problems == [(f"--set {asked}: {refusal}", "use `bf16`")]
-        named = planned(Path("owner/moe"), asked, *kept_setting, f"cluster.run_dir={moe.parent}", device="cpu")
+            planned(moe, setting, *kept_setting, device="cpu")
+        assert raised.value.problems == [(f"--set {setting}: {refusal}", "use `bf16`")]
+        named = planned(Path("owner/moe"), setting, *kept_setting, f"cluster.run_dir={moe.parent}", device="cpu")
         assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {refusal}", "use `bf16`")]
 
 
@@ -144,14 +144,14 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
     """In a folder as by a name, of which preflight alone knows the sizes."""
     named = dataclasses.replace(INPUTS, model_shape=read_shape(moe / "config.json"))
     sets = (*scheme.split(", "), "guard.scheme_change=live")
-    for given, inputs in ((moe, INPUTS), (moe, named), (Path("owner/moe"), named)):
+    for model, inputs in ((moe, INPUTS), (moe, named), (Path("owner/moe"), named)):
         more = (f"cluster.run_dir={moe.parent}",)
-        kept = planned(given, *sets, KEPT, *more, device="cpu")
+        kept = planned(model, *sets, KEPT, *more, device="cpu")
         assert list(guard(kept, inputs.model_shape)) == []
-        (finding,) = guard(planned(given, *sets, *more, device="cpu"), inputs.model_shape)
+        (finding,) = guard(planned(model, *sets, *more, device="cpu"), inputs.model_shape)
         assert finding.code == "guard-scheme"
         one = "quantization.ignore=[model.layers.0.mlp.experts]"  # of two layers
-        (finding,) = guard(planned(given, *sets, one, *more, device="cpu"), inputs.model_shape)
+        (finding,) = guard(planned(model, *sets, one, *more, device="cpu"), inputs.model_shape)
         assert finding.code == "guard-scheme"
     auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
     assert auto.guard.scheme_change is SchemeChange.LIVE

@@ -38,10 +38,10 @@ def test_the_page_has_every_setting_that_differs() -> None:
         differing(overrides(cpu), overrides(gpu)) | differing(dict(cpu.env), dict(gpu.env)) | patches[0] ^ patches[1]
     )
     assert names >= {"enforce_eager", "enable_sleep_mode", "VLLM_ENABLE_V1_MULTIPROCESSING", "cpu-no-amx-tiles"}
-    named = {
+    on_the_page = {
         part for quoted in re.findall(r"`([^`]+)`", PAGE.read_text()) for part in {quoted, quoted.rsplit(".", 1)[-1]}
     }
-    assert names - named == set()
+    assert names - on_the_page == set()
 
 
 def test_the_page_names_the_families_of_vllms_v2_runner() -> None:

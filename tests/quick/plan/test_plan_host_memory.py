@@ -69,11 +69,13 @@ def test_one_flow_holds_codes_and_packed_weights_on_each_rank_beside_its_forward
 
 
 def test_the_engine_holds_its_cache_and_its_weights() -> None:
-    one, four = planned(*MANY_TOKENS), planned(*MANY_TOKENS, "rollout.kv_cache_gb=4")
-    assert (kv_cache_bytes(one, SMALL), kv_cache_bytes(four, SMALL)) == (GIB, 4 * GIB)
-    assert memory_by_role(four, SMALL)[Role.ENGINE] - memory_by_role(one, SMALL)[Role.ENGINE] == 3 * GIB
+    of_one_gb, four = planned(*MANY_TOKENS), planned(*MANY_TOKENS, "rollout.kv_cache_gb=4")
+    assert (kv_cache_bytes(of_one_gb, SMALL), kv_cache_bytes(four, SMALL)) == (GIB, 4 * GIB)
+    assert memory_by_role(four, SMALL)[Role.ENGINE] - memory_by_role(of_one_gb, SMALL)[Role.ENGINE] == 3 * GIB
     bf16 = planned(*MANY_TOKENS, "rollout.scheme=bf16")
-    assert memory_by_role(bf16, SMALL)[Role.ENGINE] - memory_by_role(one, SMALL)[Role.ENGINE] == SMALL.linear_weights
+    assert (
+        memory_by_role(bf16, SMALL)[Role.ENGINE] - memory_by_role(of_one_gb, SMALL)[Role.ENGINE] == SMALL.linear_weights
+    )
     assert memory_by_role(planned(*MANY_TOKENS, "guard.reserve_bf16=true"), SMALL) == memory_by_role(bf16, SMALL)
 
 

@@ -115,11 +115,11 @@ def test_only_the_adapter_has_gradients_and_moments() -> None:
 
 def test_its_reference_needs_no_memory() -> None:
     """In the host's of a GPU, and in all that a CPU holds: it is the model without the adapter."""
-    asked, tiny = "algorithm.kl=0.1", TINY_MODELS["tiny-arithmetic"].shape
-    of_host = [host_bytes(planned("gsm8k-7b-lora-int8", *sets), SHAPE_7B) for sets in ((), (asked,))]
-    on_cpu = [memory_by_role(planned("arithmetic-tiny-lora-int8", *sets), tiny) for sets in ((), (asked,))]
+    divergence, tiny = "algorithm.kl=0.1", TINY_MODELS["tiny-arithmetic"].shape
+    of_host = [host_bytes(planned("gsm8k-7b-lora-int8", *sets), SHAPE_7B) for sets in ((), (divergence,))]
+    on_cpu = [memory_by_role(planned("arithmetic-tiny-lora-int8", *sets), tiny) for sets in ((), (divergence,))]
     assert of_host[0] == of_host[1] and on_cpu[0] == on_cpu[1]
-    full = planned("gsm8k-7b-lora-int8", asked, "model.lora=null")
+    full = planned("gsm8k-7b-lora-int8", divergence, "model.lora=null")
     assert host_bytes(full, SHAPE_7B) == 4 * SHAPE_7B.weights
 
 

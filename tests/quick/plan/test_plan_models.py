@@ -277,10 +277,10 @@ def test_a_model_that_is_made_on_first_use_needs_disk(tmp_path: Path) -> None:
 
 def test_a_model_without_a_row_in_the_list_of_families_gets_no_profile(tmp_path: Path) -> None:
     """And the plan says so; `auto` makes one for a family of the list."""
-    for architecture, wanted in (("GraniteForCausalLM", "none"), ("LlamaForCausalLM", "auto")):
+    for architecture, expected in (("GraniteForCausalLM", "none"), ("LlamaForCausalLM", "auto")):
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture]}))
         sets = ("model.builtin=null", f"model.path={tmp_path}")
         plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=HOST)
         (choice,) = (choice for choice in plan.choices if choice.key == "quantization.profile")
         has_none = choice.value == "none", plan.profile is None, plan.engines[0].profile == ""
-        assert has_none == (wanted == "none",) * 3
+        assert has_none == (expected == "none",) * 3

@@ -295,15 +295,15 @@ def test_words_of_a_token_that_memory_could_not_hold_are_said(
     findings_of_words = [
         each for each in findings(*sets, "model.builtin=null", "model.path=/m", inputs=inputs) if "drawn" in each[0]
     ]
-    wanted = []
+    expected = []
     if needed is not None:
         key, size, words = needed
         text = (
             f"warning: rollout.{key}: the words that a step's tokens are drawn from take {size} GiB where the model is "
             f"so unsure that each token has {words} of them; 20.0 GiB are free"
         )
-        wanted = [(text, hint)]
-    assert findings_of_words == wanted
+        expected = [(text, hint)]
+    assert findings_of_words == expected
 
 
 def test_checkpoints_of_a_large_model_need_disk():

@@ -325,8 +325,8 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
 
 def test_the_reference_of_a_divergence_is_on_the_host() -> None:
     """In FP32, in verl's FSDP2 always: on the GPUs only the layer that computes."""
-    asked = planned("gsm8k-0.5b-int8", "algorithm.kl=0.01")
-    without = asked.replace(algorithm=asked.algorithm.replace(kl=0.0))
+    with_reference = planned("gsm8k-0.5b-int8", "algorithm.kl=0.01")
+    without = with_reference.replace(algorithm=with_reference.algorithm.replace(kl=0.0))
     shape = KNOWN[SHIPPED["gsm8k-0.5b-int8"]]
-    assert moments(asked, shape) == moments(without, shape)
-    assert host_bytes(asked, shape) - host_bytes(without, shape) == 4 * shape.weights
+    assert moments(with_reference, shape) == moments(without, shape)
+    assert host_bytes(with_reference, shape) - host_bytes(without, shape) == 4 * shape.weights

@@ -29,12 +29,12 @@ def test_a_token_is_made_for_its_owner_only(tmp_path: Path) -> None:
 
 
 def test_two_tokens_differ_and_one_that_is_there_stays(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    make_token(one)
+    file, two = tmp_path / "one", tmp_path / "two"
+    make_token(file)
     make_token(two)
-    first = one.read_text()
-    make_token(one)
-    assert one.read_text() == first != two.read_text()
+    first = file.read_text()
+    make_token(file)
+    assert file.read_text() == first != two.read_text()
 
 
 def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:

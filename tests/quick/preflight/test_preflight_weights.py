@@ -186,11 +186,11 @@ def test_a_child_that_takes_too_long_is_ended(
     monkeypatch.setattr(weights, "WITHIN_S", 0.2)
     monkeypatch.setattr(children, "WITHIN_S", 0.2)
     write_child(child, "time.sleep(60)")
-    with WeightsChild() as one:
-        one.start(tmp_path / "model", trust_remote_code=False)
-        facts = one.hear()
+    with WeightsChild() as weights_child:
+        weights_child.start(tmp_path / "model", trust_remote_code=False)
+        facts = weights_child.hear()
         assert facts == WeightsFacts(unproven="its weights could not be checked against its config.json within 0.2 s")
-        pid = one._child._process.pid
+        pid = weights_child._child._process.pid
     (late,) = judge_weights(facts, model="/models/a")
     assert (late.severity, late.code) == (Severity.WARNING, "model-unproven")
     assert capsys.readouterr().err == (

@@ -33,7 +33,7 @@ def loaded(*sets: str) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "expected"),
     [
         ("grpo", (Advantage.GRPO, Loss.PPO, "token-mean", (0.2, 0.2))),
         ("dapo", (Advantage.GRPO, Loss.PPO, "token-mean", (0.2, 0.2))),
@@ -41,11 +41,11 @@ def loaded(*sets: str) -> Recipe:
         ("gspo", (Advantage.GRPO, Loss.GSPO, "sequence-mean", (3e-4, 4e-4))),
     ],
 )
-def test_a_preset_is_written_out_in_the_resolved_recipe(tmp_path: Path, kind: str, wanted: tuple) -> None:
+def test_a_preset_is_written_out_in_the_resolved_recipe(tmp_path: Path, kind: str, expected: tuple) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(to_yaml(loaded(f"algorithm.kind={kind}")))
     found = load_recipe(str(file)).algorithm
-    assert (found.advantage, found.loss, found.aggregate, (found.clip_low, found.clip_high)) == wanted
+    assert (found.advantage, found.loss, found.aggregate, (found.clip_low, found.clip_high)) == expected
 
 
 @pytest.mark.parametrize("kind", ["[gspo]", "{a: 1}", "7"])

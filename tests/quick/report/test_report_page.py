@@ -185,15 +185,15 @@ def test_what_the_guard_decided_is_on_the_page_with_its_numbers(tmp_path: Path, 
     question = "Did the guard act?"
     assert words(run_dir)[question] is Word.FINE
     decisions = [f"step {step}: {move}: k3_kl 0.02 above 0.015" for step, move in ((3, "observe -> warn"), (5, "back"))]
-    for step, what in zip((3, 5), decisions, strict=True):
-        append_event(run_dir, kind="guard", what=what, why="k3_kl 0.02 above 0.015", step=step)
+    for step, decision in zip((3, 5), decisions, strict=True):
+        append_event(run_dir, kind="guard", what=decision, why="k3_kl 0.02 above 0.015", step=step)
     (said,) = [each for each in verdicts(read_view(run_dir)) if each.question == question]
     assert (said.word, said.text) == (Word.WARN, f"2 times, the last: {decisions[-1]} (k3_kl 0.02 above 0.015)")
     text, parts = page_of(run_dir)
     assert "guard" in parts.texts
-    for what in decisions:
-        assert parts.texts.count(what) == 1 + 8  # of the events; 4 charts of mismatch, 4 of quantisation
-        assert parts.texts.count(f"{what} (k3_kl 0.02 above 0.015)") == 1  # on the axis of time
+    for decision in decisions:
+        assert parts.texts.count(decision) == 1 + 8  # of the events; 4 charts of mismatch, 4 of quantisation
+        assert parts.texts.count(f"{decision} (k3_kl 0.02 above 0.015)") == 1  # on the axis of time
     assert text.count('class="mark warn"') == 2 * 8
 
 

@@ -256,10 +256,10 @@ def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
     assert command.Attempts(run_recipe).through_faults(5, run_dir) == 0
     assert seen[1].task == seen[0].task
     assert attested_code(seen[1]) and (run_dir / "code" / "1-tools.py").read_text() == TOOLS
-    what = "has changed since the run began: this attempt runs the copy in code/"
+    note = "has changed since the run began: this attempt runs the copy in code/"
     assert told_of(run_dir, "changed") == [
-        (f"{tmp_path / 'a' / 'rewards.py'} {what}", f"SHA-256 {digest(GOOD)}"),
-        (f"{tmp_path / 'a' / 'tools.py'} {what}", f"SHA-256 {digest(TOOLS)}"),
+        (f"{tmp_path / 'a' / 'rewards.py'} {note}", f"SHA-256 {digest(GOOD)}"),
+        (f"{tmp_path / 'a' / 'tools.py'} {note}", f"SHA-256 {digest(TOOLS)}"),
     ]
     kinds = [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert kinds[-3:] == ["resume", "note", "note"]  # else the page has the attempt before go on until now

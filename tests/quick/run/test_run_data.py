@@ -90,12 +90,12 @@ def test_every_data_set_is_made_from_the_hub(
     """The network alone is not the real one. The second time nothing is asked for."""
     import huggingface_hub
 
-    asked = []
+    downloads = []
     rows = [{"problem": "What is 1?", "answer": "1"}, {"problem": "What is 2?", "answer": "2"}] * 2
     words = [{"question": each["problem"], "answer": f"#### {each['answer']}"} for each in rows[:3]]
 
     def download(hub: str, file: str, **_: object) -> str:
-        asked.append(file)
+        downloads.append(file)
         kept = tmp_path / Path(file).name
         pq.write_table(pa.Table.from_pylist(words if hub == "openai/gsm8k" else rows[:3]), kept)
         return str(kept)
@@ -106,9 +106,9 @@ def test_every_data_set_is_made_from_the_hub(
     assert {path.stem: pq.read_table(path).num_rows for path in folder.glob("*.parquet")} == files
     said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == ["3 rows, 2 problems, 1 rows repeat a problem"] * len(files)
-    assert len(asked) == len(files)
+    assert len(downloads) == len(files)
     make_data(name, folder=folder)
-    assert len(asked) == len(files)
+    assert len(downloads) == len(files)
 
 
 def test_another_source_is_made_anew(tmp_path: Path, source: str) -> None:

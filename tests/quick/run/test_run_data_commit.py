@@ -24,13 +24,13 @@ def recipe(*sets: str) -> Recipe:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hub was asked for; `main` is the new commit."""
-    asked: list[str] = []
-    monkeypatch.setattr("appliance.hub.data_commit", lambda name: asked.append(name) or NEW)
+    requests: list[str] = []
+    monkeypatch.setattr("appliance.hub.data_commit", lambda name: requests.append(name) or NEW)
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
     monkeypatch.setattr("appliance.hub.problem", lambda: "")
-    return asked
+    return requests
 
 
 def planned(tmp_path: Path, **given: str) -> RunPlan:
@@ -51,7 +51,7 @@ def test_the_hub_is_asked_once_and_its_problems_have_a_key_of_their_own(tmp_path
 
 
 @pytest.mark.parametrize("commit", [OLD, ""])
-def test_a_resumed_run_keeps_the_commit_that_it_began_with(tmp_path: Path, asked: list[str], commit: str) -> None:
+def test_a_resumed_run_keeps_the_commit_that_it_began_with(tmp_path: Path, requests: list[str], commit: str) -> None:
     """Known or not: its problems are those that it has."""
     begun = planned(tmp_path, data_commit=commit)
     run_dir = stopped(begun)
@@ -60,6 +60,6 @@ def test_a_resumed_run_keeps_the_commit_that_it_began_with(tmp_path: Path, asked
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None
     plan = examine(recipe(), run_dir=run_dir, ask_hub=True, original=original_plan(target))[0]
-    assert (plan.task_files, asked) == (begun.task_files, [])
+    assert (plan.task_files, requests) == (begun.task_files, [])
     forced = examine(recipe("data=owner/other"), run_dir=run_dir, ask_hub=True, original=original_plan(target))[0]
-    assert (commit_of(forced), asked) == (NEW, ["owner/other"])
+    assert (commit_of(forced), requests) == (NEW, ["owner/other"])

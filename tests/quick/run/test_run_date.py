@@ -35,12 +35,12 @@ def model_in(folder: Path, *, place: str, template: str) -> str:
     """A folder with a chat template in one of the places where transformers reads it."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    named = [{"name": "default", "template": template}]
+    templates = [{"name": "default", "template": template}]
     match place:
         case "tokenizer_config.json":
             (folder / place).write_text(json.dumps({"chat_template": template}))
         case "several in tokenizer_config.json":
-            (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+            (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
         case _:
             (folder / place).parent.mkdir(exist_ok=True)
             (folder / place).write_text(template)

@@ -358,10 +358,10 @@ def test_a_profile_that_was_named_may_lie_elsewhere_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_named", [False, True])
 def test_layers_may_be_kept_by_the_recipe_where_the_profile_was_named(tmp_path: Path, is_named: bool) -> None:
     """It was made without this recipe, and the engines keep what the recipe says beside what it says."""
-    run_dir, named = tmp_path / "small-1", tmp_path / "named"
-    usual = ("rollout.scheme=int8", "trainer.steps=9", *[f"quantization.profile={named}"] * is_named)
+    run_dir, profile_folder = tmp_path / "small-1", tmp_path / "named"
+    usual = ("rollout.scheme=int8", "trainer.steps=9", *[f"quantization.profile={profile_folder}"] * is_named)
     stopped(build_plan(recipe(*usual), run_dir=run_dir, host=HOST))
-    for folder in (run_dir / "profile", named):
+    for folder in (run_dir / "profile", profile_folder):
         folder.mkdir()
         (folder / "profile.safetensors").write_text("scales")
     plan = build_plan(recipe(*usual, "quantization.ignore=[lm_head]"), run_dir=run_dir, host=HOST)

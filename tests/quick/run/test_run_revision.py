@@ -213,14 +213,14 @@ def test_the_hub_is_asked_for_the_revision_of_the_recipe(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tag that moved counts as the hub has it, but for a run that began with another commit."""
-    asked: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
     monkeypatch.setattr(
-        "appliance.hub._commit_on_hub", lambda name, requested: asked.append((name, requested)) or (NEW, "")
+        "appliance.hub._commit_on_hub", lambda name, requested: requests.append((name, requested)) or (NEW, "")
     )
     pinned = recipe("model.revision=v1")
     plan = examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True)[0]
-    assert (plan.weights.commit, asked) == (NEW, [(NAME, "v1")])
+    assert (plan.weights.commit, requests) == (NEW, [(NAME, "v1")])
     original = OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
     assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=original)[0].weights.commit == OLD
     other = replace(original, revision="v0")
@@ -376,16 +376,16 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
         hint = f"to continue with those runs: model.revision: {OLD} in {file}, under `set` or in the arm"
         return caught.value.hint == hint
 
-    named = f"model.revision={OLD}"
+    revision = f"model.revision={OLD}"
     assert refused(at(commit=NEW))
-    for run in (at(named), at()):  # nobody knows the second one's: the hub was not there
+    for run in (at(revision), at()):  # nobody knows the second one's: the hub was not there
         (ready,) = _todo([run], folder=tmp_path, file=file)
         assert ready.resume is not None and ready.resume.step == 3
     assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Existing.OTHER
     write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
     assert refused(at(commit=NEW), at(commit=NEW, arm="b", name="small-2"))
     assert _todo([at(commit=NEW)], folder=tmp_path, file=file) == []  # nothing is trained
-    (rest,) = _todo([at(named), at(named, arm="b", name="small-2")], folder=tmp_path, file=file)
+    (rest,) = _todo([at(revision), at(revision, arm="b", name="small-2")], folder=tmp_path, file=file)
     assert (rest.arm, rest.plan.weights.commit) == ("b", OLD)
 
 

@@ -168,10 +168,10 @@ def test_what_the_driver_reads_of_an_update_depends_on_the_ranks_alone(
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
 
-    def count(path: Path, *arguments: object, **named: object) -> IO:
+    def count(path: Path, *arguments: object, **options: object) -> IO:
         if path.is_relative_to(tmp_path):  # a thread that another test left may open files of its own
             opened.append(path)
-        return path_open(path, *arguments, **named)
+        return path_open(path, *arguments, **options)
 
     for sync in (1, 300):
         while sync == 300 and len((tmp_path / "sync/trainer-0-0.jsonl").read_bytes().splitlines()) < 300:

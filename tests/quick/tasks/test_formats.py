@@ -129,10 +129,10 @@ FORMATS: dict[str, tuple[bytes, str, str]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_line_names_the_format_and_what_to_do(tmp_path: Path, name: str) -> None:
-    content, what, remedy = FORMATS[name]
+    content, format_name, remedy = FORMATS[name]
     (tmp_path / name).write_bytes(content)
     ((message, hint),) = read(tmp_path / name).faults
-    assert message == f"{name}: it is {what}"
+    assert message == f"{name}: it is {format_name}"
     assert remedy in hint
 
 

@@ -127,18 +127,18 @@ def test_equal_numbers_earn_in_every_notation_and_others_in_none() -> None:
         )
         near = draw.choice([-value, value + 1, value * 10, value / 1000, value + Fraction(1, 9), 1 / value])
         truth = draw.choice(sorted(text for name, text in notations_of(value).items() if name not in ("money", "unit")))
-        for wanted, answer in ((1.0, value), (0.0, near)):
-            if wanted == 0.0 and abs(near - value) <= abs(value) / 10**5:
+        for expected, answer in ((1.0, value), (0.0, near)):
+            if expected == 0.0 and abs(near - value) <= abs(value) / 10**5:
                 continue
             notation, text = draw.choice(sorted(notations_of(answer).items()))
             mark = draw.choice(sorted(MARKS))
-            given = grade_of("math", truth=truth, response=MARKS[mark](text))
-            assert given == wanted, (truth, notation, mark, text)
-            earned["math", given] += 1
+            grade = grade_of("math", truth=truth, response=MARKS[mark](text))
+            assert grade == expected, (truth, notation, mark, text)
+            earned["math", grade] += 1
             if "(" not in text and "x" not in text.replace("\\text", "").replace("\\times", ""):
-                given = grade_of("number", truth=truth.replace("x = ", ""), response=MARKS[mark](text))
-                assert given == wanted, ("number", truth, notation, mark, text)
-                earned["number", given] += 1
+                grade = grade_of("number", truth=truth.replace("x = ", ""), response=MARKS[mark](text))
+                assert grade == expected, ("number", truth, notation, mark, text)
+                earned["number", grade] += 1
     sys.stdout.write(f"{dict(sorted(earned.items()))}\n")
     assert min(earned.values()) > GENERATED / 2
 

@@ -244,11 +244,11 @@ class Api(BaseHTTPRequestHandler):
     says: object = "0.5"
     status = 200
     pause_s = 0.0
-    asked: ClassVar[list[tuple[str, str, dict]]] = []
+    requests: ClassVar[list[tuple[str, str, dict]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append((self.path, self.headers.get("Authorization", ""), body))
+        self.requests.append((self.path, self.headers.get("Authorization", ""), body))
         self.send_response(self.status)
         self.end_headers()
         said = json.dumps({"choices": [{"message": {"content": self.says}}]}).encode()
@@ -266,7 +266,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    Api.asked.clear()
+    Api.requests.clear()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()
     server.server_close()
@@ -280,7 +280,7 @@ def test_judge_asks_an_api_with_its_key_and_reads_a_number(api: str, monkeypatch
     assert value == 0.7
     message = {"role": "user", "content": "1+1? {truth}! 2 {other}"}
     body = {"model": "m", "messages": [message], "temperature": 0}
-    assert Api.asked == [("/v1/chat/completions", "Bearer sesame", body)]
+    assert Api.requests == [("/v1/chat/completions", "Bearer sesame", body)]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_key_that_no_header_carries_is_refused_without_quoting_it(
     with pytest.raises(ValueError) as raised:
         graded("judge", "2", url=api, model="m")
     why = "APPLIANCE_JUDGE_KEY holds no key: one has no spaces, line breaks or letters beyond ASCII"
-    assert (str(raised.value), Api.asked) == (why, [])
+    assert (str(raised.value), Api.requests) == (why, [])
 
 
 def test_each_says_what_it_does_and_gives_a_number_to_anything() -> None:

@@ -146,16 +146,16 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     import huggingface_hub
 
     files = {dapo_math.TRAIN.file: train_file(tmp_path), dapo_math.VAL.file: aime_file(tmp_path)}
-    asked = []
+    requests = []
 
     def download(name: str, file: str, *, repo_type: str) -> str:
-        asked.append((name, repo_type))
+        requests.append((name, repo_type))
         return files[file]
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     made = TASK.splits(make_task())
     assert (len(made.train), len(made.val)) == (6, 3)
-    assert asked == [(dapo_math.TRAIN.hub, "dataset"), (dapo_math.VAL.hub, "dataset")]
+    assert requests == [(dapo_math.TRAIN.hub, "dataset"), (dapo_math.VAL.hub, "dataset")]
 
 
 @pytest.mark.parametrize(

@@ -205,25 +205,25 @@ def on_the_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, **rows: list[str])
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    asked = []
+    requests = []
 
     def download(name: str, file: str, *, repo_type: str) -> str:
-        asked.append((name, file, repo_type))
+        requests.append((name, file, repo_type))
         kept = folder / Path(file).name
         pq.write_table(pa.Table.from_pylist([json.loads(each) for each in rows[kept.name.partition("-")[0]]]), kept)
         return str(kept)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    return asked
+    return requests
 
 
 def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A row that is there twice counts once, one of both splits is validated."""
     train = [row(1200), row(3), row(1200), row(3, answer=9), row(5)]
-    asked = on_the_hub(monkeypatch, tmp_path, train=train, test=[row(5), row(7)])
+    requests = on_the_hub(monkeypatch, tmp_path, train=train, test=[row(5), row(7)])
     problem_sets = TASK.splits(make_task(val_size=2))
     files = ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
-    assert asked == [("openai/gsm8k", file, "dataset") for file in files]
+    assert requests == [("openai/gsm8k", file, "dataset") for file in files]
     assert {each.truth for each in problem_sets.train} == {"1200", "3"} and len(problem_sets.train) == 2
     assert [each.truth for each in problem_sets.val] == ["5", "7"]
     assert (

@@ -444,10 +444,10 @@ def splits(path: Path, *, val_size: int, seed: int = 0, train_size: int = 0, **g
 def test_what_is_held_out_does_not_depend_on_the_order_of_rows(file: Path) -> None:
     rows = [{"prompt": f"{number}?"} for number in range(50)]
     read(file, *rows)
-    one = splits(file, val_size=9).val
+    in_order = splits(file, val_size=9).val
     read(file, *random.Random(3).sample(rows, 50))
     other = splits(file, val_size=9).val
-    assert [each.prompt for each in one] == [each.prompt for each in other]
+    assert [each.prompt for each in in_order] == [each.prompt for each in other]
 
 
 def test_more_held_out_than_there_are_is_refused(file: Path) -> None:

@@ -26,14 +26,14 @@ VERL = {
 }
 
 
-def given(row: Row) -> tuple[object, object]:
+def parts_of_row(row: Row) -> tuple[object, object]:
     return row["prompt"], row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
 
 
 def value(folder: Path, program: str, *, row: Row = ROW, text: str = "2", name: str = "f") -> object:
     file = folder / "rewards.py"
     file.write_text(program)
-    function = load_function(str(file), name, parts_of_row=given)
+    function = load_function(str(file), name, parts_of_row=parts_of_row)
     return function(Response(text, "2", json.dumps(row), token_ids=(50, 7)))
 
 
@@ -54,7 +54,7 @@ def test_ours_gets_what_it_names(tmp_path: Path, program: str) -> None:
 
 def test_a_function_that_wants_the_conversation_gets_it(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def f(response, *, messages): return [each['role'] for each in messages]")
-    function = load_function(str(tmp_path / "rewards.py"), "f", parts_of_row=given)
+    function = load_function(str(tmp_path / "rewards.py"), "f", parts_of_row=parts_of_row)
     said = (("user", "1+1?"), ("assistant", "a call"), ("tool", "2"), ("assistant", "2"))
     assert function(Response("2", "2", json.dumps(ROW), messages=said)) == ["user", "assistant", "tool", "assistant"]
 
@@ -138,7 +138,7 @@ def test_what_is_no_reward_is_refused_by_name(tmp_path: Path, program: str, mess
 def test_what_is_no_finite_number_is_a_fault_that_names_the_reward(tmp_path: Path, returned: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"def f(response): return {returned}")
-    reward = RewardFunction("mine", 1.0, load_function(str(file), "f", parts_of_row=given))
+    reward = RewardFunction("mine", 1.0, load_function(str(file), "f", parts_of_row=parts_of_row))
     graded = weighed(grade((reward,), Response("2", "2")))
     assert graded.fault is not None
     assert graded.why == f"the reward `mine` returned {repr(eval(returned))[:60]}, not a finite number"
@@ -166,11 +166,11 @@ def test_only_the_file_that_was_planned_runs(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text("def f(response): return 1.0")
     planned = digest_of(file)
-    assert load_function(str(file), "f", parts_of_row=given, sha256=planned)(Response("2", "2")) == 1.0
+    assert load_function(str(file), "f", parts_of_row=parts_of_row, sha256=planned)(Response("2", "2")) == 1.0
     sys.modules.pop(f"_user_code_{file}")  # as another process has it
     file.write_text("def f(response): return 2.0")
     with pytest.raises(UserCodeError) as raised:
-        load_function(str(file), "f", parts_of_row=given, sha256=planned)
+        load_function(str(file), "f", parts_of_row=parts_of_row, sha256=planned)
     assert str(raised.value) == f"{file}: it is not the file that was planned: it has changed since"
 
 
@@ -179,11 +179,11 @@ def test_what_somebody_compiled_does_not_run_in_its_place(tmp_path: Path) -> Non
     file.write_text("def f(response): return 2.0")
     py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     file.write_text("def f(response): return 1.0")
-    assert load_function(str(file), "f", parts_of_row=given)(Response("2", "2")) == 1.0
+    assert load_function(str(file), "f", parts_of_row=parts_of_row)(Response("2", "2")) == 1.0
 
 
 def test_a_file_is_compiled_by_its_own_future_imports_and_encoding(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     program = "# coding: latin-1\ndef f(response: int): return 'é' + f.__annotations__['response'].__name__"
     file.write_bytes(program.encode("latin-1"))
-    assert load_function(str(file), "f", parts_of_row=given)(Response("2", "2")) == "éint"
+    assert load_function(str(file), "f", parts_of_row=parts_of_row)(Response("2", "2")) == "éint"

@@ -42,17 +42,17 @@ ray.shutdown()
 def test_ray_has_cpus_for_all_that_verl_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host of two cores, alone and as the head of a cluster: for each rank the 3 that verl reserves, one for each
     of 8 storage units and their controller, and one for what is being started."""
-    asked: dict[str, object] = {}
+    options_by_name: dict[str, object] = {}
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr("ray.init", lambda **options: asked.update(options))
-    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: asked.update(argv=argv))
+    monkeypatch.setattr("ray.init", lambda **options: options_by_name.update(options))
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: options_by_name.update(argv=argv))
     monkeypatch.setenv(RAY_DIR_VARIABLE, str(tmp_path))
     for ranks in (1, 2, 8):
         plan = make_plan(tmp_path, device="H100", gpus_per_node=ranks)
         _start_ray(plan)
         _start_head(plan)
-        assert asked["num_cpus"] >= 3 * ranks + 8 + 1 + 1
-        assert f"--num-cpus={asked['num_cpus']}" in asked["argv"]
+        assert options_by_name["num_cpus"] >= 3 * ranks + 8 + 1 + 1
+        assert f"--num-cpus={options_by_name['num_cpus']}" in options_by_name["argv"]
 
 
 @pytest.mark.slow

@@ -64,15 +64,15 @@ def watch(_: ModuleType) -> None:
     points = Points(Path(os.environ["KILLED_IN_A_SAVE"]), checkpoints=checkpoints)
     save = torch.save  # writes by C++, of which Python hears nothing
 
-    def save_or_die(content: Any, path: Any, *others: Any, **named: Any) -> None:
+    def save_or_die(content: Any, path: Any, *others: Any, **options: Any) -> None:
         if isinstance(path, str | Path) and Path(path).is_relative_to(checkpoints):
 
             def half() -> None:
-                save(content, path, *others, **named)
+                save(content, path, *others, **options)
                 os.truncate(path, os.path.getsize(path) // 2)
 
             points.reach("torch.save", Path(path), half=half)
-        save(content, path, *others, **named)
+        save(content, path, *others, **options)
 
     torch.save = save_or_die
 

@@ -29,26 +29,26 @@ def spoil(module: ModuleType) -> None:
 
 
 def failing(grade: Callable[..., list], *, folder: Path) -> Callable[..., list]:
-    def graded(*asked: object) -> list:
+    def graded(*arguments: object) -> list:
         if (folder / "all").exists():
             raise ValueError("every reward was asked to fail")
-        for what in ("raise", "nan", "hang", "die"):
+        for fault in ("raise", "nan", "hang", "die"):
             try:
-                (folder / what).rename(folder / f"{what}-taken")
+                (folder / fault).rename(folder / f"{fault}-taken")
             except FileNotFoundError:
                 continue
-            return [("arithmetic", 1.0, fail(what, folder=folder))]
-        return grade(*asked)
+            return [("arithmetic", 1.0, fail(fault, folder=folder))]
+        return grade(*arguments)
 
     return graded
 
 
-def fail(what: str, *, folder: Path) -> float:
-    if what == "raise":
+def fail(fault: str, *, folder: Path) -> float:
+    if fault == "raise":
         raise ValueError("this reward was asked to fail")
-    if what == "nan":
+    if fault == "nan":
         return float("nan")
-    if what == "die":  # at the test's hand: it knows now that a response is at work here
+    if fault == "die":  # at the test's hand: it knows now that a response is at work here
         (folder / "pid.partial").write_text(str(os.getpid()))
         (folder / "pid.partial").rename(folder / "pid")
     time.sleep(600)

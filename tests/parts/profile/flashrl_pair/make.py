@@ -40,13 +40,13 @@ def make_pair() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             name = f"{layer}{norm}.weight"
             model[name] = (1 + 0.2 * normal(HIDDEN)).bfloat16()
             donor[name] = (model[name].float() / smooth).bfloat16()
-        one = torch.ones(1)
-        linears = [(f"self_attn.{part}_proj", normal(rows, HIDDEN), attention, one) for part, rows in ROWS.items()]
+        unit = torch.ones(1)
+        linears = [(f"self_attn.{part}_proj", normal(rows, HIDDEN), attention, unit) for part, rows in ROWS.items()]
         linears += [
-            ("self_attn.o_proj", normal(HIDDEN, HIDDEN), one, one),
-            ("mlp.gate_proj", normal(INNER, HIDDEN), feed_forward, one),
+            ("self_attn.o_proj", normal(HIDDEN, HIDDEN), unit, unit),
+            ("mlp.gate_proj", normal(INNER, HIDDEN), feed_forward, unit),
             ("mlp.up_proj", normal(INNER, HIDDEN), feed_forward, 1 / inner),
-            ("mlp.down_proj", normal(HIDDEN, INNER), inner, one),
+            ("mlp.down_proj", normal(HIDDEN, INNER), inner, unit),
         ]
         for linear, weight_NK, columns, rows in linears:
             name = f"{layer}{linear}.weight"
