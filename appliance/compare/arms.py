@@ -70,7 +70,7 @@ def plan_runs(comparison: Comparison, *, date: str | None = None) -> list[Planne
         run_dir = folder / run_name(arm, seed=seed)
         if arm not in judged:
             name = hub_name(recipe)
-            commit = ask_hub(name, wanted=recipe.model.revision or "")[0] if name else ""
+            commit = ask_hub(name, requested=recipe.model.revision or "")[0] if name else ""
             data_commit = ask_data(recipe.task.data) if recipe.task.data else ""
             commits = {"commit": commit, "data_commit": data_commit}
             _, host, findings = examine(
