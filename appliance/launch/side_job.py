@@ -1,5 +1,9 @@
 """A command that is no training: a folder for its work, preflight about what it needs, and one child, such as a
-benchmark or a check of an engine, whose output goes to a log and whose end is ours."""
+benchmark or a check of an engine, whose output goes to a log and whose end is ours.
+
+What `bench`, `verify` and `profile` share is here. Their jobs and children differ: in `bench` several engines take
+turns in one child, `verify` starts a child for each engine, and `profile` streams a model's layers without an engine.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,11 @@ class Work:
 
 @dataclass(frozen=True)
 class BoundedSeries(Generic[Kept]):
-    """Items as they come, in memory that does not grow."""
+    """Items as they come, a bounded number of them.
+
+    Folding a line then costs the same at every step. A tuple of all items would be copied at each: a run of 30,000
+    steps, whose `status` is read again and again, would copy for seconds.
+    """
 
     count: int = 0
     first: tuple[Kept, ...] = ()

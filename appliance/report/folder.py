@@ -1,7 +1,10 @@
 """What a run's folder says, read at one moment: half a line, half a run and values that are not finite included.
 
-A run may have millions of steps. What is read becomes what a page shows at once: curves of a bounded number of points,
-some of the events, counts, extremes and the last. So memory does not grow with a run, and each line is read once.
+What is read becomes what a page shows at once: curves of a bounded number of points, some of the events, counts,
+extremes and the last. Each line is read once. The page needs such bounds anyway: with 360 points for each curve it is
+half a MB, with a point for each of 10,000 steps it would be more than 10 MB. Applied while reading, the bounds also
+keep the live page as quick to write at the last step as at the first, and the launcher as small: for each update of 64
+ranks it would have to hold 64 acknowledgements.
 """
 
 from __future__ import annotations
