@@ -12,6 +12,8 @@ from typer.main import get_command
 
 from appliance.cli import app
 from appliance.tasks.rewards import BUILT_IN
+from appliance.terms.families import FAMILIES
+from appliance.terms.schemes import Scheme
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ANY = {"RECIPE", "help"}  # besides the targets that `make help` lists
@@ -85,6 +87,19 @@ def test_every_built_in_reward_has_its_row(root: Path) -> None:
     page = (root / "docs/own-task.md").read_text()
     built_in = page.partition("### Built in")[2].partition("\n\n**")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", built_in, re.M) == list(BUILT_IN)
+
+
+def test_every_scheme_has_its_row(root: Path) -> None:
+    page = (root / "docs/quantization.md").read_text().partition("\n## ")[0]
+    first_cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
+    assert [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)] == [*Scheme, "auto"]
+
+
+def test_every_listed_family_is_named(root: Path) -> None:
+    """`Qwen3-MoE` for `Qwen3MoeForCausalLM`."""
+    [named] = re.findall(r"^The \*listed\* families \(([^)]+)\)", (root / "docs/quantization.md").read_text(), re.M)
+    families = [name.removesuffix("ForCausalLM").replace("Moe", "-MoE") for name in FAMILIES]
+    assert [name for name in families if not re.search(rf"\b{name}\b(?!-)", named)] == []
 
 
 def test_every_command_that_a_page_names_is_there(root: Path) -> None:
