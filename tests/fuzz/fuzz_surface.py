@@ -18,7 +18,7 @@ from appliance.errors import ApplianceError
 
 LONG = "fuzz"  # the name of the profile, `--hypothesis-profile=fuzz`
 LEAST_CASES = 100_000
-CODES = frozenset({2, 3, 4, 5, 6})  # exit codes of the contract that bad input may have; 1 is our own fault
+CODES = frozenset({2, 3, 4, 5, 6})  # exit codes of docs/troubleshooting.md that bad input may have; 1 is our own fault
 
 # Cases of a surface: (in `make test`, in `make fuzz`).
 SHARES = {
@@ -78,7 +78,7 @@ def fuzzed(
 
 
 def attempt(surface: str, work: Callable[[], Any], *, folder: Path, may: frozenset[str] = frozenset()) -> Any:
-    """What the work returns, or None when it refuses the input as the contract says. Counts one case.
+    """What the work returns, or None when it refuses the input by an error of ours. Counts one case.
 
     folder: the only one that may change.  may: as of `watching`.  Raises AssertionError for an error that nobody should
     see, Forbidden, Hang, and whatever else the work raises: all of them are findings.

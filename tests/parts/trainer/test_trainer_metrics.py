@@ -1,4 +1,4 @@
-"""From verl's metrics to the contract's, and from a worker's error to an exit code."""
+"""From verl's metrics to those of docs/metrics.md, and from a worker's error to an exit code."""
 
 from __future__ import annotations
 

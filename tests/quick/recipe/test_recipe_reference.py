@@ -52,5 +52,5 @@ def test_every_key_is_read_where_it_acts():
     assert [key for key, name in keys.items() if name not in read] == []
 
 
-def test_every_section_of_the_contract_exists_or_is_refused_by_name():
+def test_every_promised_section_is_there():
     assert set(SECTIONS) == PROMISED_SECTIONS

@@ -49,7 +49,7 @@ def test_complete_attestations_have_no_problem(tmp_path: Path) -> None:
     assert judged(tmp_path, GOOD, TRAINER) == []
 
 
-def test_attestation_holds_what_the_contract_names(tmp_path: Path) -> None:
+def test_an_attestation_is_written_whole(tmp_path: Path) -> None:
     write_attestation(tmp_path, Attestation(**GOOD))
     written = json.loads((tmp_path / "attest" / "rollout-0-0.json").read_text())
     detail = {"node": socket.gethostname(), **GOOD["detail"]}

@@ -33,7 +33,7 @@ def create(plan: RunPlan, *, is_chosen: bool = False) -> Session:
     return create_session(plan, recipe_yaml="name: small\n", is_chosen=is_chosen)
 
 
-def test_new_run_has_the_files_of_the_contract(tmp_path: Path, small_plan: Callable) -> None:
+def test_a_new_run_has_its_files(tmp_path: Path, small_plan: Callable) -> None:
     plan = small_plan(tmp_path)
     with create(plan) as session:
         run_dir = session.run_dir
