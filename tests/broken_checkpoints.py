@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "weights.md"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Of each kind one: a whole layer, the first, a middle and the last part of a fused one, experts, what is no matrix.
 _KINDS = (
@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Count:
-    """One row of the table in docs/reliability.md."""
+    """One row of the table in docs/weights.md."""
 
     fault: str
     injected: int = 0

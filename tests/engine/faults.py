@@ -27,7 +27,7 @@ from torch import Tensor
 from appliance.errors import SyncError
 from appliance.terms.schemes import AS_PLANNED, Precision
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "weights.md"
 PLACES = (0.0, 0.5, 1.0)  # first, middle and last element
 NORM, BIAS, EMBEDDING = "model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "model.embed_tokens.weight"
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -38,7 +38,7 @@ Change = Callable[[Tensors], Tensors]
 
 @dataclass
 class Tally:
-    """One row of the table in docs/reliability.md."""
+    """One row of the table in docs/weights.md."""
 
     fault: str
     injected: int = 0

@@ -1,6 +1,6 @@
 """What goes wrong with a weight update is caught: every fault, at several places, and none slips through.
 
-The numbers that are asserted here are those of the table in docs/reliability.md.
+The numbers that are asserted here are those of the table in docs/weights.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults after transport: in what vLLM is given, and in what its kernels hold. None slips through.
 
-The numbers that are asserted here are those of the table in docs/reliability.md.
+The numbers that are asserted here are those of the table in docs/weights.md.
 """
 
 from __future__ import annotations

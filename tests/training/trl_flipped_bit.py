@@ -14,7 +14,7 @@ from faults import flip_bit, given_to_vllm
 from appliance.errors import SyncError
 from appliance.tasks.built_in import arithmetic
 
-# It is their turn in update 2 (docs/reliability.md): gate_up_proj has this row as number 704 + 354 = 2 modulo 8, and
+# It is their turn in update 2 (docs/weights.md): gate_up_proj has this row as number 704 + 354 = 2 modulo 8, and
 # INT8 asks for one row in eight; BF16 for 64 columns, from 2 * 64 on.
 ROW, COLUMN = 354, 160
 

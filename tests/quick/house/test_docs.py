@@ -138,7 +138,7 @@ def test_a_training_by_a_short_name_is_that_of_its_recipe(root: Path, target: st
     assert re.search(rf"appliance train {recipe} .*--set seed=1;", shown)
 
 
-@pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/weights.md"])
 def test_every_test_that_a_page_names_is_there(root: Path, page: str) -> None:
     names = set(re.findall(r"`(test_\w+)(?:\*?\.py)?`", (root / page).read_text().replace("*.py`", "`")))
     there = [path.stem for path in (root / "tests").rglob("test_*.py")]

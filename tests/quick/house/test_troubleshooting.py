@@ -1,4 +1,10 @@
-"""docs/troubleshooting.md says what the program says: exit codes, errors, symptoms, signals, guards, messages."""
+"""docs/troubleshooting.md says what the program says: exit codes, errors, symptoms, signals, guards, messages.
+
+The page is written by hand and compared, not printed from the code as docs/metrics.md is: what the code has is one or
+two columns of some tables (exit codes, facts, hints, signals). What each of them means, in which order to look, and the
+sections without a table are in no message. To print the page they would have to become texts in the code that no
+program shows.
+"""
 
 from __future__ import annotations
 
