@@ -34,8 +34,12 @@ Problem = tuple[str, str]  # (message, hint)
 
 
 class ApplianceError(Exception):
-    """An error with a place, a fact and a remedy. message: one line, starting with the place where there is one
-    (`file:line: dotted.key: ...`).  hint: what to do next, one line, or empty."""
+    """An error with a place, a fact and a remedy."""
+
+    message: str
+    """One line, which starts with the place where there is one (`file:line: dotted.key: ...`)."""
+    hint: str
+    """What to do next, one line, or empty."""
 
     exit_code = 1
     restartable = False

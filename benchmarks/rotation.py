@@ -234,7 +234,7 @@ def formats_of(how: str) -> torch.dtype:
 
 
 class Forward:
-    """A model as one engine has it. how: as Gemm's, by fused matrix or of all."""
+    """A model as one engine has it."""
 
     def __init__(
         self,
@@ -244,6 +244,7 @@ class Forward:
         ranges: Ranges | None = None,
         inputs: Inputs | None = None,
     ) -> None:
+        """how: as Gemm's, of all fused matrices or by each."""
         ways = dict.fromkeys(FUSED, how) if isinstance(how, str) else how
         self.model, self._ranges, self._inputs = model, ranges, inputs
         self.dtype = formats_of(ways["qkv"])

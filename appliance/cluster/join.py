@@ -200,11 +200,10 @@ class NodeWatch:
     `ray start --block` keeps running when its scheduler ended without an error, and a scheduler hears nothing of a head
     whose host went silent. So `join` looks for itself whether the head's port answers, whether there is a scheduler,
     and what run.json says. It does so on its own thread, because a host that went silent takes seconds to not answer.
-
-    folder: of `join`, the mark of the node's processes.  log: of Ray.
     """
 
     def __init__(self, head: str, *, folder: Path, log: Path) -> None:
+        """folder: of `join`, the mark of the node's processes.  log: of Ray."""
         self._head = head
         self._folder = folder
         self._log = log

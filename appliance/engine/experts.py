@@ -47,8 +47,14 @@ class ExpertGemm(Module):
     """One of an expert's two GEMMs: what a method for linear layers sees in place of a linear layer.
 
     Not a submodule of the layer: nothing is ever loaded into it by name.
-    prefix: of the experts' layer.  expert: number on this rank.  part: GATE_UP or DOWN.
     """
+
+    prefix: str
+    """Name of the GEMM: of the experts' layer, then the expert and the part."""
+    expert: int
+    """Number of the expert on this rank."""
+    part: str
+    """Part of the expert: GATE_UP or DOWN."""
 
     def __init__(self, method: OnlineLinearMethod, *, prefix: str, expert: int, part: str) -> None:
         super().__init__()

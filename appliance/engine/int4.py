@@ -118,8 +118,10 @@ def quantise(weight_NK: Tensor) -> QuantisedWeight:
 
 
 class Int4LinearMethod(OnlineLinearMethod):
-    """The method of one layer. gemm: what multiplies; None before the first load. It is this object's and not the
-    layer's, as INT8's."""
+    """Method of one layer."""
+
+    gemm: Int4Gemm | WideInt4Gemm | None
+    """What multiplies; None before the first load. It is this object's and not the layer's, as INT8's."""
 
     proof = Int4Proof
 
@@ -127,7 +129,7 @@ class Int4LinearMethod(OnlineLinearMethod):
         super().__init__(scheme)
         if not current_platform.is_cpu():
             raise EngineError(scheme.spec.not_on_gpu.format(scheme=scheme), hint="use int8 or bf16")
-        self.gemm: Int4Gemm | WideInt4Gemm | None = None
+        self.gemm = None
 
     def require_shape(self, name: str, *, rows: int, length: int) -> None:
         if why := why_no_groups(rows, length):

@@ -37,11 +37,16 @@ _CUTLASS = 16
 
 
 class Int8LinearMethod(OnlineLinearMethod):
-    """The method of one layer. gemm: on a CPU, what multiplies.  dtype: of activations and answers.
+    """Method of one layer.
 
     A row's codes depend on that row alone: on a CPU, on one rank, a layer's tensors are quantised where they lie, each
     into its rows, and no weight is assembled of them.
     """
+
+    gemm: OneDnnGemm | SglGemm | WideGemm | None
+    """What multiplies on a CPU; None before the first load, and on a GPU."""
+    dtype: torch.dtype
+    """Type of activations and of the result."""
 
     proof = Int8Proof
 
@@ -50,7 +55,7 @@ class Int8LinearMethod(OnlineLinearMethod):
         self.kernel = init_int8_linear_kernel(
             is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name=type(self).__name__
         )
-        self.gemm: OneDnnGemm | SglGemm | WideGemm | None = None
+        self.gemm = None
         self.dtype = torch.bfloat16
         self._codes_NK: Tensor | None = None  # of a layer whose parts are coming
         self._parts: dict[int, _Part] = {}  # by their first row

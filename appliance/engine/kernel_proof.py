@@ -160,11 +160,14 @@ class KernelProof(ABC):
 
 
 class Int8Proof(KernelProof):
-    """samples: numbers of rows, the rows, their codes and scales.
+    """Proof of an INT8 layer.
 
     The engine uses the same quantiser as `quantise_rows`, and an error of it would be in both answers: so the codec
     itself quantises one row of every _SAMPLED_ELEMENTS, another one at each sync (`check_quantiser`).
     """
+
+    samples: list[tuple[range, Tensor, QuantisedWeight]]
+    """Samples for the codec: numbers of rows, the rows, their codes and scales."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +178,7 @@ class Int8Proof(KernelProof):
         self._looks_at_N[self._part :: self.ask.parts] = True
         self._sums_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
-        self.samples: list[tuple[range, Tensor, QuantisedWeight]] = []
+        self.samples = []
 
     @property
     def _part(self) -> int:

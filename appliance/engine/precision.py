@@ -29,7 +29,10 @@ from appliance.terms.settings import Quantisation
 
 
 class RaisedLinearMethod(KeptLinearMethod):
-    """A layer that is in BF16 for the time being. quantised: what it goes back to."""
+    """Method of a layer that is in BF16 for the time being."""
+
+    quantised: OnlineLinearMethod
+    """Method that the layer goes back to."""
 
     def __init__(self, quantised: OnlineLinearMethod) -> None:
         super().__init__()

@@ -58,7 +58,10 @@ class Quantising:
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):
-    """The method of one layer. planned: its scheme when it was made; `scheme` may become another one (precision.py)."""
+    """Method of one layer."""
+
+    planned: Scheme
+    """Scheme of the layer when the method was made; `scheme` may become another one (precision.py)."""
 
     uses_meta_device = True
 

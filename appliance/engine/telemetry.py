@@ -74,14 +74,19 @@ class TelemetryTap:
 
     A layer's sample is copied when the layer comes, and measured with many others: it is so small that the number of
     operations is what costs.
-    first: scales of the run's first update.  seconds: spent here since `begin`.
-    layer_errors: of each layer, when it was quantised last.
     """
 
+    first: FirstScales
+    """Scales of the run's first update."""
+    layer_errors: dict[str, float]
+    """Error of each layer, when it was quantised last."""
+    seconds: float
+    """Seconds spent here since `begin`."""
+
     def __init__(self, model: Module, *, first: FirstScales | None = None) -> None:
-        """first: where an earlier attempt made it."""
-        self.first: FirstScales = dict(first or {})
-        self.layer_errors: dict[str, float] = {}
+        """first: scales that an earlier attempt of the run recorded."""
+        self.first = dict(first or {})
+        self.layer_errors = {}
         self.seconds = 0.0
         self._sums = _Sums()
         self._codes: dict[Key, Tensor] = {}  # [R, K], of the last update

@@ -70,7 +70,12 @@ UNQUANTISED = ("F32", "F16", "BF16")
 
 
 class GgufError(Exception):
-    """A GGUF file that cannot be read, or would be read wrongly. message: the fact, without the file's name."""
+    """A GGUF file that cannot be read, or would be read wrongly."""
+
+    message: str
+    """The fact, without the file's name."""
+    hint: str
+    """What to do next, one line."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)

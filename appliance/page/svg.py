@@ -293,15 +293,15 @@ def _positive(series: Series) -> Series:
 
 
 class Thinned:
-    """A curve as it comes, in memory that does not grow: above `most` points, runs of 2, 4, 8 ... of them are put
-    together, each at its last x, with its mean, its smallest and its largest value.
+    """A curve as it comes, of a bounded number of points: above `most` of them, runs of 2, 4, 8 ... are put together,
+    each at its last x, with its mean, its smallest and its largest value."""
 
-    last: the newest value, exact; None before there is one.
-    """
+    last: float | None
+    """Newest value, exact; None before there is one."""
 
     def __init__(self, *, most: int = MOST) -> None:
-        """most: even."""
-        self.last: float | None = None
+        """most: number of points, even."""
+        self.last = None
         self._most = most
         self._size = 1
         self._runs: list[_Run] = []

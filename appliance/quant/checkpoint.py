@@ -130,10 +130,14 @@ class _Streamed(nn.Module):
 
 
 class StreamedModel:
-    """A causal language model of a known family, without its weights. Raises EngineError for a family that this program
-    does not know. beat: called whenever a layer's weights are in memory, as a sign of life."""
+    """A causal language model of a known family, without its weights."""
 
     def __init__(self, checkpoint: ModelTensors, *, beat: Callable[[], None] = lambda: None) -> None:
+        """Read the model's configuration.
+
+        beat: called whenever a layer's weights are in memory, as a sign of life.
+        Raises EngineError for a family that this program does not know.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
 
         folder = checkpoint.folder

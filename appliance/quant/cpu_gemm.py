@@ -208,10 +208,13 @@ def quantise_weight(
 
 
 class OneDnnGemm:
-    """A packed weight that oneDNN multiplies with. scale_N1: the very memory that is multiplied with.
+    """A packed weight that oneDNN multiplies with.
 
     The handle keeps the address of the scale tensor, and nothing else does: held here for as long as it lives.
     """
+
+    scale_N1: Tensor
+    """Scales, in the very memory that is multiplied with."""
 
     name = "onednn"
 

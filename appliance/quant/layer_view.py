@@ -60,8 +60,10 @@ class Errors:
 
 
 class LayerView:
-    """A decoder layer with its weights in place. prefix: of its parameters' names, such as `model.layers.3.`.  calls,
-    valid: of each batch, the keywords that the layer is called with, and [B, T] bool, false on padding."""
+    """A decoder layer with its weights in place."""
+
+    prefix: str
+    """Beginning of its parameters' names, such as `model.layers.3.`."""
 
     def __init__(
         self,
@@ -76,7 +78,8 @@ class LayerView:
         valid: list[Tensor],
         active_experts: float = 1.0,
     ) -> None:
-        """active_experts: the share of a layer's experts that multiply a token."""
+        """calls: keywords that the layer is called with, of each batch.  valid: [B, T] bool of each batch, false on
+        padding.  active_experts: the share of a layer's experts that multiply a token."""
         self.layer = layer
         self.prefix = prefix
         self.scheme = scheme
@@ -302,11 +305,12 @@ def _experts_forward(
 
 
 class Views:
-    """embedded: [B, T, H] BF16 of each batch.  groups: the smoothing that `open` folds in, none at first.
+    """Decoder layers of a model, one after the other, for the passes of a calibration."""
 
-    on_layer: called after every layer of every pass, so that a run can tell a slow pass from none at all: with the name
-    of the pass, the layers done in it, and their number.
-    """
+    embedded: list[Tensor]
+    """Embeddings of each batch, [B, T, H] BF16."""
+    groups: tuple[SmoothingGroup, ...]
+    """Smoothing that `open` folds in, none at first."""
 
     def __init__(
         self,
@@ -318,10 +322,12 @@ class Views:
         ledger: Ledger,
         on_layer: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> None:
+        """on_layer: called after every layer of every pass, so that a run can tell a slow pass from none at all; with
+        the name of the pass, the layers done in it, and their number."""
         self.model = model
         self.batches = batches
         self.embedded = [model.embed(batch.tokens_BT) for batch in batches]
-        self.groups: tuple[SmoothingGroup, ...] = ()
+        self.groups = ()
         self._calls = [model.layer_calls(hidden_BTH) for hidden_BTH in self.embedded]
         self._scheme = scheme
         self._ignore = ignore

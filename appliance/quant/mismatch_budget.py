@@ -25,9 +25,10 @@ _SEED = 0
 
 
 class MismatchBudget:
-    """The passes of one calibration. exact: [B, T, H] of each batch at each decoder layer, and behind the last one."""
+    """Passes of one calibration."""
 
     def __init__(self, views: Views, *, exact: Sequence[list[Tensor]], settings: Settings) -> None:
+        """exact: [B, T, H] of each batch at each decoder layer, and behind the last one."""
         self._views = views
         self._exact = exact
         self._exact_MH = at_counted(views.model, exact[-1], batches=views.batches)

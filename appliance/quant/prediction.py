@@ -146,10 +146,10 @@ def head_gradients(
 
 
 class _Softmax:
-    """Sums of one softmax along the bands: the maximum so far, exp(z - top), the same times d, and the target's z.
-    target_M: int64, the text's next tokens."""
+    """Sums of one softmax along the bands: the maximum so far, exp(z - top), the same times d, and the target's z."""
 
     def __init__(self, target_M: Tensor) -> None:
+        """target_M: int64, the text's next tokens."""
         self._target_M = target_M
         self._top_M = torch.full(target_M.shape, -torch.inf, dtype=torch.float64)
         self.mass_M, self.moment_M, self._logit_M = (torch.zeros_like(self._top_M) for _ in range(3))

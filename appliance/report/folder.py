@@ -83,30 +83,53 @@ class Attempt:
 
 
 class StepHistory:
-    """What the lines of a run come to, each step once and in order.
+    """What the lines of a run come to, each step once and in order."""
 
-    curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the names of
-    StepMetrics.user_metrics, over the lines that have it.  validated: by the scheme that a validation was made in.
-    parts: of a step's seconds, by name, over the steps that have them.  judged, bad: steps with a mismatch, and those
-    whose mismatch is bad.  last_bad: the last of these, with the reasons.  newest: health of the last step with one.
-    k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in another scheme
-    than BF16 and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
-    """
+    count: int
+    """Number of steps."""
+    curves: defaultdict[str, Thinned]
+    """Curves over the steps: of each number of StepMetrics by its name, and `calls_right`."""
+    known: defaultdict[str, Thinned]
+    """Curves of StepMetrics.user_metrics by name, over the lines that have the number."""
+    validated: defaultdict[str, Thinned]
+    """Mean rewards of validations, by the scheme in which they were made."""
+    parts: dict[str, Thinned]
+    """Seconds of the parts of a step by name, over the steps that have them."""
+    judged: int
+    """Number of steps with a mismatch."""
+    bad: int
+    """Number of steps with a mismatch out of its bounds."""
+    broken: int
+    """Number of steps that nothing was learned from, because a log-prob was not finite."""
+    last_broken: int
+    """Newest step that nothing was learned from; 0 where there is none."""
+    last_bad: tuple[int, tuple[str, ...]] | None
+    """Newest step with a mismatch out of its bounds, and the reasons."""
+    newest: MismatchHealth | None
+    """Health of the newest step with a mismatch."""
+    k3: tuple[float, int] | None
+    """Largest k3, nats, and its step."""
+    ess: tuple[float, int] | None
+    """Smallest effective sample size, 0..1, and its step."""
+    both: StepMetrics | None
+    """Newest line with a validation in another scheme than BF16 and one in BF16."""
+    failures: float
+    """Number of rewards that failed."""
 
     def __init__(self, bounds: MismatchBounds) -> None:
         """bounds: RunPlan.mismatch_bounds."""
         self._bounds = bounds
         self.count = 0
-        self.curves: defaultdict[str, Thinned] = defaultdict(Thinned)
-        self.known: defaultdict[str, Thinned] = defaultdict(Thinned)
-        self.validated: defaultdict[str, Thinned] = defaultdict(Thinned)
-        self.parts: dict[str, Thinned] = {}
+        self.curves = defaultdict(Thinned)
+        self.known = defaultdict(Thinned)
+        self.validated = defaultdict(Thinned)
+        self.parts = {}
         self.judged = self.bad = self.broken = self.last_broken = 0
-        self.last_bad: tuple[int, tuple[str, ...]] | None = None
-        self.newest: MismatchHealth | None = None
-        self.k3: tuple[float, int] | None = None
-        self.ess: tuple[float, int] | None = None
-        self.both: StepMetrics | None = None
+        self.last_bad = None
+        self.newest = None
+        self.k3 = None
+        self.ess = None
+        self.both = None
         self.failures = 0.0
 
     def extend(self, lines: Sequence[StepMetrics]) -> None:
@@ -162,14 +185,26 @@ def _calls_right(step: StepMetrics) -> float | None:
 
 
 class EventHistory:
-    """What the events of a run come to, in their order. started, newest: unix s of the first and the last, 0 before
-    there are any.  by_kind: all but phases and progress, with their place.  findings: of preflight."""
+    """What the events of a run come to, in their order."""
+
+    started: float
+    """Time of the first event, Unix s; 0 before there are any."""
+    newest: float
+    """Time of the last event, Unix s; 0 before there are any."""
+    attempts: list[Attempt]
+    """Attempts of the run, in their order."""
+    by_kind: defaultdict[str, BoundedSeries[tuple[int, Event]]]
+    """All events but phases and progress, by kind, each with its place among them."""
+    findings: BoundedSeries[str]
+    """Findings of preflight."""
+    num_listed: int
+    """Number of events but phases and progress."""
 
     def __init__(self) -> None:
         self.started = self.newest = 0.0
-        self.attempts: list[Attempt] = []
-        self.by_kind: defaultdict[str, BoundedSeries[tuple[int, Event]]] = defaultdict(BoundedSeries)
-        self.findings: BoundedSeries[str] = BoundedSeries()
+        self.attempts = []
+        self.by_kind = defaultdict(BoundedSeries)
+        self.findings = BoundedSeries()
         self.num_listed = 0
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=3 * _MOST_LISTED // 4)

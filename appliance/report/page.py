@@ -242,8 +242,11 @@ class LivePage:
 
     What shows a run must not end it: what goes wrong here is reported once. A disk that is full now may have room
     later, so a page that could not be written is tried again when it is due; after any other error none is written any
-    more. may_restart: a run that ended by a fault may restart by itself, so its page is to load itself again.
+    more.
     """
+
+    may_restart: bool
+    """Whether a run that ended by a fault may restart by itself, so that its page is to load itself again."""
 
     def __init__(self, run_dir: Path) -> None:
         self.may_restart = False

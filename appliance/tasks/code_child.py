@@ -227,9 +227,10 @@ Remote.__repr__ = _forwards("repr")  # type: ignore[method-assign]
 
 
 class _Program:
-    """The program as its tests see it. fault: is called with what a test does that cannot be done from here."""
+    """The program as its tests see it."""
 
     def __init__(self, line: Line, *, fault: Callable[[str], None]) -> None:
+        """fault: called with what a test does that cannot be done from here."""
         self._line, self._fault = line, fault
         self._remotes: dict[int, Remote] = {}
         self.names = self._resolve(0)

@@ -24,10 +24,10 @@ _OF_TURNS = ("s", "bos", "eos", "system", "user", "human", "assistant", "model",
 
 
 class ResponseReader:
-    """Makes text of token ids.
+    """Makes text of token ids."""
 
-    begun: what the text of each response begins with, for the prompt ends with it; mostly empty.
-    """
+    begun: str
+    """Beginning of the text of each response, for the prompt ends with it; mostly empty."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=False)

@@ -54,10 +54,10 @@ Values = dict[str, object]
 
 
 class UserCodeError(ValueError):
-    """A file of the user's that has no such function, or a function that cannot be called as a reward or returned none.
+    """A file of the user's that lacks a function, or a function that cannot be called as a reward or returned none."""
 
-    remedy: what to do about it, empty for the usual remedy.
-    """
+    remedy: str
+    """What to do about it; empty for the usual remedy."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)

@@ -104,10 +104,10 @@ def why_save(plan: Checkpoint, *, step: int, is_last: bool, is_best: bool, is_as
 
 
 class Checkpoints:
-    """The checkpoints of one attempt. `end_step` after every step, `begin_update` before the weights move.
+    """The checkpoints of one attempt. `end_step` after every step, `begin_update` before the weights move."""
 
-    saved_step: the newest step that is saved, or was resumed from; 0 without one.
-    """
+    saved_step: int
+    """Newest step that is saved, or was resumed from; 0 without one."""
 
     def __init__(
         self, plan: RunPlan, *, save_workers: Callable[[Path, int], None], data_state: Callable[[], dict[str, Any]]

@@ -77,8 +77,12 @@ class Restart:
 
 
 class RolloutEngines:
-    """generation: the engines that run, or that are about to start.  restart_s: seconds that restarts took, of which no
-    line of metrics says anything yet."""
+    """The rollout engines of an attempt, one generation after another."""
+
+    generation: Generation
+    """Engines that run, or that are about to start."""
+    restart_s: float
+    """Seconds that restarts took, of which no line of metrics says anything yet."""
 
     def __init__(
         self, run_dir: Path, *, on_death: Callable[[ApplianceError], None], precision: Precision = AS_PLANNED

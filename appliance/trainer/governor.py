@@ -109,15 +109,18 @@ def _share_for(k3: float) -> float:
 
 class Governor:
     """One run's governor: the state in `guard.json`, from which another attempt continues, and the judgement of each
-    step. had_stopped: whether the governor stopped the attempt before: this one resumes, but not as if nothing had
-    happened."""
+    step."""
+
+    vocabulary: Vocabulary | None
+    """Vocabulary of the model, once it is loaded."""
+    had_stopped: bool
+    """Whether the governor stopped the attempt before: this one resumes, but not as if nothing had happened."""
 
     def __init__(self, plan: RunPlan) -> None:
         """Read guard.json, if it is there. Raises ValueError when it cannot be read."""
         self._run_dir = Path(plan.run_dir)
         self._planned = plan.loss_correction
-        self.vocabulary: Vocabulary | None = None
-        """Vocabulary of the model, once it is loaded."""
+        self.vocabulary = None
         self._policy = policy_of(plan)
         kept = self._run_dir / GUARD_FILE
         state = read(kept, GovernorState) if kept.exists() else GovernorState()

@@ -66,8 +66,12 @@ class PrecisionState:
 
 
 class RolloutPrecision:
-    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`. target: what the next
-    weight update is to bring; where that is not live, engines are to be started in it before."""
+    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`."""
+
+    target: Precision
+    """Precision that the next weight update is to bring; engines that do not change live are started in it before."""
+    live: Live
+    """Precision of the engines since the newest weight update."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -235,7 +239,12 @@ def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
 
 
 class WeightUpdates:
-    """count: so far.  last: what the newest one brought, None before the first."""
+    """Weight updates of an attempt, each with what it needs before, and proven after."""
+
+    count: int
+    """Number of updates so far."""
+    last: SyncRecord | None
+    """What the newest update brought; None before the first."""
 
     def __init__(
         self,
@@ -250,7 +259,7 @@ class WeightUpdates:
         """restart: has engines started in `precision.starts_in`; gets why.  attest: after an update with which layers
         changed.  is_leaving: whether the run was asked to stop: engines that start now would not be used."""
         self.count = 0
-        self.last: SyncRecord | None = None
+        self.last = None
         self._plan = plan
         self._precision = precision
         self._engines = engines
@@ -288,8 +297,10 @@ class WeightUpdates:
 
 
 class Validation:
-    """Validations in what the engines run and, when it is due, with every layer in BF16 as well. scheme: what the
-    newest one was made in, which is not the step's where a change came with its weight update."""
+    """Validations in what the engines run and, when it is due, with every layer in BF16 as well."""
+
+    scheme: str
+    """Scheme of the newest validation, which is not the step's where a change came with its weight update."""
 
     def __init__(self, plan: RunPlan, *, precision: RolloutPrecision, check_stop: Callable[[], None]) -> None:
         """check_stop: raises StopAsked when no new validation is to begin."""

@@ -33,11 +33,11 @@ _HINT = "often the kernel ended it for want of memory (sudo dmesg | tail); the l
 
 
 class ProcessWatch:
-    """Watch of the processes that training needs. on_death: gets the error about the first death, on the watch's
-    thread, and does not return. has_services: this process started Ray's services; those of a cluster have their own
-    watch (cluster/form.py)."""
+    """Watch of the processes that training needs."""
 
     def __init__(self, *, on_death: Callable[[ApplianceError], None], has_services: bool) -> None:
+        """on_death: gets the error about the first death, on the watch's thread, and does not return.  has_services:
+        whether this process started Ray's services; those of a cluster have their own watch (cluster/form.py)."""
         self._on_death = on_death
         self._over = threading.Event()
         if has_services:

@@ -75,10 +75,11 @@ def _sorted(samples: dict[str, Any], *, prompts: list[str]) -> dict[str, Any]:
 
 
 class DynamicSampling:
-    """Counter of the prompts that were requested, one step at a time. at_first: prompts that verl requests at the start
-    of a step. max_prompts: a step that asks for more ends the run; 0: any number."""
+    """Counter of the prompts that were requested, one step at a time."""
 
     def __init__(self, *, at_first: int, max_prompts: int) -> None:
+        """at_first: number of prompts that verl asks for at the start of a step.  max_prompts: number of prompts above
+        which a step ends the run; 0: any number."""
         self._at_first = at_first
         self._max_prompts = max_prompts
         self._num_requested = at_first

@@ -63,7 +63,12 @@ def num_workers(cores: int) -> int:
 
 
 class CallFailed(Exception):
-    """A function that was called in the pool gave nothing. fault: how.  why: in words."""
+    """A function that was called in the pool gave nothing."""
+
+    fault: Fault
+    """Kind of the failure."""
+    why: str
+    """Reason, in words."""
 
     def __init__(self, fault: Fault, why: str) -> None:
         super().__init__(why)
@@ -144,8 +149,14 @@ class _TellingPool(ProcessPool):
 
 
 class RewardPool:
-    """A pool of processes that grade responses. graded: how many so far.  faults: how many of them could not be graded,
-    by why. last_fault: the newest of them, None when there is none."""
+    """A pool of processes that grade responses."""
+
+    graded: int
+    """Number of responses that were given so far."""
+    faults: Counter[Fault]
+    """Number of responses that could not be graded, by the kind of the failure."""
+    last_fault: Graded | None
+    """Newest response that could not be graded; None when there is none."""
 
     def __init__(
         self,
@@ -164,8 +175,8 @@ class RewardPool:
         on_idle_death: called on a thread within seconds after a process died that was at no response.
         """
         self.graded = 0
-        self.faults: Counter[Fault] = Counter()
-        self.last_fault: Graded | None = None
+        self.faults = Counter()
+        self.last_fault = None
         self._timeout_s = timeout_s
         self._load = load
         self._import_path = tuple(import_path)

@@ -52,14 +52,21 @@ _HINT = "use trainer.forward: bf16"
 
 
 class EngineLayer:
-    """A linear layer as the engine has it: of one or several modules. name: the engine's.
+    """A linear layer as the engine has it: of one or several modules."""
 
-    scheme: what it computes in now.  sent: of each module's weight the digest with which the engines got it,
-    to be compared with what the next forward computes with; empty where that was done, or the weights have changed.
-    part_names: the modules, or, where a layer has one of them, all that the engine fuses with it.
-    fp8_backward: of a scheme `fp8-block`, whether gradients are computed in it, too.
-    keeps_dequantised: as of EngineWeight.
-    """
+    name: str
+    """Name of the layer in the engine."""
+    scheme: Scheme
+    """Scheme that the layer computes in now."""
+    fp8_backward: bool
+    """Whether gradients are computed in `fp8-block`, too, where the layer is in that scheme."""
+    keeps_dequantised: bool
+    """Setting of EngineWeight of the same name."""
+    sent: dict[str, str]
+    """Digest of each module's weight with which the engines got it, to be compared with what the next forward computes
+    with; empty where that was done, or the weights have changed."""
+    part_names: list[str]
+    """Names of the modules, or, where a layer has one of them, of all that the engine fuses with it."""
 
     def __init__(
         self,
@@ -72,7 +79,7 @@ class EngineLayer:
     ) -> None:
         self.name, self.scheme = name, Scheme.BF16
         self.fp8_backward, self.keeps_dequantised = fp8_backward, keeps_dequantised
-        self.sent: dict[str, str] = {}
+        self.sent = {}
         self.part_names = [name for name, _ in parts]
         self._smoothing = smoothing
         self._parts = parts

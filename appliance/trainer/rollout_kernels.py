@@ -49,11 +49,14 @@ def plain_norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
 
 
 class Pages:
-    """Cache of keys and values for sequences that are there whole. size: tokens of a block. The blocks of a sequence
-    follow one another: a token's slot is its position after its sequence's first. A segment with a prefix has a copy of
-    that in separate blocks, as if it were a whole sequence."""
+    """Cache of keys and values for sequences that are there whole.
+
+    The blocks of a sequence follow one another: a token's slot is its position after its sequence's first. A segment
+    with a prefix has a copy of that in separate blocks, as if it were a whole sequence.
+    """
 
     def __init__(self, sequences: Sequences, *, size: int) -> None:
+        """size: number of tokens of a block."""
         positions_T = sequences.positions_T
         self._size = size
         prefixes = torch.tensor([len(prefix) for prefix in sequences.prefixes], device=positions_T.device)

@@ -136,12 +136,14 @@ class _Linear(Function):
 
 
 class PackedRow:
-    """Sequences in one row, and what rotary embedding and attention need to know of them.
+    """Sequences in one row, and what rotary embedding and attention need to know of them."""
 
-    positions_T: int64, from 0 at each sequence's start; segments may share a prefix (Sequences).  cos_sin:
-    [positions, D], D / 2 cosines and then as many sines.
-    window: tokens that a token sees at most; None, all before it.  trace: of a single sequence, what gets its layers.
-    """
+    positions_T: Tensor
+    """Positions, int64, from 0 at each sequence's start; segments may share a prefix (Sequences)."""
+    cos_sin: Tensor
+    """Rotary embedding, [positions, D]: D / 2 cosines and then as many sines."""
+    window: int | None
+    """Number of tokens that a token sees at most; None: all before it."""
 
     def __init__(
         self,
@@ -155,6 +157,7 @@ class PackedRow:
         window: int | None = None,
         trace: Note | None = None,
     ) -> None:
+        """trace: of a single sequence, what gets its layers."""
         kernels = kernels_of(positions_T)
         kernels.load()
         self._trace = trace

@@ -48,11 +48,16 @@ _NOT_PUT = ("extra_info", "turns", "response_text")  # rewards and SampleLog rea
 
 
 class Rollouts:
-    """The loop that joins seeds, engines, grades and the TransferQueue.
+    """The loop that joins seeds, engines, grades and the TransferQueue."""
 
-    engines: who generates what (trainer/engine_shares.py).  grades: what samples got (trainer/grade_book.py).
-    generated_prompts, generated_tokens: of training, since the start, filtered ones included.
-    """
+    engines: EngineShares
+    """Engines, and who generates what."""
+    grades: GradeBook
+    """Grades that samples got."""
+    generated_prompts: int
+    """Number of prompts of training since the start, filtered ones included."""
+    generated_tokens: int
+    """Number of tokens of training since the start, filtered ones included."""
 
     def __init__(
         self,

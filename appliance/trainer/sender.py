@@ -28,20 +28,22 @@ Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
 
 
 class DigestedWeights:
-    """A stream of weights, each digested just before it goes out, with the manifest as its last tensor.
+    """A stream of weights, each digested just before it goes out, with the manifest as its last tensor."""
 
-    precision: what the engine shall compute in; the first tensor says it where it is not as planned.
-    dtype: of the trainer's forward, and of the engine.
-    manifest: None until the stream has ended.  digest_s: seconds spent on digests.
-    """
+    manifest: Manifest | None
+    """Manifest of the update; None until the stream has ended."""
+    digest_s: float
+    """Seconds spent on digests."""
 
     def __init__(
         self, weights: Weights, *, sync: int, precision: Precision = AS_PLANNED, dtype: torch.dtype = torch.bfloat16
     ) -> None:
+        """precision: what the engine shall compute in; the first tensor says it where it is not as planned.  dtype:
+        type of the trainer's forward, and of the engine."""
         self._weights, self._dtype = weights, dtype
         self._sync = sync
         self._precision = precision
-        self.manifest: Manifest | None = None
+        self.manifest = None
         self.digest_s = 0.0
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:

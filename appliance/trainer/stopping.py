@@ -25,8 +25,14 @@ class StopAsked(Exception):
 
 
 class Stopping:
-    """finished: the last step whose line is written.  saved: the step of the newest complete checkpoint; 0: none. why:
-    the signal's name, or an empty text."""
+    """Requests to stop an attempt, and the points at which it may."""
+
+    finished: int
+    """Last step whose line is written."""
+    saved: int
+    """Step of the newest complete checkpoint; 0: none."""
+    why: str
+    """Name of the signal, or an empty text."""
 
     def __init__(self, run_dir: Path, *, resumed_step: int = 0, end: Callable[[int], None] = os._exit) -> None:
         """resumed_step: of the checkpoint that this attempt resumes from, 0 without one.  end: leaves the process."""

@@ -154,7 +154,7 @@ def turn_seed(seed: int, *, turn: int) -> int:
 
 
 class Turns:
-    """tokenizer, model_type: of the model.  schemas: of the tools.  call: (name, arguments as JSON) to what it says."""
+    """Turns of the model with its tools, which make one response."""
 
     def __init__(
         self,
@@ -167,7 +167,8 @@ class Turns:
         call: Callable[[str, str], Awaitable[ToolAnswer]],
         clock: Mapping[str, Callable[[str], str]] | None = None,
     ) -> None:
-        """max_tokens: of all that comes after a prompt.  clock: as of Rollouts."""
+        """tokenizer, model_type: of the model.  schemas: of the tools.  max_tokens: of all that comes after a prompt.
+        call: gives the answer to a call of a tool by its name and its arguments as JSON.  clock: as of Rollouts."""
         self._tokenizer = tokenizer
         self._reader = ResponseReader(tokenizer)
         self._builder = create_continuous_token_builder(

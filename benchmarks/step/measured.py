@@ -67,10 +67,10 @@ def summary(
 
 
 class Trainings:
-    """The trainings that have ended, one JSON line each, below a first line that says what they are of.
+    """The trainings that have ended, one JSON line each, below a first line that says what they are of."""
 
-    about: commit, host and steps, with which a training may be compared.
-    """
+    about: dict[str, Any]
+    """Commit, host and steps, with which a training may be compared."""
 
     def __init__(self, path: Path, *, about: dict[str, Any], measured: list[Measured]) -> None:
         self.path = path

@@ -114,7 +114,10 @@ def _letters(run: str, *, is_apart: bool) -> Iterator[_Token]:
 
 
 class _Parser:
-    """Reads by recursive descent. place: the token that is read next."""
+    """Reader by recursive descent."""
+
+    place: int
+    """Place of the token that is read next."""
 
     def __init__(self, tokens: tuple[_Token, ...]) -> None:
         self.tokens = tokens

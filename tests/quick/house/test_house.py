@@ -104,7 +104,7 @@ def test_how_python_starts_a_module_is_said_in_one_file(modules: dict[str, ast.M
 
 
 def test_a_field_is_described_below_it(root: Path) -> None:
-    """Where an editor shows it, and not as `name: text` in the docstring of its class."""
+    """Where an editor shows it, and not as `name: text` in the docstring of its class; an argument, in `__init__`."""
     files = [
         file
         for room in ("appliance", "benchmarks", "container", "flashrl_compat")
@@ -128,9 +128,22 @@ def test_a_field_is_described_below_it(root: Path) -> None:
 
 
 def fields_of(node: ast.ClassDef) -> str:
-    """Their names, as alternatives of a pattern."""
-    targets = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
-    return "|".join(target.id for target in targets if isinstance(target, ast.Name))
+    """Names of annotated fields, of what a method stores in `self`, and of what `__init__` takes, as alternatives of a
+    pattern."""
+    names = [
+        child.target.id
+        for child in node.body
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
+    ]
+    names += [
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == "self"
+    ]
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+            names += [argument.arg for argument in (*method.args.args[1:], *method.args.kwonlyargs)]
+    return "|".join(dict.fromkeys(names))
 
 
 def test_the_ranks_of_a_topology_are_computed_in_one_place(modules: dict[str, ast.Module]) -> None:
