@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from appliance.errors import EngineError, RecipeError, TrainingError
 from appliance.terms.schemes import Scheme
@@ -33,14 +34,28 @@ _SMOLLM2_STEPS_S = 60  # twenty steps, and a model that is fetched and converted
 _EAGER_S = 3  # more for these, one kernel after the other
 
 
-@dataclass(frozen=True)
+class Work(StrEnum):
+    """What a row starts, by which its time is limited."""
+
+    KERNELS = "kernels"
+    ENGINES = "engines"
+    TRAINING = "training"
+    LANGUAGE_MODEL = "language-model"  # a training of a small real model, in two schemes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
+    """One thing that is run and judged, in its own process."""
+
     id: str
     text: str
+    """What the row shows, in words."""
     code: str
-    """`module:function`, called with a Ground and the arguments."""
+    """Function that is called with a Ground and the arguments, as `module:function`. The row's own process imports it:
+    its module imports torch and vLLM, which this one does not, and an import that fails costs that row alone."""
     estimate_s: int
     """Seconds on one H100, estimated and not measured."""
+    work: Work = Work.KERNELS
     covers: tuple[str, ...] = ()
     """Parts of docs/gpu.md, as the first column of its table names them."""
     arguments: tuple[tuple[str, object], ...] = ()
@@ -49,51 +64,55 @@ class Row:
     scheme: Scheme | None = None
     """Scheme that the GPU must have kernels for."""
     needs_nvcc: bool = False
-    """Kernels are compiled at first use."""
+    """Whether kernels are compiled at first use."""
+    needs_triton: bool = True
+    """Whether Triton makes kernels, which needs a compiler."""
     needs_hopper: bool = False
     """Whether it needs a Hopper GPU, for what torch multiplies in blocks of 128."""
     shares: bool = False
-    """Whether others may share its GPU, because it measures neither speed nor memory: others may run on its GPU."""
+    """Whether others may share its GPU, because it measures neither speed nor memory."""
     is_plain: bool = False
-    """PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM."""
+    """Whether PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM."""
 
     @property
     def trains(self) -> bool:
-        return self.code.endswith(":train")
+        return self.work in (Work.TRAINING, Work.LANGUAGE_MODEL)
 
     @property
     def needs_compiler(self) -> bool:
-        """Say whether it needs a compiler for what Triton makes."""
-        return not self.is_plain and not self.code.endswith(":int8_gemm")
+        """Whether it needs a compiler for what Triton makes."""
+        return self.needs_triton and not self.is_plain
 
     @property
     def limit_s(self) -> int:
-        if self.code.endswith(".language_model:train"):
-            return LANGUAGE_MODEL_LIMIT_S
-        if self.trains:
-            return TRAINING_LIMIT_S
-        if self.needs_nvcc:
+        """Seconds after which the row is ended."""
+        if self.needs_nvcc and not self.trains:
             return LONGEST_LIMIT_S
-        return ENGINE_LIMIT_S if self.code.partition(":")[0].endswith((".engines", ".updates")) else LIMIT_S
+        return _LIMITS_S[self.work]
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of the command where this row fails."""
+        """Exit code of the command where this row fails."""
         return (TrainingError if self.trains else EngineError).exit_code
 
 
-def _kernel(name: str, code: str, estimate_s: int, what: str, *covers: str, **needs: Scheme | bool) -> Row:
-    return Row(name, what, f"benchmarks.accept.{code}", estimate_s, covers=covers, **needs)  # type: ignore[arg-type]
+_LIMITS_S = {
+    Work.KERNELS: LIMIT_S,
+    Work.ENGINES: ENGINE_LIMIT_S,
+    Work.TRAINING: TRAINING_LIMIT_S,
+    Work.LANGUAGE_MODEL: LANGUAGE_MODEL_LIMIT_S,
+}
 
 
 def _reload(scheme: Scheme, *covers: str) -> Row:
     """Make the row that reloads in every family, and once more in a fresh engine of the last one."""
     needs_nvcc = scheme is Scheme.FP8_BLOCK
     return Row(
-        f"reload-{scheme}",
-        f"{scheme}: other weights and back, proven, in {', '.join(_FAMILIES)}",
-        "benchmarks.accept.engines:reload",
-        _IMPORTS_S + _ENGINE_S * (len(_FAMILIES) + 1) + _NVCC_S * needs_nvcc,
+        id=f"reload-{scheme}",
+        text=f"{scheme}: other weights and back, proven, in {', '.join(_FAMILIES)}",
+        code="benchmarks.accept.engines:reload",
+        work=Work.ENGINES,
+        estimate_s=_IMPORTS_S + _ENGINE_S * (len(_FAMILIES) + 1) + _NVCC_S * needs_nvcc,
         covers=covers,
         arguments=(("scheme_name", str(scheme)), ("families", _FAMILIES)),
         scheme=scheme,
@@ -102,30 +121,16 @@ def _reload(scheme: Scheme, *covers: str) -> Row:
     )
 
 
-def _engines(
-    name: str,
-    function: str,
-    estimate_s: int,
-    text: str,
-    *covers: str,
-    scheme: Scheme | None = None,
-    shares: bool = False,
-    **arguments: object,
-) -> Row:
-    code, given = f"benchmarks.accept.{function}", tuple(arguments.items())
-    return Row(name, text, code, estimate_s, covers=covers, arguments=given, scheme=scheme, shares=shares)
-
-
 def _sync(size: str, *, layers: int) -> Row:
-    return _engines(
-        f"sync-{size}",
-        "engines:sync",
-        35,
-        f"{size.upper()}'s layers by CUDA IPC, in large buckets and in small ones with handles beside them",
-        _ARRIVES,
+    return Row(
+        id=f"sync-{size}",
+        text=f"{size.upper()}'s layers by CUDA IPC, in large buckets and in small ones with handles beside them",
+        code="benchmarks.accept.engines:sync",
+        work=Work.ENGINES,
+        estimate_s=35,
+        covers=(_ARRIVES,),
+        arguments=(("shapes", f"qwen2.5-{size}"), ("layers", layers)),
         scheme=Scheme.INT8,
-        shapes=f"qwen2.5-{size}",
-        layers=layers,
     )
 
 
@@ -157,10 +162,11 @@ def _training(
         **settings,
     }
     return Row(
-        f"train-{kind}{schemes.replace('+', '-')}{'' if size == '0.5b' else f'-{size}'}",
-        f"two steps by {schemes}{addition} at the size of {size}, {layers} layers; memory of the estimate",
-        "benchmarks.accept.training:train",
-        _TRAINING_S + steps_s + _RANK_S * (gpus - 1) + more_s,
+        id=f"train-{kind}{schemes.replace('+', '-')}{'' if size == '0.5b' else f'-{size}'}",
+        text=f"two steps by {schemes}{addition} at the size of {size}, {layers} layers; memory of the estimate",
+        code="benchmarks.accept.training:train",
+        work=Work.TRAINING,
+        estimate_s=_TRAINING_S + steps_s + _RANK_S * (gpus - 1) + more_s,
         covers=covers,
         arguments=tuple(arguments.items()),
         gpus=gpus,
@@ -171,94 +177,107 @@ def _training(
 
 
 ROWS: tuple[Row, ...] = (
-    _kernel(
-        "digest",
-        "kernels:digests",
-        10,
-        "a tensor has one digest on both sides",
-        "digests of every tensor",
+    Row(
+        id="digest",
+        text="a tensor has one digest on both sides",
+        code="benchmarks.accept.kernels:digests",
+        estimate_s=10,
+        covers=("digests of every tensor",),
         is_plain=True,
     ),
-    _kernel(
-        "int8-quantiser",
-        "kernels:int8_quantiser",
-        15,
-        "the INT8 quantiser is the codec, bit for bit",
-        _QUANTISER,
+    Row(
+        id="int8-quantiser",
+        text="the INT8 quantiser is the codec, bit for bit",
+        code="benchmarks.accept.kernels:int8_quantiser",
+        estimate_s=15,
+        covers=(_QUANTISER,),
         scheme=Scheme.INT8,
         shares=True,
     ),
-    _kernel(
-        "quantiser-bandwidth",
-        "speed:bandwidth",
-        20,
-        "the INT8 quantiser's share of a copy's bandwidth",
-        _QUANTISER,
+    Row(
+        id="quantiser-bandwidth",
+        text="the INT8 quantiser's share of a copy's bandwidth",
+        code="benchmarks.accept.speed:bandwidth",
+        estimate_s=20,
+        covers=(_QUANTISER,),
         scheme=Scheme.INT8,
     ),
-    _kernel(
-        "int8-gemm",
-        "kernels:int8_gemm",
-        15,
-        "the INT8 product is the exact one, rounded",
-        _INT8,
+    Row(
+        id="int8-gemm",
+        text="the INT8 product is the exact one, rounded",
+        code="benchmarks.accept.kernels:int8_gemm",
+        estimate_s=15,
+        covers=(_INT8,),
         scheme=Scheme.INT8,
         shares=True,
+        needs_triton=False,
     ),
-    _kernel(
-        "fp8-quantiser",
-        "fp8:quantisers",
-        15,
-        "vLLM's FP8 quantisers are the codec, bit for bit",
-        _FP8,
+    Row(
+        id="fp8-quantiser",
+        text="vLLM's FP8 quantisers are the codec, bit for bit",
+        code="benchmarks.accept.fp8:quantisers",
+        estimate_s=15,
+        covers=(_FP8,),
         scheme=Scheme.FP8,
         shares=True,
         is_plain=True,
     ),
-    _kernel(
-        "fp8-gemm",
-        "fp8:gemm",
-        15,
-        "FP8 products are float64's within what tensor cores cut off",
-        _FP8,
+    Row(
+        id="fp8-gemm",
+        text="FP8 products are float64's within what tensor cores cut off",
+        code="benchmarks.accept.fp8:gemm",
+        estimate_s=15,
+        covers=(_FP8,),
         scheme=Scheme.FP8,
         shares=True,
         is_plain=True,
     ),
-    _kernel(
-        "fp8-backward",
-        "fp8:backward",
-        15,
-        "gradients of a layer in `fp8-block` are float64's of the same codes, within what tensor cores cut off",
-        _BACKWARD,
+    Row(
+        id="fp8-backward",
+        text="gradients of a layer in `fp8-block` are float64's of the same codes, within what tensor cores cut off",
+        code="benchmarks.accept.fp8:backward",
+        estimate_s=15,
+        covers=(_BACKWARD,),
         scheme=Scheme.FP8_BLOCK,
         shares=True,
         needs_hopper=True,
         is_plain=True,
     ),
-    _engines("gemm-7b", "speed:gemm", 20, "INT8 and FP8 products against BF16's at 7B's shapes", shapes="qwen2.5-7b"),
-    _engines("gemm-32b", "speed:gemm", 20, "the same at 32B's shapes", shapes="qwen2.5-32b"),
-    _kernel(
-        "log-probs",
-        "attention:log_probs",
-        15,
-        "log-probs by chunks: values, gradient, memory",
-        "log-probs of the trainer without flash-attn, by `chunked-log-probs`",
-        is_plain=True,
+    Row(
+        id="gemm-7b",
+        text="INT8 and FP8 products against BF16's at 7B's shapes",
+        code="benchmarks.accept.speed:gemm",
+        estimate_s=20,
+        arguments=(("shapes", "qwen2.5-7b"),),
     ),
-    _kernel(
-        "packed-attention",
-        "attention:packed",
-        15,
-        "packed attention is each sequence's own, and its gradient",
-        "attention of the trainer, `auto`: sequences in one row, without padding",
+    Row(
+        id="gemm-32b",
+        text="the same at 32B's shapes",
+        code="benchmarks.accept.speed:gemm",
+        estimate_s=20,
+        arguments=(("shapes", "qwen2.5-32b"),),
+    ),
+    Row(
+        id="log-probs",
+        text="log-probs by chunks: values, gradient, memory",
+        code="benchmarks.accept.attention:log_probs",
+        estimate_s=15,
+        covers=("log-probs of the trainer without flash-attn, by `chunked-log-probs`",),
         is_plain=True,
     ),
     Row(
-        "sequence-parallel",
-        "attention over two GPUs is that of one, and its gradient",
-        "benchmarks.accept.attention:sequence_parallel",
-        45,
+        id="packed-attention",
+        text="packed attention is each sequence's own, and its gradient",
+        code="benchmarks.accept.attention:packed",
+        estimate_s=15,
+        covers=("attention of the trainer, `auto`: sequences in one row, without padding",),
+        is_plain=True,
+    ),
+    Row(
+        id="sequence-parallel",
+        text="attention over two GPUs is that of one, and its gradient",
+        code="benchmarks.accept.attention:sequence_parallel",
+        estimate_s=45,
         covers=("sequence parallelism (Ulysses)",),
         arguments=(("ranks", 2),),
         gpus=2,
@@ -277,65 +296,77 @@ ROWS: tuple[Row, ...] = (
     _reload(Scheme.FP8_BLOCK, _FP8, f"{_NATIVE} `fp8-block`"),
     _sync("7b", layers=4),
     _sync("32b", layers=2),
-    _engines(
-        "sleep",
-        "engines:sleep",
-        30,
-        "an INT8 engine sleeps, wakes, is updated, and answers as before",
-        "sleep mode, freeing of the KV cache",
+    Row(
+        id="sleep",
+        text="an INT8 engine sleeps, wakes, is updated, and answers as before",
+        code="benchmarks.accept.engines:sleep",
+        estimate_s=30,
+        covers=("sleep mode, freeing of the KV cache",),
         scheme=Scheme.INT8,
-    ),
-    _engines(
-        "restart",
-        "engines:restart",
-        40,
-        "an engine ends, its memory is free, the next one starts",
-        "start of an engine, and again at each change of scheme",
-        "change of scheme in a run, validation in both precisions",
-        scheme=Scheme.INT8,
-        schemes=("int8", "bf16"),
-    ),
-    _engines(
-        "other-trainers",
-        "updates:in_process",
-        40,
-        "updates by the calls of other trainers under FLASHRL_CONFIG, proven, and one that is cut short",
-        "weight updates from other trainers",
-        scheme=Scheme.INT8,
-        shares=True,
-        config="int8",
-    ),
-    _engines(
-        "serve",
-        "updates:served",
-        40,
-        "`vllm serve` under FLASHRL_CONFIG, updated over HTTP by CUDA IPC, and by NCCL where there are two GPUs",
-        "`FLASHRL_CONFIG` under `vllm serve`",
-        "weight updates from other trainers",
-        scheme=Scheme.INT8,
-        shares=True,
-        config="int8",
-    ),
-    _engines(
-        "throughput-7b",
-        "engines:throughput",
-        47,
-        "rollouts at 7B's layer shapes by BF16, INT8 and FP8, in turns",
-        shapes="qwen2.5-7b",
-        schemes=("bf16", "int8", "fp8"),
-        pairs=3,
+        work=Work.ENGINES,
     ),
     Row(
-        "train-smollm2",
-        "SmolLM2-135M learns by BF16 and by INT8 rollouts: reward, mismatch, speed of both, proof",
-        "benchmarks.accept.language_model:train",
-        2 * (_TRAINING_S + _CAPTURED_S + _SMOLLM2_STEPS_S),
+        id="restart",
+        text="an engine ends, its memory is free, the next one starts",
+        code="benchmarks.accept.engines:restart",
+        estimate_s=40,
+        covers=(
+            "start of an engine, and again at each change of scheme",
+            "change of scheme in a run, validation in both precisions",
+        ),
+        arguments=(("schemes", ("int8", "bf16")),),
+        scheme=Scheme.INT8,
+        work=Work.ENGINES,
+    ),
+    Row(
+        id="other-trainers",
+        text="updates by the calls of other trainers under FLASHRL_CONFIG, proven, and one that is cut short",
+        code="benchmarks.accept.updates:in_process",
+        estimate_s=40,
+        covers=("weight updates from other trainers",),
+        arguments=(("config", "int8"),),
+        scheme=Scheme.INT8,
+        shares=True,
+        work=Work.ENGINES,
+    ),
+    Row(
+        id="serve",
+        text="`vllm serve` under FLASHRL_CONFIG, updated over HTTP by CUDA IPC, and by NCCL where there are two GPUs",
+        code="benchmarks.accept.updates:served",
+        estimate_s=40,
+        covers=(
+            "`FLASHRL_CONFIG` under `vllm serve`",
+            "weight updates from other trainers",
+        ),
+        arguments=(("config", "int8"),),
+        scheme=Scheme.INT8,
+        shares=True,
+        work=Work.ENGINES,
+    ),
+    Row(
+        id="throughput-7b",
+        text="rollouts at 7B's layer shapes by BF16, INT8 and FP8, in turns",
+        code="benchmarks.accept.engines:throughput",
+        estimate_s=47,
+        arguments=(
+            ("shapes", "qwen2.5-7b"),
+            ("schemes", ("bf16", "int8", "fp8")),
+            ("pairs", 3),
+        ),
+        work=Work.ENGINES,
+    ),
+    Row(
+        id="train-smollm2",
+        text="SmolLM2-135M learns by BF16 and by INT8 rollouts: reward, mismatch, speed of both, proof",
+        code="benchmarks.accept.language_model:train",
+        estimate_s=2 * (_TRAINING_S + _CAPTURED_S + _SMOLLM2_STEPS_S),
         covers=(
             "`smollm2-int8`: a real language model",
             "the trainer's forward by memory: activations kept where they fit, and its micro-batch",
         ),
         arguments=(("schemes", ("bf16", "int8")),),
         scheme=Scheme.INT8,
+        work=Work.LANGUAGE_MODEL,
     ),
     _training(
         Scheme.BF16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -31,7 +32,7 @@ from benchmarks.accept.ground import Ground, RowFailed
 from benchmarks.accept.outcome import Outcome, State
 from benchmarks.accept.probe import Device, Facts, ask, host_files, refuse
 from benchmarks.accept.process import row_env, run_row
-from benchmarks.accept.rows import BEYOND, ROWS, Row, chosen, minutes
+from benchmarks.accept.rows import BEYOND, ROWS, Row, Work, chosen, minutes
 
 H100 = Device(product="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=80 << 30, free_bytes=79 << 30)
 FACTS = Facts(
@@ -534,7 +535,7 @@ def test_rows_for_two_gpus_are_skipped_by_name_where_there_is_one(monkeypatch: p
 
 
 def test_a_training_that_would_be_refused_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = dataclasses.replace(row("well"), code="benchmarks.accept.training:train")
+    training = dataclasses.replace(row("well"), work=Work.TRAINING)
     versions = {"torch": "2.11.0+cu130", "vllm": "0.28.0", "verl": "0.9.1", "ray": "2.60.0"}
     monkeypatch.setattr(command, "version_of", lambda name: versions.get(name, ""))
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
@@ -576,6 +577,17 @@ def test_unknown_rows_are_refused() -> None:
     told = CliRunner().invoke(app, ["accept", "--only", "nothing", "--only", "digest", "--cpu"])
     assert told.exception.problems == [("--only nothing: there is no such row", "`appliance accept --list` shows them")]
     assert told.exception.exit_code == 2
+
+
+def test_every_row_names_a_function_that_is_there(root: Path) -> None:
+    """By its file: to import its module takes torch and vLLM."""
+    missing = []
+    for row in ROWS:
+        module, _, function = row.code.partition(":")
+        tree = ast.parse((root / module.replace(".", "/")).with_suffix(".py").read_text())
+        if function not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+            missing.append(row.code)
+    assert missing == []
 
 
 def test_rows_have_names_of_their_own_and_fit_into_the_time() -> None:
