@@ -40,6 +40,14 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+class _DataCommands(TyperGroup):
+    """Commands below `data`: `preview`, and the name of a data set, which `NAME` stands for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        _, command, rest = super().resolve_command(ctx, [args[0] if args[0] in self.commands else _ANY_DATA, *args[1:]])
+        return args[0], command, rest
+
+
 app = typer.Typer(
     cls=_Commands,
     name="appliance",
@@ -50,9 +58,10 @@ app = typer.Typer(
     result_callback=_end,
 )
 recipes = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
+data = typer.Typer(help="Show what the model will really read, or make a data set's files.", no_args_is_help=True)
 
 RUN_ROOT = Path("runs")
-_DATA_FORMS = "use `appliance data preview RECIPE`, or `appliance data NAME -o DIR`"
+_ANY_DATA = "NAME"
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in ./runs.")]
 SetOption = Annotated[
@@ -311,41 +320,6 @@ def join(
 
 
 @app.command()
-def data(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME|preview", help="dapo-math-17k, aime-2024 or gsm8k; or `preview`.")
-    ],
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Recipe of `preview`.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = None,
-    source: Annotated[
-        list[str] | None,
-        typer.Option("--from", metavar="FILE", help="Read this file, not the hub; one for each file that is made."),
-    ] = None,
-    sets: SetOption = None,
-    json_mode: JsonOption = False,
-) -> None:
-    """Show what the model will really read (`data preview RECIPE`), or make a data set's files (`data NAME -o DIR`).
-
-    The files are parquet in verl's schema, with each problem once. Files that are there already are left alone.
-    """
-    from appliance.launch import data as command
-
-    is_preview = name == command.PREVIEW
-    values_by_option = {"RECIPE": recipe, "--set": sets, "--json": json_mode, "-o": output, "--from": source}
-    other = ("-o", "--from") if is_preview else ("RECIPE", "--set", "--json")
-    wrong = [(f"{each}: `data {name}` does not take it", _DATA_FORMS) for each in other if values_by_option[each]]
-    required = "RECIPE" if is_preview else "-o"
-    if not values_by_option[required]:
-        wrong.append((f"data {name}: {required} is missing", _DATA_FORMS))
-    if wrong:
-        raise RecipeError(wrong)
-    if recipe is not None:
-        command.preview(_load(recipe, sets), json_mode=json_mode)
-    elif output is not None:
-        command.make_data(name, folder=output, sources=tuple(source or ()))
-
-
-@app.command()
 def status(run: RunArgument, json_mode: JsonOption = False) -> None:
     """Show where a run is."""
     from appliance.report.summary import print_status
@@ -417,6 +391,35 @@ def version(json_mode: JsonOption = False) -> None:
         console.out(json.dumps({"schema_version": 1, **versions, "fingerprint": fingerprint()}, indent=2))
     else:
         console.out("\n".join(f"{name} {found or 'not installed'}" for name, found in versions.items()))
+
+
+app.add_typer(data, name="data", cls=_DataCommands)
+
+
+@data.command("preview")
+def data_preview(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
+    """Show two prompts as the model will really read them, and what was left out."""
+    from appliance.launch.data import preview
+
+    preview(_load(recipe, sets), json_mode=json_mode)
+
+
+@data.command(_ANY_DATA)
+def data_files(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")],
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="FILE", help="Read this file, not the hub; one for each file that is made."),
+    ] = None,
+) -> None:
+    """Make the files of a data set: dapo-math-17k, aime-2024 or gsm8k.
+
+    They are parquet in verl's schema, with each problem once. Files that are there already are left alone.
+    """
+    from appliance.launch.data import make_data
+
+    make_data(context.info_name or "", folder=output, sources=tuple(source or ()))
 
 
 app.add_typer(recipes, name="recipes")

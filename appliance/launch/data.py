@@ -28,7 +28,6 @@ from appliance.tasks.rows import read_file, without_faults, write_parquet
 from appliance.tasks.task import DataFile, TaskDefinition
 
 SCHEMA_VERSION = 1
-PREVIEW = "preview"
 _SHOWN = 2000  # characters of a prompt, a truth, a row
 
 

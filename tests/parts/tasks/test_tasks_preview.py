@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.launch import side_job
+from appliance.launch.data import DATA_SETS
 from appliance.tasks import preview as preview_child
 from appliance.tasks.prepare import prompt_ids
 from appliance.tasks.response_text import ResponseReader
@@ -148,17 +149,28 @@ def test_a_train_size_that_there_is_not_is_refused(run: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("preview",), "data preview: RECIPE is missing"),
-        (("preview", "r.yaml", "-o", "x"), "-o: `data preview` does not take it"),
-        (("gsm8k",), "data gsm8k: -o is missing"),
-        (("gsm8k", "r.yaml", "-o", "x"), "RECIPE: `data gsm8k` does not take it"),
+        (("preview",), "Missing argument 'RECIPE'."),
+        (("preview", "r.yaml", "-o", "x"), "No such option: -o"),
+        (("gsm8k",), "Missing option '--output' / '-o'."),
+        (("gsm8k", "r.yaml", "-o", "x"), "Got unexpected extra argument(s) (r.yaml)"),
     ],
 )
 def test_the_two_forms_of_the_command(run: Run, arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
-    hint = "use `appliance data preview RECIPE`, or `appliance data NAME -o DIR`"
-    assert done.stderr == f"error: {message}\nhint: {hint}\n"
+    assert f"data {arguments[0]} [OPTIONS]" in done.stderr and message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["nothing", "NAME"])
+def test_a_data_set_that_there_is_not(run: Run, name: str) -> None:
+    done = run(name, "-o", "x")
+    known = "`gsm8k`, `dapo-math-17k`, `aime-2024`"
+    assert (done.returncode, done.stderr) == (2, f"error: {name}: no data set has this name\nhint: use {known}\n")
+
+
+def test_the_help_names_every_data_set(run: Run) -> None:
+    text = " ".join(run("--help").stdout.split())
+    assert [name for name in DATA_SETS if name not in text] == []
 
 
 def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:

@@ -92,7 +92,7 @@ def test_the_commands(appliance):
     text = appliance("--help").stdout
     names = re.findall(r"^│ ([a-z][a-z-]+)  ", text, flags=re.MULTILINE)
     launched = ["train", "plan", "check", "bench", "accept", "verify", "profile", "setup", "convert-profile", "compare"]
-    assert names == [*launched, "join", "data", "status", "logs", "report", "export", "schema", "version", "recipes"]
+    assert names == [*launched, "join", "status", "logs", "report", "export", "schema", "version", "data", "recipes"]
 
 
 @pytest.mark.parametrize("arguments", [("trian",), ("plan",), ("plan", "arithmetic-tiny-int8", "--sett", "x=1")])
