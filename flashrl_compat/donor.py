@@ -31,6 +31,7 @@ from appliance.profile.child import run
 from appliance.profile.job import ProfileJob
 from appliance.quant.checkpoint import ModelTensors
 from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, power_of_two
+from appliance.terms.counts import counted
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
@@ -128,7 +129,8 @@ def _differences(ours: ModelTensors, theirs: ModelTensors, *, prefixes: list[str
     if not prefixes:
         return ["the model has no model.layers.<i>.input_layernorm.weight"]
     layers = sum(_LAYER.fullmatch(name) is not None for name in theirs.names)
-    problems = [f"the model has {len(prefixes)} layers, the donor {layers}"] if layers != len(prefixes) else []
+    has = f"the model has {counted(len(prefixes), 'layer')}, the donor {layers}"
+    problems = [has] if layers != len(prefixes) else []
     for prefix in prefixes:
         for part in (*LLAMA_NORMS, *_LINEARS):
             name = f"{prefix}{part}.weight"

@@ -37,6 +37,7 @@ from appliance.plan.model_shape import model_shape
 from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
+from appliance.terms.counts import counted
 from appliance.terms.devices import PAYS_FROM, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
@@ -113,7 +114,8 @@ def _refuse_without_memory(shapes: Shapes, *, engines: int, kv_bytes: int, host:
     needed, free = engines * (shapes.weight_bytes + packed_head + kv_bytes), host.memory_free_bytes
     if needed > free:
         raise PreflightError(
-            f"bench: {engines} engines of {shapes.layers} layers and {shapes.vocabulary:,} words take "
+            f"bench: {counted(engines, 'engine')} of {counted(shapes.layers, 'layer')} "
+            f"and {shapes.vocabulary:,} words take "
             f"{needed / GIB:.1f} GiB, this host has {free / GIB:.1f} GiB free",
             hint="measure fewer layers or words: `layers=1`, or `vocabulary=1024`, which compares the layers alone",
         )
@@ -177,7 +179,7 @@ def _measure(job: BenchJob, *, folder: Path, env: dict[str, str]) -> tuple[list[
             console.say(f"pair {turn.pair + 1}/{job.pairs}  {turn.scheme:<11} {turn.tokens_per_s:9.0f} tokens/s")
             shown += 1
 
-    console.say(f"loading {len(job.engines)} engines and warming up")
+    console.say(f"loading {counted(len(job.engines), 'engine')} and warming up")
     env.pop(PLAN_VARIABLE)  # no run's folder to attest in
     run_child(["appliance.bench.child", str(job_file)], command="bench", folder=folder, env=env, tick=tick)
     return read_lines(job.results, Measurement), read_lines(job.facts, EngineFacts)
@@ -190,7 +192,7 @@ def _keep(verdicts: list[SchemeResult], *, job: BenchJob, plan: RunPlan, host: H
     model = "the recipe's model"
     if shapes:
         key = dataclasses.replace(key, shapes=shapes.model.layer_slug, tensor_parallel=job.tensor_parallel)
-        model = f"random weights, {shapes.layers} layers, {shapes.vocabulary:,} words"
+        model = f"random weights, {counted(shapes.layers, 'layer')}, {shapes.vocabulary:,} words"
     if why := _why_not_kept(key, plan=plan, host=host, job=job):
         console.say(f"not kept for `auto`: {why}")
         return None
@@ -198,7 +200,7 @@ def _keep(verdicts: list[SchemeResult], *, job: BenchJob, plan: RunPlan, host: H
         key,
         cache_dir=Path(plan.cache_dir),
         results=tuple(verdicts[1:]),
-        what=f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens",
+        what=f"bench of {model}, batch {workload.sequences}, {counted(workload.new_tokens, 'new token')}",
         pairs=job.pairs,
         kv_memory_bytes=job.memory_bytes,
     )
@@ -229,7 +231,7 @@ def _why_not_kept(key: ResultKey, *, plan: RunPlan, host: HostFacts, job: BenchJ
 
 def table(job: BenchJob, *, verdicts: list[SchemeResult], facts: list[EngineFacts], stored_in: Path | None) -> str:
     """Render one line per scheme, then one sentence per scheme but the base: whether it pays."""
-    ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
+    ratio = f"ratio to {job.schemes[0]} (median of {counted(job.pairs, 'interleaved pair')}, min-max)"
     rows = [
         (
             str(verdict.scheme),

@@ -28,6 +28,7 @@ from appliance.record.attestations import fingerprint
 from appliance.record.events import append_event
 from appliance.record.liveness import WORKER_HOOK
 from appliance.record.plan import RunPlan
+from appliance.terms.counts import counted
 from appliance.terms.devices import Topology
 from appliance.terms.environment import (
     PLAN_VARIABLE,
@@ -184,7 +185,8 @@ class RayCluster:
             self._say(f"warning: {warning}")
         if problems:
             raise PreflightError("; ".join(problems), hint="start every node from the same image, with the same mounts")
-        self._say(f"all {len(reports)} nodes run the same program on the same files")
+        nodes = counted(len(reports), "node runs", plural="nodes run")
+        self._say(f"{nodes} the same program on the same files")
 
     def _ask_each(self) -> list[NodeReport]:
         import ray

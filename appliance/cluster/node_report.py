@@ -31,6 +31,7 @@ from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, read_record
+from appliance.terms.counts import counted
 from appliance.terms.devices import why_not
 from appliance.terms.environment import NODE_VARIABLE, THREADS_VARIABLE
 from appliance.terms.shapes import ModelShape
@@ -143,7 +144,7 @@ def _fewer_cores(report: NodeReport, plan: RunPlan) -> Iterator[str]:
     it there."""
     threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
     if report.facts.cores < threads:
-        cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"
+        cores = counted(report.facts.cores, "core")
         yield f"has {cores}: a process there takes as many threads, not the plan's {threads}"
 
 

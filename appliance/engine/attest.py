@@ -28,6 +28,7 @@ from appliance.errors import EngineError
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.plan import RunPlan, read_plan
 from appliance.sync.precision import read_generation
+from appliance.terms.counts import counted
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import Scheme
 
@@ -58,7 +59,8 @@ def live_scheme(model: Module) -> LiveScheme:
         fallen = [name for name, method in methods.items() if _has_fallen(method, model.get_submodule(name), name=name)]
         if fallen:
             raise EngineError(
-                f"{len(fallen)} layers are not {schemes[0]} and are not to be left out, the first is {fallen[0]}"
+                f"{counted(len(fallen), 'layer is', plural='layers are')} not {schemes[0]} and not to be left out, "
+                f"the first is {fallen[0]}"
             )
     kernels = [
         method.kernel_name if isinstance(method, Quantising) else type(method).__name__ for method in methods.values()

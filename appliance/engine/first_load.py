@@ -42,6 +42,7 @@ from appliance.errors import WeightsError
 from appliance.quant.codec import all_finite
 from appliance.quant.headers import MISTRALS
 from appliance.record.events import report_failures
+from appliance.terms.counts import counted
 from appliance.terms.families import packed_parts
 from appliance.terms.settings import LOAD_FORMAT
 
@@ -229,8 +230,12 @@ class FirstLoad:
         if missing:
             shown = ", ".join(missing[:_MOST_NAMED])
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-            fact = f"{len(missing)} layers did not receive all their weights: {shown}{more}"
-            raise WeightsError(f"first load: {fact}", hint=_HINT)
+            layers = counted(
+                len(missing),
+                "layer did not receive all its weights",
+                plural="layers did not receive all their weights",
+            )
+            raise WeightsError(f"first load: {layers}: {shown}{more}", hint=_HINT)
 
     def _not_come(self, layer: str) -> str:
         """The first tensor that the layer waits for; of a model of another family it is not known."""

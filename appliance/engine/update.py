@@ -46,6 +46,7 @@ from appliance.sync.manifest import (
     record,
 )
 from appliance.sync.records import Acknowledgement
+from appliance.terms.counts import counted
 from appliance.terms.families import packed_parts, why_unknown
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 
@@ -366,7 +367,12 @@ class WeightUpdate:
             tied = tied_layers(self.layers.values())
             if missing := incomplete_layers(self.layers, tied=tied):
                 shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-                raise SyncError(f"weight update: {len(missing)} layers did not receive all their weights: {shown}")
+                layers = counted(
+                    len(missing),
+                    "layer did not receive all its weights",
+                    plural="layers did not receive all their weights",
+                )
+                raise SyncError(f"weight update: {layers}: {shown}")
             self._check_smoothing()
             with self._naming("the layers that are completed last"):
                 finalize_layerwise_reload(self.model, self.model_config)

@@ -27,6 +27,7 @@ from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
 from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, digest
 from appliance.sync.records import Acknowledgement
+from appliance.terms.counts import counted
 
 _ATTRIBUTE = "_appliance_ways_in"  # of a model whose updates are ours
 FINAL = "restart the engine: its weights are neither the old ones nor the new ones"
@@ -160,9 +161,9 @@ class WaysIn:
         self._version += 1
         more = ", every digest as sent" if taken.manifest else ""
         if unproven := taken.unproven - bool(self._head):  # a tied head has been compared with the embedding
-            more += f", of {unproven} tensors nothing else is known"
+            more += f", of {counted(unproven, 'tensor')} nothing else is known"
         self._tell(
-            f"rank {self._rank} took weight update {self._version} by {sender}: {taken.tensors} tensors in "
+            f"rank {self._rank} took weight update {self._version} by {sender}: {counted(taken.tensors, 'tensor')} in "
             f"{taken.seconds:.2f} s, {taken.layers_proven} of {taken.layers} layers proven{more}"
         )
         return taken
@@ -239,7 +240,8 @@ class WaysIn:
         if not self.update.is_open:
             return ": no weights have come yet"
         if missing := self.update.incomplete():
-            return f": {missing[0]} and {len(missing) - 1} more layers wait for weights"
+            others = f" and {counted(len(missing) - 1, 'more layer')} wait" if len(missing) > 1 else " waits"
+            return f": {missing[0]}{others} for weights"
         is_listed = self.update.keeps_digests and not self._manifest_seen
         return ": the list of what was sent has not come" if is_listed else ""
 

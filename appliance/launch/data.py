@@ -26,6 +26,7 @@ from appliance.tasks.library import TASKS, task_of
 from appliance.tasks.preview import Preview
 from appliance.tasks.rows import read_file, without_faults, write_parquet
 from appliance.tasks.task import DataFile, TaskDefinition
+from appliance.terms.counts import counted
 
 SCHEMA_VERSION = 1
 _SHOWN = 2000  # characters of a prompt, a truth, a row
@@ -125,9 +126,9 @@ def _make_file(task: TaskDefinition, file: DataFile, *, folder: Path, source: st
         write_parquet({file.split: data.problems}, path=partial, kind=task.kind)
     info = DataInfo(source or file.hub, digest, data.rows, len(data.problems), data.repeated, data.conflicting)
     write_whole(about, json.dumps(dataclasses.asdict(info), indent=2) + "\n")  # last: without it, it is made again
-    again = f", {info.repeated} rows repeat a problem" if info.repeated else ""
+    again = f", {counted(info.repeated, 'row repeats', plural='rows repeat')} a problem" if info.repeated else ""
     other = f" ({info.conflicting} with another answer: the first one counts)" if info.conflicting else ""
-    console.say(f"{target.name}: {info.rows} rows, {info.problems} problems{again}{other}")
+    console.say(f"{target.name}: {counted(info.rows, 'row')}, {counted(info.problems, 'problem')}{again}{other}")
     return target
 
 

@@ -60,6 +60,7 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
 from appliance.record.plan import RunPlan
+from appliance.terms.counts import counted
 from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
@@ -342,7 +343,7 @@ def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
         numbers = f"KL {predicted['kl']:.1e} nats per token"
         if before := header.get("predicted_all"):
             numbers += f"; {before['kl']:.1e} with all layers quantised"
-        basis = f"{predicted['tokens']} tokens{' of its own' if is_by_own_samples(header) else ''}"
+        basis = f"{counted(predicted['tokens'], 'token')}{' of its own' if is_by_own_samples(header) else ''}"
         rows.append(("mismatch", f"predicted against BF16, over {basis}: {numbers}"))
     if memory := header["memory"]:
         parts = (memory["peak_bytes"], memory["largest_layer_bytes"], memory["model_bytes"])
@@ -387,7 +388,7 @@ def _sources(header: dict[str, Any]) -> str:
     numbers = Counter("norm" if "norm" in leaf else leaf for leaf in leaves)
     norms = numbers.pop("norm", 0)
     others = (f"{number} {leaf}" for leaf, number in sorted(numbers.items()))
-    return ", ".join([f"{norms} norm{'' if norms == 1 else 's'}", *others])
+    return ", ".join([counted(norms, "norm"), *others])
 
 
 def _describe_bf16_layers(header: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from torch.nn import Module
 
 from appliance.errors import WeightsError, first_line
 from appliance.quant.headers import weight_files
+from appliance.terms.counts import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -287,7 +288,7 @@ class _Checkpoint:
         there = {int(found[1]) for name in self._headers if (found := _LAYER.search(name))}
         wanted = {int(found[1]) for name in self._saved_shapes if (found := _LAYER.search(name))}
         if there != wanted and there and wanted and max(there) != max(wanted):
-            yield f"the files have {len(there)} layers, config.json says {len(wanted)}"
+            yield f"the files have {counted(len(there), 'layer')}, config.json says {len(wanted)}"
 
     def _remedy(self, missing: Sequence[str], *, unexpected: Sequence[str], no_floats: Sequence[str]) -> str:
         if no_floats:

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from appliance.record.events import Tail, append_line
 from appliance.record.lines import STRICT, Count, Measured, parse_line
+from appliance.terms.counts import counted
 
 SAMPLES_FILE = "samples.jsonl"
 _HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end has the answer
@@ -61,7 +62,7 @@ def shortened(text: str) -> str:
     """Shorten a long text to its head and tail, with how much is left out."""
     if len(text) <= _HEAD + _TAIL:
         return text
-    return f"{text[:_HEAD]} […{len(text) - _HEAD - _TAIL} characters…] {text[-_TAIL:]}"
+    return f"{text[:_HEAD]} […{counted(len(text) - _HEAD - _TAIL, 'character')}…] {text[-_TAIL:]}"
 
 
 def append_samples(run_dir: Path, samples: StepSamples) -> None:

@@ -22,6 +22,7 @@ from appliance.record.events import Event, StepMetrics
 from appliance.record.plan import RunPlan
 from appliance.record.state import RunState, by_set, judge_step, remaining_s, rewards_of, val_how
 from appliance.report import draw
+from appliance.terms.counts import counted
 from appliance.terms.phases import OF_A_STEP, Phase
 from appliance.terms.schemes import beside
 
@@ -90,7 +91,7 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
 
 def plain_validation(step: StepMetrics) -> str:
     """Return the line of the validation before training, which belongs to no step."""
-    samples = "" if step.val_samples is None else f" ({step.val_samples:.0f} problems, {val_how(step)})"
+    samples = "" if step.val_samples is None else f" ({counted(int(step.val_samples), 'problem')}, {val_how(step)})"
     sets = (f"  {name} {set_text(metrics)}" for name, metrics in by_set(step).items())
     return f"validation before training {_validated(step)}{samples}{''.join(sets)}"
 
@@ -188,8 +189,10 @@ def _ess(step: StepMetrics, *, bounds: MismatchBounds) -> str:
 
 
 def _scheme(step: StepMetrics) -> str:
-    raised = f", {step.bf16_layers:g} layers in bf16" if step.bf16_layers and step.scheme != "bf16" else ""
-    return (f"{step.scheme} (emulated)" if step.emulated else step.scheme) + raised
+    scheme = f"{step.scheme} (emulated)" if step.emulated else step.scheme
+    if not step.bf16_layers or step.scheme == "bf16":
+        return scheme
+    return f"{scheme}, {counted(int(step.bf16_layers), 'layer')} in bf16"
 
 
 def _tiny(value: float | None) -> str:
@@ -260,7 +263,7 @@ def validation_text(state: RunState) -> str:
     now = f"{state.val_last:.3f} after step {state.val_last_step}" if state.val_last_step else ""
     if now and state.val_bf16 is not None:
         now += f" (bf16 {state.val_bf16:.3f})"
-    samples = f"  ({state.val_samples} problems, {state.val_how})" if state.val_samples else ""
+    samples = f"  ({counted(state.val_samples, 'problem')}, {state.val_how})" if state.val_samples else ""
     return ", ".join(part for part in (before, now) if part) + samples
 
 

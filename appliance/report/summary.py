@@ -20,6 +20,7 @@ from appliance.record.session import RunRecord, RunStatus
 from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, rewards_of, step_seconds
 from appliance.report import display, draw
 from appliance.report.folder import UNFINISHED, find_run, read_run, reading
+from appliance.terms.counts import counted
 from appliance.terms.devices import why_outgrown
 from appliance.terms.environment import EXACT_VARIABLE
 from appliance.terms.schemes import Scheme
@@ -70,7 +71,7 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     """Return the summary of a run as (label, text) pairs. seconds: of this attempt.  folder: the run's folder as a
     person would type it."""
     rewards, per_step = result(state), draw.number(step_seconds(state), digits=1)
-    how = f"{state.val_how}, {state.val_samples} problems of the validation set"
+    how = f"{state.val_how}, {counted(state.val_samples, 'problem')} of the validation set"
     how = how if rewards.validated else "sampled, while training"
     beside = f" (bf16 {draw.number(state.val_bf16)})" if rewards.validated and state.val_bf16 is not None else ""
     only_after = (
@@ -81,7 +82,7 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     before = step_of(Path(plan.resume_from))
     of_them = f", {state.step - before or 'none'} of them" if before else ""
     return (
-        ("done", f"{state.step} steps{of_them} in {draw.duration(seconds)}"),
+        ("done", f"{counted(state.step, 'step')}{of_them} in {draw.duration(seconds)}"),
         ("reward", reward),
         *only_after,
         *display.set_rows(state),
@@ -111,7 +112,7 @@ def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
 def _mismatch(state: RunState) -> str:
     if not state.judged_steps:
         return MismatchHealth.UNKNOWN.word
-    return f"fine in {state.judged_steps - state.bad_steps} of {state.judged_steps} steps"
+    return f"fine in {state.judged_steps - state.bad_steps} of {counted(state.judged_steps, 'step')}"
 
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:

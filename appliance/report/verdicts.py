@@ -21,6 +21,7 @@ from appliance.report import display, draw
 from appliance.report.folder import RankUpdates, RunView
 from appliance.report.summary import go_on_command, result
 from appliance.sync.precision import attestations_at
+from appliance.terms.counts import counted
 from appliance.terms.schemes import Scheme, beside
 
 _MOST_SENTENCES = 3
@@ -67,7 +68,7 @@ def verdicts(view: RunView) -> list[RunVerdict]:
 
 def _outcome(view: RunView) -> _Said:
     record, state = view.record, view.state
-    steps = f"{state.step} of {state.steps} steps"
+    steps = f"{state.step} of {counted(state.steps, 'step')}"
     match record.state:
         case RunStatus.DONE:
             return Word.FINE, f"{steps}, the model is in model/"
@@ -88,7 +89,7 @@ def _reward(view: RunView) -> _Said:
     if rewards.before is None or rewards.after is None:
         return Word.OPEN, "no other step to compare with" + " yet" * view.is_live
     how = (
-        f"{view.state.val_how}, {view.state.val_samples} problems"
+        f"{view.state.val_how}, {counted(view.state.val_samples, 'problem')}"
         if rewards.validated
         else "sampled, means of at most five steps"
     )
@@ -101,7 +102,7 @@ def _mismatch(view: RunView) -> _Said:
     steps, bounds = view.steps, view.plan.mismatch_bounds
     if steps.newest is None:
         return Word.OPEN, "no step has a mismatch yet"
-    sentences = [f"within the bounds in {steps.judged - steps.bad} of {steps.judged} steps"]
+    sentences = [f"within the bounds in {steps.judged - steps.bad} of {counted(steps.judged, 'step')}"]
     if steps.k3 is not None:
         (k3, step), (_, bound) = steps.k3, bounds.k3_kl.bad
         sentences.append(f"largest k3 {beside(k3, bound, form='.1e')} in step {step} (bound {bound:g})")
@@ -126,7 +127,8 @@ def _precision(view: RunView) -> _Said | None:
     if not problems or view.plan.task.is_own:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
     noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)
-    text += f"; with {problems:.0f} problems, less than ±{noise:.3f} is noise (two standard errors, not paired)"
+    validated = counted(int(problems), "problem")
+    text += f"; with {validated}, less than ±{noise:.3f} is noise (two standard errors, not paired)"
     return Word.FINE if in_scheme > bf16 - noise else Word.WARN, text
 
 
@@ -144,9 +146,11 @@ def _updates(view: RunView) -> _Said:
 
 
 def _arrived(ranks: Sequence[RankUpdates], *, attempt: int) -> str:
-    updates, of = min(rank.count for rank in ranks), f" of attempt {attempt}" if attempt > 1 else ""
-    count = f"{sum(bool(rank.count) for rank in ranks)} of {len(ranks)} engines' processes"
-    sentences = [f"{updates} updates{of} arrived with the digests that were sent, at {count}"]
+    updates = counted(min(rank.count for rank in ranks), "update")
+    of_attempt = f" of attempt {attempt}" if attempt > 1 else ""
+    processes = counted(len(ranks), "engine process", plural="engines' processes")
+    count = f"{sum(bool(rank.count) for rank in ranks)} of {processes}"
+    sentences = [f"{updates}{of_attempt} arrived with the digests that were sent, at {count}"]
     for words, taken in (
         ("first", [rank.first for rank in ranks if rank.first is not None]),
         ("newest", [rank.newest for rank in ranks if rank.newest is not None]),
@@ -209,8 +213,9 @@ def _rewards(view: RunView) -> _Said | None:
     """What could not be graded, and steps that nothing was learned from; nothing to say where all went well."""
     steps, sentences = view.steps, []
     if steps.failures:
-        sentences.append(f"{steps.failures:.0f} rewards failed")
+        sentences.append(f"{counted(int(steps.failures), 'reward')} failed")
     if steps.broken:
         last = f"log-probabilities were not finite, last in step {steps.last_broken}"
-        sentences.append(f"{steps.broken} steps were not learned from: {last}")
+        broken = counted(steps.broken, "step was", plural="steps were")
+        sentences.append(f"{broken} not learned from: {last}")
     return (Word.WARN, "; ".join(sentences)) if sentences else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.tasks.answers import given_alternatives
+from appliance.terms.counts import counted
 
 _FUNCTION = re.compile(r"(?i)(?:fn|func|function|method|entry)(?:[_-]?(?:name|point))?")
 _KINDS = ("testtype", "test_type", "type")
@@ -169,9 +170,8 @@ def _of_pairs(inputs: Any, outputs: Any, *, shared: _Shared, names: tuple[str, s
         if not is_one and not isinstance(value, list):
             raise ValueError(f"`{name}` is {_shown(value)}, but must be a list with an entry for each test")
     if not is_one and len(inputs) != len(outputs):
-        raise ValueError(
-            f"`{names[0]}` has {len(inputs)} entries and `{names[1]}` {len(outputs)}: each test needs one of both"
-        )
+        entries = counted(len(inputs), "entry", plural="entries")
+        raise ValueError(f"`{names[0]}` has {entries} and `{names[1]}` {len(outputs)}: each test needs one of both")
     pairs = [(inputs, outputs)] if is_one else list(zip(inputs, outputs, strict=True))
     if shared.kind == "call" and not shared.function:
         raise ValueError("its tests are calls of a function, and no `fn_name` beside them says of which one")

@@ -18,6 +18,7 @@ from appliance.tasks import built_in, own_task
 from appliance.tasks.rewards import readers
 from appliance.tasks.rows import Faults
 from appliance.tasks.task import PromptLimit, RewardFunction, Splits, TaskDefinition
+from appliance.terms.counts import counted
 from appliance.terms.shapes import ModelShape
 
 
@@ -161,9 +162,8 @@ def splits_of(settings: sections.Task, *, files: TaskFiles, limit: PromptLimit |
     splits = task_of(settings, files=files).splits(settings, limit=limit)
     if settings.train_size > (most := len(splits.train)):
         words = limit.words if limit else ""
-        message = (
-            f"task.train_size: {settings.train_size} is more than the {most} problems{words} there are to train on"
-        )
+        problems = counted(most, "problem")
+        message = f"task.train_size: {settings.train_size} is more than the {problems}{words} there are to train on"
         raise RecipeError([(message, "lower it, or use 0 for all of them")])
     return splits
 
@@ -172,7 +172,8 @@ def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
     """Report fewer problems than a step takes. problems: number of those to train on."""
     if problems >= prompts_per_step:
         return []
-    message = f"task.train_file: {problems} problems are left to train on, a step takes {prompts_per_step}"
+    are_left = counted(problems, "problem is left", plural="problems are left")
+    message = f"task.train_file: {are_left} to train on, a step takes {prompts_per_step}"
     return [(message, "lower batch.prompts_per_step, or give more problems")]
 
 

@@ -34,6 +34,7 @@ from appliance.tasks.templates import OF_A_PROGRAM, missing_template, refusal, t
 from appliance.tasks.tokenizer import load_tokenizer
 from appliance.tasks.tools import Schema, read_tools, tools_request, write_schemas
 from appliance.terms.clock import clock_of
+from appliance.terms.counts import counted
 from appliance.terms.phases import Phase
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _make_data(plan: RunPlan) -> None:
     to_validate = ", ".join(f"{len(splits.val_sets[name])} ({name})" for name in splits.val_sets) or str(
         len(splits.val)
     )
-    sizes = f"{len(splits.train)} problems to train on, {to_validate} to validate"
+    sizes = f"{counted(len(splits.train), 'problem')} to train on, {to_validate} to validate"
     append_event(run_dir, kind="progress", what="data", done=1, total=1, note=sizes)
 
 

@@ -29,6 +29,7 @@ from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, RewardFunction, TaskDefinition
 from appliance.tasks.trial_answers import first_right, in_marks, is_bare, near_misses, wrong_answers
 from appliance.tasks.user_code import UserCodeError, load_module, voice
+from appliance.terms.counts import counted
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
 _READ_FOR_NUMBERS = 1000  # rows, whose truths are to be single numbers
@@ -131,7 +132,7 @@ def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[P
     if not places:
         return ""
     shown = problems[places[0] - 1].truth[:_SHOWN]
-    share = f"{len(places)} of {len(problems)} rows"
+    share = f"{len(places)} of {counted(len(problems), 'row')}"
     compares = f"`{names[0]}` compares its numbers and nothing else"
     return f"in {share} the truth is no single number, and {compares}: row {places[0]}: `{shown}`"
 
@@ -206,7 +207,7 @@ def _judge_own(
             place, right = first_right(forms, ask=ask, above=nothing, before_marked=marked)
             if right <= nothing:
                 if nothing > -math.inf:  # else no reward applies to this row
-                    tried = f"the truth `{problem.truth[:_SHOWN]}`, bare and in {len(forms) - 1} marks,"
+                    tried = f"the truth `{problem.truth[:_SHOWN]}`, bare and in {counted(len(forms) - 1, 'mark')},"
                     earns = "nothing" if right == -math.inf else f"{right:g} at most"
                     wrong.append(f"row {number}: {tried} earns {earns}, an empty response {nothing:g}")
                 continue

@@ -14,6 +14,7 @@ from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
 from appliance.settings import sections
 from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
+from appliance.terms.counts import counted
 
 
 class Score(Protocol):
@@ -215,7 +216,12 @@ class TaskDefinition:
         seen = {problem.messages for problem_set in sets.values() for problem in problem_set.problems}
         unseen = [problem for problem in train if problem.messages not in seen]
         if shared := len(train) - len(unseen):
-            notes.append(f"train: {shared} problems are in the validation data as well and are left out")
+            problems = counted(
+                shared,
+                "problem is in the validation data as well and is left out",
+                plural="problems are in the validation data as well and are left out",
+            )
+            notes.append(f"train: {problems}")
         holds_out = usual is not None or not settings.val_sets
         left = shortened(unseen)
         used = {name: problem_set for name, problem_set in sets.items() if holds_out or name != "val"}
@@ -234,9 +240,8 @@ class TaskDefinition:
         if holds_out and "val" in sets:
             validation = sets["val"].problems[: size or None]
             if len(validation) < size:
-                notes.append(
-                    f"val: its {len(validation)} problems{words} are fewer than `{key}`, {size}; all are taken"
-                )
+                problems = counted(len(validation), f"problem{words} is", plural=f"problems{words} are")
+                notes.append(f"val: its {problems} fewer than `{key}`, {size}; all are taken")
         elif holds_out and left:
             path = train_file or "the data set"
             faults += _cannot_hold_out(left, path=path, val_size=size, key=key, words=words)
@@ -283,13 +288,11 @@ def _counts(name: str, problem_set: ProblemSet) -> list[str]:
     """Count what is left out; nothing where every row is a separate problem."""
     notes = []
     if problem_set.repeated:
-        notes.append(
-            f"{name}: {problem_set.rows} rows, {len(problem_set.problems)} distinct problems: each counts once"
-        )
+        rows, problems = counted(problem_set.rows, "row"), counted(len(problem_set.problems), "distinct problem")
+        notes.append(f"{name}: {rows}, {problems}: each counts once")
     if problem_set.conflicting:
-        notes.append(
-            f"{name}: {problem_set.conflicting} rows repeat a problem with another answer: the first one counts"
-        )
+        rows = counted(problem_set.conflicting, "row repeats", plural="rows repeat")
+        notes.append(f"{name}: {rows} a problem with another answer: the first one counts")
     if problem_set.left_out:
         fields = ", ".join(f"`{each}`" for each in problem_set.left_out)
         notes.append(f"{name}: {fields}: not in the rows that rewards get, bytes are no JSON")
@@ -306,14 +309,14 @@ def _too_few(key: str, val_set: sections.ValSet, problem_set: ProblemSet, *, wor
     leaves without any."""
     if val_set.size <= (most := len(problem_set.problems)) or (words and not most):
         return []
-    message = f"task.{key}.size: {val_set.size} is more than the {most} problems{words} in {val_set.file}"
+    message = f"task.{key}.size: {val_set.size} is more than the {counted(most, 'problem')}{words} in {val_set.file}"
     return [(message, f"use 1 to {most}, or 0 for all of them")]
 
 
 def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str, words: str) -> Faults:
     if 0 < val_size < len(problems):
         return []
-    of_all = f"{val_size} of the {len(problems)} problems{words} in {path}"
+    of_all = f"{val_size} of the {counted(len(problems), 'problem')}{words} in {path}"
     message = f"{key}: {of_all} leave no problem for training or none for validation"
     most = len(problems) - 1
     use = f"use 1 to {most}" if most else "give more problems"

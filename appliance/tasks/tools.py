@@ -28,6 +28,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
 from appliance.tasks.user_code import UserCodeError, load_module, run_child, voice
 from appliance.terms.clock import ANY_DAY, clock_of
+from appliance.terms.counts import counted
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
 STARTS_WITHIN_S = 60.0  # the child: it loads transformers
@@ -139,7 +140,7 @@ def _shortened(text: str) -> str:
     text = text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
     if len(text) <= MOST_CHARACTERS:
         return text
-    return f"{text[:MOST_CHARACTERS]} ... ({len(text) - MOST_CHARACTERS} more characters)"
+    return f"{text[:MOST_CHARACTERS]} ... ({counted(len(text) - MOST_CHARACTERS, 'more character')})"
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from appliance.record.code import attested_code
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.sync.precision import attestations_at, read_generation
+from appliance.terms.counts import counted
 from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import Dtype
 from appliance.trainer.correction import gdpo_weights
@@ -65,7 +66,8 @@ def _other_layers(run_dir: Path) -> Iterator[str]:
     (first, layers), *others = [(one.process, {*one.detail["quantised"]}) for one in said if one.role != "driver"]
     for process, found in others:
         if differ := sorted(layers ^ found):
-            yield f"{first} and {process} do not quantise the same: {len(differ)} layers differ, first {differ[0]}"
+            differences = counted(len(differ), "layer differs", plural="layers differ")
+            yield f"{first} and {process} do not quantise the same: {differences}, first {differ[0]}"
 
 
 def attest_driver(plan: RunPlan, *, algorithm: DictConfig) -> None:

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayError
 
 from appliance.errors import EngineError, last_line
 from appliance.record.liveness import Heartbeat
+from appliance.terms.counts import counted
 
 HINT = "the log has the details"
 
@@ -114,7 +115,9 @@ class EngineShares:
         except RayError as error:
             raise _engine_error(error, engine=number) from error
         if num_answers < len(prompts):
-            raise EngineError(f"rollout engine {number} answered {num_answers} of {len(prompts)} prompts", hint=HINT)
+            raise EngineError(
+                f"rollout engine {number} answered {num_answers} of {counted(len(prompts), 'prompt')}", hint=HINT
+            )
 
     async def clear_caches(self) -> None:
         """Have every engine forget the prompts that it has cached."""

@@ -34,6 +34,7 @@ from appliance.quant.loading import load_whole
 from appliance.record.checkpoints import ADAPTER_FOLDER
 from appliance.settings.sections import Lora
 from appliance.sync.manifest import digest
+from appliance.terms.counts import counted
 
 _WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 
@@ -73,10 +74,14 @@ class FrozenWeights:
         self._first = self._first or found
         if changed := [name for name, before in self._first.items() if found.get(name) != before]:
             name = changed[0].replace(".base_layer", "").removeprefix("base_model.model.")
-            message = f"weight update: {len(changed)} weights that LoRA leaves alone have changed, first {name}"
+            weights = counted(
+                len(changed), "weight that LoRA leaves alone has", plural="weights that LoRA leaves alone have"
+            )
+            message = f"weight update: {weights} changed, first {name}"
             raise SyncError(message, hint="an adapter that was merged stayed in them; resume from the last checkpoint")
         if merged := [name for name, each in module.named_modules() if isinstance(each, LoraLayer) and each.merged]:
-            message = f"weight update: {len(merged)} layers count as merged before the merge, first "
+            layers = counted(len(merged), "layer counts", plural="layers count")
+            message = f"weight update: {layers} as merged before the merge, first "
             message += merged[0].removeprefix("base_model.model.")
             raise SyncError(message, hint="their adapter would not be sent; resume from the last checkpoint")
 

@@ -24,6 +24,7 @@ from appliance.record.plan import RunPlan
 from appliance.settings.sections import SchemeChange
 from appliance.sync.precision import write_wanted
 from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, check_sync, layer_errors_file
+from appliance.terms.counts import counted
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.trainer.engines import RolloutEngines
 
@@ -186,13 +187,14 @@ class RolloutPrecision:
         if some is (acknowledgement.bf16_layers > 0):
             return ""
         return (
-            f"{who} raised {acknowledgement.bf16_layers} layers to bf16, it was to raise {'some' if some else 'none'}"
+            f"{who} raised {counted(acknowledgement.bf16_layers, 'layer')} to bf16, it was to raise "
+            f"{'some' if some else 'none'}"
         )
 
     def _tell(self, acknowledgements: list[Acknowledgement]) -> None:
-        layers = f" with {self.live.bf16_layers} layers in bf16" if self._lasting.bf16_layers else ""
+        layers = f" with {counted(self.live.bf16_layers, 'layer')} in bf16" if self._lasting.bf16_layers else ""
         switched = sum(engine.switched for engine in acknowledgements)
-        how = f"{switched} layers changed" if self._is_live else "the first of these engines"
+        how = f"{counted(switched, 'layer')} changed" if self._is_live else "the first of these engines"
         append_event(
             self._run_dir,
             kind="note",

@@ -45,6 +45,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
 from appliance.tasks.library import rewards_of
 from appliance.tasks.task import Response, RewardFunction
+from appliance.terms.counts import counted
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it
 LOADS_WITHIN_S = 60.0  # a process its rewards, before its first response
@@ -402,7 +403,7 @@ class RewardFaults:
             return 0
         kinds = ", ".join(f"{number} {fault}" for fault, number in sorted(new.items()))
         why = pool.last_fault.why if pool.last_fault is not None else ""
-        text = f"{count} of {num_graded} rewards of {responses} failed ({kinds})"
+        text = f"{count} of {counted(num_graded, 'reward')} of {responses} failed ({kinds})"
         append_event(self._run_dir, kind="reward", what=text, why=why, failed=count, graded=num_graded)
         if count > self._most * num_graded:
             hint = f"the last one: {why}; guard.reward_failures says how many may fail"

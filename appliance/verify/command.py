@@ -25,6 +25,7 @@ from appliance.profile.job import find_profile, job_of_plan
 from appliance.recipe.schema import Recipe
 from appliance.record.lines import finite
 from appliance.record.plan import RunPlan
+from appliance.terms.counts import counted
 from appliance.terms.devices import why_not
 from appliance.terms.environment import IN_ONE_PROCESS, PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
@@ -61,7 +62,8 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
             reference = reference if quantisation.scheme.quantised else seen.first
     console.out(as_json(rows) if json_mode else table(rows, columns=console.columns()))
     if failed := [row for row in rows if row.problems]:
-        message = f"verify: {len(failed)} of {len(rows)} workers failed: {label(failed[0])}: {failed[0].problems[0]}"
+        workers = counted(len(rows), "worker")
+        message = f"verify: {len(failed)} of {workers} failed: {label(failed[0])}: {failed[0].problems[0]}"
         raise EngineError(message, hint="do not train with this engine; all problems are above")
     return 0
 

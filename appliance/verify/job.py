@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pydantic import ConfigDict
 
 from appliance.files import Frozen
+from appliance.terms.counts import counted
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
 
@@ -169,7 +170,7 @@ def _of_a_worker(planned: Quantisation, *, worker: Worker) -> tuple[str, ...]:
 
 
 def _layers(names: tuple[str, ...]) -> str:
-    others = f" and {len(names) - 1} other layers give" if len(names) > 1 else " gives"
+    others = f" and {counted(len(names) - 1, 'other layer')} give" if len(names) > 1 else " gives"
     return names[0] + others
 
 

@@ -50,5 +50,5 @@ def test_the_manifests_entrypoint_trains_on_a_cluster_that_kuberay_started(
     record = json.loads((run / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)
     assert sorted(file.stem for file in (run / "attest").glob("*.json")) == ["driver-0", "rollout-0-0", "trainer-0"]
-    assert "all 1 nodes run the same program on the same files" in (run / "events.jsonl").read_text()
+    assert "1 node runs the same program on the same files" in (run / "events.jsonl").read_text()
     assert {path.stat().st_uid for path in run.rglob("*")} == {10001}

@@ -58,7 +58,7 @@ def test_a_whole_checkpoint_is_taken_and_no_loader_stays_behind(
         (
             "qwen2",
             lambda now: {name: each for name, each in now.items() if "layers.1.self_attn.k_proj" not in name},
-            "1 layers did not receive all their weights: model.layers.1.self_attn.qkv_proj (24768 of 33024 elements, "
+            "1 layer did not receive all its weights: model.layers.1.self_attn.qkv_proj (24768 of 33024 elements, "
             "no model.layers.1.self_attn.k_proj.weight)",
         ),
         (

@@ -403,7 +403,7 @@ def test_a_layer_that_fell_out_of_int8_is_an_error(engine: Engine, monkeypatch: 
     with pytest.raises(EngineError) as raised:
         live_scheme(engine.model)
     assert raised.value.message == (
-        "1 layers are not int8 and are not to be left out, the first is model.layers.1.mlp.down_proj"
+        "1 layer is not int8 and not to be left out, the first is model.layers.1.mlp.down_proj"
     )
 
 

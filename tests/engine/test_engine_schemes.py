@@ -144,7 +144,7 @@ def test_a_layer_that_fell_out_is_an_error(served: Engine, monkeypatch: pytest.M
     with pytest.raises(EngineError) as raised:
         live_scheme(served.model)
     assert raised.value.message == (
-        f"1 layers are not {served.scheme} and are not to be left out, the first is model.layers.0.self_attn.o_proj"
+        f"1 layer is not {served.scheme} and not to be left out, the first is model.layers.0.self_attn.o_proj"
     )
 
 

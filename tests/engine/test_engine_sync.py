@@ -73,7 +73,7 @@ def test_a_missing_tensor_is_named_and_final(engine: Engine, checkpoints) -> Non
     update.load(without)
     with pytest.raises(SyncError) as raised:
         update.finish()
-    fault = "1 layers did not receive all their weights: model.layers.1.mlp.gate_up_proj (45056 of 90112 elements)"
+    fault = "1 layer did not receive all its weights: model.layers.1.mlp.gate_up_proj (45056 of 90112 elements)"
     assert raised.value.message == f"weight update: {fault}"
     with pytest.raises(SyncError) as raised:
         update.begin()

@@ -294,7 +294,7 @@ def expected(kind: str, *, name: str, shape: list[int]) -> str:
         "unknown-name": "weight update: vLLM refused model.layers.0.mlp.side_proj.weight of shape "
         f"{shape}: ValueError: There is no module or parameter named 'layers.0.mlp.side_proj' in Qwen2Model.",
         "unknown-bias": "weight update: model.layers.0.mlp.up_proj.bias is not a weight of this model",
-        "missing": "weight update: 1 layers did not receive all their weights: ",
+        "missing": "weight update: 1 layer did not receive all its weights: ",
     }[kind]
 
 
@@ -347,12 +347,12 @@ def refuses_further_updates(engine: Engine, good: Tensors, *, spy: Spy) -> None:
     [
         (
             "model.layers.2.self_attn.k_proj.bias",
-            "weight update: 1 layers did not receive all their weights: "
+            "weight update: 1 layer did not receive all its weights: "
             "model.layers.2.self_attn.qkv_proj (32960 of 33024 elements)",
         ),
         (
             "model.norm.weight",
-            "weight update: 1 layers did not receive all their weights: model.norm (0 of 128 elements)",
+            "weight update: 1 layer did not receive all its weights: model.norm (0 of 128 elements)",
         ),
         (
             "model.embed_tokens.weight",

@@ -133,7 +133,7 @@ def keep_a_norm(patch: pytest.MonkeyPatch) -> None:
         (
             swallow_updates,
             "bf16",
-            "verify: 1 of 1 workers failed: bf16: model.embed_tokens and 14 other layers give the same with other "
+            "verify: 1 of 1 worker failed: bf16: model.embed_tokens and 14 other layers give the same with other "
             "weights",
             ["bf16 worker 0: the logits did not move with other weights"],
         ),
@@ -146,7 +146,7 @@ def keep_a_norm(patch: pytest.MonkeyPatch) -> None:
         (
             lose_a_tensor,
             "bf16",
-            "verify: 1 of 1 workers failed: bf16: weight update: 2 layers did not receive all their weights: "
+            "verify: 1 of 1 worker failed: bf16: weight update: 2 layers did not receive all their weights: "
             "model.layers.0.mlp.gate_up_proj (45056 of 90112 elements), model.layers.1.mlp.gate_up_proj (45056 of "
             "90112 elements)",
             [],
@@ -154,7 +154,7 @@ def keep_a_norm(patch: pytest.MonkeyPatch) -> None:
         (
             keep_a_norm,
             "bf16",
-            "verify: 1 of 1 workers failed: bf16: model.layers.1.input_layernorm gives the same with other weights",
+            "verify: 1 of 1 worker failed: bf16: model.layers.1.input_layernorm gives the same with other weights",
             [],
         ),
     ],

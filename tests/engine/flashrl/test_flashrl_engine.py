@@ -136,7 +136,7 @@ def test_verls_server_takes_its_weights_by_our_sync_and_counts_them(
     lost = "model.layers.1.mlp.gate_up_proj"
     with pytest.raises(SyncError, match=lost):
         transfer(engine, [(name, tensor) for name, tensor in first if name != "model.layers.1.mlp.up_proj.weight"])
-    with pytest.raises(SyncError, match=rf"half-updated: 1 layers did not receive all their weights: {lost}"):
+    with pytest.raises(SyncError, match=rf"half-updated: 1 layer did not receive all its weights: {lost}"):
         engine.generate()
 
 
@@ -250,6 +250,6 @@ def test_a_reload_that_misses_a_tensor_stops_the_engine(
     with pytest.raises(SyncError) as raised:
         start(first)
     assert str(raised.value) == (
-        "weight update: 1 layers did not receive all their weights: "
+        "weight update: 1 layer did not receive all its weights: "
         "model.layers.1.mlp.gate_up_proj (11264 of 22528 elements)"
     )

@@ -51,7 +51,7 @@ def test_it_is_held_by_any_format(
     broken = changed(whole["qwen2"], tmp_path / "new", without_up)
     flashrl.setenv("FLASHRL_CONFIG", "bf16")
     load(whole["qwen2"], load_format=load_format)
-    with pytest.raises(WeightsError, match=r"^first load: 1 layers did not .*: model\.layers\.0\.mlp\.gate_up_proj \("):
+    with pytest.raises(WeightsError, match=r"^first load: 1 layer did not .*: model\.layers\.0\.mlp\.gate_up_proj \("):
         load(broken, load_format=load_format)
 
 
@@ -81,7 +81,7 @@ def test_a_model_of_another_family_is_held_by_what_its_layers_get(
     broken = changed(
         tmp_path / "whole", tmp_path / "new", lambda now: {each: now[each] for each in now if each != name}
     )
-    with pytest.raises(WeightsError, match=r"1 layers did not .*: model\.layers\.1\.self_attn\.qkv_proj \(0 of 15360"):
+    with pytest.raises(WeightsError, match=r"1 layer did not .*: model\.layers\.1\.self_attn\.qkv_proj \(0 of 15360"):
         load(broken)
 
 

@@ -62,9 +62,9 @@ def test_a_later_update_ends_with_its_last_tensor_whichever_that_is(
         engine = start(two_checkpoints[0])
         by_tensor(engine, read_checkpoint(two_checkpoints[1]))
         rest = [each for each in read_checkpoint(two_checkpoints[0]) if not each[0].endswith(f"1.{name}")]
-        with pytest.raises(SyncError, match=r"1 layers did not receive all their weights: model\.layers\.1\."):
+        with pytest.raises(SyncError, match=r"1 layer did not receive all its weights: model\.layers\.1\."):
             by_reload(engine, rest)
-        assert all("half-updated: 1 layers did not receive" in said for said in refusals(engine))
+        assert all("half-updated: 1 layer did not receive" in said for said in refusals(engine))
         free_engine(engine)
 
 

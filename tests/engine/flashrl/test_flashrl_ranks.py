@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 176}
 ENGINES = ("int8 dense", "bf16 dense", "int8 experts", "bf16 experts")
 CROPPED = r"model\.layers\.0\.mlp\.up_proj\.weight of shape \[\d+, 64\] is not as large as the model's"
-DROPPED = r"1 layers did not receive all their weights: model\.layers\.0\.mlp\.gate_up_proj \(\d+ of \d+ elements\)"
+DROPPED = r"1 layer did not receive all its weights: model\.layers\.0\.mlp\.gate_up_proj \(\d+ of \d+ elements\)"
 FLIPPED = r"model\.layers\.0\.mlp\.up_proj\.weight arrived with digest \w+, it was sent with \w+ \(rank 1\)"
 # Of each engine two, that begin with each other's weights: what the last update does to which rank, and what is said.
 CASES = {

@@ -236,7 +236,7 @@ def test_an_update_that_is_not_whole_is_told_of_when_the_cache_is_reset_and_when
         lambda: engine.worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=1)),
     ):
         by_tensor(engine, rest)
-        lost = r"1 layers did not receive all their weights: model\.layers\.0\.self_attn\.qkv_proj \(\d+ of 12480 "
+        lost = r"1 layer did not receive all its weights: model\.layers\.0\.self_attn\.qkv_proj \(\d+ of 12480 "
         with pytest.raises(SyncError, match=rf"^weight update: {lost}"):
             ask()
         assert all(re.search(lost, said) for said in refusals(engine))
@@ -370,9 +370,7 @@ def test_what_a_transfer_has_received_and_not_applied_is_not_proven(
     client.finish_weight_update = engine.llm.finish_weight_update
     ShmTrainer(client=client, source=read_checkpoint(two_checkpoints[0]), chunk_bytes=40_000).send_weights()
     assert engine.generate() == old
-    with pytest.raises(
-        SyncError, match=r"1 layers did not receive all their weights: model\.layers\.0\.self_attn\.qkv"
-    ):
+    with pytest.raises(SyncError, match=r"1 layer did not receive all its weights: model\.layers\.0\.self_attn\.qkv"):
         ShmTrainer(
             client=client, source=dropped(read_checkpoint(two_checkpoints[1])), chunk_bytes=40_000
         ).send_weights()

@@ -215,7 +215,7 @@ def test_a_donor_with_another_number_of_layers_is_refused(
     pair: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     tiny("qwen2", num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match="the model has 1 layers, the donor 2"):
+    with pytest.raises(RecipeError, match="the model has 1 layer, the donor 2"):
         recover(tmp_path, donor=pair[1], scheme=Scheme.INT8, origin=ORIGIN)
 
 

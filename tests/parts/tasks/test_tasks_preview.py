@@ -85,7 +85,7 @@ def test_two_rows_as_the_model_reads_them_and_what_was_left_out(tmp_path: Path) 
         "task       own: the field `q`, judged by 1 x exact",
         "problems   3 to train on, 1 to validate",
         "note       train: 6 rows, 5 distinct problems: each counts once",
-        "note       train: 1 rows repeat a problem with another answer: the first one counts",
+        "note       train: 1 row repeats a problem with another answer: the first one counts",
         "note       1 of 5 problems have prompts of more than 8 tokens and are left out",
     ]
     assert len(problems) == 2

@@ -117,7 +117,7 @@ def test_layers_that_an_update_changed_are_attested_by_both_sides(
     with pytest.raises(AttestationError) as raised:
         attest_switch(plan, workers=workers)
     assert raised.value.message == (
-        f"rollout-0 and trainer-0 do not quantise the same: 1 layers differ, first {LAYERS[3]}"
+        f"rollout-0 and trainer-0 do not quantise the same: 1 layer differs, first {LAYERS[3]}"
     )
     attest_switch(make_plan(tmp_path), workers=[])  # nothing was promised
 

@@ -171,7 +171,7 @@ def test_what_is_sent_is_the_model_with_the_adapter_of_that_update(left: tuple[P
 
 
 def test_a_merge_that_stayed_in_the_weights_is_found_before_the_next_one(left: tuple[Path, list[dict]]) -> None:
-    said = "weight update: 1 weights that LoRA leaves alone have changed, first model.layers.1.mlp.up_proj.weight"
+    said = "weight update: 1 weight that LoRA leaves alone has changed, first model.layers.1.mlp.up_proj.weight"
     assert [rank["said"] for rank in left[1]] == [said] * len(left[1])
 
 
@@ -189,7 +189,7 @@ def test_a_layer_that_counts_as_merged_is_found_before_the_next_merge() -> None:
     layer.merged_adapters = ["default"]
     with pytest.raises(SyncError) as raised:
         frozen.check(module)
-    said = "weight update: 1 layers count as merged before the merge, first model.layers.1.mlp.up_proj"
+    said = "weight update: 1 layer counts as merged before the merge, first model.layers.1.mlp.up_proj"
     assert raised.value.message == said
     layer.merged_adapters = []
     frozen.check(module)

@@ -143,7 +143,7 @@ class Batch(dict):
 def test_an_engine_that_leaves_prompts_out_is_said() -> None:
     error = generate(make_rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
     assert type(error) is EngineError and error.exit_code == 4
-    assert error.message == "rollout engine 1 answered 0 of 1 prompts"
+    assert error.message == "rollout engine 1 answered 0 of 1 prompt"
 
 
 class Rounds(Engine):

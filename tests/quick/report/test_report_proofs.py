@@ -35,7 +35,7 @@ def sync_lines(run_dir: Path, name: str) -> list[str]:
 
 def test_what_arrived_is_told_with_what_was_proven_of_it(tmp_path: Path, make_run: Make) -> None:
     text = (
-        "11 updates arrived with the digests that were sent, at 1 of 1 engines' processes; "
+        "11 updates arrived with the digests that were sent, at 1 of 1 engine process; "
         "kernels proved 16 of 16 layers at the first update; kernels proved 4 of 16 layers at the newest update; "
         "tensors of the newest known by their digest alone: 1"
     )

@@ -105,7 +105,7 @@ def test_every_data_set_is_made_from_the_hub(
     make_data(name, folder=folder)
     assert {path.stem: pq.read_table(path).num_rows for path in folder.glob("*.parquet")} == files
     said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["3 rows, 2 problems, 1 rows repeat a problem"] * len(files)
+    assert said == ["3 rows, 2 problems, 1 row repeats a problem"] * len(files)
     assert len(downloads) == len(files)
     make_data(name, folder=folder)
     assert len(downloads) == len(files)

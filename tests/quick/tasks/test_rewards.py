@@ -217,7 +217,7 @@ def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
         (
             "code",
             '{"inputs": ["1"], "outputs": []}',
-            "`inputs` has 1 entries and `outputs` 0: each test needs one of both",
+            "`inputs` has 1 entry and `outputs` 0: each test needs one of both",
         ),
         (
             "code",

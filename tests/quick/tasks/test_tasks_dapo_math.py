@@ -72,9 +72,9 @@ def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) 
     assert problem_sets.train[0].prompt.startswith(BEFORE)
     assert problem_sets.notes == (
         "train: 701 rows, 7 distinct problems: each counts once",
-        "train: 1 rows repeat a problem with another answer: the first one counts",
+        "train: 1 row repeats a problem with another answer: the first one counts",
         "val: 96 rows, 3 distinct problems: each counts once",
-        "train: 1 problems are in the validation data as well and are left out",
+        "train: 1 problem is in the validation data as well and is left out",
         "val: its 3 problems are fewer than `task.val_size`, 512; all are taken",
     )
 

@@ -231,8 +231,8 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     assert problem_sets.notes == (
         "train: 5 rows, 3 distinct problems: each counts once",
-        "train: 1 rows repeat a problem with another answer: the first one counts",
-        "train: 1 problems are in the validation data as well and are left out",
+        "train: 1 row repeats a problem with another answer: the first one counts",
+        "train: 1 problem is in the validation data as well and is left out",
     )
 
 

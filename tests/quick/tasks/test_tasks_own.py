@@ -462,7 +462,7 @@ def test_of_a_single_problem_none_can_be_held_out(file: Path) -> None:
     read(file, {"prompt": "1?"})
     with pytest.raises(RecipeError) as error:
         splits(file, val_size=1)
-    message = f"task.val_size: 1 of the 1 problems in {file} leave no problem for training or none for validation"
+    message = f"task.val_size: 1 of the 1 problem in {file} leave no problem for training or none for validation"
     assert error.value.problems == [(message, "give more problems, or give task.val_file")]
 
 
