@@ -28,7 +28,8 @@ find_python() { # sets $python and $host, such as "CPython 3.11.2 Linux x86_64"
     for python in python3.11 python3; do
         host=$("$python" -c "$describe" 2>/dev/null) && return
     done
-    fail "no Python found" "install CPython 3.11; on Debian, as root: apt-get update && apt-get install -y python3.11-venv"
+    fail "no python3.11 and no python3 on the PATH" \
+        "install CPython 3.11; on Debian and Ubuntu, as root: apt-get update && apt-get install -y python3.11-venv"
 }
 
 missing_packages() {
@@ -38,13 +39,17 @@ missing_packages() {
     done
 }
 
+needed_of() { # packages: what the set-up needs of them, for a host with another package manager
+    sed "s/python3.11-venv/Python's modules venv and ensurepip,/; s/libnuma1/libnuma.so.1/; s/,$//" <<<"$1"
+}
+
 check_host() {
     [[ $host == "CPython 3.11."*" Linux x86_64" ]] || fail "$python is $host: untested" \
         "this project is locked and tested for CPython 3.11 on x86-64 Linux; put a python3.11 on the PATH"
     local missing
     missing=$(missing_packages | xargs)
-    [ -z "$missing" ] || fail "system packages are missing: $missing" \
-        "as root: apt-get update && apt-get install -y $missing"
+    [ -z "$missing" ] || fail "this host lacks system packages that Python and vLLM need: $missing" \
+        "on Debian and Ubuntu, as root: apt-get update && apt-get install -y $missing; elsewhere, what has $(needed_of "$missing")"
     [[ -z $vllm_wheel || -f $vllm_wheel && ${vllm_wheel##*/} == vllm-"$(vllm_version)"*.whl ]] || fail \
         "APPLIANCE_VLLM_WHEEL=$vllm_wheel is not a wheel of vllm $(vllm_version)" \
         "name a file such as vllm-$(vllm_version)-cp38-abi3-manylinux_2_35_x86_64.whl, or unset it"
@@ -72,13 +77,27 @@ check_disk() {
         "free some space, or clone to another disk"
 }
 
+remedy() { # what to do about a step whose output begins at this line of the log
+    local output
+    output=$(tail -n "+$1" "$log")
+    case $output in
+        *"No space left on device"*) echo "free some space on the disk of $PWD or of TMPDIR, and run the same command again" ;;
+        *"DO NOT MATCH THE HASHES"*) echo "pip's index gives other files than the lock names: set PIP_INDEX_URL to PyPI or to a true mirror of it" ;;
+        *ConnectionError* | *ConnectTimeout* | *NameResolution* | *"No matching distribution found"*)
+            echo "pip does not reach an index that has it: set HTTPS_PROXY, or PIP_INDEX_URL to a mirror, and run the same command again" ;;
+        *) echo "mend what the lines above say, and run the same command again" ;;
+    esac
+}
+
 step() { # what, command...: run it with its noise in the log, say how long it took
     local start=$SECONDS advice= # which the command may set
+    local lines=0
+    [ ! -f "$log" ] || lines=$(wc -l <"$log")
     printf 'setup: %-58s ' "$1" >&2
     if ! "${@:2}" >>"$log" 2>&1; then
         printf 'failed\n\n' >&2
         tail -n 12 "$log" >&2
-        fail "$1: did not work, $PWD/$log has everything" "${advice:-run the same command again when that is mended}"
+        fail "$1: failed, $PWD/$log has its output" "${advice:-$(remedy "$((lines + 1))")}"
     fi
     printf '%4d s\n' $((SECONDS - start)) >&2
 }

@@ -48,7 +48,9 @@ def test_setup_names_the_missing_package_and_its_command(clone: Path) -> None:
     result = set_up(clone, python='case "$*" in *libnuma.so.1*) exit 1;; esac')
     assert result.returncode == 1
     assert result.stderr == (
-        "error: system packages are missing: libnuma1\nhint: as root: apt-get update && apt-get install -y libnuma1\n"
+        "error: this host lacks system packages that Python and vLLM need: libnuma1\n"
+        "hint: on Debian and Ubuntu, as root: apt-get update && apt-get install -y libnuma1; elsewhere, what has "
+        "libnuma.so.1\n"
     )
     assert not (clone / ".venv").exists()
 
@@ -93,26 +95,64 @@ def test_setup_never_takes_another_torch_and_can_be_repeated(clone: Path) -> Non
         result = set_up(clone, **nothing)
         assert result.returncode == 1
         assert result.stderr.splitlines()[-2:] == [
-            f"error: torch==2.13.0+cpu: did not work, {clone}/.venv/setup.log has everything",
+            f"error: torch==2.13.0+cpu: failed, {clone}/.venv/setup.log has its output",
             "hint: torch's CPU build is not in pip's sources, and not in reach at "
             "https://download.pytorch.org/whl/cpu; where you have its wheel, set PIP_FIND_LINKS to the wheel's folder",
         ]
         assert list(clone.glob(".venv/lib/*/site-packages/torch*")) == []
 
 
-def test_setup_gives_a_later_failure_a_remedy_of_its_own(clone: Path, tmp_path: Path) -> None:
-    """After torch came from PyTorch's own index, which is not to blame any more."""
+@pytest.mark.parametrize(
+    ("output", "hint"),
+    [
+        ("it broke", "mend what the lines above say, and run the same command again"),
+        (
+            "HTTPSConnectionPool: NameResolutionError",
+            "pip does not reach an index that has it: set HTTPS_PROXY, or PIP_INDEX_URL to a mirror, and run the same "
+            "command again",
+        ),
+        (
+            "THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE",
+            "pip's index gives other files than the lock names: set PIP_INDEX_URL to PyPI or to a true mirror of it",
+        ),
+        (
+            "[Errno 28] No space left on device",
+            "free some space on the disk of {clone} or of TMPDIR, and run the same command again",
+        ),
+    ],
+)
+def test_setup_gives_a_later_failure_a_remedy_of_its_own(clone: Path, tmp_path: Path, output: str, hint: str) -> None:
+    """By its own output: torch came from PyTorch's own index, which is not to blame any more."""
     venv = tmp_path / "venv-python"
     venv.write_text(
         '#!/bin/sh\ncase "$*" in\n'
         "*--index-url*) exit 0;;\n"
         "*torch-cpu.txt*) echo No matching distribution found for torch; exit 1;;\n"
-        "*setuptools.txt*) echo no network; exit 1;;\nesac\n"
+        f"*setuptools.txt*) echo '{output}'; exit 1;;\nesac\n"
     )
     venv.chmod(0o755)
     made = f'case "$*" in *-m\\ venv*) mkdir -p .venv/bin; cp {venv} .venv/bin/python; exit;; esac'
     result = set_up(clone, python=made)
     assert result.returncode == 1
-    what, hint = result.stderr.splitlines()[-2:]
-    assert what.endswith(f"packages of cpu.txt and dev.txt: did not work, {clone}/.venv/setup.log has everything")
-    assert hint == "hint: run the same command again when that is mended"
+    error, remedy = result.stderr.splitlines()[-2:]
+    assert error.endswith(f"packages of cpu.txt and dev.txt: failed, {clone}/.venv/setup.log has its output")
+    assert remedy == f"hint: {hint.format(clone=clone)}"
+
+
+def test_setup_says_what_it_needs_of_a_host_without_debians_packages(clone: Path) -> None:
+    result = set_up(clone, python='case "$*" in *libnuma.so.1*|*ensurepip*) exit 1;; esac')
+    hint = result.stderr.splitlines()[-1]
+    assert hint.endswith("; elsewhere, what has Python's modules venv and ensurepip, libnuma.so.1")
+
+
+def test_setup_without_python_says_where_it_looked(clone: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/python3").chmod(0o755)
+    result = set_up(clone, python="exit 1")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: no python3.11 and no python3 on the PATH\n"
+        "hint: install CPython 3.11; on Debian and Ubuntu, as root: apt-get update && apt-get install -y "
+        "python3.11-venv\n"
+    )
