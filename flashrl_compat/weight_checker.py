@@ -37,7 +37,8 @@ async def check_weights(
     if action == "compare" and baseline is None:
         raise _refusal(HTTPStatus.BAD_REQUEST, "`compare` needs a `baseline`: the `checksums` of an earlier answer")
     reports = read_reports(await engine.collective_rpc("appliance_weights", args=(False,)))
-    if not why_closed(reports) and await engine.is_sleeping():  # a closed engine is paused, and said to sleep
+    # Not `engine.is_sleeping`, which is true of every pause: vLLM's own script for this route begins with one.
+    if not why_closed(reports) and any(await engine.collective_rpc("are_weights_asleep")):
         raise _refusal(HTTPStatus.CONFLICT, "the engine sleeps: wake it up first")
     if action == "reset":
         if any(report.state is WeightState.OPEN for report in reports):

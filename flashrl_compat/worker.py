@@ -41,6 +41,7 @@ else:
 
 class ProvenWorker(Worker):
     appliance_ways_in: WaysIn
+    _weights_asleep = False
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
@@ -111,6 +112,16 @@ class ProvenWorker(Worker):
         if level == 2:  # weights wake as memory that nobody has written
             self.appliance_ways_in.drop()
         super().sleep(level)
+        self._weights_asleep = True
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if tags is None or "weights" in tags:
+            self._weights_asleep = False
+
+    def are_weights_asleep(self) -> bool:
+        """Return whether a sleep has taken the memory of the weights away; a pause takes nothing."""
+        return self._weights_asleep
 
     def compute_weight_checksums(self) -> dict[str, str]:
         """Return digests of what this rank computes with, by vLLM 0.32's keys."""

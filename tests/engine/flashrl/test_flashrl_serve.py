@@ -279,7 +279,7 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
 def test_the_weight_checker_compares_what_the_kernels_compute_with(
     two_checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The sequence of vLLM 0.32's documentation: digests, reset, update, comparison."""
+    """The sequence of vLLM 0.32's documentation: pause, digests, reset, update, comparison, resume."""
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     from flashrl_compat.shared_memory import ManifestSource, ShmTrainer
@@ -294,9 +294,15 @@ def test_the_weight_checker_compares_what_the_kernels_compute_with(
             source = ManifestSource(read_checkpoint(folder), taken_before=taken_before)
             ShmTrainer(client=client, source=source, chunk_bytes=40_000).send_weights()
 
+        def call(path: str) -> None:
+            requests.post(f"{server.url}/{path}", timeout=60).raise_for_status()
+
         client = HTTPVLLMWeightSyncClient(server.url)
         client.init_weight_transfer_engine({})
-        begun = check("checksum").json()
+        call("pause?mode=abort")
+        checked = check("checksum")
+        assert checked.status_code == 200, checked.text
+        begun = checked.json()
         assert begun["proof"] == [None]
         baseline = begun["checksums"]
         layers = [name for name in baseline if re.search(r"\.(qkv|o|gate_up|down)_proj\.weight$", name)]
@@ -306,20 +312,32 @@ def test_the_weight_checker_compares_what_the_kernels_compute_with(
 
         assert check("reset").json() == {"status": "reset"}
         gone = "rank 0 has had no weights since a reset by /weight_checker"
-        code, why = refusal(server.url)
-        assert code == 503 and gone in why, why
         unchecked = check("checksum")
         assert unchecked.status_code == 409 and gone in unchecked.text
+        call("resume")  # before an update: nothing is generated from weights that are gone
+        code, why = refusal(server.url)
+        assert code == 503 and gone in why, why
 
         update(second, taken_before=0)
         compared = check("compare", baseline=baseline).json()
         assert compared["match"] is False and set(layers) <= set(compared["mismatches"]) <= set(baseline)
+        call("pause?mode=abort")
         update(first, taken_before=1)
         proof = {"rank": 0, "update": 2, "layers": 9, "digests_as_sent": True}
         compared = check("compare", baseline=baseline).json()
         assert (compared["match"], compared["mismatches"]) == (True, [])
         assert [proof.items() <= rank.items() for rank in compared["proof"]] == [True]
         assert compared["proof"][0]["layers_proven"] == 9
+        call("resume")
+        assert server.answer() == answer_of_fresh_engine(first, scheme="int8")
+
+        call("sleep?level=1")
+        for action in ("checksum", "reset"):
+            refused = check(action)
+            assert refused.status_code == 409 and "the engine sleeps: wake it up first" in refused.text
+        call("wake_up?tags=weights")  # the cache still sleeps
+        assert check("compare", baseline=baseline).json()["match"] is True
+        call("wake_up")
         assert server.answer() == answer_of_fresh_engine(first, scheme="int8")
 
         client.start_weight_update()
