@@ -21,6 +21,7 @@ from appliance.engine.ways_in import FINAL, OPEN, WANTED, WeightReport
 from appliance.errors import SyncError
 from appliance.patch import Patch, apply_patch
 from flashrl_compat.variables import LOGGER
+from flashrl_compat.weight_versions import note_batches_in_flight
 from flashrl_compat.worker import WORKER_CLASS
 
 AFTER_CALLS = Patch(
@@ -166,6 +167,7 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
         _tell_of_mixed(core, old=known.version, new=newest)
         _tell_of_stores(core)
         known.version = newest
+        note_batches_in_flight(core)
         core.set_weight_version(str(known.version))
     if known.paused:
         known.paused = False

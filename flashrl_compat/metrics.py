@@ -1,5 +1,5 @@
 """Routes of an API server under FLASHRL_CONFIG: `/metrics` shows the version of the weights, as `GET /weight_info`
-does; `/weight_checker` compares them.
+does; `/weight_checker` compares them; `/inference/v1/generate` says which version sampled each token.
 
 vLLM's hook for middleware is an option of its command line, and its plugins for endpoints are left out unless
 VLLM_PLUGINS names them: hence a patch.
@@ -41,11 +41,14 @@ MEANS = (
 ANSWERS_WITHIN_S = 2.0
 
 
-def patch_metrics() -> None:
-    """Patch the metrics in API servers alone: nobody else has their modules, which are slow to import. Raises
+def patch_routes() -> None:
+    """Patch the routes in API servers alone: nobody else has their modules, which are slow to import. Raises
     PatchError."""
     if any(launcher in sys.modules for launcher in LAUNCHERS):
+        from flashrl_compat.generate_route import patch_generate_route
+
         apply_patch(ROUTES, _with_version)
+        patch_generate_route()
 
 
 def _with_version(original: Callable[..., None]) -> Callable[..., None]:

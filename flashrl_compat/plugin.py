@@ -44,14 +44,16 @@ def register() -> None:
     from flashrl_compat.core import patch_core
     from flashrl_compat.first_load import patch_first_load
     from flashrl_compat.layerwise import patch_layerwise
-    from flashrl_compat.metrics import patch_metrics
+    from flashrl_compat.metrics import patch_routes
     from flashrl_compat.refusals import patch_refusals
     from flashrl_compat.shared_memory import register as register_backend
+    from flashrl_compat.weight_versions import patch_weight_versions
 
     patch_engine_arguments()
     patch_core()
     patch_refusals()
+    patch_weight_versions()
     patch_first_load()
     patch_layerwise()
-    patch_metrics()
+    patch_routes()
     register_backend()

@@ -52,19 +52,29 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture
 def ways_in(flashrl: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """FLASHRL_CONFIG as the plugin has it, whole: the core follows its workers' updates."""
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-    from flashrl_compat import core, layerwise, refusals, shared_memory
+    from flashrl_compat import core, layerwise, refusals, shared_memory, weight_versions
 
-    for name in ("collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"):
-        flashrl.setattr(EngineCore, name, getattr(EngineCore, name))  # put back at the end
-    flashrl.setattr(LLMEngine, "add_request", LLMEngine.add_request)
-    flashrl.setattr(LLMEngine, "step", LLMEngine.step)
-    flashrl.setattr(AsyncLLM, "generate", AsyncLLM.generate)
+    for owner, *names in (
+        (EngineCore, "collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"),
+        (EngineCore, "_attach_iteration_details"),
+        (LLMEngine, "add_request", "step"),
+        (AsyncLLM, "generate"),
+        (OutputProcessor, "process_outputs"),
+        (RequestState, "_new_completion_output"),
+        (RequestOutput, "add"),
+    ):
+        for name in names:
+            flashrl.setattr(owner, name, getattr(owner, name))  # put back at the end
+    flashrl.setattr(CompletionOutput, "weight_versions", None, raising=False)
     core.patch_core()
     refusals.patch_refusals()
+    weight_versions.patch_weight_versions()
     layerwise.patch_layerwise()
     shared_memory.register()
     return flashrl

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -344,6 +345,63 @@ def test_the_weight_checker_compares_what_the_kernels_compute_with(
         for action in ("checksum", "reset"):  # neither may leave the update half done
             refused = check(action)
             assert refused.status_code == 409 and "a weight update is open on rank 0" in refused.text
+
+
+def test_each_token_over_http_has_the_version_that_sampled_it(
+    two_checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """`weight_versions` of `/inference/v1/generate`, of a core in a process of its own: an answer kept over an update
+    has both versions, whole and as a stream; one after it has the label of the trainer."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from flashrl_compat.shared_memory import ManifestSource, ShmTrainer
+
+    num_tokens = 120
+
+    def generate(**more: object) -> requests.Response:
+        sampling = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+        body = {"model": "served", "token_ids": PROMPT, "sampling_params": sampling} | more
+        return requests.post(f"{server.url}/inference/v1/generate", json=body, timeout=120, stream=bool(more))
+
+    def whole(response: requests.Response) -> tuple[list[int], list[dict]]:
+        [choice] = response.json()["choices"]
+        return choice["token_ids"], choice["weight_versions"]
+
+    def streamed(response: requests.Response, started: threading.Event) -> tuple[list[int], list[dict]]:
+        parts = []
+        for line in response.iter_lines():
+            if line.startswith(b'data: {"'):
+                parts += json.loads(line[6:])["choices"]
+                started.set()
+        assert [part["weight_versions"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        return [token for part in parts for token in part["token_ids"]], parts[-1]["weight_versions"]
+
+    first, second = two_checkpoints
+    with served(first, folder=tmp_path, FLASHRL_CONFIG="int8", **UPDATABLE) as server:
+        client = HTTPVLLMWeightSyncClient(server.url)
+        client.init_weight_transfer_engine({})
+        old, spans = whole(generate())
+        assert spans == [{"version": "default", "start": 0, "end": num_tokens}]
+        with ThreadPoolExecutor() as pool:
+            started = threading.Event()
+            stream = pool.submit(lambda: streamed(generate(stream=True), started))
+            assert started.wait(timeout=60)
+            other = pool.submit(generate)
+            time.sleep(0.1)
+            requests.post(f"{server.url}/pause?mode=keep&clear_cache=false", timeout=60).raise_for_status()
+            source = ManifestSource(read_checkpoint(second), taken_before=0)
+            ShmTrainer(client=client, source=source, chunk_bytes=40_000).send_weights()
+            requests.post(f"{server.url}/update_weight_version", json={"new_version": "step-1"}, timeout=60)
+            requests.post(f"{server.url}/resume", timeout=60).raise_for_status()
+            answers = [stream.result(), whole(other.result())]
+        for tokens, spans in answers:
+            changed = spans[0]["end"]
+            assert spans == [
+                {"version": "default", "start": 0, "end": changed},
+                {"version": "step-1", "start": changed, "end": num_tokens},
+            ]
+            assert tokens[:changed] == old[:changed] and tokens != old
+        assert whole(generate())[1] == [{"version": "step-1", "start": 0, "end": num_tokens}]
 
 
 def killed_between_two_chunks(url: str, checkpoint: Path) -> list[str]:

@@ -31,6 +31,10 @@ PATCHES = {
     "flashrl-server-says-why",
     "flashrl-engine-says-why",
     "flashrl-engine-forgets-refused-requests",
+    "flashrl-core-labels-tokens",
+    "flashrl-labels-of-tokens-arrive",
+    "flashrl-outputs-have-versions",
+    "flashrl-merged-outputs-have-versions",
 }
 
 
@@ -54,21 +58,30 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     envs.disable_envs_cache()  # of an engine that was started in this process
     for name in [*VARIABLES, "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    monkeypatch.setattr(DefaultModelLoader, "load_weights", DefaultModelLoader.load_weights)
-    for name in ("collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"):
-        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
-    monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
-    monkeypatch.setattr(LLMEngine, "step", LLMEngine.step)
-    monkeypatch.setattr(AsyncLLM, "generate", AsyncLLM.generate)
+    for owner, *names in (
+        (EngineArgs, "create_engine_config"),
+        (DefaultModelLoader, "load_weights"),
+        (EngineCore, "collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"),
+        (EngineCore, "_attach_iteration_details"),
+        (LLMEngine, "add_request", "step"),
+        (AsyncLLM, "generate"),
+        (OutputProcessor, "process_outputs"),
+        (RequestState, "_new_completion_output"),
+        (RequestOutput, "add"),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(CompletionOutput, "weight_versions", None, raising=False)
     monkeypatch.setattr("appliance.engine.plugin.register", lambda: None)
     return monkeypatch
 
