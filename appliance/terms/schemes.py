@@ -110,7 +110,7 @@ _FP8 = SchemeSpec(
     finer=(Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK),
     vllm_name="fp8",
     since=_ADA,
-    not_on_cpu="on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `{scheme}`",
+    not_on_cpu="on a CPU vLLM widens FP8 weights and multiplies in BF16 (W8A16), which is not `{scheme}`",
     not_without_amx=(
         "vLLM's FP8 kernels on a CPU need AMX, which this processor does not have, so `{scheme}` cannot run"
     ),

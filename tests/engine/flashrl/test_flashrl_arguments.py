@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import make_family
 
+from appliance.engine.vllm_versions import vllm_version
 from appliance.errors import RecipeError
 from appliance.terms.devices import CPU, why_not
 from appliance.terms.schemes import Scheme
@@ -233,6 +235,57 @@ def test_fp8_on_a_cpu_stops_with_the_reason(model: Path, flashrl: pytest.MonkeyP
             "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file",
         )
     ]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_channel", "fp8_block"])
+def test_fp8_on_a_cpu_with_amx_stops_with_the_reason_too(
+    model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch, name: str
+) -> None:
+    """A stand-in for the processor's flags: with AMX vLLM 0.31 would keep activations in BF16 and call it FP8."""
+    from flashrl_compat import arguments
+
+    (tmp_path / "fp8.yaml").write_text(f"configs: [{{fn: {name}}}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "fp8.yaml"))
+    flashrl.setattr(arguments, "_cpu_flags", lambda: frozenset({"amx_tile", "amx_bf16", "amx_int8"}))
+    assert problems_of(model) == [
+        (
+            "FLASHRL_CONFIG: on a CPU vLLM widens FP8 weights and multiplies in BF16 (W8A16), "
+            f"which is not `{name.replace('_', '-')}`",
+            "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file",
+        )
+    ]
+
+
+def test_what_vllm_takes_for_fp8_on_a_cpu_with_amx_is_known_and_never_proven(
+    model: Path, flashrl: pytest.MonkeyPatch
+) -> None:
+    """Both kernels keep activations in BF16. That of weights with one scale is in 0.31 alone."""
+    from vllm import _custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    from appliance.engine.fp8 import _READ_ROWS
+
+    methods = {"CPUFp8BlockScaledMMKernel": fp8.Fp8PerBlockOnlineLinearMethod}
+    if vllm_version() == "0.31.0":
+        methods["CPUFp8PerTensorScaledMMLinearKernel"] = fp8.Fp8PerTensorOnlineLinearMethod
+    flashrl.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    flashrl.setattr(_custom_ops, "_supports_cpu_fp8_w8a16", True)
+    with set_current_vllm_config(engine_config(model)):
+        for kernel, method in methods.items():
+            chosen = method()
+            linear = init_fp8_linear_kernel(
+                activation_quant_key=chosen.activation_quant_key,
+                weight_quant_key=chosen.weight_quant_key,
+                weight_shape=(128, 128),
+                input_dtype=torch.bfloat16,
+                out_dtype=torch.bfloat16,
+                module_name=kernel,
+            )
+            assert type(linear) is getattr(cpu, kernel)
+            assert type(linear) not in _READ_ROWS
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])

@@ -68,9 +68,7 @@ def test_tokens_before_a_kept_update_have_the_old_label_and_those_after_it_the_n
     free_engine(engine)
 
 
-def test_an_answer_of_one_version_has_one_span(
-    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_of_one_version_has_one_span(two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch) -> None:
     """Also each of several samples, and one that an update ends as aborted."""
     from vllm import SamplingParams
 

@@ -10,7 +10,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 readonly tests=tests/engine/flashrl
 readonly main=0.28 # the main stack's, in .venv
-readonly pinned=" 0.29 0.30 " # by current releases of toolkits: docs/toolkits.md
 place=$(mktemp -d -t test-plugin.XXXXXX)
 trap 'rm -rf "$place"' EXIT
 
@@ -40,12 +39,14 @@ test_version() { # version, arguments of pytest
         exit 1
     }
     printf 'plugin on vLLM %s: installed in %d s\n' "$found" $((SECONDS - start)) >&2
-    local toolkits=()
-    [[ $pinned != *" $1 "* ]] || toolkits=("$tests/test_flashrl_toolkits.py")
+    local unlisted=$tests/test_flashrl_models.py::test_an_update_ends_in_the_engine_of_the_new_weights
     .venv/bin/python -m pytest -m "not e2e" tests/quick/flashrl/test_flashrl_versions.py $tests/test_flashrl_ways_in.py \
+        $tests/test_flashrl_first_load.py $tests/test_flashrl_later_updates.py $tests/test_flashrl_refusals.py \
+        $tests/test_flashrl_weight_digests.py $tests/test_flashrl_weight_versions.py $tests/test_flashrl_toolkits.py \
+        $tests/test_flashrl_experts.py $tests/test_flashrl_routers.py "$unlisted"[{gemma3_text,phi3}] \
         "$tests/test_flashrl_arguments.py::test_a_transfer_into_the_kernels_tensors_is_refused" \
-        $tests/test_flashrl_serve.py $tests/test_flashrl_installed.py $tests/test_flashrl_experts.py \
-        $tests/test_flashrl_routers.py tests/engine/test_engine_sampling_masks.py "${toolkits[@]}" "${@:2}"
+        "$tests/test_flashrl_arguments.py::test_what_vllm_takes_for_fp8_on_a_cpu_with_amx_is_known_and_never_proven" \
+        $tests/test_flashrl_serve.py $tests/test_flashrl_installed.py tests/engine/test_engine_sampling_masks.py "${@:2}"
     [ $# -gt 1 ] || .venv/bin/python -m benchmarks.plugin_start --turns 5
     rm -rf "${place:?}/$1"
     printf 'plugin on vLLM %s: %d s\n' "$found" $((SECONDS - start)) >&2

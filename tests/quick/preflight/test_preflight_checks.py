@@ -133,7 +133,7 @@ def test_a_slow_scheme_is_said_once():
         (
             {"amx_bf16"},
             "fp8-block",
-            "on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `fp8-block`",
+            "on a CPU vLLM widens FP8 weights and multiplies in BF16 (W8A16), which is not `fp8-block`",
         ),
     ],
 )

@@ -104,5 +104,5 @@ def test_fp8_needs_tensor_cores_for_it(scheme: Scheme) -> None:
     assert why_not(scheme, device="a100", cpu_flags=NONE) == "FP8 needs compute capability 8.9, a100 has 8.0"
     assert why_not(scheme, device="cpu", cpu_flags=VNNI).startswith("vLLM's FP8 kernels on a CPU need AMX")
     assert why_not(scheme, device="cpu", cpu_flags=frozenset({"amx_int8"})) == (
-        f"on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `{scheme}`"
+        f"on a CPU vLLM widens FP8 weights and multiplies in BF16 (W8A16), which is not `{scheme}`"
     )
