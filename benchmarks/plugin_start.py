@@ -21,6 +21,7 @@ from statistics import median
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES
 from appliance.control_groups import usable_cores
+from appliance.engine.vllm_versions import vllm_version
 from benchmarks.demo import processor
 from benchmarks.sync import random_state, set_environment, started_runner
 
@@ -72,8 +73,8 @@ def main() -> int:
                 times_by_side[name] += [took] if turn >= 0 else []
     page = (
         f"# An engine's start with the plugin\n\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: "
-        f"{processor()}, {usable_cores()} threads. Medians of {options.turns}\nstarts of each, in turns; *later* is "
-        f"that of the turns' differences.\n\n{table(times_by_side)}"
+        f"vLLM {vllm_version()}, {processor()}, {usable_cores()} threads. Medians of {options.turns}\nstarts of each, in "
+        f"turns; *later* is that of the turns' differences.\n\n{table(times_by_side)}"
     )
     console.out(page)
     if options.output is not None:
