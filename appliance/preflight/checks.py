@@ -259,6 +259,17 @@ def _without_row(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
     for place, is_asked, remedy in asks if has_class else asks[:1]:
         if is_asked:
             yield error("architecture", place, f"{plan.weights.name_or_path}: {why}", remedy)
+    if shape.beside_text:
+        message = f"its config.json has `{shape.beside_text}`: the model takes more than text, and no proof knows the "
+        message += "places of its weights"
+        yield error(
+            "architecture", "model.path", f"{plan.weights.name_or_path}: {message}", "use a model of text alone"
+        )
+    if shape.other_mixer:
+        message = f"some of its layers are `{shape.other_mixer}`: among layers that mix tokens the engine knows plain "
+        message += "attention alone"
+        remedy = "use a model whose layers all have plain attention"
+        yield error("architecture", "model.path", f"{plan.weights.name_or_path}: {message}", remedy)
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -277,7 +288,8 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if why := rope_conflict(shape.ropes, longest=longest) or unknown_rope(shape.ropes):
         yield error("rope", "model.path", f"{plan.weights.name_or_path}: {why}", _ROPE_REMEDY)
     alike = ALIKE_WINDOWS.issuperset(shape.architectures)
-    if shape.partial_window and not alike and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
+    slides = shape.partial_window > 0 and not shape.other_mixer  # `layer_types` that differ by a window
+    if slides and not alike and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
         outcome = "vLLM and the trainer may treat them differently"
         for architecture in shape.architectures:
             outcome = UNLIKE_WINDOWS.get(architecture, outcome)

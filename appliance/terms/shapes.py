@@ -63,6 +63,11 @@ class ModelShape:
     """Feature that the trainer's form of the rollouts' forward does not have: see the function of this name."""
     partial_window: int = 0
     """Tokens of the sliding window that a part of the layers has; 0 where all have it, or none."""
+    beside_text: str = ""
+    """Key of config.json that shows a model of more than text, such as `vision_config`; empty for a model of text."""
+    other_mixer: str = ""
+    """First kind of layer that mixes tokens otherwise than by attention, as `layer_types` names it, such as
+    `linear_attention`; empty where `layer_types` names none."""
     ropes: tuple[Rope, ...] = field(default=(), compare=False)
     """Ways in which positions rotate. They are no size, so that a shape known by its name equals one that was read."""
 
@@ -124,6 +129,9 @@ class ModelShape:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
+_TEXT = "text_config"
+_BESIDE_TEXT = ("vision_config", "audio_config", _TEXT)  # the last alone says that the model has other parts
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})  # values of `layer_types`
 
 
 def _qwen2(**sizes: Any) -> ModelShape:
@@ -185,5 +193,14 @@ def shape_of(raw: Mapping[str, Any]) -> ModelShape:
         quantised=str(found.get("quant_method", "")) if isinstance(found := raw.get(_QUANTISED), dict) else "",
         beyond_one_flow=beyond_one_flow(raw),
         partial_window=number("sliding_window", _USUAL_WINDOW) if has_both_windows(raw) else 0,
+        beside_text=next((key for key in _BESIDE_TEXT if isinstance(raw.get(key), dict)), ""),
+        other_mixer=_other_mixer(raw),
         ropes=ropes_of(raw),
     )
+
+
+def _other_mixer(raw: Mapping[str, Any]) -> str:
+    text = raw.get(_TEXT)
+    kinds = (text if isinstance(text, dict) else raw).get("layer_types")
+    others = [str(kind)[:60] for kind in kinds if str(kind) not in _ATTENTION] if isinstance(kinds, list) else []
+    return others[0] if others else ""

@@ -3,10 +3,12 @@ any other; what they compute is what transformers, the trainer, computes. And th
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +215,24 @@ def test_a_structure_that_shows_no_places_is_refused_by_the_layer(tmp_path: Path
     with pytest.raises(EngineError) as raised:
         start_engine(folder, scheme="int8", load_format=LOAD_FORMAT)
     assert raised.value.message.startswith(f"{folder}: {layer}")
+
+
+def test_why_qwen3_5_does_not_run() -> None:
+    """On a CPU vLLM's class cannot be imported; on any device its layers of a gated delta rule are not attention."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    with pytest.raises(ModuleNotFoundError, match="torchvision"):
+        importlib.import_module("vllm.model_executor.models.qwen3_5")
+    model, name = torch.nn.Module(), "model.layers.0.linear_attn"
+    layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(architecture="Qwen3_5ForCausalLM", model="a-folder"),
+        compilation_config=SimpleNamespace(static_forward_context={name: layer}),
+    )
+    fact = "among layers that mix tokens only plain attention is known"
+    with pytest.raises(EngineError) as raised:
+        require_fit(model, vllm_config=vllm_config)
+    assert raised.value.message == f"a-folder: {name} is a QwenGatedDeltaNetAttention: {fact}"
 
 
 @pytest.fixture

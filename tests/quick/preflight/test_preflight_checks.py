@@ -503,6 +503,15 @@ def test_a_family_whose_forward_is_not_the_rollouts_is_refused_before_its_model_
 LIST = "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen3MoeForCausalLM"
 
 
+BESIDE_TEXT = (
+    "its config.json has `vision_config`: the model takes more than text, and no proof knows the places of its weights"
+)
+OTHER_MIXER = (
+    "some of its layers are `linear_attention`: among layers that mix tokens the engine knows plain attention alone"
+)
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+
+
 def of_an_unlisted_model(folder, *sets, **sizes):
     """Findings of a plan for a model whose class has no row in the list of families."""
     (folder / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]} | sizes))
@@ -538,6 +547,29 @@ def test_a_window_in_a_part_of_the_layers_needs_a_class_that_was_tried(tmp_path,
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     found = of_an_unlisted_model(tmp_path, architectures=[architecture], **windows)
     assert any("some of its layers have a sliding window" in message for message, _ in found) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "messages"),
+    [
+        ("Gemma3ForConditionalGeneration", {"vision_config": {}, "text_config": {}}, [BESIDE_TEXT]),
+        ("LlavaForConditionalGeneration", {"text_config": {}}, [BESIDE_TEXT.replace("vision", "text")]),
+        ("Qwen3_5ForConditionalGeneration", {"vision_config": {}, "text_config": LINEAR}, [BESIDE_TEXT, OTHER_MIXER]),
+        ("Qwen3_5ForCausalLM", LINEAR | {"sliding_window": 8}, [OTHER_MIXER]),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv"]}, [OTHER_MIXER.replace("linear_attention", "conv")]),
+    ],
+)
+def test_what_the_engine_would_refuse_is_said_before_it_starts(tmp_path, architecture, config, messages):
+    """As published: Qwen3.5 and large Gemma 3 take images, too; Qwen3.5's text model alone has layers without
+    attention."""
+    attention_alone = "use a model whose layers all have plain attention"
+    assert of_an_unlisted_model(tmp_path, architectures=[architecture], **config) == [
+        (
+            f"error: model.path: {tmp_path}: {message}",
+            attention_alone if "layers" in message else "use a model of text alone",
+        )
+        for message in messages
+    ]
 
 
 def test_one_flow_is_refused_without_a_row(tmp_path):
