@@ -65,15 +65,20 @@ def refuse_unlisted(report: Report) -> Report:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of `make torture` and `make test-long` run only when they are asked for by their marker: `-m long`."""
+    """The tests of `make torture` and `make test-long` run only when they are asked for by their marker: `-m long`. A
+    test that has both markers runs in both."""
     if is_worker(config):
         items[:] = trainings_first(items)
-    not_asked = [marker for marker in ("torture", "long") if marker not in config.option.markexpr]
-    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in not_asked)]
+    asked = config.option.markexpr
+    left_out = [item for item in items if (own := _markers_to_ask(item)) and not any(marker in asked for marker in own)]
     if os.environ.get(QUICK_RAN_VARIABLE):
         left_out += [item for item in items if _is_quick(item) and item not in left_out]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _markers_to_ask(item: pytest.Item) -> list[str]:
+    return [marker for marker in ("torture", "long") if item.get_closest_marker(marker)]
 
 
 def _is_quick(item: pytest.Item) -> bool:

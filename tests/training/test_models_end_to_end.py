@@ -1,93 +1,225 @@
-"""Models without a row in the list of families, trained as a user would: two steps by INT8 rollouts, with weights that
-move. Every update is proven, and what the updated engine answers is what a fresh one of the exported model answers."""
+"""Every model class that INT8 rollouts were tried with, trained as a user would: two steps with weights that move.
+Every update is proven, and the engine after the last one computes what a fresh engine of the exported model does."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_models
 import torch
-from safetensors.torch import load_file
-from trainings import train
+from published_models import END_OF_TURN, PADDING, PUBLISHED, make_published, read_weights
+from trainings import Finished, json_lines, train
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from unlisted_models import UNLISTED, make_unlisted
 
-pytestmark = pytest.mark.e2e(minutes=4)
+from appliance.quant.files import PROFILE_FILE
+from appliance.terms.environment import EXACT_ON_CPU
 
-# Norms behind blocks and soft caps; a fused checkpoint; LayerNorm and biases. The others run in `make torture`.
-OFTEN = ("gemma2", "phi3", "starcoder2")
-MODEL_TYPES = [
-    pytest.param(model_type, marks=pytest.mark.long if model_type in OFTEN else pytest.mark.torture)
-    for model_type in UNLISTED
-]
+pytestmark = pytest.mark.e2e(minutes=8)
 
-WORDS = 288
+LISTED = tiny_models.FAMILIES
+CLASSES = 14
+# Experts; norms behind blocks and soft caps; LayerNorm and biases.
+OFTEN = ("qwen3-moe", "gemma2", "starcoder2")
+TRAINED: list[str] = []
+"""Classes whose training passed, in this process."""
+
+WORDS = tiny_models.VOCABULARY
+STEPS, VALIDATED = 2, 16
 SETS = (
     "model.builtin=null",
-    "trainer.steps=2",
-    "trainer.validate_every=2",
-    "task.val_size=16",
+    f"trainer.steps={STEPS}",
+    f"trainer.validate_every={STEPS}",
+    "trainer.validate_bf16_every=0",  # the last answers are of the last INT8 update
+    f"task.val_size={VALIDATED}",
     "batch.prompts_per_step=8",
     "quantization.prove_every=1",
     "algorithm.entropy_bonus=0.1",  # random models get no reward: this moves their weights
     "optimizer.learning_rate=3e-4",
     "rollout.lm_head_fp32=true",  # BF16 logits tie, and greedy answers would be a matter of luck
 )
-ANSWER = """
+# In the process that collects rollouts: every answer as the engine gave it.
+NOTES = """
+import json, os
+from after_import import after_import
+
+
+def note(module):
+    make_fields = module._make_fields
+
+    def noting(prompt, *, group, session, trains, **graded):
+        sample = group.samples[session]
+        answer = {"step": int(prompt.row["global_steps"]), "trains": trains, "prompt": list(prompt.token_ids)}
+        answer |= {"tokens": list(sample.token_ids), "log_probs": list(sample.log_probs), "finished": sample.finished}
+        with open(os.environ["ANSWERS_FILE"], "a") as file:
+            file.write(json.dumps(answer) + "\\n")
+        return make_fields(prompt, group=group, session=session, trains=trains, **graded)
+
+    module._make_fields = noting
+
+
+after_import("appliance.trainer.rollouts", note)
+"""
+FRESH = """
 import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Quantisation
+from appliance.terms.settings import CPU_KV_BLOCK, Quantisation
+from flashrl_compat.loader import LOAD_FORMAT  # which folds a profile in
 
-model, prompts = sys.argv[1], json.loads(sys.argv[2])
+model, profile, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+max_tokens, words = map(int, sys.argv[4:])
 let_vllm_pass_llvmlite()
-tokenizer = AutoTokenizer.from_pretrained(model)
 settings = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
-settings |= {"load_format": LOAD_FORMAT, "block_size": CPU_KV_BLOCK}
-llm = LLM(model, **settings, **Quantisation(scheme=Scheme.INT8, lm_head_fp32=True).engine_arguments())
-ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]  # as rendered by the template
-greedy = SamplingParams(temperature=0, max_tokens=6, detokenize=False, allowed_token_ids=list(range(len(tokenizer))))
-answers = llm.generate([{"prompt_token_ids": each} for each in ids], greedy, use_tqdm=False)
-said = [tokenizer.decode(each.outputs[0].token_ids, skip_special_tokens=True) for each in answers]
-print("ANSWERS", json.dumps(said))
+settings |= {"load_format": LOAD_FORMAT, "block_size": CPU_KV_BLOCK, "logprobs_mode": "processed_logprobs"}
+quantisation = Quantisation(scheme=Scheme.INT8, lm_head_fp32=True, profile=profile)
+llm = LLM(model, **settings, **quantisation.engine_arguments())
+greedy = SamplingParams(
+    temperature=0, max_tokens=max_tokens, detokenize=False, logprobs=0, allowed_token_ids=list(range(words))
+)
+outputs = [
+    output.outputs[0] for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
+]
+answers = [
+    (list(output.token_ids), [words[token].logprob for token, words in zip(output.token_ids, output.logprobs)])
+    for output in outputs
+]
+print("ANSWERS", json.dumps(answers))
 """
+TESTS = Path(__file__).parents[1]
+Answers = list[tuple[list[int], list[float]]]
 
 
-def fresh_answers(model: Path, prompts: list[str]) -> list[str]:
-    """What an INT8 engine that was started from a model's folder answers, greedily."""
-    line = [sys.executable, "-c", ANSWER, str(model), json.dumps(prompts)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
+def in_torture(model_types: Iterable[str], *, often: Collection[str]) -> list[Any]:
+    """Parameters of tests that run in `make torture`. often: those that run in `make test-long`, too."""
+    return [
+        pytest.param(model_type, marks=[pytest.mark.torture, *([pytest.mark.long] if model_type in often else [])])
+        for model_type in model_types
+    ]
+
+
+def train_noting(root: Path, *sets: str, name: str) -> tuple[Finished, list[dict[str, Any]]]:
+    """A training, and its answers: prompts, tokens and log-probs of the engine."""
+    code, answers_file = root / "code", root / "answers.jsonl"
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(NOTES)
+    places = filter(None, (str(code), str(TESTS), os.environ.get("PYTHONPATH")))
+    noting = {"PYTHONPATH": os.pathsep.join(places), "ANSWERS_FILE": str(answers_file)}
+    done = train(root, *sets, name=name, env={**os.environ, **EXACT_ON_CPU, **noting})
+    assert done.code == 0, done.stderr[-4000:]
+    return done, json_lines(answers_file)
+
+
+def fresh_answers(model: Path, prompts: list[list[int]], *, profile: Path | None, max_tokens: int) -> Answers:
+    """Greedy tokens and their log-probs of an INT8 engine that is started from a model's folder. profile: folder of the
+    one that smooths it.
+
+    Nothing but weights and codes can make its log-probs differ from the run's, so they are compared bit for bit: with
+    EXACT_ON_CPU, which the run has too, a token's layers do not depend on what else is computed, and the head in FP32,
+    whose sums depend on the number of rows, multiplies the same prompts at once. Rows of it that no word has are left
+    out of both.
+    """
+    words = len(AutoTokenizer.from_pretrained(model))
+    arguments = [str(model), str(profile or ""), json.dumps(prompts), str(max_tokens), str(words)]
+    environment = {**os.environ, **EXACT_ON_CPU}
+    line = [sys.executable, "-c", FRESH, *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(next(each for each in done.stdout.splitlines() if each.startswith("ANSWERS ")).partition(" ")[2])
+    printed = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
+    return [(tokens, log_probs) for tokens, log_probs in json.loads(printed.partition(" ")[2])]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_model_without_a_row_trains_by_int8_rollouts(tmp_path: Path, model_type: str) -> None:
+def require_proven(done: Finished, *, is_tied: bool) -> None:
+    """Each step by INT8 rollouts, each update proven whole. A tied head is compared with the embedding."""
+    steps = [line for line in done.json_lines("metrics.jsonl") if line["step"]]
+    assert [line["scheme"] for line in steps] == ["int8"] * STEPS
+    assert all(line["grad_norm"] > 0 and line["mismatch_k3_kl"] < 0.02 for line in steps), steps
+    updates = done.json_lines("sync/rollout-0-0.jsonl")
+    assert len(updates) > STEPS
+    for update in updates:
+        assert (update["layers_proven"], update["unproven"]) == (update["layers"], int(is_tied))
+
+
+def require_trained(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    unmoved = [name for name in before if torch.equal(before[name], after[name])]
+    assert before.keys() == after.keys() and len(unmoved) < len(before) / 2
+
+
+def require_as_fresh(done: Finished, answers: list[dict[str, Any]]) -> None:
+    """What the run's engine answered after its last update, which was then validated, is what a fresh engine of the
+    exported model answers."""
+    last = [answer for answer in answers if answer["step"] == STEPS and not answer["trains"]]
+    assert len(last) == VALIDATED
+    profile = done.run_dir / "profile"
+    fresh = fresh_answers(
+        done.run_dir / "model",
+        [answer["prompt"] for answer in last],
+        profile=profile if (profile / PROFILE_FILE).is_file() else None,
+        max_tokens=max(len(answer["tokens"]) for answer in last),
+    )
+    assert fresh == [(answer["tokens"], answer["log_probs"]) for answer in last]
+
+
+def make_model(folder: Path, model_type: str, *, tokenizer: PreTrainedTokenizerFast) -> str:
+    """A checkpoint with random weights; returns the name of its class."""
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if model_type in UNLISTED:
+        make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, **tokens)
+        return UNLISTED[model_type][0]
+    model = tiny_models.tiny(model_type, seed=1, head_dim=32)  # vLLM's attention on a CPU has none of 16
+    for config in (model.config, model.generation_config):
+        config.update(tokens)
+    model.save_pretrained(folder)
+    return type(model).__name__
+
+
+@pytest.mark.parametrize("model_type", in_torture((*LISTED, *UNLISTED), often=OFTEN))
+def test_a_model_class_trains_by_int8_rollouts(tmp_path: Path, model_type: str) -> None:
     from appliance.tasks.tiny_model import save_tokenizer
 
     folder = tmp_path / "model"
-    tokenizer = save_tokenizer(folder, max_positions=256, words=WORDS)
-    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, **tokens)
-    done = train(tmp_path, *SETS, f"model.path={folder}", name="unlisted")
-    assert done.code == 0, done.stderr[-4000:]
-    steps = [line for line in done.json_lines("metrics.jsonl") if line["step"]]
-    assert [line["scheme"] for line in steps] == ["int8", "int8"]
-    assert all(line["grad_norm"] > 0 and line["mismatch_k3_kl"] < 0.02 for line in steps), steps
-    updates = done.json_lines("sync/rollout-0-0.jsonl")
-    assert len(updates) >= 3
-    is_tied = "lm_head.weight" not in load_file(folder / "model.safetensors")
-    for update in updates:  # a tied head is compared with the embedding
-        assert (update["layers_proven"], update["unproven"]) == (update["layers"], int(is_tied))
-    before, after = (load_file(each / "model.safetensors") for each in (folder, done.run_dir / "model"))
-    unmoved = [name for name in before if torch.equal(before[name], after[name])]
-    assert before.keys() == after.keys() and len(unmoved) < len(before) / 2
-    validated = [line for line in done.json_lines("samples.jsonl") if line["validation"]][-1]["validation"]
-    answers = fresh_answers(done.run_dir / "model", [sample["prompt"] for sample in validated])
-    assert answers == [sample["response"] for sample in validated]
+    tokenizer = save_tokenizer(folder, max_positions=128, words=WORDS)
+    name = make_model(folder, model_type, tokenizer=tokenizer)
+    done, answers = train_noting(tmp_path, *SETS, f"model.path={folder}", name="trained")
+    before, after = read_weights(folder), read_weights(done.run_dir / "model")
+    require_proven(done, is_tied="lm_head.weight" not in before)
+    require_trained(before, after)
+    require_as_fresh(done, answers)
+    TRAINED.append(name)
+
+
+@pytest.mark.parametrize("model_type", in_torture(PUBLISHED, often=("phi3",)))
+def test_a_folder_as_the_hub_has_it_trains(tmp_path: Path, model_type: str) -> None:
+    """Several files, weights in FP32 or FP16, a long rope, a tied head, a tokenizer and a template of its own. Code
+    that `auto_map` names is not run. Either of two tokens ends an answer, and the exported folder still says so."""
+    folder = tmp_path / "model"
+    tokenizer = make_published(folder, model_type, seed=1)
+    ends = set(tokenizer.convert_tokens_to_ids([END_OF_TURN, PADDING]))
+    sets = (*SETS, "task.max_prompt_tokens=32", f"model.path={folder}")
+    done, answers = train_noting(tmp_path, *sets, name="published")
+    before, after = read_weights(folder), read_weights(done.run_dir / "model")
+    require_proven(done, is_tied="lm_head.weight" not in before)
+    require_trained(before, after)
+    require_as_fresh(done, answers)
+    for answer in answers:
+        assert answer["finished"] == (answer["tokens"][-1] in ends) and ends.isdisjoint(answer["tokens"][:-1])
+    assert any(answer["finished"] for answer in answers)
+    exported = [json.loads((each / "generation_config.json").read_text()) for each in (folder, done.run_dir / "model")]
+    assert exported[0]["eos_token_id"] == exported[1]["eos_token_id"]
+    assert AutoTokenizer.from_pretrained(done.run_dir / "model").chat_template == tokenizer.chat_template
+
+
+@pytest.mark.torture
+def test_every_class_of_the_list_and_beyond_was_trained(record_property: Callable[[str, object], None]) -> None:
+    record_property("said", f"models: {len(set(TRAINED))} classes trained by INT8 rollouts: {', '.join(TRAINED)}")
+    assert len(set(TRAINED)) == len(LISTED) + len(UNLISTED) == CLASSES
