@@ -36,6 +36,7 @@ STEPS, VALIDATED = 2, 16
 SETS = (
     "model.builtin=null",
     f"trainer.steps={STEPS}",
+    "trainer.validate_before=false",
     f"trainer.validate_every={STEPS}",
     "trainer.validate_bf16_every=0",  # the last answers are of the last INT8 update
     f"task.val_size={VALIDATED}",
@@ -115,7 +116,7 @@ def train_noting(root: Path, *sets: str, name: str) -> tuple[Finished, list[dict
     (code / "sitecustomize.py").write_text(NOTES)
     places = filter(None, (str(code), str(TESTS), os.environ.get("PYTHONPATH")))
     noting = {"PYTHONPATH": os.pathsep.join(places), "ANSWERS_FILE": str(answers_file)}
-    done = train(root, *sets, name=name, env={**os.environ, **EXACT_ON_CPU, **noting})
+    done = train(root, *sets, name=name, timeout_s=1800, env={**os.environ, **EXACT_ON_CPU, **noting})
     assert done.code == 0, done.stderr[-4000:]
     return done, json_lines(answers_file)
 
@@ -133,7 +134,7 @@ def fresh_answers(model: Path, prompts: list[list[int]], *, profile: Path | None
     arguments = [str(model), str(profile or ""), json.dumps(prompts), str(max_tokens), str(words)]
     environment = {**os.environ, **EXACT_ON_CPU}
     line = [sys.executable, "-c", FRESH, *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     printed = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
     return [(tokens, log_probs) for tokens, log_probs in json.loads(printed.partition(" ")[2])]
