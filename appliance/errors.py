@@ -57,10 +57,12 @@ class ApplianceError(Exception):
 
 
 class RecipeError(ApplianceError):
-    """One or more problems in what the user typed. `problems` are (message, hint) pairs, in the order of the file.
+    """One or more problems in what the user typed."""
 
-    findings: a Finding (finding.py) for each of them where they are wrong settings; empty otherwise.
-    """
+    problems: list[Problem]
+    """Messages, each with its hint, in the order of the file."""
+    findings: tuple[Any, ...]
+    """A Finding (finding.py) for each problem where they are wrong settings; empty otherwise."""
 
     exit_code = 2
 

@@ -103,9 +103,10 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
     raise PatchError(f"patch {patch.name}: {patch.target} does not exist")
 
 
-# Judged by the sources alone: the files with the records, and what they replace, both import torch. So preflight reports a
-# library that was changed within a second, and not an engine after minutes on a GPU; a head compares what its nodes
-# have; and the records for vLLM's build for GPUs are tested (tests/gpu_lock) on a host where it cannot be imported.
+# Judged by the sources alone: the files with the records, and what they replace, both import torch. So preflight can
+# report a library that was changed within a second, where an engine would after minutes on a GPU; a head compares what
+# its nodes have; and the records for vLLM's build for GPUs are tested (tests/gpu_lock) on a host where it cannot be
+# imported.
 
 
 @functools.cache

@@ -73,8 +73,8 @@ def main() -> int:
                 times_by_side[name] += [took] if turn >= 0 else []
     page = (
         f"# An engine's start with the plugin\n\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: "
-        f"vLLM {vllm_version()}, {processor()}, {usable_cores()} threads. Medians of {options.turns}\nstarts of each, in "
-        f"turns; *later* is that of the turns' differences.\n\n{table(times_by_side)}"
+        f"vLLM {vllm_version()}, {processor()}, {usable_cores()} threads. Medians of {options.turns}\nstarts of each, "
+        f"in turns; *later* is that of the turns' differences.\n\n{table(times_by_side)}"
     )
     console.out(page)
     if options.output is not None:
