@@ -50,9 +50,9 @@ def published_tokenizer() -> PreTrainedTokenizerFast:
     core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    named = {"bos_token": "<s>", "eos_token": PADDING, "pad_token": PADDING, "unk_token": "<unk>"}
+    special_tokens = {"bos_token": "<s>", "eos_token": PADDING, "pad_token": PADDING, "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, **named, chat_template=CHAT_TEMPLATE, model_max_length=4 * ORIGINAL_POSITIONS
+        tokenizer_object=core, **special_tokens, chat_template=CHAT_TEMPLATE, model_max_length=4 * ORIGINAL_POSITIONS
     )
 
 
@@ -92,10 +92,10 @@ def _spell_as_published(folder: Path, model_type: str, *, dtype: str) -> None:
     for name in ("configuration", "modeling"):
         (folder / f"{name}_{model_type}.py").write_text(REMOTE_CODE)
     (folder / "chat_template.jinja").unlink()
-    named = json.loads(tokenizer_file.read_text())
-    del named["backend"]
-    named |= {"chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    tokenizer_file.write_text(json.dumps(named, indent=2))
+    settings = json.loads(tokenizer_file.read_text())
+    del settings["backend"]
+    settings |= {"chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer_file.write_text(json.dumps(settings, indent=2))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
