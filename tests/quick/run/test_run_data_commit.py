@@ -41,9 +41,9 @@ def commit_of(plan: RunPlan) -> str:
     return plan.task_files.commit
 
 
-def test_the_hub_is_asked_once_and_its_problems_have_a_key_of_their_own(tmp_path: Path, asked: list[str]) -> None:
+def test_the_hub_is_asked_once_and_its_problems_have_a_key_of_their_own(tmp_path: Path, requests: list[str]) -> None:
     plan = examine(recipe(), run_dir=tmp_path / "small-1", ask_hub=True)[0]
-    assert (commit_of(plan), asked) == (NEW, [NAME])
+    assert (commit_of(plan), requests) == (NEW, [NAME])
     assert plan.task_files == plan_in(tmp_path / "small-1", recipe(), host=HOST)[0].task_files
     others = {planned(tmp_path, data_commit=each).task_files.train_parquet for each in ("", OLD, NEW)}
     assert plan.task_files.train_parquet in others and len(others) == 3
