@@ -36,7 +36,7 @@ from appliance.record.plan import RunPlan
 from appliance.record.session import RunStatus, ask_to_stop, create_session
 from appliance.settings.sections import Lora, Model
 
-pytestmark = pytest.mark.usefixtures("no_sample")
+pytestmark = [pytest.mark.usefixtures("no_sample"), pytest.mark.slow]  # half a second each
 
 TEXT = """\
 recipe: arithmetic-tiny-int8

@@ -14,6 +14,8 @@ from appliance.quant.files import read_file_header
 from appliance.recipe.load import load_recipe
 
 NORM = "model.layers.0.input_layernorm.weight"
+pytestmark = pytest.mark.slow  # most of a second each
+
 HEADER = {
     "schema_version": 2,
     **{
