@@ -88,7 +88,7 @@ class Row:
         """Seconds after which the row is ended."""
         if self.needs_nvcc and not self.trains:
             return LONGEST_LIMIT_S
-        return _LIMITS_S[self.work]
+        return LIMITS_S[self.work]
 
     @property
     def exit_code(self) -> int:
@@ -96,7 +96,7 @@ class Row:
         return (TrainingError if self.trains else EngineError).exit_code
 
 
-_LIMITS_S = {
+LIMITS_S = {
     Work.KERNELS: LIMIT_S,
     Work.ENGINES: ENGINE_LIMIT_S,
     Work.TRAINING: TRAINING_LIMIT_S,

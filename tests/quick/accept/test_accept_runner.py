@@ -118,7 +118,7 @@ def test_a_row_that_holds_has_its_checks_and_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # by the clock
 def test_a_row_that_hangs_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LIMIT_S", 5)
+    monkeypatch.setitem(rows.LIMITS_S, rows.Work.KERNELS, 5)
     outcome = ended(row("by_hanging"), folder=tmp_path)
     (child,) = outcome.figures
     assert outcome.state is State.FAILED
@@ -131,7 +131,7 @@ def test_a_row_that_hangs_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyt
 def test_what_hung_writes_the_stacks_of_its_threads_and_keeps_what_a_training_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "LIMIT_S", 5)
+    monkeypatch.setitem(rows.LIMITS_S, rows.Work.KERNELS, 5)
     ended(row("as_a_training"), folder=tmp_path)
     folder = tmp_path / "as-a-training"
     kept_files = {
@@ -189,7 +189,7 @@ def test_a_part_that_a_bundle_cannot_run_is_skipped(names: list[str], state: Sta
 
 @pytest.mark.slow  # by the clock
 def test_parts_after_one_that_hung_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LIMIT_S", 4)
+    monkeypatch.setitem(rows.LIMITS_S, rows.Work.KERNELS, 4)
     outcome = ended(row("in_parts", names=["hangs", "last"]), folder=tmp_path)
     assert [part.state for part in outcome.parts] == [State.FAILED, State.WAITING]
     assert outcome.why.startswith("hangs: ended by its time limit of 4 s, after hangs, process: ")
