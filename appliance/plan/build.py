@@ -27,7 +27,7 @@ from appliance.plan.model_source import hub_name
 from appliance.plan.room import UNKNOWN, choose_pace, keep_pace
 from appliance.plan.rules import judge_plan
 from appliance.plan.verl_args import argv
-from appliance.recipe.rules import PATHS
+from appliance.recipe.rules import PATHS, Needs
 from appliance.recipe.schema import NAMED, Recipe
 from appliance.recipe.text import full_path, path_problem
 from appliance.record.attestations import version_of
@@ -108,10 +108,13 @@ class OriginalPlan:
     whatever the files are by now."""
 
 
-def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, **more: Any) -> RunPlan:
-    """Make the plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows."""
+def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, least: Needs = Needs.RECIPE, **more: Any) -> RunPlan:
+    """Make the plan of one run, as `resolve`. Raises RecipeError with every fault of the recipe that the plan shows.
+
+    least: rules that need less are left out, as those of a recipe alone for one that a command has altered.
+    """
     plan = resolve(recipe, run_dir=run_dir, host=host, **more)
-    refuse_faults(judge_plan(recipe, plan, host=host))
+    refuse_faults(judge_plan(recipe, plan, host=host, least=least))
     return plan
 
 

@@ -26,10 +26,10 @@ HOPPER = 9  # the major number of its capability: what torch multiplies in block
 _BF16 = "use `bf16`"
 
 
-def judge_plan(recipe: Recipe, plan: RunPlan, *, host: HostFacts) -> list[Finding]:
+def judge_plan(recipe: Recipe, plan: RunPlan, *, host: HostFacts, least: Needs = Needs.RECIPE) -> list[Finding]:
     """Return every fault of the recipe that it and its plan show, each with the place where the user wrote it. host:
-    that the plan was made for."""
-    return judge(RULES, recipe, plan, host)
+    that the plan was made for.  least: rules that need less are left out."""
+    return judge([rule for rule in RULES if rule.needs >= least], recipe, plan, host)
 
 
 def knows_device(recipe: Recipe, host: HostFacts) -> bool:
@@ -89,12 +89,14 @@ def _without_profile(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
         if value and value != Quantization.model_fields[key].default:
             message = f"it is a setting of profiles, and none is made for `{quantised[0]}`"
             hint = f"remove it, or use {listed(PROFILED)}"
-            yield fault((f"quantization.{key}", scheme_key(recipe), *_chosen_by(recipe)), message, hint)
+            keys = (f"quantization.{key}", scheme_key(recipe), *_chosen_by(recipe, quantised[0]))
+            yield fault(keys, message, hint)
 
 
-def _chosen_by(recipe: Recipe) -> tuple[str, ...]:
-    """The key by which schemes are chosen that are not named; none where all of them are."""
-    return ("cluster.device",) if AUTO in recipe.rollout.schemes else ()
+def _chosen_by(recipe: Recipe, scheme: Scheme) -> tuple[str, ...]:
+    """The key by which a scheme is chosen that is not named; none for one that is."""
+    schemes = recipe.rollout.schemes
+    return ("cluster.device",) if AUTO in schemes and scheme not in schemes else ()
 
 
 def _automatic_scheme(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
@@ -113,7 +115,7 @@ def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     if forward is Forward.BF16:
         return
     if other := next((scheme for scheme in plan.rollout.replicas if not forward.knows(scheme)), None):
-        keys = ("trainer.forward", scheme_key(recipe), *_chosen_by(recipe))
+        keys = ("trainer.forward", scheme_key(recipe), *_chosen_by(recipe, other))
         yield fault(keys, f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
     if not plan.is_cpu and forward is not Forward.ROLLOUT:
         yield fault(key, f"`{forward}` runs on a CPU only", _BF16)
@@ -132,9 +134,9 @@ def _backward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     """The device and the schemes on which gradients cannot be computed as the recipe wants."""
     if recipe.trainer.backward is not Backward.FP8_BLOCK:
         return
-    if any(scheme is not Scheme.FP8_BLOCK for scheme in plan.rollout.replicas):
+    if other := next((scheme for scheme in plan.rollout.replicas if scheme is not Scheme.FP8_BLOCK), None):
         message = "`fp8-block` takes the codes of a forward in `fp8-block`"
-        keys = ("trainer.backward", scheme_key(recipe), *_chosen_by(recipe))
+        keys = ("trainer.backward", scheme_key(recipe), *_chosen_by(recipe, other))
         yield fault(keys, message, "use rollout.scheme: fp8-block, or backward: bf16")
     elif recipe.trainer.forward is Forward.ROLLOUT and not _has_block_kernel(plan.cluster.device):
         yield fault(("trainer.backward", "cluster.device"), "`fp8-block` has a kernel on Hopper only", _BF16)

@@ -133,17 +133,22 @@ def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool
 
 
 def plan_in(
-    folder: Path, recipe: Recipe, *, host: HostFacts | None = None, cache_dir: Path | None = None
+    folder: Path,
+    recipe: Recipe,
+    *,
+    host: HostFacts | None = None,
+    cache_dir: Path | None = None,
+    least: Needs = Needs.RECIPE,
 ) -> tuple[RunPlan, HostFacts]:
     """Make the plan of a command that is no training, for its work in a folder, with the commits that `model.revision`
-    and `task.data` are, where they are named and the hub knows them. host: None: it is read.  cache_dir: as for
-    build_plan, whose errors it raises."""
+    and `task.data` are, where they are named and the hub knows them. host: None: it is read.  cache_dir, least: as
+    for build_plan, whose errors it raises."""
     host = host or read_host(folder)
     name, wanted = hub_name(recipe), recipe.model.revision
     commit = hub.revision(name, requested=wanted)[0] if name and wanted else ""
     of_the_data = _data_commit(recipe, original=None, ask_hub=True)
     commits = {"commit": commit, "data_commit": of_the_data}
-    return build_plan(recipe, run_dir=folder, host=host, cache_dir=cache_dir, **commits), host
+    return build_plan(recipe, run_dir=folder, host=host, cache_dir=cache_dir, least=least, **commits), host
 
 
 def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool, full: bool = False) -> None:

@@ -351,9 +351,12 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, fa
 
 
 def in_order(findings: Iterable[Finding], *, file: str) -> list[Finding]:
-    """Sort findings by their lines in the file, each finding once; those of other places come last, in their own
-    order."""
-    return sorted(dict.fromkeys(findings), key=lambda finding: line_of(finding.where, file=file))
+    """Sort findings by their lines in the file, one of those that read alike; those of other places come last, in their
+    own order."""
+    by_text: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        by_text.setdefault((finding.fact, finding.remedy), finding)
+    return sorted(by_text.values(), key=lambda finding: line_of(finding.where, file=file))
 
 
 def line_of(where: str, *, file: str) -> tuple[int, int]:

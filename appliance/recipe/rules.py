@@ -71,14 +71,23 @@ def judge(
     that need more facts than are given are left out.
 
     facts: as many of those of Needs after the recipe as there are, in that order.  unreadable: keys of the recipe whose
-    values could not be read. What was found about these, and about the keys of a finding `is_of_no_value`, is not
-    reported: it would be about another value.
+    values could not be read. What was found about these is not reported: it would be about another value. Neither is
+    what the plan shows of the keys of a finding `is_of_no_value`, which it has other values of.
     """
     given = (recipe, *facts)
-    findings = [finding for rule in rules if rule.needs <= len(given) for finding in rule.check(*given[: rule.needs])]
-    findings = [finding for finding in findings if not concerns(finding, unreadable)]
-    without_value = {tuple(key.split(".")) for finding in findings if finding.is_of_no_value for key in finding.keys}
-    reported = [finding for finding in findings if finding.is_of_no_value or not concerns(finding, without_value)]
+    all_findings = [
+        (rule.needs, finding)
+        for rule in rules
+        if rule.needs <= len(given)
+        for finding in rule.check(*given[: rule.needs])
+        if not concerns(finding, unreadable)
+    ]
+    replaced = {tuple(key.split(".")) for _, finding in all_findings if finding.is_of_no_value for key in finding.keys}
+    reported = [
+        finding
+        for needs, finding in all_findings
+        if needs is Needs.RECIPE or finding.is_of_no_value or not concerns(finding, replaced)
+    ]
     return list(dict.fromkeys(map(recipe.placed, reported)))
 
 

@@ -22,6 +22,7 @@ from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import plan_in
 from appliance.profile.job import find_profile, job_of_plan
+from appliance.recipe.rules import Needs
 from appliance.recipe.schema import Recipe
 from appliance.record.lines import finite
 from appliance.record.plan import RunPlan
@@ -45,8 +46,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
     """
     with work_folder(recipe.cluster.run_dir, command="verify") as folder:
         host = read_host(folder)
-        asked_for = _recipes(recipe, schemes=schemes, emulate=emulate)
-        plans = [plan_in(folder, each, host=host)[0] for each in asked_for]
+        plans = _plans(folder, recipe, schemes=schemes, emulate=emulate, host=host)
         plan, engines = plans[0], _engines_of(plans)
         _refuse_without_kernels([each for each, _ in engines], plan=plan, host=host)
         examine_for(plans, recipe=recipe, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
@@ -66,6 +66,14 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         message = f"verify: {len(failed)} of {workers} failed: {label(failed[0])}: {failed[0].problems[0]}"
         raise EngineError(message, hint="do not train with this engine; all problems are above")
     return 0
+
+
+def _plans(
+    folder: Path, recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: bool, host: HostFacts
+) -> list[RunPlan]:
+    """The plans of the command line's schemes. Rules about keys as they were typed were judged of the recipe itself."""
+    recipes = _recipes(recipe, schemes=schemes, emulate=emulate)
+    return [plan_in(folder, each, host=host, least=Needs.PLAN)[0] for each in recipes]
 
 
 def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: bool) -> Iterator[Recipe]:

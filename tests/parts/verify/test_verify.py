@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import EngineError, PreflightError
-from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
@@ -63,10 +62,7 @@ def engines_of(
     """What the engines would be told, each profile as planned."""
     recipe = load_recipe("arithmetic-tiny-int8", sets=(*settings, *sets))
     host = read_host(Path("/"))
-    plans = [
-        build_plan(each, run_dir=Path("/run"), host=host)
-        for each in command._recipes(recipe, schemes=schemes, emulate=emulate)
-    ]
+    plans = command._plans(Path("/run"), recipe, schemes=schemes, emulate=emulate, host=host)
     return [each for each, _ in command._engines_of(plans)]
 
 
@@ -87,6 +83,14 @@ def test_a_scheme_of_the_command_line_gets_what_a_run_in_it_would_get(settings: 
 def test_emulate_is_for_the_recipes_own_schemes_too(settings: tuple[str, ...]) -> None:
     found = engines_of(settings, "rollout.scheme=fp8", emulate=True)
     assert found == [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.FP8, emulated=True)]
+
+
+def test_a_recipe_with_another_scheme_is_not_judged_as_one_that_was_typed(settings: tuple[str, ...]) -> None:
+    """`emulate` is for FP8 alone, and BF16 has no precision to raise."""
+    both = [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, profile="/run/profile")]
+    assert engines_of(settings, emulate=True) == both
+    raises = "guard.actions=[warn, raise-precision]"
+    assert engines_of(settings, raises, schemes=(Scheme.BF16, Scheme.INT8)) == both
 
 
 def test_engines_are_without_graphs_where_one_has_quantised_experts(

@@ -36,6 +36,19 @@ def only(*sets: str) -> tuple[str, str]:
     return without_place(message), hint
 
 
+@pytest.mark.parametrize(
+    ("sets", "number"),
+    [
+        (("model.builtin=nope", "model.path=/x"), 2),
+        (("task.kind=own", "task.data=bad name", "task.train_file=/nothing.jsonl"), 3),
+        (("cluster.device=k80", "trainer.forward=linears", "rollout.lm_head_fp32=true"), 2),
+    ],
+)
+def test_a_value_of_which_nothing_can_be_made_hides_no_other_fault_of_the_recipe(sets: tuple[str, ...], number: int):
+    problems = [message for message, _ in problems_of(*sets)]
+    assert len(problems) >= number, problems
+
+
 OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
 
 
