@@ -130,7 +130,17 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
             f"{name_or_path}: {_counted(random, 'not in the checkpoint and would be random')}", hint=_AGAIN
         )
     _whole[model] = len(model.state_dict())
+    _leave_out_unused_code(model)
     return model
+
+
+def _leave_out_unused_code(model: PreTrainedModel) -> None:
+    """Remove `auto_map`, which names files of Python code beside published weights, from the configuration of a model
+    that runs by transformers' own class. The files are not used, and a folder that is saved does not have them. verl's
+    save would also enter the class into that mapping without a name, and config.json could then not be written."""
+    runs_by_own_code = getattr(model, "_auto_class", None) is not None
+    if not runs_by_own_code and getattr(model.config, "auto_map", None) is not None:
+        del model.config.auto_map
 
 
 def _require(loading: Loading, *, model: str) -> None:

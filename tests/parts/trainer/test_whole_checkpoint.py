@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from broken_checkpoints import Count, broken_checkpoints
 from hub_variables import set_hub
 from plans import make_plan
 from tiny_models import FAMILIES, tiny
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import appliance.trainer.worker  # noqa: F401  a run's processes import it by its name in the environment
 from appliance.errors import AttestationError, WeightsError
@@ -62,6 +63,18 @@ def test_a_whole_model_is_loaded_and_counted(whole: dict[str, Path], family: str
     assert tensors_loaded(torch.nn.Sequential(model)) == len(model.state_dict())  # as an adapter holds it
     source = tiny(family, tie_word_embeddings=family in ("qwen2", "qwen3")).state_dict()
     assert all(torch.equal(tensor, source[name].float()) for name, tensor in model.state_dict().items())
+
+
+def test_code_beside_published_weights_is_forgotten_unless_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `auto_map` verl's save would copy the class's code, and enter the class without a name."""
+    tiny("llama").save_pretrained(tmp_path)
+    file, auto_map = tmp_path / "config.json", {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
+    assert not hasattr(load_as_verl(tmp_path).config, "auto_map")
+    monkeypatch.setattr(LlamaForCausalLM, "_auto_class", "AutoModelForCausalLM")  # as transformers marks such code
+    assert load_as_verl(tmp_path).config.auto_map == auto_map
 
 
 def test_a_rank_without_memory_for_the_model_looks_as_well(whole: dict[str, Path], tmp_path: Path) -> None:
