@@ -136,8 +136,9 @@ def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTraine
 
 def _leave_out_unused_code(model: PreTrainedModel) -> None:
     """Remove `auto_map`, which names files of Python code beside published weights, from the configuration of a model
-    that runs by transformers' own class. The files are not used, and a folder that is saved does not have them. verl's
-    save would also enter the class into that mapping without a name, and config.json could then not be written."""
+    that runs by transformers' own class, so that this code is not used. verl's save would enter the class into that
+    mapping without a name, and config.json could then not be written. A saved model has its base's config.json and code
+    all the same (trainer/checkpoints.py)."""
     runs_by_own_code = getattr(model, "_auto_class", None) is not None
     if not runs_by_own_code and getattr(model.config, "auto_map", None) is not None:
         del model.config.auto_map
