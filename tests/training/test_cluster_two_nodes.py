@@ -26,7 +26,7 @@ import appliance
 from appliance.processes import find_processes
 from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE
 
-pytestmark = [pytest.mark.e2e(minutes=4), pytest.mark.long]
+pytestmark = pytest.mark.e2e(minutes=4)
 
 HEAD_PORT = 26379  # not Ray's own: another test may run a cluster, too
 NODE_PORT = 28379
@@ -99,6 +99,7 @@ def is_free(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.long
 def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses(
     tmp_path: Path, with_tiny_cache: Callable
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
     assert left_of(run_dir, since=since) == []
 
 
+@pytest.mark.long
 def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """The head waits on after the wrong token, and ends, with the node's name, at a node with other sources, which ends
     with the same words."""
@@ -179,6 +181,7 @@ def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny
     assert left_of(tmp_path / "refused", since=since) == []
 
 
+@pytest.mark.long
 def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """While the head waits for four nodes, one that joined is killed and joins again. Then the head's store dies: the
     head and that node end, each with its cause."""
