@@ -43,7 +43,7 @@ test_version() { # version, arguments of pytest
     .venv/bin/python -m pytest -m "not e2e" tests/quick/flashrl/test_flashrl_versions.py $tests/test_flashrl_ways_in.py \
         $tests/test_flashrl_first_load.py $tests/test_flashrl_later_updates.py $tests/test_flashrl_refusals.py \
         $tests/test_flashrl_weight_digests.py $tests/test_flashrl_weight_versions.py $tests/test_flashrl_toolkits.py \
-        $tests/test_flashrl_experts.py $tests/test_flashrl_routers.py "$unlisted"[{gemma3_text,phi3}] \
+        $tests/test_flashrl_experts.py $tests/test_flashrl_routers.py "$unlisted"\[{gemma3_text,phi3}\] \
         "$tests/test_flashrl_arguments.py::test_a_transfer_into_the_kernels_tensors_is_refused" \
         "$tests/test_flashrl_arguments.py::test_what_vllm_takes_for_fp8_on_a_cpu_with_amx_is_known_and_never_proven" \
         $tests/test_flashrl_serve.py $tests/test_flashrl_installed.py tests/engine/test_engine_sampling_masks.py "${@:2}"

@@ -246,7 +246,7 @@ def test_headers_of_many_experts_take_seconds(type_of_all: str) -> None:
     assert len(shapes) > 9000
     headers = {name: TensorHeader(type_of_all, shape, Path("a")) for name, shape in shapes.items()}
     started_s = time.process_time()
-    found = loading._Checkpoint(model, headers=headers).judge()
+    found = loading._Checkpoint(model, headers=headers).judge_loading()
     assert time.process_time() - started_s < 5
     assert found.problem.startswith("" if type_of_all == "BF16" else "the weights are not those of the model")
 
