@@ -23,7 +23,6 @@ OF_ONE_SCHEME = {
     "plan/rules.py",
     "quant/codec_int4.py",
     "quant/codec_int8.py",
-    "recipe/rules.py",
     "report/summary.py",
     "terms/devices.py",
     "terms/schemes.py",
