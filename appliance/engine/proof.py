@@ -20,7 +20,15 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from appliance.engine.kernel_proof import Bf16Proof, KernelProof, ProofFault, ProofRequest, ask, check_quantiser
+from appliance.engine.kernel_proof import (
+    Bf16Proof,
+    Int8Proof,
+    KernelProof,
+    ProofFault,
+    ProofRequest,
+    ask,
+    check_quantiser,
+)
 from appliance.engine.plain_experts import ExpertSlot, expert_slots
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, is_wide, local_shape, slots
@@ -50,9 +58,20 @@ class SyncProof:
     """Proof of a weight update: call `begin`, `take` with every tensor, and `check` when vLLM has finished."""
 
     def __init__(
-        self, model: Module, *, tied_head: bool, rank: int, every: int, parts: int = 1, dtype: torch.dtype
+        self,
+        model: Module,
+        *,
+        tied_head: bool,
+        rank: int,
+        every: int,
+        parts: int = 1,
+        dtype: torch.dtype,
+        keeps: bool = False,
     ) -> None:
-        """rank: within the engine.  every, parts: see kernel_proof.py.  dtype: the engine's."""
+        """rank: within the engine.  every, parts: see kernel_proof.py.  dtype: the engine's.  keeps: whether
+        `ask_again` will be called after an update that proved all."""
+        self._keeps = keeps
+        self._asked_again: dict[str, tuple[KernelProof | None, list[tuple[Slot, Tensor | str]]]] = {}
         self._model, self._dtype = model, dtype
         self._rank = rank
         self._every, self._parts = every, parts
@@ -168,13 +187,7 @@ class SyncProof:
         the rank and both numbers."""
         for layer, part in sorted(self._missing):
             raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
-        for slot, received in self._expected:
-            stored = slot.within(getattr(self._layers[slot.layer], slot.parameter).data)
-            if isinstance(received, Tensor) and _same_bits(stored, received):
-                continue
-            pair = digest(stored), digest(received) if isinstance(received, Tensor) else received
-            if pair[0] != pair[1]:
-                self._fail_on(slot.layer, ProofFault(f"digest of {slot.parameter}", *pair))
+        self._compare(self._expected)
         check_quantiser(self._kernels)
         for name, proof in self._kernels.items():
             if mismatch := proof.check(self._layers[name]):
@@ -185,9 +198,51 @@ class SyncProof:
             parameters_proven=len(self._expected),
             unproven=self._unproven,
         )
+        if self._keeps:
+            self._keep()
         self._kernels.clear()
         self._expected.clear()
         return proven
+
+    def _keep(self) -> None:
+        """Keep what the layers must hold and answer. Rows that the codec has quantised are let go."""
+        by_layer: dict[str, list[tuple[Slot, Tensor | str]]] = {}
+        for slot, received in self._expected:
+            by_layer.setdefault(slot.layer, []).append((slot, received))
+        for proof in self._kernels.values():
+            if isinstance(proof, Int8Proof):
+                proof.samples.clear()
+        names = [name for name in self._layers if name in self._kernels or name in by_layer]
+        self._asked_again = {name: (self._kernels.get(name), by_layer.get(name, [])) for name in names}
+
+    def ask_again(self, sync: int) -> Proven:
+        """Ask layers in turn, at an update without tensors of the model, for what they had to hold and answer at the
+        last one with them. Raises SyncError as `check` does."""
+        self._sync = sync
+        due = [
+            (name, kept)
+            for turn, (name, kept) in enumerate(self._asked_again.items())
+            if ask(turn, sync=sync, every=self._every, parts=self._parts) is not None
+        ]
+        for name, (proof, expected) in due:
+            self._compare(expected)
+            if proof is not None and (mismatch := proof.check(self._layers[name])):
+                self._fail_on(name, mismatch)
+        return Proven(
+            layers=len(self._provable),
+            layers_proven=sum(proof is not None for _, (proof, _) in due),
+            parameters_proven=sum(len(expected) for _, (_, expected) in due),
+            unproven=self._unproven,
+        )
+
+    def _compare(self, expected: list[tuple[Slot, Tensor | str]]) -> None:
+        for slot, received in expected:
+            stored = slot.within(getattr(self._layers[slot.layer], slot.parameter).data)
+            if isinstance(received, Tensor) and _same_bits(stored, received):
+                continue
+            pair = digest(stored), digest(received) if isinstance(received, Tensor) else received
+            if pair[0] != pair[1]:
+                self._fail_on(slot.layer, ProofFault(f"digest of {slot.parameter}", *pair))
 
     def _fail_on(self, layer: str, mismatch: ProofFault) -> NoReturn:
         why = f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}"

@@ -31,6 +31,7 @@ from appliance.quant.support import Support
 from appliance.record.engine_start import starting
 from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
+from appliance.settings.sections import LoraSync
 from appliance.sync.precision import quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import AS_PLANNED, Precision
@@ -101,6 +102,14 @@ async def standing_still(engine: Any, *, lock: asyncio.Lock) -> AsyncIterator[No
             await engine.resume_generation()
 
 
+def adapter_request() -> Any:
+    """Make vLLM's request for the adapter that weight updates bring. Imports vLLM."""
+    from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=VLLM_LORA_NAME, lora_int_id=VLLM_LORA_INT_ID, lora_path=VLLM_LORA_PATH)
+
+
 def load_replica() -> type[RolloutReplica]:
     """Return verl's replica, with servers that answer `generate_groups`. Imports vLLM, so call it only where it is
     needed."""
@@ -128,6 +137,8 @@ def load_replica() -> type[RolloutReplica]:
             super()._preprocess_engine_kwargs(engine_kwargs)
             self._reports_support = bool(engine_kwargs.get("return_sampling_mask"))
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
+            lora = plan.model.lora
+            self._adapter = None if lora is None or lora.sync is LoraSync.MERGE else adapter_request()
             precision = read_generation(Path(plan.run_dir)).precision
             quantisation = quantisation_of_replica(plan, replica=self.replica_rank, precision=precision)
             engine_kwargs.update(quantisation.engine_arguments())
@@ -170,7 +181,8 @@ def load_replica() -> type[RolloutReplica]:
 
         async def _add(self, prompt: list[int], *, params: SamplingParams, used: int) -> Any:
             params.max_tokens = min(self.config.response_length - used, self.config.max_model_len - len(prompt))
-            return await self.engine.add_request(uuid.uuid4().hex, TokensPrompt(prompt_token_ids=prompt), params)
+            tokens = TokensPrompt(prompt_token_ids=prompt)
+            return await self.engine.add_request(uuid.uuid4().hex, tokens, params, lora_request=self._adapter)
 
         async def _group(self, place: int, queue: Any) -> tuple[int, Group]:
             final = await queue.get()
@@ -207,7 +219,8 @@ def load_replica() -> type[RolloutReplica]:
             await self.engine.collective_rpc("begin_trace", args=(names, values_at))
             try:
                 prompt = TokensPrompt(prompt_token_ids=ids)
-                final = await (await self.engine.add_request(uuid.uuid4().hex, prompt, params)).get()
+                asked = await self.engine.add_request(uuid.uuid4().hex, prompt, params, lora_request=self._adapter)
+                final = await asked.get()
             finally:
                 (digests, values), *_ = await self.engine.collective_rpc("end_trace")
             return LayerTrace(values_at, digests, values, final.outputs[0].logprobs[0][token].logprob)

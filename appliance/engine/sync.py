@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +21,16 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 )
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 
+from appliance.engine.adapter import (
+    LORA_DEVICE,
+    ONE_ADAPTER,
+    AdapterLayers,
+    AdapterUpdate,
+    lora_device,
+    one_adapter,
+)
 from appliance.engine.attest import attest_rollout_worker, live_scheme, plan_of_process, replica_of_process
 from appliance.engine.config import ApplianceConfig
 from appliance.engine.precision import raised_layers
@@ -29,6 +39,7 @@ from appliance.engine.telemetry import read_first_scales, write_first_scales
 from appliance.engine.update import Bucket, WeightUpdate
 from appliance.engine.ways_in import WaysIn
 from appliance.errors import SyncError
+from appliance.patch import apply_patch
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.quant.profile import Smoothing, load_smoothing
 from appliance.record.events import report_failures
@@ -102,14 +113,23 @@ class DrainingReceiver(BucketedWeightReceiver):
 class SyncWorkerExtension(vLLMColocateWorkerExtension):
     """Mixed into vLLM's worker by name (`worker_extension_cls`), in place of verl's own, whose methods it keeps."""
 
+    def __new__(cls, **kwargs: Any) -> Self:
+        """Make the worker that this class is mixed into: vLLM's first call, before the model is loaded."""
+        config = kwargs.get("vllm_config")
+        if config is not None and config.lora_config is not None and current_platform.is_cpu():
+            apply_patch(LORA_DEVICE, lora_device)
+            apply_patch(ONE_ADAPTER, one_adapter)
+        return super().__new__(cls, **kwargs)
+
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         """Attest what runs, and rehearse the updates of a model without a row in the list of families: this is verl's
         first call after the model is loaded, before any generation."""
         super().monkey_patch_model(vocab_size, banned_token_ids)
         model, config = self.model_runner.get_model(), self.model_runner.vllm_config
         with report_failures():
-            attest_rollout_worker(model, vllm_config=config, rank=self.rank)
-            if self._ways_in() is None:
+            with self._without_adapters():
+                attest_rollout_worker(model, vllm_config=config, rank=self.rank)
+            if self._ways_in() is None and config.lora_config is None:
                 rehearse_updates(model, vllm_config=config, rank=self.rank)
 
     def update_weights_from_ipc(
@@ -124,9 +144,11 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             sender."""
             nonlocal update
             if update is None:
-                if peft_config:
-                    raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")
                 update = self._ways_in() or self._weight_update()
+                if isinstance(update, AdapterUpdate):
+                    update.peft_config = peft_config or {}
+                elif peft_config:
+                    raise SyncError("weight update: an adapter came to an engine that was not started for one")
                 update.begin()
             update.load(bucket)
             if is_last:
@@ -176,8 +198,10 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                     "taken_before": read_generation(run_dir).after_sync,
                 }
             self._scales_written = 0
-            self._appliance_update = WeightUpdate(
+            of_adapters = {} if config.lora_config is None else {"manager": self.model_runner.lora_manager}
+            self._appliance_update = (AdapterUpdate if of_adapters else WeightUpdate)(
                 self.model_runner.get_model(),
+                **of_adapters,
                 model_config=config.model_config,
                 replica=replica,
                 rank=self.rank,
@@ -186,6 +210,17 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             )
         return self._appliance_update
 
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """Show the model as one that no adapter was put into."""
+        runner = self.model_runner
+        if runner.vllm_config.lora_config is None:
+            yield
+            return
+        dtype = runner.vllm_config.model_config.dtype
+        with AdapterLayers(runner.get_model(), manager=runner.lora_manager, dtype=dtype).taken_off():
+            yield
+
     def _acknowledge(self, taken: Acknowledgement) -> None:
         plan = plan_of_process()
         if plan is None:
@@ -193,14 +228,16 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         runner, run_dir, telemetry = self.model_runner, Path(plan.run_dir), self._weight_update().telemetry
         place = {"replica": taken.replica, "rank": taken.rank}
         if taken.switched:
-            attest_rollout_worker(runner.get_model(), vllm_config=runner.vllm_config, rank=self.rank)
+            with self._without_adapters():
+                attest_rollout_worker(runner.get_model(), vllm_config=runner.vllm_config, rank=self.rank)
         live = live_scheme(runner.get_model())
         if len(telemetry.first) > self._scales_written:
             write_first_scales(run_dir, telemetry.first, **place)
             self._scales_written = len(telemetry.first)
         if plan.guard.ranks_layers:
             add_layer_errors(layer_errors_file(run_dir, **place), telemetry.layer_errors)
-        raised = raised_layers(runner.get_model(), planned=plan.engines[taken.replica])
+        with self._without_adapters():
+            raised = raised_layers(runner.get_model(), planned=plan.engines[taken.replica])
         now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
         append_acknowledgement(run_dir, now)
 

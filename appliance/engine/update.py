@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from appliance.engine.experts import ExpertGemm, pack_experts_anew
 from appliance.engine.precision import PrecisionSwitch, read_directive
-from appliance.engine.proof import SyncProof
+from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.quantised import Quantising
 from appliance.engine.routes import Routes
 from appliance.engine.telemetry import FirstScales, TelemetryTap
@@ -121,6 +121,7 @@ class WeightUpdate:
         smoothing: Smoothing | None = None,
         first_scales: FirstScales | None = None,
         taken_before: int = 0,
+        keeps_proof: bool = False,
     ) -> None:
         """Prepare for the updates of one model. model_config: vLLM's.  rank: within the engine.  prove_every,
         prove_parts: see kernel_proof.py.
@@ -128,6 +129,7 @@ class WeightUpdate:
         needs_manifest: whether an update that does not end with the list of its tensors is an error; otherwise no such
         list may come, and no digests are computed.  smoothing: folded into the tensors when their digests are known.
         first_scales: as in TelemetryTap.  taken_before: updates of the run before this engine, whose first proves all.
+        keeps_proof: see SyncProof.
         CUDA graphs replay the parameters' addresses, which the proof's own call does not: with graphs none may move.
         """
         self.model = model
@@ -145,6 +147,7 @@ class WeightUpdate:
             every=prove_every,
             parts=prove_parts,
             dtype=model_config.dtype,
+            keeps=keeps_proof,
         )
         self._precision = PrecisionSwitch(model)
         self._routes = Routes(model, records=not why_unknown([model_config.architecture]))
@@ -422,6 +425,10 @@ class WeightUpdate:
         started = time.perf_counter()
         proven = self._proof.check()
         self._check_addresses()
+        return self._acknowledgement(proven, started=started)
+
+    def _acknowledgement(self, proven: Proven, *, started: float) -> Acknowledgement:
+        """Declare the weights whole. started: when the proof began."""
         checked = time.perf_counter()
         telemetry = self.telemetry.read()
         now = time.perf_counter()

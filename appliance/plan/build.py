@@ -41,7 +41,18 @@ from appliance.record.plan import (
     TaskFiles,
     WeightsPlan,
 )
-from appliance.settings.sections import Cluster, Forward, Model, Reward, Rollout, Section, Task, Trainer, ValSet
+from appliance.settings.sections import (
+    Cluster,
+    Forward,
+    LoraSync,
+    Model,
+    Reward,
+    Rollout,
+    Section,
+    Task,
+    Trainer,
+    ValSet,
+)
 from appliance.tasks.library import (
     BUILT_IN_MODELS,
     PACKAGED_MODELS,
@@ -71,6 +82,7 @@ GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
 VERL_PATCHES = ("chunked-log-probs", "whole-checkpoint")  # of every process
 DRIVER_PATCHES = ("no-load-balancer",)
 CPU_TRAINER_PATCHES = ("cpu-process-group",)
+CPU_ADAPTER_PATCHES = ("cpu-lora-device", "cpu-one-adapter")
 CPU_ROLLOUT_PATCHES = (
     "cpu-no-amx-tiles",
     "cpu-process-group",
@@ -532,7 +544,10 @@ def _absolute(file: str | None) -> str | None:
 def _attestations(recipe: Recipe, *, rollout: Rollout, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, ranks counted over the engines; every worker that trains; and the driver, which corrects the
     loss. rollout: the plan's."""
-    in_engine = tuple(sorted(VERL_PATCHES + (CPU_ROLLOUT_PATCHES if is_cpu else ())))
+    lora = recipe.model.lora
+    has_adapter = lora is not None and lora.sync is LoraSync.ADAPTER
+    on_cpu = CPU_ROLLOUT_PATCHES + (CPU_ADAPTER_PATCHES if has_adapter else ())
+    in_engine = tuple(sorted(VERL_PATCHES + (on_cpu if is_cpu else ())))
     in_trainer = tuple(sorted(VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())))
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
     workers = min(rollout.tensor_parallel, recipe.topology.gpus)  # of an engine; more than there are is refused

@@ -21,6 +21,7 @@ from appliance.settings.sections import (
     Checkpoint,
     Correction,
     Forward,
+    LoraSync,
     Model,
     Trainer,
 )
@@ -44,6 +45,10 @@ _OF_ROLLOUTS = (
     "the engines': no pass over the batch before an update, whose own forward is checked against them; a correction "
     "has nothing to act on"
 )
+_SENT = {
+    LoraSync.MERGE: "merged at each update of weights: engines see a model as any other",
+    LoraSync.ADAPTER: "sent alone: engines keep the model as they quantised it at their first update",
+}
 _IN_UPDATE = (
     "a step's only update gives them: no pass over the batch before it; the loss corrects by them, and what it used is "
     "checked against the log-probs that the workers held"
@@ -297,6 +302,6 @@ def plan_model(recipe: Recipe, *, book: Book) -> Model:
     lora = recipe.model.lora
     if lora is None:
         return recipe.model
-    book.note("model.lora", f"rank {lora.rank}", "merged at each update of weights: engines see a model as any other")
+    book.note("model.lora", f"rank {lora.rank}", _SENT[lora.sync])
     alpha = lora.alpha or book.note("model.lora.alpha", lora.rank, "as the rank")
     return recipe.model.replace(lora=lora.replace(alpha=alpha, targets=lora.targets or tuple(Linear)))

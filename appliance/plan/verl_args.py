@@ -11,7 +11,7 @@ from pathlib import Path
 from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
-from appliance.settings.sections import Lora
+from appliance.settings.sections import Lora, LoraSync
 from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Dtype, OldLogProbs, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
@@ -152,7 +152,7 @@ def _adapter(lora: Lora) -> Settings:
         (f"{MODEL}.lora_rank", lora.rank),
         (f"{MODEL}.lora_alpha", lora.alpha),
         (f"{MODEL}.target_modules", list(lora.targets)),
-        (f"{MODEL}.lora.merge", True),
+        (f"{MODEL}.lora.merge", lora.sync is LoraSync.MERGE),
         (f"{ACTOR}.fsdp_config.model_dtype", "bf16"),  # of what is not trained
         (f"+{ACTOR}.checkpoint.save_lora_only", True),
     ]

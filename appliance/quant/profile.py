@@ -139,7 +139,23 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     Raises NumericsError when a value leaves the format's exponents or is not finite, EngineError for another shape than
     the smoothing's.
     """
-    factors = [*_factors(name, tensor, smoothing=smoothing)]
+    columns, rows = _column_factor(name, tensor, smoothing=smoothing), _row_factor(name, tensor, smoothing=smoothing)
+    return _times(name, tensor, [*columns, *rows])
+
+
+def fold_columns(name: str, a_RK: Tensor, *, smoothing: Smoothing) -> Tensor:
+    """Fold smoothing into the first matrix of an adapter, which reads what the layer reads. name: of the layer's
+    weight.  a_RK: as `fold`'s tensor. Raises what `fold` raises."""
+    return _times(name, a_RK, [*_column_factor(name, a_RK, smoothing=smoothing)])
+
+
+def fold_rows(name: str, b_NR: Tensor, *, smoothing: Smoothing) -> Tensor:
+    """Fold smoothing into the second matrix of an adapter, which adds to what the layer gives. name: of the layer's
+    weight.  b_NR: as `fold`'s tensor. Raises what `fold` raises."""
+    return _times(name, b_NR, [*_row_factor(name, b_NR, smoothing=smoothing)])
+
+
+def _times(name: str, tensor: Tensor, factors: list[Tensor]) -> Tensor:
     if not factors:
         return tensor
     folded = tensor * factors[0]
@@ -155,13 +171,18 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     return folded
 
 
-def _factors(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[Tensor]:
-    """What the tensor is to be multiplied by, in its own format: of its columns, and of its rows."""
-    column_K, row_N = smoothing.column_factor_of(name), smoothing.row_factor_of(name)
+def _column_factor(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[Tensor]:
+    """What the tensor's columns are to be multiplied by, in its own format: none or one."""
+    column_K = smoothing.column_factor_of(name)
     if column_K is not None:
         if tensor.ndim == 0 or tensor.shape[-1] != len(column_K):
             raise _of_another_model(name, tensor, channels=len(column_K))
         yield column_K.to(tensor)
+
+
+def _row_factor(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[Tensor]:
+    """What the tensor's rows are to be multiplied by, in its own format: none or one."""
+    row_N = smoothing.row_factor_of(name)
     if row_N is not None:
         rows = tensor.shape[0] if tensor.ndim in (1, 2) else 0
         is_fused = len(_parts(name)) > 1

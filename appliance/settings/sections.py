@@ -157,6 +157,15 @@ _ByPeftsName = BeforeValidator(
 )
 
 
+class LoraSync(StrEnum):
+    """What an update of weights sends of a model that trains an adapter."""
+
+    MERGE = "merge"
+    """All weights, with the adapter merged in."""
+    ADAPTER = "adapter"
+    """The adapter; the weights beside it at an engine's first update and when its precision changes."""
+
+
 class Lora(Section):
     """An adapter: the product of two narrow matrices beside each linear layer is trained, the model itself is not."""
 
@@ -170,6 +179,9 @@ class Lora(Section):
     """linear layers that get an adapter; null, or `all-linear` as peft calls it: all those of the decoder layers"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """share of the adapter's inputs that are dropped at random in an update"""
+    sync: Lax[LoraSync] = LoraSync.MERGE
+    """what an update of weights sends: `merge`: the model with the adapter merged in; `adapter`: the adapter alone, and
+    engines keep the model as they have quantised it"""
 
 
 class Model(Section):
@@ -184,7 +196,7 @@ class Model(Section):
     trust_remote_code: bool = False
     """whether Python code that comes with the model may run"""
     lora: Lora | None = None
-    """adapter to train in place of all weights, such as {rank: 16}; keys: rank, alpha, targets, dropout; null: none"""
+    """adapter to train in place of all weights, such as {rank: 16}; null: none"""
 
     @property
     def given_name(self) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -154,10 +154,9 @@ def save_adapter(module: Module, *, folder: Path, base: str, commit: str) -> Non
 
     folder: new.  base: what the adapter is trained on, a folder or a name on the hub.  commit: there, or empty.
     """
-    whole = {name: _whole(each) for name, each in module.named_parameters() if each.requires_grad}
+    tensors = adapter_weights(module)
     if torch.distributed.get_rank():
         return
-    tensors = get_peft_model_state_dict(module, state_dict=whole)
     config = module.peft_config["default"]  # type: ignore[index]
     named_before = config.base_model_name_or_path, config.revision
     config.base_model_name_or_path, config.revision = base, commit or None
@@ -165,6 +164,28 @@ def save_adapter(module: Module, *, folder: Path, base: str, commit: str) -> Non
     config.save_pretrained(str(folder))
     config.base_model_name_or_path, config.revision = named_before
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def adapter_weights(module: Module) -> dict[str, Tensor]:
+    """Return the adapter's matrices whole, by PEFT's names, FP32 on the CPU. Every rank calls it."""
+    whole = {name: _whole(each) for name, each in module.named_parameters() if each.requires_grad}
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(module, state_dict=whole)
+    return tensors
+
+
+def adapter_config(module: Module) -> dict[str, Any]:
+    """Return PEFT's configuration of the adapter, as vLLM reads it."""
+    config: dict[str, Any] = module.peft_config["default"].to_dict()  # type: ignore[index]
+    return config
+
+
+def base_weights(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's weights without the adapter, whole, by the checkpoint's names. Every rank calls it."""
+    for name, shard in module.state_dict().items():
+        if ".lora_" in name:
+            continue
+        shard = shard.to(get_device_id()).full_tensor() if isinstance(shard, DTensor) else shard
+        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), shard
 
 
 def _digest(shard: Tensor) -> str:

@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,22 @@ from appliance.processes import return_free_memory
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
+from appliance.settings.sections import LoraSync
+from appliance.sync.precision import read_generation, read_wanted
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import FAMILIES, norm_fed
+from appliance.terms.schemes import Precision
 from appliance.terms.settings import OldLogProbs, Schedule
-from appliance.trainer.lora import FrozenWeights, checked, expected_merge, put_adapter_in, save_adapter
+from appliance.trainer.lora import (
+    FrozenWeights,
+    adapter_config,
+    adapter_weights,
+    base_weights,
+    checked,
+    expected_merge,
+    put_adapter_in,
+    save_adapter,
+)
 from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 from appliance.trainer.top_words import DIVERGENCE, TopWordsEngine
@@ -102,10 +115,27 @@ class ApplianceEngine(TopWordsEngine):
         lora = _plan().model.lora
         assert lora is not None, "verl asks where a rank is set"
         self._frozen, self._merges = FrozenWeights(), 0
+        self._sent_to: tuple[int, Precision] | None = None
         adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
         # Of what is dropped; checkpoints have the state from there on.
         torch.manual_seed(_plan().seed + torch.distributed.get_rank())
         return adapted
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """Give what an update sends, and PEFT's configuration where an adapter goes as it is: then its weights, behind
+        those of the model where the engines are new or change their precision."""
+        lora = _plan().model.lora
+        if lora is None or lora.sync is LoraSync.MERGE:
+            return super().get_per_tensor_param(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
+        self._frozen.check(self.module)
+        run_dir = Path(_plan().run_dir)
+        engines = read_generation(run_dir).number, read_wanted(run_dir)
+        base = base_weights(self.module) if engines != self._sent_to else iter(())
+        self._sent_to = engines
+        config = adapter_config(self.module)
+        return chain(base, adapter_weights(self.module).items()), config
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         self._frozen.check(self.module)
