@@ -62,9 +62,14 @@ LORA_DEVICE = Patch(
         "vLLM asks a layer's weight where an adapter shall lie, and on a CPU an INT8 layer has none: its method holds "
         "the packed codes"
     ),
-    upstream="none: vLLM has no INT8 layer of this kind",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/lora/layers/utils.py",
     distribution="vllm",
-    sources={"0.28.0+cpu": "3e2f05eefbdc68c6a09072b05f87077c28d65a2c3ed2fa7d5518b3fb3975e5fd"},
+    sources={
+        "0.28.0": "3e2f05eefbdc68c6a09072b05f87077c28d65a2c3ed2fa7d5518b3fb3975e5fd",
+        "0.29.0": "3e2f05eefbdc68c6a09072b05f87077c28d65a2c3ed2fa7d5518b3fb3975e5fd",
+        "0.30.0": "3e2f05eefbdc68c6a09072b05f87077c28d65a2c3ed2fa7d5518b3fb3975e5fd",
+        "0.31.0": "3e2f05eefbdc68c6a09072b05f87077c28d65a2c3ed2fa7d5518b3fb3975e5fd",
+    },
     remove_when="a packed INT8 weight is an attribute of its layer",
 )
 ONE_ADAPTER = Patch(
@@ -76,7 +81,12 @@ ONE_ADAPTER = Patch(
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/lora/ops/torch_ops/lora_ops.py",
     distribution="vllm",
-    sources={"0.28.0+cpu": "1a0667350ece6e573b6e64b13fa6bd67c17381189033d9d9be65226300a1643b"},
+    sources={
+        "0.28.0": "1a0667350ece6e573b6e64b13fa6bd67c17381189033d9d9be65226300a1643b",
+        "0.29.0": "1a0667350ece6e573b6e64b13fa6bd67c17381189033d9d9be65226300a1643b",
+        "0.30.0": "1a0667350ece6e573b6e64b13fa6bd67c17381189033d9d9be65226300a1643b",
+        "0.31.0": "60ca3d560987e8bbd777ea8f172822b17825da48cc90343e42ea0548b33cf5b9",
+    },
     remove_when="vLLM multiplies by an adapter without a copy for each token",
 )
 
@@ -143,14 +153,12 @@ def layer_of(name: str) -> tuple[str, str]:
 
 
 class AdapterLayers:
-    """The linear layers of an engine that vLLM has wrapped for an adapter.
+    """The linear layers of an engine that vLLM has wrapped for an adapter."""
 
-    manager: vLLM's, of the worker's runner (`lora_manager`).
-    """
-
-    def __init__(self, model: Module, *, manager: Any, dtype: torch.dtype) -> None:
-        self._model, self._manager, self._dtype = model, manager, dtype
-        self._adapters = manager._adapter_manager
+    def __init__(self, model: Module, *, loras: Any, dtype: torch.dtype) -> None:
+        """loras: vLLM's, of the worker's runner (`lora_manager`).  dtype: the engine's."""
+        self._model, self._loras, self._dtype = model, loras, dtype
+        self._adapters = loras._adapter_manager
         self._wrappers: dict[str, BaseLayerWithLoRA] = dict(self._adapters.modules)
 
     @contextmanager
@@ -188,9 +196,9 @@ class AdapterLayers:
             lora_tensors=folded,
         )
         self._request = request
-        self._manager.remove_adapter(VLLM_LORA_INT_ID)
+        self._loras.remove_adapter(VLLM_LORA_INT_ID)
         try:
-            self._manager.add_adapter(request)
+            self._loras.add_adapter(request)
         except (ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:  # so vLLM refuses
             raise SyncError(f"weight update: vLLM refused the adapter: {type(error).__name__}: {error}") from error
 
@@ -212,7 +220,7 @@ class AdapterLayers:
         for the first layer that differs."""
         place = self._place()
         self._activate()
-        left, asked = set(self._expected), 0
+        left, num_asked = set(self._expected), 0
         for turn, (name, wrapper) in enumerate(self._wrappers.items()):
             parts = self._parts(name)
             left -= {*parts}
@@ -225,12 +233,12 @@ class AdapterLayers:
                 raise _differs(sync, name, mismatch)
             if ask(turn, sync=sync, every=every, everyone=everyone) is None:
                 continue
-            asked += 1
+            num_asked += 1
             if mismatch := self._wrong_answer(name, wrapper, matrices, sync=sync):
                 raise _differs(sync, name, mismatch)
         for layer in sorted(left):
             raise SyncError(f"weight update {sync}: this engine has no place for an adapter of {layer}")
-        return asked
+        return num_asked
 
     def _place(self) -> int:
         """The adapter's place in the stacked tensors."""
@@ -241,7 +249,7 @@ class AdapterLayers:
     def _activate(self) -> None:
         """Have the next call's one token use the adapter."""
         one = (VLLM_LORA_INT_ID,)
-        self._manager.set_active_adapters({self._request}, LoRAMapping(one, one, is_prefill=True))
+        self._loras.set_active_adapters({self._request}, LoRAMapping(one, one, is_prefill=True))
 
     def _parts(self, name: str) -> list[str]:
         """The checkpoint's layers that a layer of vLLM is made of."""
@@ -257,7 +265,7 @@ class AdapterLayers:
                 rank = shapes[0][0]
                 if shapes != (wanted := ((rank, a_stacked.shape[1]), (size, rank))):  # vLLM fills up with zeros
                     return ProofFault(f"shapes of part {number}", str(wanted), str(shapes))
-            for what, stacked, part in (
+            for matrix, stacked, part in (
                 (A, a_stacked, ours and ours.a_RK),
                 (B, b_stacked, ours and ours.b_NR),
             ):
@@ -265,7 +273,7 @@ class AdapterLayers:
                 if part is not None:
                     whole[: part.shape[0], : part.shape[1]] = part
                 if not torch.equal(stacked, whole):
-                    return ProofFault(f"digest of {what}, part {number}", digest(stacked), digest(whole))
+                    return ProofFault(f"digest of {matrix}, part {number}", digest(stacked), digest(whole))
         return None
 
     def _wrong_answer(
@@ -301,10 +309,10 @@ class AdapterUpdate(WeightUpdate):
     While one is under way the layers are out of their wrappers.
     """
 
-    def __init__(self, model: Module, *, manager: Any, model_config: Any, prove_every: int = 1, **others: Any) -> None:
-        """manager: vLLM's, of the worker's runner (`lora_manager`).  model_config, prove_every, others: see
+    def __init__(self, model: Module, *, loras: Any, model_config: Any, prove_every: int = 1, **others: Any) -> None:
+        """loras: vLLM's, of the worker's runner (`lora_manager`).  model_config, prove_every, others: see
         WeightUpdate."""
-        self._adapter_layers = AdapterLayers(model, manager=manager, dtype=model_config.dtype)
+        self._adapter_layers = AdapterLayers(model, loras=loras, dtype=model_config.dtype)
         with self._adapter_layers.taken_off():
             super().__init__(model, model_config=model_config, prove_every=prove_every, keeps_proof=True, **others)
         self._every = prove_every
@@ -315,17 +323,17 @@ class AdapterUpdate(WeightUpdate):
     def begin(self) -> None:
         super().begin()
         self._matrices: dict[str, Tensor] = {}
-        self._told = AS_PLANNED
+        self._precision_sent = AS_PLANNED
         self._adapter_layers.take_off()
 
     def _take_directive(self, tensor: Tensor) -> None:
         if self._now.is_open or self._matrices:
             raise SyncError("weight update: the precision came after the first tensor")
         self._now.arrived[DIRECTIVE_NAME] = record(DIRECTIVE_NAME, tensor)
-        self._told = read_directive(tensor)
+        self._precision_sent = read_directive(tensor)
 
     def _begin_reload(self, precision: Precision) -> None:
-        super()._begin_reload(self._told)
+        super()._begin_reload(self._precision_sent)
 
     def _load_one(self, name: str, tensor: Tensor) -> None:
         if not is_adapters(name):
@@ -349,7 +357,7 @@ class AdapterUpdate(WeightUpdate):
             taken = super().finish() if brings_base else self._finish_alone()
             self.state = WeightState.OPEN
             if brings_base:
-                self._base = self._told, self._now.smoothing
+                self._base = self._precision_sent, self._now.smoothing
             assert self._base is not None, "refused before"
             self._adapter_layers.put_on()
             started = time.perf_counter()
@@ -371,7 +379,7 @@ class AdapterUpdate(WeightUpdate):
         self._check_arrival()
         if self._base is None:
             raise SyncError(f"weight update {self._sync}: an adapter came before the weights that it is for")
-        if self._told != self._base[0]:
+        if self._precision_sent != self._base[0]:
             raise SyncError(f"weight update {self._sync}: another precision came without the model's weights")
         self.telemetry.begin()
         started = time.perf_counter()

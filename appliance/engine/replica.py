@@ -31,7 +31,6 @@ from appliance.quant.support import Support
 from appliance.record.engine_start import starting
 from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
-from appliance.settings.sections import LoraSync
 from appliance.sync.precision import quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import AS_PLANNED, Precision
@@ -137,8 +136,7 @@ def load_replica() -> type[RolloutReplica]:
             super()._preprocess_engine_kwargs(engine_kwargs)
             self._reports_support = bool(engine_kwargs.get("return_sampling_mask"))
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
-            lora = plan.model.lora
-            self._adapter = None if lora is None or lora.sync is LoraSync.MERGE else adapter_request()
+            self._adapter = adapter_request() if plan.sends_adapters else None
             precision = read_generation(Path(plan.run_dir)).precision
             quantisation = quantisation_of_replica(plan, replica=self.replica_rank, precision=precision)
             engine_kwargs.update(quantisation.engine_arguments())

@@ -198,7 +198,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                     "taken_before": read_generation(run_dir).after_sync,
                 }
             self._scales_written = 0
-            of_adapters = {} if config.lora_config is None else {"manager": self.model_runner.lora_manager}
+            of_adapters = {} if config.lora_config is None else {"loras": self.model_runner.lora_manager}
             self._appliance_update = (AdapterUpdate if of_adapters else WeightUpdate)(
                 self.model_runner.get_model(),
                 **of_adapters,
@@ -218,7 +218,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             yield
             return
         dtype = runner.vllm_config.model_config.dtype
-        with AdapterLayers(runner.get_model(), manager=runner.lora_manager, dtype=dtype).taken_off():
+        with AdapterLayers(runner.get_model(), loras=runner.lora_manager, dtype=dtype).taken_off():
             yield
 
     def _acknowledge(self, taken: Acknowledgement) -> None:

@@ -255,6 +255,7 @@ def _without_row(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
         ("quantization.profile", plan.profile is not None, "use `none`"),
         ("trainer.forward", plan.trainer.quantises, "use `bf16`"),
         ("optimizer.norm_fed_lr_scale", plan.optimizer.norm_fed_lr_scale != 1, "leave it out"),
+        ("model.lora.sync", plan.sends_adapters, "use `merge`"),
     )
     for place, is_asked, remedy in asks if has_class else asks[:1]:
         if is_asked:

@@ -26,6 +26,7 @@ from appliance.settings.sections import (
     Backward,
     Correction,
     Forward,
+    LoraSync,
     Reward,
     Task,
 )
@@ -36,6 +37,7 @@ from appliance.terms.devices import AUTO, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
 from appliance.terms.settings import OldLogProbs
 
+MAX_RANK = 512  # of an adapter that vLLM holds
 PATHS = (
     *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
     *("cluster.run_dir", "cluster.token_file"),
@@ -115,6 +117,14 @@ def _lora(recipe: Recipe) -> Iterator[Finding]:
         return
     if lora.targets and len(set(lora.targets)) < len(lora.targets):
         yield fault((f"{key}.targets", key), "a layer is named twice", "name each once")
+    if lora.sync is LoraSync.ADAPTER:
+        sync = f"{key}.sync"
+        if recipe.rollout.tensor_parallel > 1:
+            message = "an adapter that is sent alone is proven in engines of one rank"
+            yield fault((sync, "rollout.tensor_parallel", key), message, "use `merge`, or tensor_parallel: 1")
+        if lora.rank > MAX_RANK:
+            message = f"vLLM takes adapters up to rank {MAX_RANK}, and this one has {lora.rank}"
+            yield fault((f"{key}.rank", sync, key), message, "use `merge`, or a smaller rank")
     refused = {
         "correction.uaq_scale": (None, "UAQ scales weights so that an update moves them more, and LoRA moves none"),
         "optimizer.norm_fed_lr_scale": (1.0, "it is a rate of the weights that a norm feeds, and LoRA trains none"),

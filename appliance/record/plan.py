@@ -27,6 +27,7 @@ from appliance.settings.sections import (
     Correction,
     Guard,
     Logging,
+    LoraSync,
     Model,
     Optimizer,
     Quantization,
@@ -282,6 +283,11 @@ class RunPlan(Frozen):
     def engines(self) -> tuple[Quantisation, ...]:
         """Quantisation of each engine, in rank order."""
         return engines_of(self.rollout, quantization=self.quantization, profile=self.profile)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether updates of weights bring an adapter alone, which engines hold beside their model."""
+        return self.model.lora is not None and self.model.lora.sync is LoraSync.ADAPTER
 
     @property
     def emulates(self) -> bool:

@@ -196,7 +196,7 @@ class Model(Section):
     trust_remote_code: bool = False
     """whether Python code that comes with the model may run"""
     lora: Lora | None = None
-    """adapter to train in place of all weights, such as {rank: 16}; null: none"""
+    """adapter to train in place of all weights, {rank: 16}; keys: rank, alpha, targets, dropout, sync; null: none"""
 
     @property
     def given_name(self) -> str:

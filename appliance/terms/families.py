@@ -128,7 +128,10 @@ def unlisted(architectures: Iterable[str]) -> str:
     return next((name for name in architectures if name not in FAMILIES), "")
 
 
-NEEDS_A_ROW = "smoothing, UAQ, experts and the rollouts' forward in the trainer are for families of the list"
+NEEDS_A_ROW = (
+    "smoothing, UAQ, experts, adapters that are sent alone and the rollouts' forward in the trainer are for families "
+    "of the list"
+)
 
 
 def why_unknown(architectures: Sequence[str] | None) -> str:

@@ -56,7 +56,6 @@ from appliance.processes import return_free_memory
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
-from appliance.settings.sections import LoraSync
 from appliance.sync.precision import read_generation, read_wanted
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import FAMILIES, norm_fed
@@ -126,8 +125,7 @@ class ApplianceEngine(TopWordsEngine):
     ) -> tuple[Any, dict[str, Any] | None]:
         """Give what an update sends, and PEFT's configuration where an adapter goes as it is: then its weights, behind
         those of the model where the engines are new or change their precision."""
-        lora = _plan().model.lora
-        if lora is None or lora.sync is LoraSync.MERGE:
+        if not _plan().sends_adapters:
             return super().get_per_tensor_param(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
         self._frozen.check(self.module)
         run_dir = Path(_plan().run_dir)

@@ -44,7 +44,7 @@ class Bench:
         runner = self.engine.runner
         self.update = AdapterUpdate(
             self.engine.model,
-            manager=runner.lora_manager,
+            loras=runner.lora_manager,
             model_config=runner.vllm_config.model_config,
             needs_manifest=True,
             **settings,
@@ -177,7 +177,7 @@ def test_smoothing_is_folded_into_an_adapter_too(bench: Bench) -> None:
     assert answers[0] == answers[1]
 
 
-def held(bench: Bench, layer: str) -> object:
+def wrapper_of(bench: Bench, layer: str) -> object:
     return bench.update._adapter_layers._wrappers[layer]
 
 
@@ -211,7 +211,7 @@ def faults_in_engine(bench: Bench) -> dict[str, tuple[AbstractContextManager[Non
     """By fault, what makes it while an update ends, and what the error must say."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    wrapper, adapters = held(bench, LAYER), bench.engine.runner.lora_manager._adapter_manager
+    wrapper, adapters = wrapper_of(bench, LAYER), bench.engine.runner.lora_manager._adapter_manager
     received = f"the adapter of {LAYER} is not as received"
 
     def half(

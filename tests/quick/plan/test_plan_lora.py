@@ -54,6 +54,15 @@ def test_without_it_nothing_says_lora() -> None:
     assert not any("lora" in key for key, _ in overrides(planned("arithmetic-tiny-int8")))
 
 
+def test_an_adapter_that_goes_alone_is_held_beside_the_model(root: Path) -> None:
+    """verl then tells its engines so, and the processes attest what is patched for it."""
+    plan = planned("arithmetic-tiny-lora-int8", "model.lora.sync=adapter")
+    assert plan.sends_adapters and not planned("arithmetic-tiny-lora-int8").sends_adapters
+    assert dict(overrides(plan))["actor_rollout_ref.model.lora.merge"] is False
+    (patches,) = {attested.patches for attested in plan.attestations if attested.role == "rollout"}
+    assert {"cpu-lora-device", "cpu-one-adapter"} <= set(patches)
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -73,6 +82,14 @@ def test_without_it_nothing_says_lora() -> None:
         (("model.lora.targets=[lm_head]",), "model.lora.targets.0: unknown value `lm_head`"),
         (("model.lora.targets=[q_proj, all-linear]",), "model.lora.targets.1: unknown value `all-linear`"),
         (("model.lora.rank=0",), "model.lora.rank: "),
+        (
+            ("model.lora.sync=adapter", "rollout.tensor_parallel=2"),
+            "model.lora.sync: an adapter that is sent alone is proven in engines of one rank",
+        ),
+        (
+            ("model.lora.sync=adapter", "model.lora.rank=513"),
+            "model.lora.rank: vLLM takes adapters up to rank 512, and this one has 513",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(sets: tuple[str, ...], message: str) -> None:

@@ -343,7 +343,7 @@ def test_an_empty_list_is_told_in_our_words():
 @pytest.mark.parametrize(
     ("key", "value", "message", "hint"),
     [
-        ("model.lora.r", "8", "unknown key", "use one of `rank`, `alpha`, `targets`, `dropout`"),
+        ("model.lora.r", "8", "unknown key", "use one of `rank`, `alpha`, `targets`, `dropout`, `sync`"),
         ("model.lora.targets", "[]", "expected at least one value, got none", "null leaves it out"),
         ("task.prompt", "null", "expected text, got nothing", "its default is `prompt`"),
         (
