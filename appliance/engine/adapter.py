@@ -159,7 +159,11 @@ class AdapterLayers:
         """loras: vLLM's, of the worker's runner (`lora_manager`).  dtype: the engine's."""
         self._model, self._loras, self._dtype = model, loras, dtype
         self._adapters = loras._adapter_manager
-        self._wrappers: dict[str, BaseLayerWithLoRA] = dict(self._adapters.modules)
+        self._wrappers: dict[str, BaseLayerWithLoRA] = {
+            name: wrapper
+            for name, wrapper in self._adapters.modules.items()
+            if wrapper is model.get_submodule(name)  # not what vLLM puts around the logits, under the head's name
+        }
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:

@@ -140,6 +140,9 @@ def load_replica() -> type[RolloutReplica]:
             precision = read_generation(Path(plan.run_dir)).precision
             quantisation = quantisation_of_replica(plan, replica=self.replica_rank, precision=precision)
             engine_kwargs.update(quantisation.engine_arguments())
+            if plan.sends_adapters:  # elsewhere vLLM would multiply by zeros, at the head by one copy for each sequence
+                assert plan.model.lora is not None
+                engine_kwargs["lora_target_modules"] = [str(target) for target in plan.model.lora.targets]
 
         async def generate_groups(
             self,
