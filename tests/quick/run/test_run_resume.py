@@ -162,7 +162,7 @@ def test_what_a_checkpoint_holds_is_not_to_be_forced(tmp_path: Path, small_plan:
     with pytest.raises(RecipeError) as caught:
         refuse_changes(recipe("model.lora={rank: 8}"), target=target_of(run_dir), force=False)
     ((message, hint),) = caught.value.problems
-    lora = '{"rank": 8, "alpha": null, "targets": null, "dropout": 0.0}'
+    lora = '{"rank": 8, "alpha": null, "targets": null, "dropout": 0.0, "sync": "merge"}'
     assert message == f"--set model.lora={{rank: 8}}: model.lora: the run has null, the recipe {lora}"
     assert hint == REMEDIES[Change.NEVER if checkpoints else Change.FORCED]
     forced = functools.partial(refuse_changes, target=target_of(run_dir), force=True)
