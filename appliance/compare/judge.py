@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from appliance.compare.interval import Interval
 from appliance.compare.results import RunResult, Step
-from appliance.corrections.registry import NONE, CorrectionMethod
+from appliance.corrections.registry import METHODS, NONE, CorrectionMethod
 
 
 class Verdict(StrEnum):
@@ -74,6 +74,11 @@ class ArmResult:
     """Arm that it is compared with, empty for the baseline."""
 
 
+def _is_seen_in_cuts(method: CorrectionMethod) -> bool:
+    """Whether a method that acts cuts, masks or drops tokens: centering alone does so without."""
+    return method is not NONE and (not METHODS[method].centers or METHODS[method].usual_cap is not None)
+
+
 def judge(
     results: Sequence[RunResult],
     *,
@@ -112,7 +117,7 @@ def judge(
                 failing=tuple(sorted({*stopped, *below})),
                 truncated=_mean(truncated),
                 truncated_max=max(truncated, default=None),
-                inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
+                inactive=bool(truncated) and _is_seen_in_cuts(method) and max(truncated) == 0.0,
                 k3_kl=_median(k3),
                 k3_max=max(k3, default=None),
                 codes_changed=_median(numbers(steps, "codes_changed_fraction")),

@@ -104,9 +104,11 @@ def test_a_correction_that_acted_in_one_step_is_not_inactive() -> None:
     assert (row.inactive, row.truncated, row.truncated_max) == (False, pytest.approx(0.0025), 0.01)
 
 
-def test_an_uncorrected_arm_is_not_called_inactive() -> None:
-    row = row_of("arm", a_run("arm", method=NONE))
-    assert not row.inactive
+@pytest.mark.parametrize(("method", "inactive"), [("none", False), ("score-centering", False), ("tis", True)])
+def test_an_arm_whose_method_cuts_nothing_is_not_called_inactive(method: str, inactive: bool) -> None:
+    """Without a correction, or with centering alone, which acts on every token's score and truncates none."""
+    row = row_of("arm", a_run("arm", method=CorrectionMethod(method)))
+    assert row.inactive == inactive
 
 
 def test_a_run_that_a_guard_stopped_is_a_failed_seed() -> None:
