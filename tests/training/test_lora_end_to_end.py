@@ -116,3 +116,28 @@ def test_the_adapter_alone_is_exported(run: Finished, tmp_path: Path) -> None:
     assert {each.name for each in target.iterdir()} == names
     for name in names:
         assert (target / name).read_bytes() == (run.run_dir / "model" / "adapter" / name).read_bytes()
+
+
+def test_an_adapter_that_goes_alone_trains_and_its_model_comes_with_each_change_of_precision(
+    with_tiny_cache: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """As the governor takes rollouts to BF16, and to a validation in BF16 and back; other updates have the adapter."""
+    sets = (
+        *("model.lora.sync=adapter", "guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0"),
+        *("guard.actions=[warn, bf16]", "trainer.validate_every=0", "trainer.validate_before=false"),
+        *("trainer.steps=5", FEW),
+    )
+    done = train(with_tiny_cache(tmp_path), *sets, name="alone", recipe="arithmetic-tiny-lora-int8")
+    assert done.code == 0, done.stderr[-4000:]
+    lines = done.json_lines("metrics.jsonl")
+    assert [line["scheme"] for line in lines] == ["int8"] * 3 + ["bf16"] * 2
+    assert all(line["mismatch_k3_kl"] < 1e-2 for line in lines)
+    taken, sent = (done.json_lines(f"sync/{side}-0-0.jsonl") for side in ("rollout", "trainer"))
+    assert [line["manifest"] for line in taken] == [line["manifest"] for line in sent]
+    alone = [line for line in taken if line["tensors"] == 2 * SHAPE.layers * len(Linear)]
+    whole = [line for line in taken if line not in alone]
+    assert {line["bytes"] for line in alone} == {2 * ADAPTER}  # in BF16
+    assert all(line["bytes"] > 2 * SHAPE.weights for line in whole)
+    assert [line["sync"] for line in whole][:2] == [1, 4] and len(alone) >= 3
+    assert all(line["layers_proven"] == line["layers"] for line in taken)
+    assert done.left == ()
