@@ -39,7 +39,7 @@ class ApplianceError(Exception):
     message: str
     """One line, which starts with the place where there is one (`file:line: dotted.key: ...`)."""
     hint: str
-    """What to do next, one line, or empty."""
+    """Remedy: what to do next, one line, or empty."""
 
     exit_code = 1
     restartable = False

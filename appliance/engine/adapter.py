@@ -153,7 +153,7 @@ def layer_of(name: str) -> tuple[str, str]:
 
 
 class AdapterLayers:
-    """The linear layers of an engine that vLLM has wrapped for an adapter."""
+    """Linear layers of an engine that vLLM has wrapped for an adapter."""
 
     def __init__(self, model: Module, *, loras: Any, dtype: torch.dtype) -> None:
         """loras: vLLM's, of the worker's runner (`lora_manager`).  dtype: the engine's."""
@@ -245,7 +245,7 @@ class AdapterLayers:
         return num_asked
 
     def _place(self) -> int:
-        """The adapter's place in the stacked tensors."""
+        """Find the adapter's place in the stacked tensors."""
         if VLLM_LORA_INT_ID not in self._adapters.lora_index_to_id:
             raise SyncError("weight update: vLLM holds no adapter after it took one")
         return self._adapters.lora_index_to_id.index(VLLM_LORA_INT_ID)
@@ -256,7 +256,7 @@ class AdapterLayers:
         self._loras.set_active_adapters({self._request}, LoRAMapping(one, one, is_prefill=True))
 
     def _parts(self, name: str) -> list[str]:
-        """The checkpoint's layers that a layer of vLLM is made of."""
+        """List the checkpoint's layers that a layer of vLLM is made of."""
         parent, _, leaf = name.rpartition(".")
         parts = self._adapters.packed_modules_mapping.get(leaf) or [leaf]
         return [f"{parent}.{part}" for part in parts]
@@ -397,7 +397,7 @@ def _stacked(wrapper: Any) -> list[Tensor]:
 
 
 class _Zeros:
-    """A linear method whose answer is 0."""
+    """Linear method whose answer is 0."""
 
     def __init__(self, channels: int) -> None:
         self._channels = channels

@@ -121,7 +121,7 @@ class Int4LinearMethod(OnlineLinearMethod):
     """Method of one layer."""
 
     gemm: Int4Gemm | WideInt4Gemm | None
-    """What multiplies; None before the first load. It is this object's and not the layer's, as INT8's."""
+    """Kernel that multiplies; None before the first load. It is this object's and not the layer's, as INT8's."""
 
     proof = Int4Proof
 

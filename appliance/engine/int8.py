@@ -44,7 +44,7 @@ class Int8LinearMethod(OnlineLinearMethod):
     """
 
     gemm: OneDnnGemm | SglGemm | WideGemm | None
-    """What multiplies on a CPU; None before the first load, and on a GPU."""
+    """Kernel that multiplies on a CPU; None before the first load, and on a GPU."""
     dtype: torch.dtype
     """Type of activations and of the result."""
 

@@ -75,7 +75,7 @@ class GgufError(Exception):
     message: str
     """The fact, without the file's name."""
     hint: str
-    """What to do next, one line."""
+    """Remedy: what to do next, one line."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)

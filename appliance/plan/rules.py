@@ -100,7 +100,7 @@ def _chosen_by(recipe: Recipe, scheme: Scheme) -> tuple[str, ...]:
 
 
 def _automatic_scheme(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """What `rollout.scheme: auto` has found does not go with FP16; a scheme that is named is judged without a plan."""
+    """Refuse FP16 with a scheme that `auto` has found and that has none; one that is named is judged without a plan."""
     asked, schemes = recipe.rollout.schemes, plan.rollout.replicas
     for scheme in dict.fromkeys(scheme for scheme, choice in zip(schemes, cycle(asked)) if choice == AUTO):
         if recipe.trainer.dtype is Dtype.FP16 and not scheme.spec.in_fp16:

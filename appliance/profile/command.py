@@ -227,8 +227,8 @@ def finish_profile(plan: RunPlan) -> None:
 
 
 def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
-    """What the profile has chosen and predicts, before the first step. Where preflight has reported it already, as for
-    a profile that is named, it is not reported again."""
+    """Report what the profile has chosen and predicts, before the first step. Where preflight has reported it already,
+    as for a profile that is named, it is not reported again."""
     run_dir = Path(plan.run_dir)
     stored = stored_result(plan, host=read_host(run_dir))
     if plan.profile is None or plan.profile.source:

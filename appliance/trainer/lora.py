@@ -16,10 +16,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -157,7 +157,7 @@ def save_adapter(module: Module, *, folder: Path, base: str, commit: str) -> Non
     tensors = adapter_weights(module)
     if torch.distributed.get_rank():
         return
-    config = module.peft_config["default"]  # type: ignore[index]
+    config = _config_of(module)
     named_before = config.base_model_name_or_path, config.revision
     config.base_model_name_or_path, config.revision = base, commit or None
     folder.mkdir()
@@ -175,8 +175,12 @@ def adapter_weights(module: Module) -> dict[str, Tensor]:
 
 def adapter_config(module: Module) -> dict[str, Any]:
     """Return PEFT's configuration of the adapter, as vLLM reads it."""
-    config: dict[str, Any] = module.peft_config["default"].to_dict()  # type: ignore[index]
+    config: dict[str, Any] = _config_of(module).to_dict()
     return config
+
+
+def _config_of(module: Module) -> PeftConfig:
+    return cast("PeftModel", module).peft_config["default"]
 
 
 def base_weights(module: Module) -> Iterator[tuple[str, Tensor]]:

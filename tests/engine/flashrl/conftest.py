@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engines import make_checkpoint
+from plugin_patches import put_back_at_end
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 176}
 
@@ -52,26 +53,9 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture
 def ways_in(flashrl: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """FLASHRL_CONFIG as the plugin has it, whole: the core follows its workers' updates."""
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-
     from flashrl_compat import core, layerwise, refusals, shared_memory, weight_versions
 
-    for owner, *names in (
-        (EngineCore, "collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"),
-        (EngineCore, "_attach_iteration_details"),
-        (LLMEngine, "add_request", "step"),
-        (AsyncLLM, "generate"),
-        (OutputProcessor, "process_outputs"),
-        (RequestState, "_new_completion_output"),
-        (RequestOutput, "add"),
-    ):
-        for name in names:
-            flashrl.setattr(owner, name, getattr(owner, name))  # put back at the end
-    flashrl.setattr(CompletionOutput, "weight_versions", None, raising=False)
+    put_back_at_end(flashrl)
     core.patch_core()
     refusals.patch_refusals()
     weight_versions.patch_weight_versions()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from plugin_patches import put_back_at_end
 
 from appliance import patch
 from appliance.errors import RecipeError
@@ -58,30 +59,14 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     envs.disable_envs_cache()  # of an engine that was started in this process
     for name in [*VARIABLES, "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
-    for owner, *names in (
-        (EngineArgs, "create_engine_config"),
-        (DefaultModelLoader, "load_weights"),
-        (EngineCore, "collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"),
-        (EngineCore, "_attach_iteration_details"),
-        (LLMEngine, "add_request", "step"),
-        (AsyncLLM, "generate"),
-        (OutputProcessor, "process_outputs"),
-        (RequestState, "_new_completion_output"),
-        (RequestOutput, "add"),
-    ):
-        for name in names:
-            monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(CompletionOutput, "weight_versions", None, raising=False)
+    for owner, name in ((EngineArgs, "create_engine_config"), (DefaultModelLoader, "load_weights")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    put_back_at_end(monkeypatch)
     monkeypatch.setattr("appliance.engine.plugin.register", lambda: None)
     return monkeypatch
 
