@@ -16,8 +16,8 @@ s = alpha / rank. What is proven of it:
 
 Bound of an adapter's answer, u = A x with integers x of at most 7 bits: sums of A x are in float32, u is rounded to
 BF16 once (2^-9 of it), the sums over R and the answer are rounded once more each; allowed is 2^-7 sum_r |b_nr| |u_r|,
-and K 2^-23 sum |b_nr| sum_k |a_rk x_k| for the order of sums. The path is asked so for another adapter, an old one, or
-none, while single bits are the comparison's of what is held.
+and 2 K 2^-23 sum_r |b_nr| sum_k |a_rk x_k| for the order of sums. So the probe finds another adapter, an old one or
+none on the path; a single wrong bit is found by the comparison of what vLLM holds.
 """
 
 from __future__ import annotations
