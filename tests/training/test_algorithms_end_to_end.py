@@ -20,7 +20,7 @@ from appliance.plan.verl_args import AGGREGATES, ESTIMATORS, LOSS_MODES
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.record.checkpoints import checkpoint_folder
-from appliance.settings.sections import Algorithm, AlgorithmKind, Forward, Lora, Optimizer
+from appliance.settings.sections import Algorithm, AlgorithmKind, Forward, Lora, LoraSync, Optimizer
 from appliance.terms.settings import Dtype, Schedule
 
 pytestmark = pytest.mark.e2e(minutes=8)
@@ -75,6 +75,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "correction.method=icepop",
         "optimizer.weight_decay=0.1",
         "optimizer.max_grad_norm=0.5",
+        "model.lora={rank: 4, alpha: 8, targets: [v_proj, up_proj], sync: adapter}",
     ),
     "sapo": (
         "algorithm.kind=dapo",
@@ -119,13 +120,14 @@ CLOSED: dict[str, set[str]] = {  # the values of what has few
     "kl": {f"{each} in {place}" for each in Estimator for place in KlPlace} - {"k1 in loss"},
     "loss": set(Loss),
     "schedule": set(Schedule),
+    "sync": set(LoraSync),
 }
 NUMBERS = {  # of which one other than the usual is tried
     f"{section}.{key}"
     for section, model in (("algorithm", Algorithm), ("optimizer", Optimizer), ("model.lora", Lora))
     for key in model.model_fields
 } - {f"algorithm.{key}" for key in ("advantage", "aggregate", "kind", "kl_estimator", "kl_in", "loss")}
-NUMBERS -= {"optimizer.schedule"}
+NUMBERS -= {"optimizer.schedule", "model.lora.sync"}
 
 
 def values_of(recipe: Recipe) -> dict[str, str]:
@@ -138,6 +140,7 @@ def values_of(recipe: Recipe) -> dict[str, str]:
         "kl": f"{algorithm.kl_estimator} in {algorithm.kl_in}" if algorithm.kl else "",
         "loss": algorithm.loss,
         "schedule": recipe.optimizer.schedule,
+        "sync": recipe.model.lora.sync if recipe.model.lora else "",
     }
 
 
@@ -165,7 +168,7 @@ def test_every_value_of_every_key_is_in_one_of_the_trainings() -> None:
     counts = f"{count} values of {len(CLOSED)} keys and {len(numbers)} numbers in {len(TRAININGS)} trainings"
     sys.stdout.write(f"algorithms: {counts}\n")
     assert (covered, numbers) == (CLOSED, NUMBERS)
-    assert counts == "29 values of 7 keys and 20 numbers in 6 trainings"
+    assert counts == "31 values of 8 keys and 20 numbers in 6 trainings"
 
 
 @pytest.mark.parametrize("refused", ["trainer.dtype=fp32", "algorithm.kind=ppo", "algorithm.kl_estimator=k1"])
