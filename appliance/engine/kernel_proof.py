@@ -316,8 +316,9 @@ def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
 
 
 def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
-    """Return [N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000."""
-    if codes_NK.device.type == "cpu":
+    """Return [N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000. Without VNNI, torch's product of
+    integers is one value at a time (70 MB/s, see sync/manifest.py) or oneDNN's, which may saturate."""
+    if codes_NK.device.type == "cpu" and torch.cpu._is_vnni_supported():
         return torch._int_mm(codes_NK.contiguous(), probe_K[:, None].contiguous())[:, 0].double()
     return torch.mv(codes_NK.double(), probe_K.double()).cpu()  # vLLM's batch-invariant matmul wants two matrices
 

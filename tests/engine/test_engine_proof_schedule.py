@@ -240,6 +240,13 @@ def test_exact_sums_are_asked_of_no_matmul_that_wants_two_matrices(monkeypatch: 
     assert torch.equal(found_N, wanted_N)
 
 
+def test_exact_sums_take_no_product_that_saturates_without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: False)
+    monkeypatch.setattr("torch._int_mm", None)
+    codes_NK, probe_K = torch.full((9, 1000), -127, dtype=torch.int8), torch.full((1000,), 127, dtype=torch.int8)
+    assert exact_product(codes_NK, probe_K).tolist() == [-127.0 * 127 * 1000] * 9
+
+
 class OnGpu:
     """A tensor that says it is on a GPU."""
 
