@@ -1,5 +1,5 @@
-"""`appliance compare`: every run that is not there yet, one after the other; then its table for people, its JSON for
-machines, its pages in Markdown and HTML, which are pure."""
+"""`appliance compare`: every run that is not there yet, one after the other. After each, its model is validated and the
+table for people, the JSON for machines and the pages in Markdown and HTML are written anew; how they look is pure."""
 
 from __future__ import annotations
 
@@ -101,20 +101,12 @@ def run_compare(name_or_path: str, *, json_mode: bool, results_file: Path | None
             if interrupts.names:
                 raise _stopped(command)
 
-        failed = _train(todo, total=len(runs), stop=stop, command=command)
-        validate_models(here, stop=stop)
-    with_results = [(run, result) for run in runs if (result := known.get(run.label) or read_result(run)) is not None]
-    results = [result for _, result in with_results]
-    rows = judge(
-        results,
-        arms=[arm.name for arm in comparison.arms],
-        baseline=comparison.baseline,
-        margin=comparison.margin,
-        seeds=len(comparison.seeds),
-        against=comparison.against,
-    )
-    shown = ComparisonReport(comparison, rows=rows, where=_where(results), command=command)
-    _write(shown, runs=with_results, folder=folder)
+        def validate_and_write() -> ComparisonReport:
+            validate_models(here, stop=stop)
+            return _write(comparison, runs=runs, known=known, command=command)
+
+        failed = _train(todo, total=len(runs), stop=stop, run_ended=validate_and_write, command=command)
+        shown = validate_and_write()
     console.out(as_json(shown) if json_mode else table(shown, columns=console.columns()))
     console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md, {SUFFIX})")
     for run, code in failed:
@@ -176,9 +168,15 @@ def _ready(run: PlannedRun, *, state: Existing) -> PlannedRun:
 
 
 def _train(
-    todo: list[PlannedRun], *, total: int, stop: Callable[[], None], command: str
+    todo: list[PlannedRun],
+    *,
+    total: int,
+    stop: Callable[[], None],
+    run_ended: Callable[[], object],
+    command: str,
 ) -> list[tuple[PlannedRun, int]]:
-    """Train what is missing; a stop by a guard is a result. Returns the runs that failed, with their exit codes."""
+    """Train what is missing; a stop by a guard is a result. run_ended: called after each run that has a result. Returns
+    the runs that failed, with their exit codes."""
     failed: list[tuple[PlannedRun, int]] = []
     in_a_row = 0
     for number, run in enumerate(todo, start=total - len(todo) + 1):
@@ -203,6 +201,7 @@ def _train(
         if code in (0, GuardStop.exit_code):
             in_a_row = 0
             console.say(_line(run))
+            run_ended()
             continue
         failed.append((run, code))
         in_a_row += 1
@@ -230,15 +229,30 @@ def _where(results: Sequence[RunResult]) -> str:
     return f"Taken on {days}: {hosts}."
 
 
-def _write(shown: ComparisonReport, *, runs: list[tuple[PlannedRun, RunResult]], folder: Path) -> None:
-    """The page and the numbers, each whole or not at all. Raises PreflightError."""
-    name = shown.comparison.name
+def _write(
+    comparison: Comparison, *, runs: list[PlannedRun], known: dict[str, RunResult], command: str
+) -> ComparisonReport:
+    """Judge the runs that have a result, and write the page and the numbers, each whole or not at all. known: results
+    from `--results`, by the labels of their runs.  Raises PreflightError."""
+    with_results = [(run, result) for run in runs if (result := known.get(run.label) or read_result(run)) is not None]
+    results = [result for _, result in with_results]
+    rows = judge(
+        results,
+        arms=[arm.name for arm in comparison.arms],
+        baseline=comparison.baseline,
+        margin=comparison.margin,
+        seeds=len(comparison.seeds),
+        against=comparison.against,
+    )
+    shown = ComparisonReport(comparison, rows=rows, where=_where(results), command=command)
+    folder, name = runs[0].run_dir.parent, comparison.name
     try:
         for suffix, text in (("json", as_json(shown) + "\n"), ("md", markdown(shown)), ("html", page(shown))):
             write_whole(folder / f"{name}.{suffix}", text)
-        write_results(folder / f"{name}{SUFFIX}", runs=runs)
+        write_results(folder / f"{name}{SUFFIX}", runs=with_results)
     except OSError as error:
         raise cannot_write(folder, error) from error
+    return shown
 
 
 def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:

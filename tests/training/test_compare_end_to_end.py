@@ -1,4 +1,4 @@
-"""A real comparison of two arms, one step each: stopped by Ctrl-C, started again, and shown once more."""
+"""A real comparison of two arms, one step each: stopped by Ctrl-C in each of its runs, started again, and shown."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from appliance.compare.results import read_final
+from appliance.compare.stored import StoredRun, read_results
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -47,11 +48,10 @@ def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def stopped(folder: Path) -> tuple[int, str]:
-    """(exit code, stderr) of a comparison that got SIGINT when its first run's trainer had begun."""
+def stopped_in(folder: Path, run: str) -> tuple[int, str]:
+    """(exit code, stderr) of the comparison when it gets SIGINT as the trainer of a run has begun."""
     process = start(folder)
-    log = folder / "made" / "both" / "bf16-seed3" / "logs" / "1" / "train.log"
+    log = folder / "made" / "both" / run / "logs" / "1" / "train.log"
     deadline = time.monotonic() + 600
     while not log.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -61,7 +61,21 @@ def stopped(folder: Path) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path, stopped: tuple[int, str]) -> tuple[str, str]:
+def stopped(folder: Path) -> tuple[int, str]:
+    """(exit code, stderr) of a comparison that was stopped in its first run."""
+    return stopped_in(folder, "bf16-seed3")
+
+
+@pytest.fixture(scope="module")
+def half(folder: Path, stopped: tuple[int, str]) -> list[StoredRun]:
+    """Stored results of a comparison that was stopped in its second run."""
+    code, stderr = stopped_in(folder, "int8-tis-seed3")
+    assert code == 130, stderr
+    return read_results(folder / "made" / "both" / "both.results.jsonl")
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, half: list[StoredRun]) -> tuple[str, str]:
     """(stdout, stderr) of the same command, started again."""
     process = start(folder, "--json")
     stdout, stderr = process.communicate(timeout=1200)
@@ -77,10 +91,19 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(stopped: tuple[int, str]) -> None:
     )
 
 
+def test_a_run_that_has_ended_is_validated_and_written_before_the_next_one_begins(
+    folder: Path, half: list[StoredRun]
+) -> None:
+    assert [(line.result.arm, line.result.seed, len(line.result.rewards)) for line in half] == [("bf16", 3, PROBLEMS)]
+    assert "| bf16 | 3 | done | 1 |" in (folder / "made" / "both" / "both.md").read_text()
+
+
 def test_a_run_that_was_stopped_is_set_aside_and_done_again(folder: Path, finished: tuple[str, str]) -> None:
-    assert "bf16, seed 3: stopped before it saved anything, set aside as bf16-seed3.aside-1\n" in finished[1]
+    said = "int8-tis, seed 3: stopped before it saved anything, set aside as int8-tis-seed3.aside-1\n"
+    assert said in finished[1]
     states = {path.parent.name: json.loads(path.read_text())["state"] for path in folder.glob("made/both/*/run.json")}
-    assert states == {"bf16-seed3": "done", "bf16-seed3.aside-1": "stopped", "int8-tis-seed3": "done"}
+    ended = {"bf16-seed3": "done", "int8-tis-seed3": "done"}
+    assert states == {**ended, "bf16-seed3.aside-1": "stopped", "int8-tis-seed3.aside-1": "stopped"}
 
 
 def test_every_model_is_validated_in_bf16_on_the_same_problems(folder: Path, finished: tuple[str, str]) -> None:
