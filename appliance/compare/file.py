@@ -117,10 +117,10 @@ def load_comparison(name_or_path: str) -> Comparison:
     except ValidationError as error:
         faults += [_explained(details, tree=tree, file=str(path)) for details in error.errors()]
     shared = _settings(tree.get("set"), key="set", faults=faults)
-    named = tree["arms"].value if "arms" in tree else None
+    arm_nodes = tree["arms"].value if "arms" in tree else None
     arms = [
-        Arm(name, each.place, tuple(_settings(each, key=f"arms.{name}", faults=faults)))
-        for name, each in (named.items() if isinstance(named, dict) else ())
+        Arm(name, arm_node.place, tuple(_settings(arm_node, key=f"arms.{name}", faults=faults)))
+        for name, arm_node in (arm_nodes.items() if isinstance(arm_nodes, dict) else ())
     ]
     node = tree.get("recipe")
     if node is not None and isinstance(node.value, str):
@@ -137,7 +137,7 @@ def load_comparison(name_or_path: str) -> Comparison:
         name=path.stem,
         file=path,
         recipe=recipe,
-        arms=tuple(Arm(each.name, each.place, (*shared, *each.settings, size)) for each in arms),
+        arms=tuple(Arm(arm.name, arm.place, (*shared, *arm.settings, size)) for arm in arms),
         seeds=read.seeds,
         baseline=read.baseline,
         validation=read.validation,

@@ -68,7 +68,7 @@ class ArmResult:
     """Seconds of a whole run, mean."""
     busy: bool
     """Whether other work was on the machine, so that the times are no measurements."""
-    asked: int = 0
+    planned_seeds: int = 0
     """Number of seeds that the arm was to have."""
     against: str = ""
     """Arm that it is compared with, empty for the baseline."""
@@ -124,7 +124,7 @@ def judge(
                 step_s=_median(numbers(steps, "step_s")),
                 seconds=_mean(run.seconds for run in runs),
                 busy=any(run.is_busy for run in runs),
-                asked=seeds,
+                planned_seeds=seeds,
                 against=other,
             )
         )
@@ -161,8 +161,8 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
         if row.final is None
         else f"nothing to compare with: no result of `{row.against}` with its seed{'' if len(row.runs) == 1 else 's'}",
     }[row.verdict]
-    if row.verdict not in (Verdict.BASELINE, Verdict.MISSING) and len(row.by_seed) < row.asked:
-        text += f", from {len(row.by_seed)} of {row.asked} seeds"
+    if row.verdict not in (Verdict.BASELINE, Verdict.MISSING) and len(row.by_seed) < row.planned_seeds:
+        text += f", from {len(row.by_seed)} of {row.planned_seeds} seeds"
     if row.failing:
         text += f" ({len(row.failing)} of {len(row.runs)} seed{'' if len(row.runs) == 1 else 's'})"
     return f"{text}, inactive" if row.inactive else text

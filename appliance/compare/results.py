@@ -226,14 +226,14 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     )
     label = runs[0].label if len(runs) == 1 else f"{len(runs)} models"
     console.say(f"final validation of {label}: BF16, greedy")
-    named: set[Path] = set()
+    reported: set[Path] = set()
 
     def tick() -> None:
         stop()
         for run in runs:
-            rewards = read_final(run.run_dir) if run.run_dir not in named else ()
+            rewards = read_final(run.run_dir) if run.run_dir not in reported else ()
             if rewards:
-                named.add(run.run_dir)
+                reported.add(run.run_dir)
                 console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {len(rewards)} problems")
 
     with work_folder(str(runs[0].run_dir.parent), command="compare") as folder:
