@@ -73,11 +73,12 @@ def refused_changes(recipe: Recipe, *, before: Recipe, has_checkpoint: bool, for
     before: the recipe that the run has kept.  force: whether what `--force` takes may differ.
     """
     passing = {Change.FREE, Change.FORCED} if force else {Change.FREE}
-    had, now = _by_key(before), _by_key(recipe)
-    for key in sorted(had.keys() | now.keys()):
+    values_before, values = _by_key(before), _by_key(recipe)
+    for key in sorted(values_before.keys() | values.keys()):
         change = change_of(key, schedule=recipe.optimizer.schedule, has_checkpoint=has_checkpoint)
-        if had.get(key) != now.get(key) and change not in passing:
-            message = f"the run has {json.dumps(had.get(key))}, the recipe {json.dumps(now.get(key))}"
+        value_before, value = values_before.get(key), values.get(key)
+        if value_before != value and change not in passing:
+            message = f"the run has {json.dumps(value_before)}, the recipe {json.dumps(value)}"
             yield fault((key,), message, REMEDIES[change])
 
 

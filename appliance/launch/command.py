@@ -144,10 +144,10 @@ class Attempts:
         """Make further attempts after one that ended with this code, where faults allow it. Returns the last exit
         code."""
 
-        def again(search: CheckpointSearch, what: str) -> int:
+        def again(search: CheckpointSearch, restart: str) -> int:
             target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=None)
             assert target is not None, "a run's own folder is a target"
-            return self.resume(target, force=True, restart=resuming.Resume(target, search, restart=what))
+            return self.resume(target, force=True, restart=resuming.Resume(target, search, restart=restart))
 
         restarts = self.most_restarts
         try:
@@ -183,9 +183,9 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
             console.say(f"not restarted: {why}")
             return code
         reached = step
-        what = f"restart {number} of {max_restarts}, from the state after step {step}"
-        console.say(what)
-        code = again(search, what)
+        restart = f"restart {number} of {max_restarts}, from the state after step {step}"
+        console.say(restart)
+        code = again(search, restart)
     return code
 
 

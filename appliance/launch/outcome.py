@@ -80,13 +80,13 @@ def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log
         advice = (failure.what, *_hint(failure.hint), next_line)
         return Outcome(RunStatus.STOPPED, exit_code=GuardStop.exit_code, reason=failure.what, advice=advice)
     codes = (failure.exit_code if failure else None, returncode)
-    what, hint = _what_and_hint(returncode, failure=failure, log_tail=log_tail if returncode else _NO_RESULT)
+    reasons, hint = _reasons_and_hint(returncode, failure=failure, log_tail=log_tail if returncode else _NO_RESULT)
     tail = (*_hint(hint), f"log: {log}", next_line)
-    lines = (f"error: {child.title} failed in phase {state.phase}: {what[0]}", *what[1:])
+    lines = (f"error: {child.title} failed in phase {state.phase}: {reasons[0]}", *reasons[1:])
     return Outcome(
         RunStatus.FAILED,
         exit_code=next((code for code in codes if code in _CODES_OF_CHILDREN), child.default_code),
-        reason=what[0],
+        reason=reasons[0],
         advice=(*lines[: _MOST_LINES - len(tail)], *tail),
     )
 
@@ -95,15 +95,15 @@ def _hint(hint: str) -> tuple[str, ...]:
     return (f"hint: {hint}",) if hint else ()
 
 
-def _what_and_hint(returncode: int, *, failure: Event | None, log_tail: str) -> tuple[list[str], str]:
+def _reasons_and_hint(returncode: int, *, failure: Event | None, log_tail: str) -> tuple[list[str], str]:
     reported = [] if failure is None else [_short(line) for line in failure.what.splitlines() if line.strip()]
     if failure is not None and reported and failure.error not in _VAGUE:
         return reported, failure.hint
     # A log that ended well is full of texts that name what a failure would: optional parts that are not installed.
     text = reported or [line for line in log_tail.splitlines() if not _WARNING.search(line)]
-    for pattern, what, advice in SYMPTOMS:
+    for pattern, fact, advice in SYMPTOMS:
         if re.search(pattern, "\n".join(text)):
-            return [what, *reported], advice
+            return [fact, *reported], advice
     if failure is not None and reported:
         return reported, failure.hint
     if returncode < 0:

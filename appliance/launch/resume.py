@@ -125,7 +125,7 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
             hint = "choose another --name, or move the file away"
             raise RecipeError([(f"--resume: {run_dir} is a file, not the folder of a run", hint)])
     else:
-        run_dir, checkpoint = _named(resume, name=name)
+        run_dir, checkpoint = _parse_resume_path(resume, name=name)
     if link := _first_link(run_dir):
         hint = "replace the link by what it points to, if you trust that"
         raise RecipeError([(f"--resume: {link} is a symbolic link, which a run never makes", hint)])
@@ -147,7 +147,9 @@ def _first_link(run_dir: Path) -> Path | None:
     return None
 
 
-def _named(resume: str, *, name: str | None) -> tuple[Path, Path | None]:
+def _parse_resume_path(resume: str, *, name: str | None) -> tuple[Path, Path | None]:
+    """Return (folder of the run, the checkpoint that was named, or None for the newest). Raises RecipeError for another
+    path, or one that is not the run `name`."""
     path = full_path(resume)
     is_checkpoint = step_of(path) is not None and path.parent.name == FOLDER
     run_dir = path.parent.parent if is_checkpoint else path
@@ -351,8 +353,8 @@ def _other_commit(target: Target, *, plan: RunPlan) -> Iterator[Finding]:
     original, now = original_plan(target), plan.weights.commit
     is_same = original is not None and original.model == plan.weights.hub_name
     if is_same and original.commit and now and original.commit != now:
-        what = plan.model.revision or "main"
-        message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
+        revision = plan.model.revision or "main"
+        message = f"{original.model}: {revision} is {now} on the hub now, the run began with {original.commit}"
         hint = f"continue with the run's own commit: --set model.revision={original.commit}"
         yield error(_MISFIT, "model.revision", message, hint)
 
@@ -410,8 +412,8 @@ def _other_adapter(checkpoint: Path, *, plan: RunPlan) -> Iterator[Finding]:
         config = json.loads(file.read_bytes())
         saved = (config["r"], config["lora_alpha"], sorted(config["target_modules"]))
     if saved != ((lora.rank, lora.alpha, sorted(lora.targets)) if lora else None):
-        what = "no LoRA" if saved is None else f"rank {saved[0]}, alpha {saved[1]}, {', '.join(saved[2])}"
-        message = f"it differs from {checkpoint.name}, which was trained with {what}"
+        trained_with = "no LoRA" if saved is None else f"rank {saved[0]}, alpha {saved[1]}, {', '.join(saved[2])}"
+        message = f"it differs from {checkpoint.name}, which was trained with {trained_with}"
         yield fault(("model.lora",), message, "put it back, or start a new run")
 
 
@@ -526,8 +528,8 @@ def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
     if plan.task_files.train_parquet == before.task_files.train_parquet:
         return True
     weights_before = before.weights
-    named = weights_before.identity.partition("@")[0]
-    is_same_model = bool(weights_before.commit) and (weights.hub_name, weights.commit) == (named, weights_before.commit)
+    name, commit = weights_before.identity.partition("@")[0], weights_before.commit
+    is_same_model = bool(commit) and (weights.hub_name, weights.commit) == (name, commit)
     key = data_key(task, files=plan.task_files, model=weights_before.identity if is_same_model else weights.identity)
     return Path(before.task_files.train_parquet).parent.name == f"{task.kind}-{key}"
 
@@ -576,11 +578,10 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     if resume.restart:
         append_event(run_dir, kind="restart", what=resume.restart, why="trainer.max_restarts", step=resume.step)
     how = f"resumes after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
-    what = f"attempt {attempt + 1} {how}"
-    append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)
-    for each in changed_code(plan):
-        what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
-        append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")
+    append_event(run_dir, kind="resume", what=f"attempt {attempt + 1} {how}", step=resume.step, attempt=attempt + 1)
+    for code in changed_code(plan):
+        message = f"{code.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
+        append_event(run_dir, kind="note", what=message, why=f"SHA-256 {code.sha256}")
     write_record(run_dir, _cut_off(resume.target.record))  # what it says from here on until this attempt has begun
     for folder in (_MODEL, SYNC_FOLDER, ATTEST_FOLDER):
         if (run_dir / folder).exists():
@@ -593,8 +594,8 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     for name, last in ((METRICS_FILE, last_metrics_step), (FITS_FILE, last_step), (SAMPLES_FILE, last_step)):
         cut = cut_lines(run_dir / name, after=last, attempt=attempt, may_repeat=name == SAMPLES_FILE)
         if cut is not None:
-            what = f"the lines of {name} after step {max(0, last)} are cut off"
-            append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
+            message = f"the lines of {name} after step {max(0, last)} are cut off"
+            append_event(run_dir, kind="note", what=message, why=f"kept in {cut.name}")
     if checkpoint is not None and not owes_line and _plan_before(run_dir).trainer.steps == resume.step:
         _bring_back_line(run_dir, checkpoint=checkpoint)
     _restore(run_dir, checkpoint=checkpoint)
@@ -634,16 +635,16 @@ def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:
         return
     changed = [name for name in ("distributions", "python", "fingerprint") if before.get(name) != now.get(name)]
     if changed:
-        what = f"this attempt runs with other versions than the attempt before: {', '.join(changed)}"
-        append_event(run_dir, kind="note", what=what, why="versions.json has them, logs/ the earlier ones")
+        message = f"this attempt runs with other versions than the attempt before: {', '.join(changed)}"
+        append_event(run_dir, kind="note", what=message, why="versions.json has them, logs/ the earlier ones")
 
 
 def _put_checkpoints_aside(resume: Resume) -> None:
     run_dir = resume.target.run_dir
 
-    def put(folder: Path, what: str, *, why: str, below: str = DAMAGED) -> None:
+    def put(folder: Path, condition: str, *, why: str, below: str = DAMAGED) -> None:
         aside = set_aside(folder, below=below).relative_to(run_dir)
-        append_event(run_dir, kind="checkpoint", what=f"{folder.name} {what} set aside", why=why, aside=str(aside))
+        append_event(run_dir, kind="checkpoint", what=f"{folder.name} {condition} set aside", why=why, aside=str(aside))
 
     for checkpoint in resume.search.rejected:
         put(checkpoint.folder, "is damaged and", why=checkpoint.why)

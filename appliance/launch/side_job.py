@@ -78,9 +78,9 @@ def run_child(
         failure = first_failure(folder, since_s=began_s)  # a folder may have had a child before this one
         is_told = failure is not None and failure.exit_code not in (None, ApplianceError.exit_code)
         kind = (error_class(failure.error) if is_told else None) or EngineError
-        what = failure.what if failure else f"{command}: {module[0]} ended with code {code}"
+        message = failure.what if failure else f"{command}: {module[0]} ended with code {code}"
         hint = failure.hint if is_told else ""
-        raise kind.retold(what, hint=hint or f"its log: {_keep(log, beside=folder, command=command)}")
+        raise kind.retold(message, hint=hint or f"its log: {_keep(log, beside=folder, command=command)}")
 
 
 def _keep(log: Path, *, beside: Path, command: str) -> Path:

@@ -69,7 +69,7 @@ class _Subreaper:
     def __init__(self, order: SubreaperOrder) -> None:
         self._order = order
         self._status: int | None = None
-        self._asked = False
+        self._stop_requested = False
         self._kill_at: float | None = None
         self._hurried = False
         self._child = 0
@@ -77,7 +77,7 @@ class _Subreaper:
     def keep(self) -> SubreaperReport:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         become_subreaper()
-        _die_with(self._order.launcher, by=signal.SIGUSR1)
+        _die_with(self._order.launcher, signal.SIGUSR1)
         self._child = self._start()
         while self._status is None:
             self._pause(1.0)
@@ -97,7 +97,7 @@ class _Subreaper:
         if child:
             return child
         try:
-            _die_with(subreaper, by=signal.SIGKILL)
+            _die_with(subreaper, signal.SIGKILL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program would inherit that
             os.execvp(self._order.argv[0], self._order.argv)
@@ -113,8 +113,8 @@ class _Subreaper:
         received = signal.sigtimedwait(_SIGNALS, seconds)
         if received is not None and received.si_signo == signal.SIGUSR1:
             self._hurried = True
-        if received is not None and received.si_signo == signal.SIGTERM and not self._asked:
-            self._asked = True
+        if received is not None and received.si_signo == signal.SIGTERM and not self._stop_requested:
+            self._stop_requested = True
             self._kill_at = time.monotonic() + self._order.grace_s
             self._send(signal.SIGTERM)
         self._bury()
@@ -144,11 +144,11 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def _die_with(parent: int, *, by: signal.Signals) -> None:
-    """Have the kernel send `by` when the parent is gone; it may be gone already."""
-    _prctl(_PR_SET_PDEATHSIG, by)
+def _die_with(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process the signal when the parent is gone; it may be gone already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        os.kill(os.getpid(), by)
+        os.kill(os.getpid(), number)
 
 
 def _number(folder: str) -> int | None:

@@ -112,11 +112,11 @@ def run_training(
         at_the_end.enter_context(session)
         for finding in findings:
             if finding.severity is Severity.WARNING:
-                what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
-                append_event(session.run_dir, kind="note", what=what, why="preflight")
+                message = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
+                append_event(session.run_dir, kind="note", what=message, why="preflight")
         for code in code_of(plan):
-            what = f"{code.path} is code that this run executes"
-            append_event(session.run_dir, kind="note", what=what, why=f"SHA-256 {code.sha256}")
+            message = f"{code.path} is code that this run executes"
+            append_event(session.run_dir, kind="note", what=message, why=f"SHA-256 {code.sha256}")
         progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)
         training = _Training(plan, session, interrupts, progress, page, saved_step=resume.step if resume else 0)
         outcome = training.run(stages)
@@ -368,14 +368,14 @@ def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> A
     where the trainer waits for an engine, else TrainingError."""
     living = {process.pid for process in find_processes(f"{RUN_VARIABLE}={run_dir}", below=os.getpid())}
     dumps = dump_stacks(log_dir, living=living)
-    what = f"no progress for {draw.duration(stall_s)} in phase {phase}"
+    fact = f"no progress for {draw.duration(stall_s)} in phase {phase}"
     with contextlib.suppress(OSError):  # a full disk: the error is reported all the same
-        append_event(run_dir, kind="stall", what=what, why="guard.stall_s", stacks=[path.name for path in dumps])
+        append_event(run_dir, kind="stall", what=fact, why="guard.stall_s", stacks=[path.name for path in dumps])
     folder = summary.typed_path(log_dir / STACKS_FOLDER)
     hint = f"what {len(dumps)} processes were doing is in {folder}; if they are only slow, raise guard.stall_s"
     kind = EngineError if phase in AT_AN_ENGINE else TrainingError
     return kind(
-        f"{what}: ended by the launcher", hint=hint if dumps else "no process reported what it was doing: see the log"
+        f"{fact}: ended by the launcher", hint=hint if dumps else "no process reported what it was doing: see the log"
     )
 
 
@@ -387,13 +387,13 @@ def _child_environment(plan: RunPlan, *, log_dir: Path, ray_dir: Path | None, ra
     return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
 
 
-def make_ray_dir(wanted: str) -> Path:
+def make_ray_dir(path: str) -> Path:
     """Make a folder that is private to this user: Ray opens the folder that it makes in it to everybody, and the token
     lies beside that one. What a run that was killed left there is removed first.
 
     Raises PreflightError when it cannot be made, or belongs to somebody else.
     """
-    folder = Path(wanted)
+    folder = Path(path)
     try:
         with contextlib.suppress(FileNotFoundError):
             found = folder.lstat()
