@@ -200,7 +200,7 @@ def _keep(verdicts: list[SchemeResult], *, job: BenchJob, plan: RunPlan, host: H
         key,
         cache_dir=Path(plan.cache_dir),
         results=tuple(verdicts[1:]),
-        what=f"bench of {model}, batch {workload.sequences}, {counted(workload.new_tokens, 'new token')}",
+        measurement=f"bench of {model}, batch {workload.sequences}, {counted(workload.new_tokens, 'new token')}",
         pairs=job.pairs,
         kv_memory_bytes=job.memory_bytes,
     )

@@ -103,18 +103,18 @@ def write_result(
     *,
     cache_dir: Path,
     results: tuple[SchemeResult, ...],
-    what: str,
+    measurement: str,
     pairs: int,
     kv_memory_bytes: int | None,
 ) -> Path:
-    """Keep a result; the last one counts. results: of the quantised schemes.  what: the measurement, in words."""
+    """Store a result; the last one counts. results: of the quantised schemes.  measurement: what it is of, in words."""
     path = key.path(cache_dir, kv_memory=kv_memory_bytes is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "schema_version": SCHEMA_VERSION,
         **dataclasses.asdict(key),
         "versions": dict(key.versions),
-        "what": what,
+        "what": measurement,
         "pairs": pairs,
         "kv_memory_bytes": kv_memory_bytes,
         "schemes": [dataclasses.asdict(result) for result in results],
@@ -145,7 +145,7 @@ def _read(raw: dict[str, Any]) -> StoredResult:
     ratios = tuple((Scheme(each["scheme"]), float(each["ratio"])) for each in raw["schemes"])
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for _, ratio in ratios):
         raise ValueError("ratios")
-    return StoredResult(ratios=ratios, what=str(raw["what"]))
+    return StoredResult(ratios=ratios, measurement=str(raw["what"]))
 
 
 def _other(path: Path, *, key: ResultKey) -> str:

@@ -93,18 +93,18 @@ def every(given: int, *, steps: int) -> tuple[int, str]:
     return (given, "as given, and at the end") if given else (steps, "only at the end")
 
 
-def saves(asked: Checkpoint, *, steps: int) -> tuple[int, str]:
+def saves(checkpoint: Checkpoint, *, steps: int) -> tuple[int, str]:
     """Return (checkpoint.every_steps, why, with the other occasions of a save)."""
-    number, why = every(asked.every_steps, steps=steps)
-    others = [f"every {asked.every_minutes:g} minutes"] if asked.every_minutes else []
-    others += ["at the best validation so far"] if asked.keep_best else []
-    return number, ", ".join([why if asked.every_steps else "at the end", *others]) if others else why
+    number, why = every(checkpoint.every_steps, steps=steps)
+    others = [f"every {checkpoint.every_minutes:g} minutes"] if checkpoint.every_minutes else []
+    others += ["at the best validation so far"] if checkpoint.keep_best else []
+    return number, ", ".join([why if checkpoint.every_steps else "at the end", *others]) if others else why
 
 
 def attention_of(recipe: Recipe) -> tuple[str, str]:
     """Return (transformers' name of the attention, why)."""
-    asked = recipe.trainer.attention
-    return asked.in_transformers, _ATTENTIONS[asked]
+    attention = recipe.trainer.attention
+    return attention.in_transformers, _ATTENTIONS[attention]
 
 
 def plan_trainer(recipe: Recipe, *, is_cpu: bool, steps: int, book: Book) -> Trainer:
@@ -146,10 +146,10 @@ def prompts_of_an_update(recipe: Recipe) -> int:
 
 def old_log_probs_of(recipe: Recipe, *, is_cpu: bool) -> tuple[OldLogProbs, str]:
     """Return (where a step's old log-probs come from, why)."""
-    asked = recipe.trainer.old_log_probs
-    if asked is OldLogProbs.ROLLOUT:
+    source = recipe.trainer.old_log_probs
+    if source is OldLogProbs.ROLLOUT:
         return OldLogProbs.ROLLOUT, _OF_ROLLOUTS
-    if asked is OldLogProbs.RECOMPUTE:
+    if source is OldLogProbs.RECOMPUTE:
         return OldLogProbs.RECOMPUTE, "as given: a pass over the batch before the update"
     if reason := why_a_pass(recipe, is_cpu=is_cpu):
         return OldLogProbs.RECOMPUTE, f"a pass over the batch before the update: {reason}"

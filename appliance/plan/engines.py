@@ -44,9 +44,9 @@ def plan_rollout(recipe: Recipe, *, automatic: Scheme, book: Book) -> Rollout:
 
 
 def _top_log_probs(recipe: Recipe, *, book: Book) -> int:
-    asked, method = recipe.rollout.top_log_probs, METHODS[recipe.correction.method]
-    if asked is not None:
-        return asked
+    top_log_probs, method = recipe.rollout.top_log_probs, METHODS[recipe.correction.method]
+    if top_log_probs is not None:
+        return top_log_probs
     if method.centers:
         return book.note("rollout.top_log_probs", USUAL_TOP_LOG_PROBS, f"`{method.name}` needs them; the source has 20")
     return 0
@@ -57,14 +57,14 @@ def plan_quantization(
 ) -> Quantization:
     """Resolve the section: how often layers are proven. rollout, profile: the plan's.  shape: of the model, None where
     it is not known."""
-    asked = recipe.quantization.profile
+    profile_setting = recipe.quantization.profile
     prove_every, why = _prove_every(recipe, shape=shape)
     if rollout.scheme.quantised:
         book.note("quantization.prove_every", prove_every, why)
     if profile is not None:
         where_from = "made from the model and prompts of the task, or found in the cache from an earlier run"
-        book.note("quantization.profile", asked, where_from if asked == AUTO else "as given")
-    elif (without_row := _without_row(shape)) and asked == AUTO and rollout.scheme.spec.takes_profile:
+        book.note("quantization.profile", profile_setting, where_from if profile_setting == AUTO else "as given")
+    elif (without_row := _without_row(shape)) and profile_setting == AUTO and rollout.scheme.spec.takes_profile:
         why = f"{without_row} has no row in the list of families: no smoothing; its structure is checked at the start"
         book.note("quantization.profile", NO_PROFILE, why)
     return recipe.quantization.replace(prove_every=prove_every)
@@ -205,13 +205,13 @@ def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
 
 def plan_validation(recipe: Recipe, *, rollout: Rollout, switching: SchemeChange, steps: int) -> tuple[int, str]:
     """Return (steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
-    asked = recipe.trainer.validate_bf16_every
+    every_steps = recipe.trainer.validate_bf16_every
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"
     costs = "every validation in BF16 starts the engines twice" if switching is SchemeChange.RESTART else ""
-    if asked is not None:
+    if every_steps is not None:
         how = f"as given, and at the end{costs and ': '}{costs}"
-        return asked, how if asked else "off"
+        return every_steps, how if every_steps else "off"
     if costs:
         return 0, f"off: {costs}"
     return steps, "only at the end: it costs a validation and two weight updates"

@@ -53,7 +53,7 @@ _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU'
 
 @dataclass(frozen=True)
 class Part:
-    what: str
+    name: str
     size: int
     certain: bool = False
     """Whether the part is weights or the like, which no setting of the trainer makes smaller."""
@@ -83,7 +83,7 @@ class Moment:
 
     @property
     def text(self) -> str:
-        parts = ", ".join(f"{part.what} {part.size / GIB:.1f}" for part in self.parts if part.size)
+        parts = ", ".join(f"{part.name} {part.size / GIB:.1f}" for part in self.parts if part.size)
         return f"about {self.size / GIB:.0f} of {self.limit / GIB:.0f} GiB on each GPU: {parts}"
 
 
@@ -396,8 +396,8 @@ def _climb(plan: RunPlan, rungs: tuple[Rung, ...], *, short: Shortage) -> tuple[
     return ()
 
 
-def _offload(plan: RunPlan, what: str) -> Iterator[Changed]:
-    yield plan.replace(trainer=plan.trainer.replace(**{what: True})), f"trainer.{what}: true"
+def _offload(plan: RunPlan, key: str) -> Iterator[Changed]:
+    yield plan.replace(trainer=plan.trainer.replace(**{key: True})), f"trainer.{key}: true"
 
 
 def _less_for_the_engine(plan: RunPlan) -> Iterator[Changed]:

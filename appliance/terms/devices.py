@@ -50,12 +50,12 @@ class StoredResult:
 
     ratios: tuple[tuple[Scheme, float], ...]
     """Pairs of a quantised scheme and its tokens/s, as a multiple of BF16's."""
-    what: str
-    """The measurement, in words."""
+    measurement: str
+    """Measurement that gave the ratios, in words."""
 
     def __str__(self) -> str:
         found = ", ".join(f"{scheme} {ratio:.2f} times bf16" for scheme, ratio in self.ratios)
-        return f"measured: {found} ({self.what})"
+        return f"measured: {found} ({self.measurement})"
 
 
 # In the order of matching: `l40s` before `l40`.

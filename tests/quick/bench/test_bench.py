@@ -178,7 +178,7 @@ def test_on_a_gpu_an_engine_has_the_kv_cache_of_a_run_where_all_fit(name: str, t
     shape = KNOWN[plan.model.path]
     limit = GPUS[plan.cluster.device].memory_gib * GIB
     kv_bytes = _kv_bytes(recipe, plan=plan, schemes=schemes, shape=shape)
-    in_run = next(part.size for part in moments(plan, shape)[0].parts if part.what == "its KV cache")
+    in_run = next(part.size for part in moments(plan, shape)[0].parts if part.name == "its KV cache")
     assert one_sequence(plan, shape) <= kv_bytes <= in_run
     assert 2 * kv_bytes + 3 * shape.linear_weights // plan.rollout.tensor_parallel < limit
     assert _kv_bytes(recipe, plan=plan, schemes=schemes, shape=None) == recipe.rollout.kv_cache_gb * GIB

@@ -27,9 +27,8 @@ IN_FILES_OF_A_RUN = {
     "appliance/quant/files.py: LayerError.kept",
     "appliance/record/events.py: Event.what",
     "appliance/record/events.py: append_event.what",
-    "appliance/terms/devices.py: StoredResult.what",
 }
-"""Fields that are keys of guard.json, of a profile's header, of events.jsonl and of a result of `bench`."""
+"""Fields that are keys of guard.json, of a profile's header and of events.jsonl."""
 OF_LIBRARIES = {
     "appliance/trainer/rewards.py: _TellingPool.__init__._pool_manager",
     "appliance/trainer/rewards.py: _TellingProcesses.__init__.worker_manager",

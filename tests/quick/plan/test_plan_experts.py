@@ -210,7 +210,7 @@ def test_auto_goes_by_what_was_measured_of_the_experts(moe: Path) -> None:
     key = result_key(device="h100", host=HOST, **model, pins=plan.pins, tensor_parallel=1)
     assert model_shapes(**model).endswith("-e8")
     kept = (SchemeResult(Scheme.FP8, 200.0, 2.0, 2.0, 2.0), SchemeResult(Scheme.INT8, 120.0, 1.2, 1.2, 1.2))
-    write_result(key, cache_dir=Path(plan.cache_dir), results=kept, what="bench", pairs=3, kv_memory_bytes=None)
+    write_result(key, cache_dir=Path(plan.cache_dir), results=kept, measurement="bench", pairs=3, kv_memory_bytes=None)
     assert planned(moe, "rollout.scheme=auto", device="h100").rollout.scheme is Scheme.INT8  # FP8 cannot have run
 
 

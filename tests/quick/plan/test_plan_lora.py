@@ -120,7 +120,7 @@ def test_only_the_adapter_has_gradients_and_moments() -> None:
     plan = planned("gsm8k-7b-lora-int8")
     adapter = 28 * 32 * (2 * 7168 + 2 * 4096 + 3 * 22528)
     assert trained_weights(plan, SHAPE_7B) == adapter
-    update = {part.what: part.size for part in moments(plan, SHAPE_7B)[1].parts}
+    update = {part.name: part.size for part in moments(plan, SHAPE_7B)[1].parts}
     assert update["weights"] == 2 * SHAPE_7B.weights + 4 * adapter
     assert (update["gradients"], update["Adam"]) == (4 * adapter, 8 * adapter)
     assert host_bytes(plan, SHAPE_7B) == 2 * SHAPE_7B.weights  # what verl puts back after a merge

@@ -26,22 +26,24 @@ HOST = dataclasses.replace(plans.HOST, processor="AMD EPYC, family 25, model 1")
 
 
 def keep(folder: Path, *, key: ResultKey = KEY, kv_memory_bytes: int | None = None) -> Path:
-    return write_result(key, cache_dir=folder, results=KEPT, what="bench", pairs=5, kv_memory_bytes=kv_memory_bytes)
+    return write_result(
+        key, cache_dir=folder, results=KEPT, measurement="bench", pairs=5, kv_memory_bytes=kv_memory_bytes
+    )
 
 
 def test_a_kept_result_reads_back(tmp_path: Path) -> None:
     path = keep(tmp_path)
     stored, note = read_result(KEY, cache_dir=tmp_path)
     assert stored is not None
-    assert (stored.ratios, stored.what, note) == (((Scheme.INT8, 1.3), (Scheme.FP8, 1.5)), "bench", "")
+    assert (stored.ratios, stored.measurement, note) == (((Scheme.INT8, 1.3), (Scheme.FP8, 1.5)), "bench", "")
     assert (path.parent, list(path.parent.iterdir())) == (tmp_path / "bench", [path])
 
 
 def test_the_last_one_counts(tmp_path: Path) -> None:
     keep(tmp_path)
-    write_result(KEY, cache_dir=tmp_path, results=KEPT[:1], what="again", pairs=5, kv_memory_bytes=None)
+    write_result(KEY, cache_dir=tmp_path, results=KEPT[:1], measurement="again", pairs=5, kv_memory_bytes=None)
     stored, _ = read_result(KEY, cache_dir=tmp_path)
-    assert stored is not None and (len(stored.ratios), stored.what) == (1, "again")
+    assert stored is not None and (len(stored.ratios), stored.measurement) == (1, "again")
 
 
 def test_nothing_kept_nothing_said(tmp_path: Path) -> None:

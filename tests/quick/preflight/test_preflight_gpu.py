@@ -85,7 +85,7 @@ def test_the_sizes_that_are_certain() -> None:
     assert engine_weights(plan, SHAPE_32B) == (SHAPE_32B.weights - embeddings + 2 * embeddings) // 2
     assert one_sequence(plan, SHAPE_32B) == 22528 * 64 * 2 * 8 * 128 * 2 // 2
     assert host_bytes(plan, SHAPE_32B) == SHAPE_32B.weights * 12 // 4
-    update = {part.what: part.size for part in moments(plan, SHAPE_32B)[1].parts}
+    update = {part.name: part.size for part in moments(plan, SHAPE_32B)[1].parts}
     assert update["Adam"] == SHAPE_32B.weights * 8 // 32
     assert update["logits"] == 22528 * 152064 * 8
 
@@ -93,12 +93,12 @@ def test_the_sizes_that_are_certain() -> None:
 def test_an_engine_holds_a_count_for_each_sequence_and_word_and_its_graphs_while_it_sleeps() -> None:
     """By hand, of 1024 sequences at once: 4 bytes for each of 151936 words, out of what the KV cache would have."""
     plan, shape = planned("gsm8k-0.5b-fp8"), KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
-    rollout, update, *_ = ({part.what: part.size for part in moment.parts} for moment in moments(plan, shape))
+    rollout, update, *_ = ({part.name: part.size for part in moment.parts} for moment in moments(plan, shape))
     assert rollout["its counts for penalties"] == 1024 * 151936 * 4
     share = sum(size for what, size in rollout.items() if what.startswith(("engine's", "its")))
     assert share == int(plan.rollout.gpu_memory_utilization * 80 * GIB)
     assert update["CUDA and the sleeping engine"] == 2 * rollout["CUDA"] + GIB
-    kept = {part.what: part.size for part in engine_share(plan, shape).parts}
+    kept = {part.name: part.size for part in engine_share(plan, shape).parts}
     assert kept["counts for penalties"] == rollout["its counts for penalties"]
 
 
@@ -113,7 +113,7 @@ def test_weights_that_are_sent_or_saved_lie_beside_the_engines() -> None:
         (full, 0, 8 * embedding, 4 * shape.weights // full.topology.gpus, 4 * embedding),
         (lora, 2 * shape.weights + 4 * adapter, 4 * embedding, 2 * shape.weights + 4 * adapter, 0),
     ):
-        rollout, _, sync, save = ({part.what: part.size for part in each.parts} for each in moments(plan, shape))
+        rollout, _, sync, save = ({part.name: part.size for part in each.parts} for each in moments(plan, shape))
         assert sync["engine's weights"] == rollout["engine's weights"] == shape.linear_weights + 4 * embedding
         assert (sync["trainer's state"], sync["weights on their way"]) == (sent, (512 << 20) + way)
         assert (save["trainer's state"], save["the largest weight"]) == (held_bytes, gathered)
@@ -124,7 +124,7 @@ def test_a_forward_in_the_rollouts_precision_has_their_codes_on_each_gpu() -> No
     """One byte a weight, however many share the rest."""
     for gpus in (1, 8):
         sets = ("trainer.forward=rollout", f"cluster.gpus_per_node={gpus}", "trainer.old_log_probs=recompute")
-        parts = {part.what: part.size for part in moments(planned("gsm8k-0.5b-int8", *sets), SHAPE_HALF)[1].parts}
+        parts = {part.name: part.size for part in moments(planned("gsm8k-0.5b-int8", *sets), SHAPE_HALF)[1].parts}
         assert parts["codes of the forward"] == SHAPE_HALF.linear_weights
 
 
@@ -135,7 +135,7 @@ def test_a_forward_has_the_tokens_of_its_sequences_at_most() -> None:
 
     def logits(*more: str) -> int:
         parts = moments(planned("gsm8k-0.5b-int8", *sets, *more), shape)[1].parts
-        return next(part.size for part in parts if part.what == "logits")
+        return next(part.size for part in parts if part.name == "logits")
 
     assert logits("batch.max_tokens_per_gpu=16384") == 16384 * 151936 * 8
     eight = ("batch.max_tokens_per_gpu=null", "batch.micro_batch_sequences=8")

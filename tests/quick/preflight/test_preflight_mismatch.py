@@ -54,7 +54,7 @@ def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
         "the run's profile/quantization.yaml name them"
     )
     assert warned(expected=chosen) == [(choice.format("`appliance bench` measures what they cost in time"), "")]
-    stored = StoredResult(ratios=((Scheme.INT8, 2.0),), what="measured")
+    stored = StoredResult(ratios=((Scheme.INT8, 2.0),), measurement="measured")
     cost = "rollouts 1.60 times as fast as in BF16, not 2.00, by `bench`"
     assert warned(expected=chosen, stored=stored) == [(choice.format(cost), "")]
 
@@ -85,11 +85,11 @@ def test_a_prediction_by_few_tokens_is_called_so() -> None:
 
 def test_what_the_budget_costs_in_time_comes_from_bench() -> None:
     """Of the time of a quantised step 40 % of the multiplications lose what they gained: 1 / (1/2 + 0.4 * 1/2)."""
-    stored = StoredResult(ratios=((Scheme.INT8, 2.0),), what="measured")
+    stored = StoredResult(ratios=((Scheme.INT8, 2.0),), measurement="measured")
     ((_, remedy),) = warned(stored=stored)
     assert "40% of the multiplications in BF16 (rollouts 1.43 times as fast as in BF16, not 2.00, by `bench`)" in remedy
     assert remedy.endswith(f"{BF16}, and is 2.00 times slower by `bench`")
-    slow = StoredResult(ratios=((Scheme.INT8, 0.9),), what="measured")
+    slow = StoredResult(ratios=((Scheme.INT8, 0.9),), measurement="measured")
     assert "by `bench`" not in warned(stored=slow)[0][1]
 
 

@@ -28,7 +28,7 @@ def planned(scheme: Scheme = Scheme.INT8, *, response: int = 8192, **rollout: ob
 
 
 def stored(ratio: float) -> StoredResult:
-    return StoredResult(ratios=((Scheme.INT8, ratio),), what="5 pairs")
+    return StoredResult(ratios=((Scheme.INT8, ratio),), measurement="5 pairs")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_bench_kept_is_found(tmp_path: Path) -> None:
     model = {"model": plan.model, "weights": plan.weights}
     key = result_key(device="cpu", host=HOST, **model, pins=plan.pins, tensor_parallel=1)
     kept = (SchemeResult(Scheme.INT8, tokens_per_s=1.0, ratio=0.9, ratio_min=0.8, ratio_max=1.0),)
-    write_result(key, cache_dir=tmp_path, results=kept, what="5 pairs", pairs=5, kv_memory_bytes=None)
+    write_result(key, cache_dir=tmp_path, results=kept, measurement="5 pairs", pairs=5, kv_memory_bytes=None)
     assert read_inputs(plan, ask_hub=False, host=HOST).stored == StoredResult(((Scheme.INT8, 0.9),), "5 pairs")
     assert read_inputs(plan, ask_hub=False).stored is None
     one_flow = with_trainer(plan, forward=Forward.ROLLOUT)

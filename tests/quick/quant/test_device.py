@@ -16,7 +16,9 @@ BLACKWELL = ("b200", "b300", "rtx5090")
 
 def measured(**ratios: float) -> StoredResult:
     """int8=1.2, fp8_channel=1.3."""
-    return StoredResult(tuple((Scheme(name.replace("_", "-")), ratio) for name, ratio in ratios.items()), what="bench")
+    return StoredResult(
+        tuple((Scheme(name.replace("_", "-")), ratio) for name, ratio in ratios.items()), measurement="bench"
+    )
 
 
 def test_every_gpu_belongs_to_a_generation() -> None:
