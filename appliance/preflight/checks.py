@@ -71,7 +71,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: b
         # Who may not write the run root may not write the cache in it: one cause, one finding.
         judge_access(replace(inputs.access, cache_problem="") if host.run_root_problem else inputs.access),
         of_the_device(_libraries(plan, host)),
-        of_the_device(device.wanted(plan, host)),
+        of_the_device(device.gpus(plan, host)),
         device.attention(plan, host),
         of_the_device(schemes),
         device.groups(plan, inputs.model_shape),

@@ -30,7 +30,7 @@ class EarlyChild:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EarlyChild:
-        self._given, self._output = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._stdin, self._output = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._printed = tempfile.TemporaryFile()
         return self
 
@@ -39,20 +39,20 @@ class EarlyChild:
             with contextlib.suppress(ProcessLookupError):  # code of the model's own may have left processes
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        for file in (self._given, self._output, self._printed):
+        for file in (self._stdin, self._output, self._printed):
             file.close()
 
     @property
     def is_started(self) -> bool:
         return self._process is not None
 
-    def start(self, argv: Sequence[str], *, given: str = "") -> None:
-        """Start the child. given: text for its stdin."""
-        self._given.write(given.encode())
-        self._given.seek(0)
+    def start(self, argv: Sequence[str], *, stdin: str = "") -> None:
+        """Start the child. stdin: text that it reads."""
+        self._stdin.write(stdin.encode())
+        self._stdin.seek(0)
         self._process = subprocess.Popen(
             argv,
-            stdin=self._given,
+            stdin=self._stdin,
             stdout=self._output,
             stderr=self._printed,
             start_new_session=True,

@@ -32,7 +32,7 @@ _LONG_RESPONSE = 4096  # tokens; DAPO's are up to 20480, GSM8K's a few hundred
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention on a CPU is made for
 
 
-def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+def gpus(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.is_cpu:
         return
     remedy = f"run it on a host with {plan.cluster.gpus_per_node} x `{plan.cluster.device}`"

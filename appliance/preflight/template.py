@@ -32,7 +32,7 @@ class TemplateChild:
         """Start the child. Does nothing on a host that has the launcher alone and starts a container: preflight runs in
         that again."""
         if find_spec("transformers") is not None:
-            self._child.start(module_argv(_CHILD), given=plan.model_dump_json())
+            self._child.start(module_argv(_CHILD), stdin=plan.model_dump_json())
 
     def hear(self) -> TemplateFacts:
         if not self._child.is_started:

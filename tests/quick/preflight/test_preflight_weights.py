@@ -259,8 +259,8 @@ def test_ctrl_c_waits_for_neither_child(tmp_path: Path, monkeypatch: pytest.Monk
     started: list[EarlyChild] = []
     start = EarlyChild.start
 
-    def note(child: EarlyChild, argv: object, *, given: str = "") -> None:
-        start(child, ("sleep", "60"), given=given)
+    def note(child: EarlyChild, argv: object, *, stdin: str = "") -> None:
+        start(child, ("sleep", "60"), stdin=stdin)
         started.append(child)
 
     def interrupt(_: object) -> None:
@@ -287,9 +287,9 @@ def test_a_command_that_is_no_training_starts_no_child_whose_findings_it_does_no
     """`bench`, `verify` and `profile` hear of no chat template, and `bench --shapes` of no weights."""
     started: list[str] = []
 
-    def note(child: EarlyChild, argv: Sequence[str], *, given: str = "") -> None:
+    def note(child: EarlyChild, argv: Sequence[str], *, stdin: str = "") -> None:
         started.append(argv[argv.index("-m") + 1])
-        start(child, ("true",), given=given)
+        start(child, ("true",), stdin=stdin)
 
     start = EarlyChild.start
     monkeypatch.setattr(EarlyChild, "start", note)
