@@ -110,7 +110,7 @@ def load_comparison(name_or_path: str) -> Comparison:
     the arms are not loaded."""
     path = find(name_or_path)
     faults: list[Finding] = []
-    tree = read_tree(path, faults, what="comparison", hint="see docs/experiments.md")
+    tree = read_tree(path, faults, kind="comparison", hint="see docs/experiments.md")
     read = recipe = None
     try:
         read = _File.model_validate({key: _plain(node) for key, node in tree.items()})

@@ -82,8 +82,8 @@ def read_recipe(
     path = library.find(name_or_path)
     faults: list[Finding] = []
     tree = _with_parent(read_tree(path, faults), path=path, faults=faults)
-    given = [read_option(option, place=f"--set {option}", faults=faults) for option in sets]
-    for setting in filter(None, (*settings, *given)):
+    options = [read_option(option, place=f"--set {option}", faults=faults) for option in sets]
+    for setting in filter(None, (*settings, *options)):
         node = setting.node
         if len(setting.path) > MAX_DEPTH:
             message, hint = f"more than {MAX_DEPTH} levels deep", "a recipe has three levels"
@@ -146,10 +146,10 @@ def is_written(recipe: Recipe, *, plain: object) -> bool:
 
 
 def read_tree(
-    path: Path, faults: list[Finding], *, what: str = "recipe", hint: str = "see `appliance recipes show reference`"
+    path: Path, faults: list[Finding], *, kind: str = "recipe", hint: str = "see `appliance recipes show reference`"
 ) -> dict[str, Node]:
     """Read the top level of a YAML file. Raises RecipeError when there is none; smaller faults are added to the
-    list."""
+    list. kind: of file, as messages name it.  hint: where its keys are explained."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -162,7 +162,7 @@ def read_tree(
     if root.value is None:
         return {}
     if not isinstance(root.value, dict):
-        raise refused([*faults, fault((), f"a {what} is a mapping of keys", hint, where=root.place)])
+        raise refused([*faults, fault((), f"a {kind} is a mapping of keys", hint, where=root.place)])
     return root.value
 
 

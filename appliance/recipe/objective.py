@@ -102,7 +102,7 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
     if recipe.trainer.dtype is not Dtype.FP16:
         return
     quantised = [scheme for scheme in recipe.rollout.schemes if scheme is not Scheme.BF16]
-    named = [scheme for scheme in quantised if scheme != AUTO]
+    named_schemes = [scheme for scheme in quantised if scheme != AUTO]
     refused: list[tuple[str, object, Scalar, str]] = [
         ("trainer.forward", recipe.trainer.forward, Forward.BF16, "the rollouts' forward has its kernels in BF16"),
         ("model.lora", recipe.model.lora, None, "with an adapter the model is kept and merged in BF16"),
@@ -111,10 +111,10 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
     if quantised:  # FP16 has no exponents below 2^-14: most weights times a scale of 2^-3 would lose bits
         message = "a profile scales weights, and FP16 has no numbers as small as some of them become"
         refused.append(("quantization.profile", recipe.quantization.profile, "none", message))
-    for name, given, fitting, message in refused:
-        if given != fitting:
+    for name, value, fitting, message in refused:
+        if value != fitting:
             hint = f"use {name}: {in_yaml(fitting)}, or trainer.dtype: bf16"
             yield fault((name, "trainer.dtype"), message, hint)
-    if other := next((scheme for scheme in named if not scheme.spec.in_fp16), None):
+    if other := next((scheme for scheme in named_schemes if not scheme.spec.in_fp16), None):
         key = "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"
         yield fault((key, "trainer.dtype"), f"engines have `{other}` in BF16 alone", "use `int8` or `bf16`")

@@ -76,12 +76,12 @@ def judge(
     values could not be read. What was found about these is not reported: it would be about another value. Neither is
     what the plan shows of the keys of a finding `is_of_no_value`, which it has other values of.
     """
-    given = (recipe, *facts)
+    all_facts = (recipe, *facts)
     all_findings = [
         (rule.needs, finding)
         for rule in rules
-        if rule.needs <= len(given)
-        for finding in rule.check(*given[: rule.needs])
+        if rule.needs <= len(all_facts)
+        for finding in rule.check(*all_facts[: rule.needs])
         if not concerns(finding, unreadable)
     ]
     replaced = {tuple(key.split(".")) for _, finding in all_findings if finding.is_of_no_value for key in finding.keys}
@@ -206,7 +206,7 @@ def _own_task(task: Task) -> Iterator[Finding]:
         if not task.data and getattr(task, key) != Task.model_fields[key].default:
             message = "it is for a data set on the hub, and `data` names none"
             yield fault((f"task.{key}", "task.data"), message, "remove it, or give task.data")
-    yield from _asked(task)
+    yield from _prompt(task)
     yield from _own_code(task)
 
 
@@ -242,7 +242,7 @@ def _no_code(file: str) -> tuple[str, str] | None:
 
 
 def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
-    given = reward.model_dump(exclude={"name", "weight"}, exclude_none=True)
+    options = reward.model_dump(exclude={"name", "weight"}, exclude_none=True)
     file, colon, name = reward.name.rpartition(":")
     built_in = None if colon else BUILT_IN.get(name)
     if colon:
@@ -255,10 +255,10 @@ def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
         use = f"use one of {listed(BUILT_IN)}, or a function of a file: `rewards.py:{near[0] if near else 'name'}`"
         yield f"no reward is called `{name[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
     if colon or built_in is not None:
-        for key in sorted(given.keys() - set(built_in.options if built_in else ())):
-            of = [each for each, other in BUILT_IN.items() if key in other.options]
-            yield f"`{name}` has no option `{key}`: it is for `{of[0]}`", "remove it"
-        for key in sorted(set(built_in.needs if built_in else ()) - given.keys()):
+        for key in sorted(options.keys() - set(built_in.options if built_in else ())):
+            owner = next(other for other, kind in BUILT_IN.items() if key in kind.options)
+            yield f"`{name}` has no option `{key}`: it is for `{owner}`", "remove it"
+        for key in sorted(set(built_in.needs if built_in else ()) - options.keys()):
             yield f"`{name}` has no `{key}`", f"give it: `{{name: {name}, {key}: ...}}`"
     if reward.pattern and (why := pattern_problem(reward.pattern)):
         yield f"`{reward.pattern[:60]}` is not a regular expression: {why}", "correct it"
@@ -269,7 +269,7 @@ def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
         )
 
 
-def _asked(task: Task) -> Iterator[Finding]:
+def _prompt(task: Task) -> Iterator[Finding]:
     """How a row becomes a prompt."""
     if task.template is None:
         return
@@ -459,12 +459,12 @@ def _dapo(recipe: Recipe) -> Iterator[Finding]:
     """What only `dapo` has, and how it must fit."""
     algorithm, batch = recipe.algorithm, recipe.batch
     if algorithm.kind is not AlgorithmKind.DAPO:
-        given = [
+        typed_keys = [
             f"algorithm.{key}"
             for key in ("max_generation_batches", "overlong_tokens", "overlong_penalty")
             if getattr(algorithm, key) != Algorithm.model_fields[key].default
         ]
-        for key in (*given, *(["batch.generation_prompts"] if batch.generation_prompts else [])):
+        for key in (*typed_keys, *(["batch.generation_prompts"] if batch.generation_prompts else [])):
             message = f"`{algorithm.kind}` does not have this key: it is for `dapo`"
             yield fault((key, "algorithm.kind"), message, "remove it, or set algorithm.kind to `dapo`")
         return
