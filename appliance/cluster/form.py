@@ -199,9 +199,9 @@ class RayCluster:
             return describe.options(num_cpus=0, scheduling_strategy=here).remote(plan)
 
         describe, reports = ray.remote(describe_node), []
-        for node, asked in [(node, ask(node)) for node in self._members]:  # all at once
+        for node, report in [(node, ask(node)) for node in self._members]:  # all at once
             try:
-                reports.append(ray.get(asked, timeout=_ANSWER_WITHIN_S))
+                reports.append(ray.get(report, timeout=_ANSWER_WITHIN_S))
             except ray.exceptions.RayError as error:
                 last = last_line(error)
                 raise PreflightError(

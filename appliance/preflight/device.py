@@ -68,9 +68,9 @@ def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
         ("rollout.tensor_parallel", plan.rollout.tensor_parallel, (heads, columns, kv_heads)),
         ("trainer.sequence_parallel", plan.trainer.sequence_parallel, (heads, kv_heads)),
     ):
-        for count, what, may_repeat in divided:
+        for count, noun, may_repeat in divided:
             if count % sharing and not (may_repeat and sharing % count == 0):
-                message = f"{sharing} does not divide the {count} {what} of {model}"
+                message = f"{sharing} does not divide the {count} {noun} of {model}"
                 yield error("heads", place, message, "use a divisor")
 
 

@@ -397,10 +397,10 @@ def read_plan(path: Path) -> RunPlan:
 def sentence(error: ValidationError) -> str:
     """Describe what is wrong with the text of a plan, in one sentence."""
     problems = error.errors(include_url=False)
-    for each in problems:
-        if each["loc"] == ("schema_version",):
-            said = None if each["type"] == "missing" else each["input"]
-            return f"plan has schema_version {said!r}, this program reads {SCHEMA_VERSION}"
+    for problem in problems:
+        if problem["loc"] == ("schema_version",):
+            version = None if problem["type"] == "missing" else problem["input"]
+            return f"plan has schema_version {version!r}, this program reads {SCHEMA_VERSION}"
     first = problems[0]
     place = ".".join(map(str, first["loc"])) or "the file"
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

@@ -194,8 +194,8 @@ def _judge_own(
     # A function of the user's may mean to take the nearest wrong answer, such as one within a tolerance.
     is_strict = not any(planned.file for planned in comparing)
     for number, problem in enumerate(problems, start=1):
-        for what, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
-            graded = _graded_by_each(text, what, problem, rewards=rewards, tell=tell)
+        for title, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
+            graded = _graded_by_each(text, title, problem, rewards=rewards, tell=tell)
             if isinstance(graded, SampleVerdict):
                 return graded
         if not problem.truth.strip():

@@ -62,10 +62,12 @@ def _require_none(problems: Sequence[str]) -> None:
 
 def _other_layers(run_dir: Path) -> Iterator[str]:
     """Yield where trainer ranks and engines do not quantise the same."""
-    said, _ = read_attestations(run_dir)
-    (first, layers), *others = [(one.process, {*one.detail["quantised"]}) for one in said if one.role != "driver"]
-    for process, found in others:
-        if differ := sorted(layers ^ found):
+    reports, _ = read_attestations(run_dir)
+    (first, layers), *others = [
+        (report.process, {*report.detail["quantised"]}) for report in reports if report.role != "driver"
+    ]
+    for process, other_layers in others:
+        if differ := sorted(layers ^ other_layers):
             differences = counted(len(differ), "layer differs", plural="layers differ")
             yield f"{first} and {process} do not quantise the same: {differences}, first {differ[0]}"
 

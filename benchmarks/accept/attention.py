@@ -98,9 +98,9 @@ def _packed(
     grad_THD = torch.randn(shapes[0], generator=seeded(4)).to(ground.device, torch.bfloat16)
     results = _with_gradients(attend, inputs, grad_THD)
     wide = [each.detach().double().requires_grad_() for each in inputs]
-    wanted = _with_gradients(alone, wide, grad_THD.double())
-    for quantity, one, exact in zip(("answers", "queries", "keys", "values"), results, wanted, strict=True):
-        error = float((one.double() - exact).norm() / exact.norm())
+    exact_results = _with_gradients(alone, wide, grad_THD.double())
+    for quantity, computed, exact in zip(("answers", "queries", "keys", "values"), results, exact_results, strict=True):
+        error = float((computed.double() - exact).norm() / exact.norm())
         bound = (4 if quantity == "answers" else GRADIENT_ROUNDINGS) * BF16_U
         ground.hold(error <= bound, f"{quantity}: {error:.3g} from float64's, {bound:.3g} is allowed")
     seconds = seconds_of(ground, functools.partial(_with_gradients, attend, inputs, grad_THD))

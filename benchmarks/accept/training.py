@@ -238,8 +238,8 @@ def _hold_memory(
     assert shape is not None
     ground.figure("weights", shape.weights / 1e9, "billion")
     used = 0
-    for phase, held in by_phase(samples, run_dir=run_dir):
-        size = sum(each for _, each in held)
+    for phase, sizes in by_phase(samples, run_dir=run_dir):
+        size = sum(bytes_of_role for _, bytes_of_role in sizes)
         used = max(used, size)
         ground.figure(f"memory while in {phase}", size / GIB, "GiB")
     estimated = peak(plan, shape) if ground.rehearsal else max(each.size for each in moments(plan, shape))

@@ -196,8 +196,8 @@ def test_two_layers_swapped(int8: Bench) -> None:
     stream = sent(int8.new)
     parts = ("mlp.up_proj.weight", "mlp.down_proj.weight", "self_attn.q_proj.bias", "input_layernorm.weight")
     for part in parts:
-        for one, other in ((0, 1), (0, 2), (1, 2)):
-            first, second = f"model.layers.{one}.{part}", f"model.layers.{other}.{part}"
+        for layer, other in ((0, 1), (0, 2), (1, 2)):
+            first, second = f"model.layers.{layer}.{part}", f"model.layers.{other}.{part}"
             tensors = dict(stream)
             tensors[first], tensors[second] = tensors[second], tensors[first]
             broken = list(tensors.items())

@@ -155,9 +155,9 @@ def test_kernels_of_two_layers_swapped(int8: Bench) -> None:
     tally = Tally("kernels of two layers swapped (int8)")
     layers = linear_layers(int8.engine)
     for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-        for one, other in ((0, 1), (0, 2), (1, 2)):
-            first, second = (layers[f"model.layers.{n}.{part}"].quant_method for n in (one, other))
-            name = f"model.layers.{one}.{part}"
+        for layer, other in ((0, 1), (0, 2), (1, 2)):
+            first, second = (layers[f"model.layers.{n}.{part}"].quant_method for n in (layer, other))
+            name = f"model.layers.{layer}.{part}"
             int8.attempt(tally, name, around=before_proof(swapping(first, second)), layer=name)
     settle(tally, cases=12)
 

@@ -209,9 +209,9 @@ def test_a_scale_may_be_off_by_rounding_only() -> None:
         found = expecting(weight_NK).check(holding(right.codes_NK, scale))
         assert (found is None) is passes, off
         assert passes or found.subject == "scale 11"
-    for what in (torch.nan, torch.inf, 0.0, -1.0):
+    for fault in (torch.nan, torch.inf, 0.0, -1.0):
         scale = right.scale.clone()
-        scale[0, 1] = what
+        scale[0, 1] = fault
         assert expecting(weight_NK).check(holding(right.codes_NK, scale)).subject == "scale 1"
 
 

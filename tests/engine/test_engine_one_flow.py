@@ -93,10 +93,10 @@ def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
     )
     assert again[0].num_cached_tokens >= CPU_KV_BLOCK
     free_engine(engine)
-    for temperature, each in rows.items():
-        found = recomputed(folder, each, temperature=temperature)
-        assert found == [log_probs for _, _, log_probs in each]
-        assert sum(map(len, found)) == 480
+    for temperature, sampled_rows in rows.items():
+        again_log_probs = recomputed(folder, sampled_rows, temperature=temperature)
+        assert again_log_probs == [log_probs for _, _, log_probs in sampled_rows]
+        assert sum(map(len, again_log_probs)) == 480
 
 
 @pytest.mark.engine

@@ -109,9 +109,9 @@ def test_codes_and_scales_are_parts_of_one_ranks(reports: dict, when: str) -> No
     """Exactly, where rows are cut too: their scales are those of the whole rows."""
     whole = reports[f"held_{when}"]
     assert {name.rsplit(".", 1)[-1] for name in whole} >= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    for rank, held in enumerate(reports["two"][f"held_{when}"]):
-        assert held.keys() == whole.keys()
-        for name, (answers_KN, scale_N) in held.items():
+    for rank, by_layer in enumerate(reports["two"][f"held_{when}"]):
+        assert by_layer.keys() == whole.keys()
+        for name, (answers_KN, scale_N) in by_layer.items():
             wanted_KN, wanted_N = codes(*whole[name]), whole[name][1]
             if name.endswith(CUT_IN_ROWS):
                 wanted_KN = wanted_KN.chunk(RANKS)[rank]

@@ -99,8 +99,8 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Trajectory:
     "turns", variants=VARIANTS, seed=seeds, content=st.one_of(raw, broken([GOOD, GOOD * 3]), tokens_of(WORDS), calls)
 )
 def test_fuzz_turns(room: Path, file: Path, tokenizer: Any, content: bytes, seed: int) -> None:
-    for each in variants(content, seed):
-        text = each.decode(errors="replace")
+    for variant in variants(content, seed):
+        text = variant.decode(errors="replace")
         spoken = attempt("turns", lambda: played([text, GOOD], tokenizer=tokenizer, file=file), folder=room)  # noqa: B023
         assert len(spoken.token_ids) == len(spoken.mask) == len(spoken.log_probs) <= TOKENS
         assert spoken.mask[-1] == 1 and 1 <= spoken.turns <= ROUNDS

@@ -52,10 +52,10 @@ def judged(value: Any, text: str, truth: str, row: str = "") -> None:
 def test_fuzz_built_in_rewards(room: Path, text: str, truth: str, name: str, seed: int) -> None:
     options = {"length": {"target": 9}, "regex": {"pattern": r"(\d+) cm"}}.get(name, {})
     value = functools.partial(BUILT_IN[name].grade, **options)
-    for each in variants(text.encode(errors="replace"), seed):
-        said = each.decode(errors="replace")
-        marked_answer(said)
-        attempt("rewards", lambda said=said: judged(value, said, truth), folder=room)
+    for variant in variants(text.encode(errors="replace"), seed):
+        response = variant.decode(errors="replace")
+        marked_answer(response)
+        attempt("rewards", lambda response=response: judged(value, response, truth), folder=room)
 
 
 @pytest.fixture(scope="module")

@@ -377,8 +377,8 @@ def test_the_sender_tells_the_forward_what_it_sent(
 
     adapter = adapter_of(tmp_path)
     monkeypatch.setattr(ServerAdapter, "update_weights", send)
-    for wanted in (AS_PLANNED, BF16, AS_PLANNED):
-        write_wanted(tmp_path, wanted)
+    for precision in (AS_PLANNED, BF16, AS_PLANNED):
+        write_wanted(tmp_path, precision)
         asyncio.run(adapter.update_weights(list(model.state_dict().items())))
         log_probs(model)
     asyncio.run(adapter.update_weights(list(model.state_dict().items())))
@@ -484,15 +484,15 @@ def test_after_each_change_of_precision_the_next_update_is_held(
     engine, data, adapter = engine_of(model), update_of(UPDATE), adapter_of(tmp_path)
     monkeypatch.setattr(ServerAdapter, "update_weights", send)
     sampled_by_update = []
-    for wanted in (AS_PLANNED, Precision(bf16_layers=(LAYERS[3],)), BF16, AS_PLANNED):
-        write_wanted(tmp_path, wanted)
+    for precision in (AS_PLANNED, Precision(bf16_layers=(LAYERS[3],)), BF16, AS_PLANNED):
+        write_wanted(tmp_path, precision)
         asyncio.run(adapter.update_weights(list(model.state_dict().items())))
         with torch.no_grad():
             sampled = forward(engine, data)
         forward(engine, data)
         engine._flow.forget()
-        (held,) = take_update_log_probs()
-        assert torch.equal(held.log_probs_N, sampled)
+        (update_log_probs,) = take_update_log_probs()
+        assert torch.equal(update_log_probs.log_probs_N, sampled)
         sampled_by_update.append(sampled)
     assert torch.equal(sampled_by_update[0], sampled_by_update[3])
     assert not any(torch.equal(sampled_by_update[0], other) for other in sampled_by_update[1:3])

@@ -145,8 +145,8 @@ def reference(case: Case, loss: Loss, *, aggregate: Aggregate, dual: float) -> W
             gradient[row, places] = -weights[row, 0] * value / rows / len(places) * inside
             clipped += int((~inside & (a < 0)).sum())
             continue
-        for place, each in zip(places, x, strict=True):
-            token = Token(each, new[row, place], a, low, high, dual, x.mean())
+        for place, log_ratio in zip(places, x, strict=True):
+            token = Token(log_ratio, new[row, place], a, low, high, dual, x.mean())
             value, slope, below = TOKENWISE[loss](token)
             total -= share[row, place] * weights[row, place] * value
             gradient[row, place] = -share[row, place] * weights[row, place] * slope

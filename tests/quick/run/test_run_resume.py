@@ -75,10 +75,10 @@ def test_a_run_whose_disk_of_checkpoints_is_gone_does_not_start_from_the_beginni
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None and find_start(target).step == 3
     large.rename(tmp_path / "gone")
-    named = replace(target, checkpoint=run_dir / "checkpoints" / "global_step_3")
-    for each in (target, named):
+    of_a_step = replace(target, checkpoint=run_dir / "checkpoints" / "global_step_3")
+    for meant in (target, of_a_step):
         with pytest.raises(RecipeError) as caught:
-            find_start(each)
+            find_start(meant)
         message = f"{run_dir / 'checkpoints'} leads to {large}, which is not there"
         assert caught.value.problems == [(message, "bring that folder back, for example by mounting its disk again")]
     (run_dir / "checkpoints").unlink()

@@ -340,8 +340,8 @@ def test_a_key_that_no_header_carries_is_refused_without_quoting_it(
 
 def test_each_says_what_it_does_and_gives_a_number_to_anything() -> None:
     with_options = {"length": make_reward("length", target=9)}
-    for name, each in BUILT_IN.items():
-        assert each.grade.__doc__, name
+    for name, built_in in BUILT_IN.items():
+        assert built_in.grade.__doc__, name
         if name in ("judge", "code"):
             continue
         task = make_own_task(with_options.get(name, make_reward(name)))
