@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,9 @@ OUTLIVES = 3  # lines after the one that binds it
 NAMELESS = re.compile(
     r"_*(?:each|found|said|told|kept|held|own|of|made|got"  # they name no thing
     r"|watched|governed|go_on|keeper|ahead|pays|said_failures"  # nor do these, which the program had once
+    r"|given|wanted|asked|one|what|named|by|had"
     r"|Shown|Heard|Asked|Spoken|Look|Story|Order|Some|Ask|Judged)_*|(?i:.*(?:utils?|helper|manager))"
 )
-ALSO_NAMELESS = re.compile(r"_*(?:given|wanted|asked|one|what|named|by|had)_*")
-"""Names that say as little, in the folders that are free of them."""
-HAVE_THEM = tuple(f"appliance/{room}/" for room in ("compare", "launch", "plan", "preflight", "recipe"))
-"""Folders that are not free of `ALSO_NAMELESS`. Remove when: none of them has such a name."""
 IN_FILES_OF_A_RUN = {
     "appliance/guard/signals.py: Watch.held",
     "appliance/quant/files.py: LayerError.kept",
@@ -115,6 +112,14 @@ class _Names(ast.NodeVisitor):
             self.lasting.append((self.scope, node.attr))
         self.generic_visit(node)
 
+    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
+        self.generic_visit(node)
+        # The names live as long as the loop: whoever reads the body has to know them.
+        names = [each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)]
+        self.places += [(self.scope, name, node.body[-1].end_lineno) for name in names]
+
+    visit_AsyncFor = visit_For
+
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         if not isinstance(node, ast.Lambda):
             self.bind(node.name, node)
@@ -177,9 +182,8 @@ def long_lived(text: str) -> list[str]:
     return sorted(f"{scope.title}.{name}".strip(".") for scope, name in lasting)
 
 
-def nameless(text: str, *, patterns: Sequence[re.Pattern[str]] = (NAMELESS,)) -> list[str]:
-    lasting = long_lived(text)
-    return [name for name in lasting if any(pattern.fullmatch(name.rpartition(".")[2]) for pattern in patterns)]
+def nameless(text: str) -> list[str]:
+    return [name for name in long_lived(text) if NAMELESS.fullmatch(name.rpartition(".")[2])]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +198,10 @@ def nameless(text: str, *, patterns: Sequence[re.Pattern[str]] = (NAMELESS,)) ->
         ("def f():\n found = 1\n def g(found):\n  2\n  return found", []),
         ("def f(found):\n def g():\n  nonlocal found\n  found = 1", ["f.found"]),
         ("for each in a: 1\nfor other in b: 2\nfor each in c: 3", []),
+        ("for each in a:\n each\n 2\n 3", ["each"]),
+        ("for each in a:\n each\n 2", []),
+        ("for one, (two, said) in a:\n 1\n 2\n 3", ["one", "said"]),
+        ("async def f():\n async for made in a:\n  1\n  2\n  3", ["f.made"]),
         ("for each in a: 1\n2\n3\nfor each in c: 3", ["each"]),
         ("a = [each for each in b]\n1\n2\nc = [each for each in d]", []),
         ("a = [\n each\n for b in c\n for each in b\n]", []),
@@ -227,18 +235,7 @@ def test_names_say_what_a_thing_is(root: Path) -> None:
     nameless_places: list[str] = []
     for path in (file for folder in FOLDERS for file in sorted((root / folder).rglob("*.py"))):
         file = str(path.relative_to(root))
-        patterns = (NAMELESS,) if file.startswith(HAVE_THEM) else (NAMELESS, ALSO_NAMELESS)
         names = [path.stem] if NAMELESS.fullmatch(path.stem) else []
-        places = [f"{file}: {name}" for name in names + nameless(path.read_text(), patterns=patterns)]
+        places = [f"{file}: {name}" for name in names + nameless(path.read_text())]
         nameless_places += [place for place in places if place not in IN_FILES_OF_A_RUN | OF_LIBRARIES]
     assert nameless_places == []
-
-
-def test_a_folder_that_has_them_still_has_one(root: Path) -> None:
-    files = {folder: sorted((root / folder).rglob("*.py")) for folder in HAVE_THEM}
-    free = [
-        folder
-        for folder, paths in files.items()
-        if not any(nameless(path.read_text(), patterns=(ALSO_NAMELESS,)) for path in paths)
-    ]
-    assert free == [], "take them out of HAVE_THEM"
