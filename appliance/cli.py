@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from appliance import console
 from appliance.errors import ApplianceError, RecipeError
+from appliance.finding import fault
 from appliance.plan.host import DEFAULT_BASE, LARGEST_BASE
 
 if TYPE_CHECKING:
@@ -105,7 +106,12 @@ def train(
     idle = [("--force", "--resume")] if force and resume == "never" else []
     idle += [("--image", "--in-container")] if image and not in_container else []
     if idle:
-        raise RecipeError([(f"{each}: does nothing without {of}", f"add {of}, or leave it out") for each, of in idle])
+        raise RecipeError(
+            [
+                fault((option,), f"does nothing without {other}", f"add {other}, or leave it out")
+                for option, other in idle
+            ]
+        )
     loaded = _load_judged(recipe, sets, for_this_host=not in_container)
     options = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
     if in_container:
@@ -239,13 +245,15 @@ def profile(
     if recipe is not None and model is None and quantized is None:
         if scheme is not None:
             hint = f"use --set rollout.scheme={scheme}"
-            raise RecipeError([(f"--scheme {scheme}: a recipe's scheme is its rollout.scheme", hint)])
+            raise RecipeError([fault((f"--scheme {scheme}",), "a recipe's scheme is its rollout.scheme", hint)])
         return run_profile(_load(recipe, sets), output=output)
     if recipe is not None or model is None or quantized is None or output is None:
         hint = "use `appliance profile RECIPE`, or `appliance profile --model M --quantized Q --scheme int8 -o DIR`"
-        raise RecipeError([("profile: give a recipe, or --model, --quantized and -o", hint)])
+        raise RecipeError([fault(("profile",), "give a recipe, or --model, --quantized and -o", hint)])
     if sets:
-        raise RecipeError([(f"--set {each}: there is no recipe to set it in", "leave it out") for each in sets])
+        raise RecipeError(
+            [fault((f"--set {setting}",), "there is no recipe to set it in", "leave it out") for setting in sets]
+        )
     (chosen,) = _schemes("--scheme", scheme or "int8", several=False)
     return run_donor(model=model, quantized=quantized, scheme=chosen, output=output)
 
@@ -447,7 +455,7 @@ def recipes_cp(name: RecipeArgument, target: Annotated[str, typer.Argument(help=
     from appliance.recipe import library
 
     if target.endswith(("/", "/.")) and not os.path.isdir(target):  # a Path has neither
-        raise RecipeError([(f"{target}: no such folder", "name one that is there, or a file")])
+        raise RecipeError([fault((target,), "no such folder", "name one that is there, or a file")])
     console.out(str(library.copy(name, target=Path(target))))
 
 
@@ -468,7 +476,7 @@ def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, .
 
     names, legal = [each.strip() for each in text.split(",")] if several else [text], [str(each) for each in Scheme]
     hint = f"use {'' if several else 'one of '}{', '.join(f'`{each}`' for each in legal)}"
-    unknown = [(f"{option}: unknown value `{name}`", hint) for name in names if name not in legal]
+    unknown = [fault((option,), f"unknown value `{name}`", hint) for name in names if name not in legal]
     if unknown:
         raise RecipeError(unknown)
     return tuple(Scheme(name) for name in names)

@@ -4,7 +4,7 @@ An error becomes an event of the run with its class's name (record/events.py), a
 (cli.py).
 
 ApplianceError                 1          our own fault
-├── RecipeError                2          the recipe or the command line: a list of problems, all at once
+├── RecipeError                2          the recipe, the command line or the data: findings, all at once
 ├── PreflightError             3          this host cannot run the plan, or a folder of it cannot be written
 ├── EngineError                4  again   the rollout engine or one of our patches
 │   ├── EngineNotStarted       4  again   an engine that could not start, in vLLM's own words
@@ -26,11 +26,11 @@ Besides it: console.StdoutError (3), what stdout says when it cannot be written,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+
+from appliance.finding import Finding, fault
 
 MOST_SHOWN = 20
-Problem = tuple[str, str]  # (message, hint)
 
 
 class ApplianceError(Exception):
@@ -57,31 +57,40 @@ class ApplianceError(Exception):
 
 
 class RecipeError(ApplianceError):
-    """One or more problems in what the user typed."""
+    """One or more faults in what the user typed or gave."""
 
-    problems: list[Problem]
-    """Messages, each with its hint, in the order of the file."""
-    findings: tuple[Any, ...]
-    """A Finding (finding.py) for each problem where they are wrong settings; empty otherwise."""
+    findings: tuple[Finding, ...]
+    """Faults in the order of the file, each with its place."""
 
     exit_code = 2
 
-    def __init__(self, problems: list[Problem], *, findings: Sequence[Any] = ()) -> None:
-        hint = problems[0][1] if problems else ""
-        super().__init__("\n".join(message for message, _ in problems), hint=hint)
-        self.problems = problems
+    def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings = tuple(findings)
+        hint = self.findings[0].remedy if self.findings else ""
+        super().__init__("\n".join(finding.fact for finding in self.findings), hint=hint)
 
     @classmethod
     def retold(cls, message: str, *, hint: str) -> RecipeError:
         *others, last = message.splitlines() or [""]
-        return cls([*((line, "") for line in others), (last, hint)])
+        return cls([*(fault((), line) for line in others), fault((), last, hint)])
 
     @property
-    def shown(self) -> list[Problem]:
+    def problems(self) -> list[tuple[str, str]]:
+        """(fact with its place, remedy) of each finding."""
+        return [(finding.fact, finding.remedy) for finding in self.findings]
+
+    @property
+    def shown(self) -> list[tuple[str, str]]:
         """The first twenty problems, and how many more there are."""
         more = len(self.problems) - MOST_SHOWN
         return [*self.problems[:MOST_SHOWN], *([(f"and {more} more", "")] if more > 0 else [])]
+
+
+def refuse_faults(findings: Iterable[Finding]) -> None:
+    """Raise RecipeError with all errors, those of this host too, when one of them is the recipe's."""
+    errors = [finding for finding in findings if finding.is_error]
+    if any(finding.is_fault for finding in errors):
+        raise RecipeError(errors)
 
 
 class PreflightError(ApplianceError):

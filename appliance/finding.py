@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance.errors import RecipeError
-
 FAULT = "recipe"  # the code of an error that is the recipe's: exit code 2
 
 
@@ -33,8 +31,9 @@ class Finding:
     code: str
     """Stable name of this kind of finding, for scripts."""
     keys: tuple[str, ...]
-    """Dotted keys of the recipe that it concerns, the one to change first; or one file, folder or limit. None for a
-    text that could not be read far enough to have a key."""
+    """Dotted keys of the recipe that it concerns, the one to change first; or one option of the command line, file
+    (`file:line` for a row of data), folder, variable or limit. None for a text that could not be read far enough to
+    have a key."""
     message: str
     remedy: str = ""
     """Instruction for the user, or empty."""
@@ -46,7 +45,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The key, file, folder or limit concerned; empty where there is none."""
+        """The key, option, file, folder or limit concerned; empty where there is none."""
         return self.keys[0] if self.keys else ""
 
     @property
@@ -79,22 +78,9 @@ def warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
 def fault(
     keys: tuple[str, ...], message: str, remedy: str = "", *, where: str = "", is_of_no_value: bool = False
 ) -> Finding:
-    """Make an error that is the recipe's. keys: as of Finding; `Recipe.placed` places it at the first one that the user
-    wrote, unless `where` says the place."""
+    """Make an error of the recipe, or of what else the user typed or gave. keys: as of Finding; `Recipe.placed` places
+    one of the recipe at the first key that the user wrote, unless `where` says the place."""
     return Finding(Severity.ERROR, FAULT, keys, message, remedy, where, is_of_no_value)
-
-
-def refused(findings: Iterable[Finding]) -> RecipeError:
-    """Make the error for wrong settings, in their order."""
-    errors = list(findings)
-    return RecipeError([(finding.fact, finding.remedy) for finding in errors], findings=errors)
-
-
-def refuse_faults(findings: Iterable[Finding]) -> None:
-    """Raise RecipeError with all errors, those of this host too, when one of them is the recipe's."""
-    errors = [finding for finding in findings if finding.is_error]
-    if any(finding.is_fault for finding in errors):
-        raise refused(errors)
 
 
 def concerns(finding: Finding, keys: Collection[tuple[str, ...]]) -> bool:

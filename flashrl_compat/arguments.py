@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
-from appliance.errors import ApplianceError, Problem, RecipeError
+from appliance.errors import ApplianceError, RecipeError
+from appliance.finding import Finding, fault
 from appliance.patch import Patch, apply_patch
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
@@ -105,30 +106,29 @@ def _require_provable(config: Any) -> None:
     if config.model_config.is_moe and parallel.enable_expert_parallel:
         parts["--enable-expert-parallel"] = "a rank has some of the experts"
     hint = "use --tensor-parallel-size, and an engine of its own for each replica"
-    problems = [(f"{option}: {why}, and no weight update of it is proven", hint) for option, why in parts.items()]
+    faults = [fault((option,), f"{why}, and no weight update of it is proven", hint) for option, why in parts.items()]
     if config.model_config.runner_type == "pooling" and config.model_config.quantization:
-        fact = "--model: a pooling model, and quantised schemes are for those that generate"
-        problems.append((fact, f"use {CONFIG_VARIABLE}=bf16, or start it without {CONFIG_VARIABLE}"))
+        fact = "a pooling model, and quantised schemes are for those that generate"
+        hint = f"use {CONFIG_VARIABLE}=bf16, or start it without {CONFIG_VARIABLE}"
+        faults.append(fault(("--model",), fact, hint))
     for name in _NAMES_OF_THEIR_OWN.intersection(config.model_config.architectures):
-        fact = f"--model: {name} has checkpoints whose names no proof knows, and no weight update of it is proven"
-        problems.append((fact, f"use a model of another type, or unset {CONFIG_VARIABLE}"))
+        fact = f"{name} has checkpoints whose names no proof knows, and no weight update of it is proven"
+        faults.append(fault(("--model",), fact, f"use a model of another type, or unset {CONFIG_VARIABLE}"))
     if config.model_config.is_multimodal_model:
         name = config.model_config.architecture
-        fact = f"--model: {name} takes more than text, by names that no proof knows: no weight update of it is proven"
-        problems.append((fact, f"use a model of text alone, or unset {CONFIG_VARIABLE}"))
+        fact = f"{name} takes more than text, by names that no proof knows: no weight update of it is proven"
+        faults.append(fault(("--model",), fact, f"use a model of text alone, or unset {CONFIG_VARIABLE}"))
     if config.lora_config is not None:
-        fact = "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven"
-        problems.append((fact, "merge the adapters in the trainer"))
+        fact = "adapters stand beside the weights, and no weight update of such an engine is proven"
+        faults.append(fault(("--enable-lora",), fact, "merge the adapters in the trainer"))
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
-        fact = f"--dtype {str(config.model_config.dtype).removeprefix('torch.')}: no weight update of it is proven"
-        problems.append((fact, "use bfloat16 or float16"))
+        option = f"--dtype {str(config.model_config.dtype).removeprefix('torch.')}"
+        faults.append(fault((option,), "no weight update of it is proven", "use bfloat16 or float16"))
     if transfer is not None and transfer.backend in _PAST_THE_LOADERS:
-        fact = (
-            f"--weight-transfer-config: `{transfer.backend}` writes into the kernels' tensors, where nothing is proven"
-        )
-        problems.append((fact, "use `nccl` or `ipc`; without a GPU `shm`"))
-    if problems:
-        raise RecipeError(problems)
+        fact = f"`{transfer.backend}` writes into the kernels' tensors, where nothing is proven"
+        faults.append(fault(("--weight-transfer-config",), fact, "use `nccl` or `ipc`; without a GPU `shm`"))
+    if faults:
+        raise RecipeError(faults)
 
 
 def replica_rank(arguments: Any, environ: Mapping[str, str]) -> int:
@@ -148,7 +148,7 @@ def replica_rank(arguments: Any, environ: Mapping[str, str]) -> int:
 def _rank(name: str, text: str) -> int:
     if not text.strip().isdecimal():
         hint = "it chooses this engine's entry in FLASHRL_CONFIG: 0 for the first, or unset it"
-        raise RecipeError([(f"{name}: `{text[:60]}` is not a rank", hint)])
+        raise RecipeError([fault((name,), f"`{text[:60]}` is not a rank", hint)])
     return int(text)
 
 
@@ -158,10 +158,10 @@ def set_arguments(arguments: Any, settings: EngineSettings) -> str:
     Returns what was set, as text.  Raises RecipeError with everything that contradicts what the engine was given.
     """
     arguments_needed = _arguments_for(arguments, settings)
-    problems = [problem for name, value in arguments_needed.items() if (problem := _conflict(arguments, name, value))]
-    problems += _unfit(arguments, settings)
-    if problems:
-        raise RecipeError(problems)
+    faults = [finding for name, value in arguments_needed.items() if (finding := _conflict(arguments, name, value))]
+    faults += _unfit(arguments, settings)
+    if faults:
+        raise RecipeError(faults)
     for name, value in arguments_needed.items():
         given = getattr(arguments, name)
         setattr(arguments, name, {**given, **value} if isinstance(value, dict) else value)
@@ -200,45 +200,44 @@ _UNSET: dict[str, Any] = {
 }
 
 
-def _conflict(arguments: Any, name: str, value: Any) -> Problem | None:
+def _conflict(arguments: Any, name: str, value: Any) -> Finding | None:
     present, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
     hint = f"leave {option} out, or unset {_asked_by(name)}"
     if not isinstance(value, dict):
         fact = f"`{present}` is given, and {_asked_by(name)} wants `{value}`"
-        return None if present in (_UNSET[name], value) else (f"{option}: {fact}", hint)
+        return None if present in (_UNSET[name], value) else fault((option,), fact, hint)
     if not isinstance(present, dict):
-        return f"{option}: a function is given, and {_asked_by(name)} wants a mapping", hint
+        return fault((option,), f"a function is given, and {_asked_by(name)} wants a mapping", hint)
     taken = [key for key, each in value.items() if present.get(key, each) != each]
-    return (f"{option}: `{taken[0]}` is given, and {_asked_by(name)} sets it", hint) if taken else None
+    return fault((option,), f"`{taken[0]}` is given, and {_asked_by(name)} sets it", hint) if taken else None
 
 
 def _asked_by(name: str) -> str:
     return RELOAD_VARIABLE if name == "additional_config" else CONFIG_VARIABLE
 
 
-def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:
+def _unfit(arguments: Any, settings: EngineSettings) -> list[Finding]:
     quantisation = settings.quantisation
-    problems: list[Problem] = []
+    faults: list[Finding] = []
     hint = f"out, or unset {CONFIG_VARIABLE}"
     if quantisation.is_plain and arguments.quantization is not None:
-        fact = (
-            f"--quantization: `{arguments.quantization}` is given, and {CONFIG_VARIABLE} wants `{quantisation.scheme}`"
-        )
-        problems.append((fact, f"leave --quantization {hint}"))
+        fact = f"`{arguments.quantization}` is given, and {CONFIG_VARIABLE} wants `{quantisation.scheme}`"
+        faults.append(fault(("--quantization",), fact, f"leave --quantization {hint}"))
     if arguments.quantization is None and arguments.quantization_config is not None:
-        fact = f"--quantization-config: vLLM's own method is given, and {CONFIG_VARIABLE} wants its own"
-        problems.append((fact, f"leave --quantization-config {hint}"))
+        fact = f"vLLM's own method is given, and {CONFIG_VARIABLE} wants its own"
+        faults.append(fault(("--quantization-config",), fact, f"leave --quantization-config {hint}"))
     if arguments.data_parallel_size > 1 and arguments.data_parallel_rank is None and not settings.same_for_all:
-        fact = f"--data-parallel-size {arguments.data_parallel_size}: the engines of one command get one scheme"
-        problems.append((f"{fact}, and {CONFIG_VARIABLE} lists several", "start each engine by a command of its own"))
+        option = f"--data-parallel-size {arguments.data_parallel_size}"
+        fact = f"the engines of one command get one scheme, and {CONFIG_VARIABLE} lists several"
+        faults.append(fault((option,), fact, "start each engine by a command of its own"))
     if reason := _no_kernels(quantisation):
         hint = "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file"
-        problems.append((f"{CONFIG_VARIABLE}: {reason}", hint if quantisation.scheme.spec.can_emulate else ""))
+        faults.append(fault((CONFIG_VARIABLE,), reason, hint if quantisation.scheme.spec.can_emulate else ""))
     if method := _method_of_checkpoint(arguments):
-        fact = f"--model: {arguments.model} is quantised already ({method})"
+        fact = f"{arguments.model} is quantised already ({method})"
         hint = "" if quantisation.is_plain else ": it is quantised when it is loaded"
-        problems.append((fact, f"serve the BF16 checkpoint{hint}"))
-    return problems
+        faults.append(fault(("--model",), fact, f"serve the BF16 checkpoint{hint}"))
+    return faults
 
 
 def _no_kernels(quantisation: Quantisation) -> str:

@@ -9,7 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import Problem, RecipeError
+from appliance.errors import RecipeError
+from appliance.finding import Finding, fault
 from appliance.quant.files import PROFILE_FILE
 from appliance.recipe.text import MAX_BYTES, Node, Refused, parse, path_problem, pattern_problem
 from appliance.terms.schemes import Scheme
@@ -95,18 +96,18 @@ def _downloaded(file: HubFile) -> Path:
     try:
         folder = snapshot_download(file.repo, allow_patterns=[file.path, f"*{PROFILE_FILE}"])
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        fact = f"{CONFIG_VARIABLE}: {file.repo}/{file.path} is no file here and cannot be had from the hub"
-        raise RecipeError([(fact, str(error).splitlines()[0])]) from error
+        fact = f"{file.repo}/{file.path} is no file here and cannot be had from the hub"
+        raise RecipeError([fault((CONFIG_VARIABLE,), fact, str(error).splitlines()[0])]) from error
     path = Path(folder) / file.path
     if not path.is_file():
-        raise RecipeError([(f"{CONFIG_VARIABLE}: {file.repo} on the hub has no file {file.path}", "")])
+        raise RecipeError([fault((CONFIG_VARIABLE,), f"{file.repo} on the hub has no file {file.path}")])
     return path
 
 
 def _with_lm_head(quantisation: Quantisation, *, lm_head_fp32: bool | None) -> Quantisation:
     if lm_head_fp32 is False and quantisation.lm_head_fp32:
         hint = "unset the variable, or change the file"
-        raise RecipeError([(f"{LM_HEAD_VARIABLE}: it is 0, and the file says lm_head_fp32: true", hint)])
+        raise RecipeError([fault((LM_HEAD_VARIABLE,), "it is 0, and the file says lm_head_fp32: true", hint)])
     return quantisation.replace(lm_head_fp32=quantisation.lm_head_fp32 or lm_head_fp32 is True)
 
 
@@ -131,13 +132,12 @@ def read_config(path: Path, *, shown: str = "") -> tuple[Entry, ...]:
         with path.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RecipeError([(f"{file}: cannot be read: {error.strerror}", "")]) from error
+        raise RecipeError([fault((file,), f"cannot be read: {error.strerror}")]) from error
     root, faults = parse(raw, file=file)
-    problems: list[Problem] = [(finding.fact, finding.remedy) for finding in faults]
-    nodes = _entries(root, file=file, problems=problems) if root else []
-    entries = [_Reader(node, index=i, folder=path.parent, problems=problems).entry() for i, node in enumerate(nodes)]
-    if problems:
-        raise RecipeError(problems)
+    nodes = _entries(root, file=file, faults=faults) if root else []
+    entries = [_Reader(node, index=i, folder=path.parent, faults=faults).entry() for i, node in enumerate(nodes)]
+    if faults:
+        raise RecipeError(faults)
     return tuple(entry for entry in entries if entry)
 
 
@@ -147,34 +147,35 @@ def entry_of_rank(entries: tuple[Entry, ...], *, rank: int) -> Entry:
     return entries[rank % len(entries)]
 
 
-def _entries(root: Node, *, file: str, problems: list[Problem]) -> list[Node]:
+def _entries(root: Node, *, file: str, faults: list[Finding]) -> list[Node]:
     top = root.value
     if not isinstance(top, dict) or "configs" not in top:
-        problems.append((f"{file}: `configs` is missing", "FlashRL's files are a mapping with a list under `configs`"))
+        hint = "FlashRL's files are a mapping with a list under `configs`"
+        faults.append(fault((), "`configs` is missing", hint, where=file))
         return []
     for key, node in top.items():
         if key != "configs":
-            problems.append((f"{node.place}: {key}: unknown key", "the only key outside the list is `configs`"))
+            faults.append(fault((key,), "unknown key", "the only key outside the list is `configs`", where=node.place))
     configs = top["configs"]
     if not isinstance(configs.value, list) or not configs.value:
-        problems.append((f"{configs.place}: configs: expected a list of engines' settings", ""))
+        faults.append(fault(("configs",), "expected a list of engines' settings", where=configs.place))
         return []
     return configs.value
 
 
 class _Reader:
-    """Reads one entry and adds its problems to the list."""
+    """Reads one entry and adds its faults to the list."""
 
-    def __init__(self, node: Node, *, index: int, folder: Path, problems: list[Problem]) -> None:
+    def __init__(self, node: Node, *, index: int, folder: Path, faults: list[Finding]) -> None:
         self.node = node
         self.path = f"configs.{index}"
         self.folder = folder
-        self.problems = problems
+        self.faults = faults
         self.values: dict[str, Node] = {}
 
     def entry(self) -> Entry | None:
         if not isinstance(self.node.value, dict):
-            self.problems.append((f"{self.node.place}: {self.path}: expected a mapping of keys", _KEYS_HINT))
+            self.faults.append(fault((self.path,), "expected a mapping of keys", _KEYS_HINT, where=self.node.place))
             return None
         self.values = {key: node for key, node in self.node.value.items() if node.value is not None}
         for key in self.values:
@@ -203,7 +204,7 @@ class _Reader:
 
     def _refuse(self, key: str, fact: str, hint: str) -> None:
         place = self.values[key].place if key in self.values else self.node.place
-        self.problems.append((f"{place}: {self.path}.{key}: {fact}", hint))
+        self.faults.append(fault((f"{self.path}.{key}",), fact, hint, where=place))
 
     def _name(self) -> Name | None:
         use = f"use one of {listed((*NAMES, *OWN_NAMES))}"

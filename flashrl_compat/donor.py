@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import RecipeError
+from appliance.finding import fault
 from appliance.profile.child import run
 from appliance.profile.job import ProfileJob
 from appliance.quant.checkpoint import ModelTensors
@@ -48,7 +49,7 @@ def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Prof
     Raises RecipeError with what is different when the two are not a pair, or the scheme is not int8.
     """
     if scheme is not Scheme.INT8:
-        raise RecipeError([(f"--scheme {scheme}: a donor's scales are those of `int8`", "use --scheme int8")])
+        raise RecipeError([fault((f"--scheme {scheme}",), "a donor's scales are those of `int8`", "use --scheme int8")])
     ours, theirs = ModelTensors(model), ModelTensors(donor)
     prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
     problems = _differences(ours, theirs, prefixes=prefixes)
@@ -164,7 +165,7 @@ def _refuse(problems: list[str], *, model: Path, donor: Path) -> None:
         return
     more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
     hint = f"{donor} must be a W8A8 checkpoint (compressed-tensors, int8, per channel, symmetric) of {model}"
-    raise RecipeError([(f"--quantized: {each}", hint) for each in (*problems[:_MOST_PROBLEMS], *more)])
+    raise RecipeError([fault(("--quantized",), problem, hint) for problem in (*problems[:_MOST_PROBLEMS], *more)])
 
 
 def _of_job(job: ProfileJob, folder: Path, origin: Origin) -> Profile:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from appliance.errors import ApplianceError, RecipeError
+from appliance.finding import fault
 from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings, write_profile
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
@@ -33,11 +34,13 @@ def from_flashrl(scales: Path, *, source: str) -> Profile:
             parts[prefix][key.removeprefix(prefix)] = tensors.get_tensor(key)
     norms = {name: ratio_K for name, ratio_K in parts[INPUT_SCALE].items() if name.endswith(_NORM_WEIGHTS)}
     if not norms:
-        problem = f"{source}: has no scale of a norm ({' or '.join(_NORM_WEIGHTS)})"
-        raise RecipeError([(problem, "FlashRL's int8 profiles are of Llama- and Qwen-like models")])
+        message = f"has no scale of a norm ({' or '.join(_NORM_WEIGHTS)})"
+        raise RecipeError([fault((source,), message, "FlashRL's int8 profiles are of Llama- and Qwen-like models")])
     bad = [name for name, ratio_K in norms.items() if not bool(((ratio_K > 0) & torch.isfinite(ratio_K)).all())]
     if bad:
-        raise RecipeError([(f"{source}: {name}: a scale is not positive", "make the profile again") for name in bad])
+        raise RecipeError(
+            [fault((source,), f"{name}: a scale is not positive", "make the profile again") for name in bad]
+        )
     return Profile(
         origin=Origin(kind="flashrl", model="", donor=source),
         scheme=Scheme.INT8,

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import ApplianceError, Problem, RecipeError
+from appliance.errors import ApplianceError, RecipeError
+from appliance.finding import Finding, fault
 from appliance.recipe.text import full_path
 from flashrl_compat.names import BY_NAME, IN_FILES, NAMES, Name, listed
 
@@ -71,16 +72,16 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     values = {name: value.strip() for name, value in environ.items() if name.startswith("FLASHRL_") and value.strip()}
     if CONFIG_VARIABLE not in values:
         return Variables(config=None)
-    problems = _unknown_variables(values)
+    faults = _unknown_variables(values)
     variables = Variables(
-        config=_config(values[CONFIG_VARIABLE], problems),
-        lm_head_fp32=_switch(values.get(LM_HEAD_VARIABLE), problems),
-        log_level=_level(values.get(LEVEL_VARIABLE, "INFO"), problems),
-        log_file=_log_file(values.get(FILE_VARIABLE), problems),
-        reload=_checkpoints(values.get(RELOAD_VARIABLE), problems),
+        config=_config(values[CONFIG_VARIABLE], faults),
+        lm_head_fp32=_switch(values.get(LM_HEAD_VARIABLE), faults),
+        log_level=_level(values.get(LEVEL_VARIABLE, "INFO"), faults),
+        log_file=_log_file(values.get(FILE_VARIABLE), faults),
+        reload=_checkpoints(values.get(RELOAD_VARIABLE), faults),
     )
-    if problems:
-        raise RecipeError(problems)
+    if faults:
+        raise RecipeError(faults)
     return variables
 
 
@@ -89,12 +90,12 @@ def idle_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     return () if environ.get(CONFIG_VARIABLE) else tuple(name for name in VARIABLES if environ.get(name))
 
 
-def _unknown_variables(given: Mapping[str, str]) -> list[Problem]:
+def _unknown_variables(given: Mapping[str, str]) -> list[Finding]:
     hint = "FlashRL's variables are " + ", ".join(f"`{name}`" for name in VARIABLES)
-    return [(f"{name}: unknown variable", hint) for name in sorted(given) if name not in VARIABLES]
+    return [fault((name,), "unknown variable", hint) for name in sorted(given) if name not in VARIABLES]
 
 
-def _config(value: str, problems: list[Problem]) -> Name | Path | HubFile | None:
+def _config(value: str, faults: list[Finding]) -> Name | Path | HubFile | None:
     if name := BY_NAME.get(value):
         return name
     path = full_path(value)
@@ -106,34 +107,34 @@ def _config(value: str, problems: list[Problem]) -> Name | Path | HubFile | None
     if (near := value.lower().replace("-", "_")) in IN_FILES:
         hint = f"did you mean `{near}`? {hint}" if near in BY_NAME else f"`{near}` is for `fn:` of a file; {hint}"
     fact = f"there is no file {value}" if value.endswith((".yaml", ".yml")) else f"unknown value `{value[:60]}`"
-    problems.append((f"{CONFIG_VARIABLE}: {fact}", hint))
+    faults.append(fault((CONFIG_VARIABLE,), fact, hint))
     return None
 
 
-def _switch(value: str | None, problems: list[Problem]) -> bool | None:
+def _switch(value: str | None, faults: list[Finding]) -> bool | None:
     if value not in (None, "0", "1"):
-        problems.append((f"{LM_HEAD_VARIABLE}: unknown value `{value[:60]}`", "use one of `0`, `1`"))
+        faults.append(fault((LM_HEAD_VARIABLE,), f"unknown value `{value[:60]}`", "use one of `0`, `1`"))
     return None if value is None else value == "1"
 
 
-def _level(value: str, problems: list[Problem]) -> int:
+def _level(value: str, faults: list[Finding]) -> int:
     if value.upper() not in LEVELS:
         hint = "use one of " + ", ".join(f"`{level}`" for level in LEVELS)
-        problems.append((f"{LEVEL_VARIABLE}: unknown value `{value[:60]}`", hint))
+        faults.append(fault((LEVEL_VARIABLE,), f"unknown value `{value[:60]}`", hint))
         return logging.INFO
     return logging.getLevelNamesMapping()[value.upper()]
 
 
-def _log_file(value: str | None, problems: list[Problem]) -> Path | None:
+def _log_file(value: str | None, faults: list[Finding]) -> Path | None:
     if value is None:
         return None
     path = full_path(value)
     if os.path.isdir(path) or not os.path.isdir(path.parent):
-        problems.append((f"{FILE_VARIABLE}: {path} cannot be written", "name a file in a folder that exists"))
+        faults.append(fault((FILE_VARIABLE,), f"{path} cannot be written", "name a file in a folder that exists"))
     return path
 
 
-def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
+def _checkpoints(value: str | None, faults: list[Finding]) -> tuple[str, ...]:
     if value is None:
         return ()
     checkpoints = tuple(part.strip() for part in value.split(","))
@@ -142,10 +143,10 @@ def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
         folder = Path(checkpoint)
         if checkpoint and folder.is_dir():
             if not (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
-                fact = f"{RELOAD_VARIABLE}: `{checkpoint}` has no config.json and no safetensors"
-                problems.append((fact, "name a checkpoint's folder"))
+                fact = f"`{checkpoint}` has no config.json and no safetensors"
+                faults.append(fault((RELOAD_VARIABLE,), fact, "name a checkpoint's folder"))
         elif not _HUB_MODEL.fullmatch(checkpoint):
-            problems.append((f"{RELOAD_VARIABLE}: `{checkpoint[:80]}` is no checkpoint", hint))
+            faults.append(fault((RELOAD_VARIABLE,), f"`{checkpoint[:80]}` is no checkpoint", hint))
     return checkpoints
 
 
@@ -159,8 +160,10 @@ def start_logging(variables: Variables) -> None:
         try:
             handlers.append(logging.FileHandler(variables.log_file, mode="a"))
         except OSError as error:
-            fact = f"{FILE_VARIABLE}: {variables.log_file} cannot be written: {error.strerror}"
-            raise RecipeError([(fact, "name a file in a folder that you can write to")]) from error
+            fact = f"{variables.log_file} cannot be written: {error.strerror}"
+            raise RecipeError(
+                [fault((FILE_VARIABLE,), fact, "name a file in a folder that you can write to")]
+            ) from error
     LOGGER.setLevel(variables.log_level)
     LOGGER.propagate = False  # vLLM's processes may have a root handler: one line, not two
     for handler in handlers:
@@ -170,6 +173,6 @@ def start_logging(variables: Variables) -> None:
 
 def tell_hints(error: ApplianceError) -> None:
     """Put the hints below the error in a traceback, because no command of ours is there to print them."""
-    hints = [hint for _, hint in error.problems] if isinstance(error, RecipeError) else [error.hint]
+    hints = [finding.remedy for finding in error.findings] if isinstance(error, RecipeError) else [error.hint]
     for hint in dict.fromkeys(filter(None, hints)):
         error.add_note(f"hint: {hint}")

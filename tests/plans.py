@@ -63,7 +63,7 @@ INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
     model_is_cached=False,
     is_offline=False,
     hub_problem="",
-    data_problems=(),
+    data_faults=(),
     has_data=False,
     disks=Disks(DISK, checkpoints=DISK),
 )

@@ -19,6 +19,7 @@ from appliance.bench.job import (
     read_lines,
 )
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import fault
 from appliance.launch.side_job import (
     OF_AN_ENGINE,
     OF_THE_DATA,
@@ -61,7 +62,7 @@ def run_bench(
     the child fails.
     """
     if len(set(schemes)) < len(schemes):
-        raise RecipeError([("--schemes: a scheme is named twice", "name each once; the first is the base")])
+        raise RecipeError([fault(("--schemes",), "a scheme is named twice", "name each once; the first is the base")])
     parsed = parse_shapes(shapes) if shapes else None
     with work_folder(recipe.cluster.run_dir, command="bench") as folder:
         plan, host = plan_in(folder, recipe)

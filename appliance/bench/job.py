@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from appliance.errors import RecipeError
 from appliance.files import Frozen
+from appliance.finding import Finding, fault
 from appliance.plan.bench_results import SchemeResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Dtype, Quantisation
@@ -189,22 +190,22 @@ def parse_shapes(text: str) -> Shapes:
     base = NAMED_SHAPES.get(first)
     fields = Shapes.model_fields
     values = dict(base.replace(vocabulary=KNOWN[_MODELS[first][0]].vocab)) if base else {}
-    problems: list[tuple[str, str]] = []
+    option, faults = (f"--shapes {text}",), list[Finding]()
     for change in rest if base else [first, *rest]:
         name, _, value = change.partition("=")
         if name not in fields or not value.isdecimal() or int(value) < 1:
             known = ", ".join([*NAMED_SHAPES, *(f"{each}=N" for each in fields)])
-            problems.append((f"--shapes {text}: `{change}` is not a size", f"use {known}"))
+            faults.append(fault(option, f"`{change}` is not a size", f"use {known}"))
         else:
             values[name] = int(value)
     missing = [name for name, field in fields.items() if field.is_required() and name not in values]
-    if missing and not problems:
-        problems.append((f"--shapes {text}: {', '.join(missing)} missing", "or begin with a name such as qwen2.5-7b"))
-    if problems:
-        raise RecipeError(problems)
+    if missing and not faults:
+        faults.append(fault(option, f"{', '.join(missing)} missing", "or begin with a name such as qwen2.5-7b"))
+    if faults:
+        raise RecipeError(faults)
     shapes = Shapes(**values)
     if unfit := _unfit(shapes):
-        raise RecipeError([(f"--shapes {text}: {message}", hint) for message, hint in unfit])
+        raise RecipeError([fault(option, message, hint) for message, hint in unfit])
     return shapes
 
 

@@ -19,6 +19,7 @@ from appliance import console
 from appliance.cluster.form import CPU_OBJECT_STORE_BYTES, NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
+from appliance.finding import fault
 from appliance.launch.supervise import supervise
 from appliance.plan.host import DEFAULT_BASE, Ports
 from appliance.preflight.access import check_token, head_problem, ports_in_use
@@ -61,10 +62,10 @@ def join_head(
     is_port = at.isascii() and at.isdigit() and len(at) <= 5 and int(at) <= _LAST_PORT
     if not is_port or not _HOST.fullmatch(host):  # a URL would be waited for as a name that never answers
         raise RecipeError(
-            [(f"--head: `{head}` is not host:port", f"give it as host:port, with a port up to {_LAST_PORT}")]
+            [fault(("--head",), f"`{head}` is not host:port", f"give it as host:port, with a port up to {_LAST_PORT}")]
         )
     if problem := path_problem(str(token_file.absolute())):
-        raise RecipeError([(f"--token-file {token_file}: {problem}", "give the path of the head's token file")])
+        raise RecipeError([fault((f"--token-file {token_file}",), problem, "give the path of the head's token file")])
     try:
         check_token(token_file)
     except PreflightError as error:

@@ -12,8 +12,8 @@ import yaml
 
 from appliance import hub
 from appliance.compare.file import Comparison, run_name
-from appliance.errors import GuardStop, PreflightError, RecipeError
-from appliance.finding import Finding, fault, refuse_faults, refused
+from appliance.errors import GuardStop, PreflightError, RecipeError, refuse_faults
+from appliance.finding import Finding, fault
 from appliance.launch.resume import Resume, Target, find_misfits, find_start, has_problems_of, original_plan
 from appliance.launch.side_job import stop_on_errors
 from appliance.plan.build import CACHE_NAME, OriginalPlan, resolve
@@ -119,7 +119,7 @@ def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
         message, hint = "the arms have several", "set it once, in `set`"
         faults.append(fault(("cluster.run_dir",), message, hint, where=str(comparison.file)))
     if faults:
-        raise refused(in_order(faults, file=str(comparison.file)))
+        raise RecipeError(in_order(faults, file=str(comparison.file)))
     return recipes
 
 

@@ -24,6 +24,7 @@ from appliance.compare.stored import SUFFIX, StoredRun, date_of, read_results, r
 from appliance.corrections.registry import NONE
 from appliance.errors import GuardStop, Interrupted, RecipeError, SavedAndStopped
 from appliance.files import write_whole
+from appliance.finding import fault
 from appliance.launch.side_job import stop_on_errors
 from appliance.launch.train import run_training
 from appliance.page import render, svg
@@ -126,8 +127,8 @@ def _known(runs: list[PlannedRun], *, stored: list[StoredRun], results_file: Pat
             others.append(f"{run.label}: its stored result is not used: {differs}")
     output = runs[0].run_dir.parent / f"{runs[0].recipe.name}{SUFFIX}"
     if len(results) < len(stored) and results_file.resolve() == output.resolve():
-        message = f"--results {results_file}: {len(stored) - len(results)} of its results are of other runs"
-        raise RecipeError([(f"{message}, and would be overwritten", "give a copy of it")])
+        message = f"{len(stored) - len(results)} of its results are of other runs, and would be overwritten"
+        raise RecipeError([fault((f"--results {results_file}",), message, "give a copy of it")])
     console.say(f"{len(results)} of {len(runs)} runs have their result in {typed_path(results_file)}")
     for text in others:
         console.say(text)

@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 
 from appliance.errors import RecipeError
 from appliance.files import Frozen
-from appliance.finding import Finding, fault, refused
+from appliance.finding import Finding, fault
 from appliance.recipe import library
 from appliance.recipe.load import Setting, explain, in_order, read_option, read_tree, shown, similar
 from appliance.recipe.schema import NAME_PATTERN
@@ -102,7 +102,7 @@ def find(name_or_path: str) -> Path:
         return Path(name_or_path)
     names = sorted(path.stem for path in shipped.parent.glob(f"*{_SUFFIX}"))
     hint = f"give a file, or one of the shipped: {', '.join(names)}" if names else "give a file"
-    raise refused([fault((name_or_path,), "no such comparison", hint)])
+    raise RecipeError([fault((name_or_path,), "no such comparison", hint)])
 
 
 def load_comparison(name_or_path: str) -> Comparison:
@@ -127,10 +127,10 @@ def load_comparison(name_or_path: str) -> Comparison:
         try:
             recipe = library.find(node.value, beside=path.parent)
         except RecipeError as error:
-            faults += [fault(("recipe",), message, hint, where=node.place) for message, hint in error.problems]
+            faults += [fault(("recipe",), finding.fact, finding.remedy, where=node.place) for finding in error.findings]
     faults += _wrong_names(tree, name=path.stem, file=str(path))
     if faults:
-        raise refused(in_order(faults, file=str(path)))
+        raise RecipeError(in_order(faults, file=str(path)))
     assert read is not None and recipe is not None  # only a fault stops them
     size = Setting(("task", "val_size"), Node(read.validation, _place(tree, "validation", file=str(path))))
     return Comparison(

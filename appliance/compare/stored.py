@@ -11,6 +11,7 @@ from appliance.compare.arms import PlannedRun
 from appliance.compare.results import RunResult
 from appliance.errors import RecipeError
 from appliance.files import write_whole
+from appliance.finding import fault
 from appliance.recipe.load import is_written, to_plain
 from appliance.record.code import code_of
 from appliance.record.lines import as_json, parse
@@ -64,7 +65,7 @@ def read_results(file: Path) -> list[StoredRun]:
         return [parse(line, StoredRun, place=f"{file}:{number}") for number, line in enumerate(lines, start=1)]
     except (OSError, ValueError) as error:
         hint = f"give the NAME{SUFFIX} that `appliance compare` wrote"
-        raise RecipeError([(f"--results {file}: {error}", hint)]) from error
+        raise RecipeError([fault((f"--results {file}",), str(error), hint)]) from error
 
 
 def date_of(stored: list[StoredRun]) -> str | None:

@@ -24,8 +24,8 @@ from docker.models.containers import Container
 from docker.types import DeviceRequest, Mount, Ulimit
 
 from appliance import console, hub
-from appliance.errors import PreflightError, RecipeError
-from appliance.finding import Finding, Severity, refuse_faults
+from appliance.errors import PreflightError, RecipeError, refuse_faults
+from appliance.finding import Finding, Severity, fault
 from appliance.launch.command import new_run_dir
 from appliance.launch.side_job import stop_on_errors
 from appliance.preflight.report import examine, print_plan
@@ -99,7 +99,7 @@ def container_spec(
     RecipeError where the folder cannot be mounted: it would hide the image's own."""
     if _hides_the_images_own(folder):
         hint = "start it from another folder, such as the one with your recipe"
-        raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
+        raise RecipeError([fault(("--in-container",), f"the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
     weights = plan.weights
     model = weights.gguf or ("" if weights.is_cached or weights.hub_name else weights.name_or_path)
@@ -127,7 +127,7 @@ def container_spec(
                 continue
             if _hides_the_images_own(place):
                 hint = "use folders of their own for runs, models and data"
-                raise RecipeError([(f"--in-container: {place} would hide the image's own files", hint)])
+                raise RecipeError([fault(("--in-container",), f"{place} would hide the image's own files", hint)])
             folders[str(place)] = read_only
             break
     is_cpu = plan.is_cpu

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import console
-from appliance.errors import PreflightError, RecipeError
+from appliance.errors import PreflightError, RecipeError, refuse_faults
 from appliance.files import partial_prefix
-from appliance.finding import Finding, has_error, refuse_faults
+from appliance.finding import Finding, fault, has_error
 from appliance.launch import resume as resuming
 from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
 from appliance.launch.train import Stage, run_training
@@ -240,14 +240,14 @@ def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:
     root = full_path(recipe.cluster.run_dir)
     if name is not None and not NAME_PATTERN.fullmatch(name):
         hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
-        raise RecipeError([(f"--name: the text `{name}` is not a name", hint)])
+        raise RecipeError([fault(("--name",), f"the text `{name}` is not a name", hint)])
     try:
         run_dir = free_run_dir(root, name=recipe.name) if name is None else root / name
         is_in_use = name is not None and run_dir.exists()
     except OSError as error:
         raise cannot_write(root, error) from error
     if is_in_use:
-        raise RecipeError([(f"--name: `{name}` is in use: {run_dir}", "choose another one, or leave it out")])
+        raise RecipeError([fault(("--name",), f"`{name}` is in use: {run_dir}", "choose another one, or leave it out")])
     return run_dir
 
 
@@ -261,12 +261,12 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adap
     run_dir, target = find_run(run, run_root=run_root), full_path(str(output))
     if os.path.lexists(target):
         hint = "name a new folder, or remove what is there"
-        raise RecipeError([(f"-o: {target} is there already and is not overwritten", hint)])
+        raise RecipeError([fault(("-o",), f"{target} is there already and is not overwritten", hint)])
     with reading(run_dir):
         checkpoint = _checkpoint_to_export(run_dir, step=step)
         if adapter and not (checkpoint / "actor" / ADAPTER_FOLDER).is_dir():
             hint = "leave --adapter out: its checkpoints have the whole model"
-            raise RecipeError([(f"--adapter: {run_dir} trained no adapter (model.lora)", hint)])
+            raise RecipeError([fault(("--adapter",), f"{run_dir} trained no adapter (model.lora)", hint)])
     with new_folder(target.parent, option="-o"), _nothing_half_made(target):
         try:
             with folder_elsewhere(command="export") as folder:
@@ -304,7 +304,8 @@ def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
         if search.newest is None:
             raise RecipeError(
                 [
-                    (
+                    fault(
+                        (),
                         f"{run_dir} has no whole checkpoint",
                         "its events.jsonl says what was saved, and what was set aside and why",
                     )
@@ -315,7 +316,13 @@ def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
     if not folder.is_dir():
         there = ", ".join(each.name.rpartition("_")[2] for each in in_order(run_dir)) or "none"
         raise RecipeError(
-            [(f"--step {step}: {run_dir} has no checkpoint of that step", f"steps with a checkpoint: {there}")]
+            [
+                fault(
+                    (f"--step {step}",),
+                    f"{run_dir} has no checkpoint of that step",
+                    f"steps with a checkpoint: {there}",
+                )
+            ]
         )
     problems = damage(folder)
     if problems:

@@ -16,6 +16,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import digest_of, whole_file, write_whole
+from appliance.finding import fault
 from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
 from appliance.plan.build import CACHE_NAME
 from appliance.preflight.report import plan_in
@@ -64,11 +65,17 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
     files = DATA_SETS.get(name)
     if files is None:
         known = ", ".join(f"`{each}`" for each in DATA_SETS)
-        raise RecipeError([(f"{name}: no data set has this name", f"use {known}")])
+        raise RecipeError([fault((name,), "no data set has this name", f"use {known}")])
     if sources and len(sources) != len(files):
         names = ", ".join(f"{file.name}.parquet" for _, file in files)
         raise RecipeError(
-            [(f"--from: {len(sources)} given, `{name}` needs {len(files)}", f"give a file for each of {names}")]
+            [
+                fault(
+                    ("--from",),
+                    f"{len(sources)} given, `{name}` needs {len(files)}",
+                    f"give a file for each of {names}",
+                )
+            ]
         )
     with nullcontext() if os.path.isdir(folder) else new_folder(folder, option="-o"):
         for (task, file), source in zip(files, sources or [""] * len(files), strict=True):

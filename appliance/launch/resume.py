@@ -17,9 +17,9 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from appliance import console
-from appliance.errors import Interrupted, PreflightError, RecipeError
+from appliance.errors import Interrupted, PreflightError, RecipeError, refuse_faults
 from appliance.files import digest_of, partial_prefix, write_whole
-from appliance.finding import Finding, error, fault, refuse_faults
+from appliance.finding import Finding, error, fault
 from appliance.launch.changes import REMEDIES, Change, refused_changes
 from appliance.launch.supervise import wait_for_sweep
 from appliance.plan.build import OriginalPlan, code_files, plan_task
@@ -116,21 +116,23 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
         return None
     checkpoint = None
     if name is not None and not NAME_PATTERN.fullmatch(name):
-        raise RecipeError([(f"--name: `{name}` is no name of a run", "use letters, digits, `.`, `_` and `-`")])
+        raise RecipeError(
+            [fault(("--name",), f"`{name}` is no name of a run", "use letters, digits, `.`, `_` and `-`")]
+        )
     if resume == "auto":
         run_dir = root / name if name else newest_run_dir(root, name=recipe_name)
         if run_dir is None or not run_dir.exists():
             return None
         if not run_dir.is_dir():
             hint = "choose another --name, or move the file away"
-            raise RecipeError([(f"--resume: {run_dir} is a file, not the folder of a run", hint)])
+            raise RecipeError([fault(("--resume",), f"{run_dir} is a file, not the folder of a run", hint)])
     else:
         run_dir, checkpoint = _parse_resume_path(resume, name=name)
     if link := _first_link(run_dir):
         hint = "replace the link by what it points to, if you trust that"
-        raise RecipeError([(f"--resume: {link} is a symbolic link, which a run never makes", hint)])
+        raise RecipeError([fault(("--resume",), f"{link} is a symbolic link, which a run never makes", hint)])
     if has_launcher(run_dir):
-        raise RecipeError([(f"--resume: the run {run_dir} is running", "wait for its end, or stop it")])
+        raise RecipeError([fault(("--resume",), f"the run {run_dir} is running", "wait for its end, or stop it")])
     return Target(run_dir, _record(run_dir), checkpoint)
 
 
@@ -155,9 +157,11 @@ def _parse_resume_path(resume: str, *, name: str | None) -> tuple[Path, Path | N
     run_dir = path.parent.parent if is_checkpoint else path
     if not os.path.isfile(run_dir / RUN_FILE):
         hint = "use `auto`, `never`, the folder of a run, or one of its checkpoints/global_step_<n>"
-        raise RecipeError([(f"--resume {resume}: not the folder of a run, nor of a checkpoint in one", hint)])
+        raise RecipeError([fault((f"--resume {resume}",), "not the folder of a run, nor of a checkpoint in one", hint)])
     if name is not None and name != run_dir.name:
-        raise RecipeError([(f"--name: `{name}` is not the run of --resume, `{run_dir.name}`", "leave --name out")])
+        raise RecipeError(
+            [fault(("--name",), f"`{name}` is not the run of --resume, `{run_dir.name}`", "leave --name out")]
+        )
     return run_dir, path if is_checkpoint else None
 
 
@@ -169,10 +173,12 @@ def _record(run_dir: Path) -> RunRecord:
     except FileNotFoundError:
         if others := sorted({path.name for path in run_dir.iterdir() if path.name[0] != "."} - _CLAIMED):
             hint = "name the run with --name"
-            raise RecipeError([(f"--resume: {run_dir} is not the folder of a run: it has {others[0]}", hint)]) from None
+            raise RecipeError(
+                [fault(("--resume",), f"{run_dir} is not the folder of a run: it has {others[0]}", hint)]
+            ) from None
         return RunRecord(attempt=0)
     except (OSError, ValueError) as error:
-        raise RecipeError([(f"--resume: {error}", "")]) from error
+        raise RecipeError([fault(("--resume",), str(error))]) from error
 
 
 def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
@@ -210,12 +216,8 @@ def _recipe_before(recipe_file: Path) -> Recipe:
             "such a run cannot be resumed by this version: finish it with the version that began it, which its "
             "versions.json names, or start a new run"
         )
-        raise RecipeError(_with_hint([message for message, _ in error.problems], hint)) from error
-
-
-def _with_hint(problems: list[str], hint: str) -> list[tuple[str, str]]:
-    """Pair problems with a hint that is shown once, with the last one."""
-    return [(each, hint if number == len(problems) else "") for number, each in enumerate(problems, start=1)]
+        *others, last = error.findings  # the hint is shown once, below all of them
+        raise RecipeError([*(replace(finding, remedy="") for finding in others), replace(last, remedy=hint)]) from error
 
 
 def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
@@ -267,15 +269,17 @@ def find_start(target: Target) -> Resume:
     where = target.run_dir / FOLDER
     if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
         hint = "bring that folder back, for example by mounting its disk again"
-        raise RecipeError([(f"{where} leads to {os.readlink(where)}, which is not there", hint)])
+        raise RecipeError([fault((), f"{where} leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
     if not os.path.lexists(target.checkpoint):
         there = ", ".join(str(step_of(each)) for each in in_order(target.run_dir)) or "none"
-        raise RecipeError([(f"--resume {target.checkpoint}: no such checkpoint", f"steps with a checkpoint: {there}")])
+        raise RecipeError(
+            [fault((f"--resume {target.checkpoint}",), "no such checkpoint", f"steps with a checkpoint: {there}")]
+        )
     if problems := damage(target.checkpoint):
-        message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
-        raise RecipeError([(message, f"use --resume {target.run_dir}, which takes the newest whole one")])
+        hint = f"use --resume {target.run_dir}, which takes the newest whole one"
+        raise RecipeError([fault((f"--resume {target.checkpoint}",), f"damaged: {problems[0]}", hint)])
     return Resume(target, CheckpointSearch(target.checkpoint))
 
 
@@ -508,7 +512,7 @@ def _plan_before(run_dir: Path) -> _PlanBefore:
         return _PlanBefore.model_validate_json(with_keys_of_today(path.read_bytes()))
     except (OSError, ValueError) as error:
         why = sentence(error) if isinstance(error, ValidationError) else str(error)
-        raise RecipeError([(f"{path}: cannot be read: {why}", "start a new run")]) from error
+        raise RecipeError([fault((str(path),), f"cannot be read: {why}", "start a new run")]) from error
 
 
 def problems_of(run_dir: Path) -> Path:
@@ -547,7 +551,7 @@ def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session
     RecipeError when another launcher has it, PreflightError when the folder cannot be written, or what a launcher that
     was killed has left is not gone in time."""
     run_dir, before = resume.target.run_dir, resume.target.record.attempt
-    taken = RecipeError([(f"--resume: another program has just taken the run {run_dir}", "wait for its end")])
+    taken = RecipeError([fault(("--resume",), f"another program has just taken the run {run_dir}", "wait for its end")])
     try:
         session = Session(run_dir, record=RunRecord(attempt=before + 1), must_lock=True)
     except BlockingIOError:

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from appliance import console
-from appliance.errors import ApplianceError, EngineError, PreflightError, error_class
+from appliance.errors import ApplianceError, EngineError, PreflightError, error_class, refuse_faults
 from appliance.files import is_full
-from appliance.finding import Finding, Severity, lines, refuse_faults
+from appliance.finding import Finding, Severity, lines
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.inputs import read_inputs

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from appliance import hub
+from appliance.errors import refuse_faults
 from appliance.files import digest_of
-from appliance.finding import refuse_faults
 from appliance.gguf.source import gguf_facts, is_gguf
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key

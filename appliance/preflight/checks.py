@@ -190,7 +190,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         if inputs.gguf:
             remedy = "take an instruct model, or its folder from the hub"
         yield error("chat-template", "model.path", message, remedy)
-    if inputs.template.problem and not inputs.model_missing and not inputs.data_problems:
+    if inputs.template.problem and not inputs.model_missing and not inputs.data_faults:
         yield error("chat-template", "model.path", inputs.template.problem, inputs.template.remedy)
     if inputs.template.unproven:
         yield warning("template-unproven", "model.path", inputs.template.unproven, REMEDY_OF_LATE)
@@ -303,12 +303,9 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
-    for message, hint in inputs.data_problems:
-        place, _, fact = message.partition(": ")
-        yield error("data", place, fact, hint)
-    for message, hint in inputs.tool_problems:
-        place, _, fact = message.partition(": ")
-        yield error("tools", place, fact, hint)
+    # They are the host's: what is wrong with a file or a row may differ on another one.
+    yield from (replace(finding, code="data") for finding in inputs.data_faults)
+    yield from (replace(finding, code="tools") for finding in inputs.tool_faults)
     if problem := inputs.reward_problem:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"

@@ -11,6 +11,7 @@ from typing import Any
 
 from appliance import console, hub
 from appliance.errors import EngineError, RecipeError
+from appliance.finding import Finding, fault
 from appliance.gguf.source import GgufFacts, gguf_facts
 from appliance.patch import recorded, why_unfit
 from appliance.plan.bench_results import key_of_plan, read_result
@@ -78,8 +79,8 @@ class InputFacts:
     """Whether the hub is needed and HF_HUB_OFFLINE is set."""
     hub_problem: str
     """Reason why the hub cannot be reached."""
-    data_problems: tuple[tuple[str, str], ...]
-    """Problems of the data: (message, hint), with `file:line`."""
+    data_faults: tuple[Finding, ...]
+    """Faults of the data, those of a row at its `file:line`."""
     has_data: bool
     """Whether the cache has the problems that are made of the data."""
     disks: Disks
@@ -106,8 +107,8 @@ class InputFacts:
     """Reason why it is not known which commit `model.revision` is."""
     reward_problem: RewardProblem | None = None
     """Problem of the rewards, tried on the first problems."""
-    tool_problems: tuple[tuple[str, str], ...] = ()
-    """Problems of the tools: (message, hint)."""
+    tool_faults: tuple[Finding, ...] = ()
+    """Faults of the tools, at `task.tools`."""
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     template: TemplateFacts = field(default_factory=TemplateFacts)
@@ -168,7 +169,7 @@ def _read(
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
-    data_problems = _data_problems(plan)
+    data_faults = _data_faults(plan)
     no_rewards, no_tools = missing_code(plan)
     asks_code = ask_hub and run_code and not (no_rewards or no_tools)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
@@ -187,7 +188,7 @@ def _read(
     may_load = ask_hub and has_template and (run_code or not plan.model.trust_remote_code)
     if template_child and may_load and (may_look or cached or (gguf and not gguf.problem) or _is_made(plan)):
         template_child.start(plan)  # it takes seconds to load transformers, and runs beside the one that grades
-    reward = reward_problem(plan) if asks_code and not data_problems else None
+    reward = reward_problem(plan) if asks_code and not data_faults else None
     return InputFacts(
         model_folder_exists=is_barred or os.path.isdir(folder),
         model_missing=hub.missing_parts(folder) if may_look else (),
@@ -196,7 +197,7 @@ def _read(
         model_is_cached=cached,
         is_offline=is_offline,
         hub_problem=hub_problem,
-        data_problems=data_problems,
+        data_faults=data_faults,
         has_data=has_made_data,
         disks=read_disks(Path(plan.run_dir)),
         profile_problem=profile_problem(plan),
@@ -207,7 +208,7 @@ def _read(
         model_problem=hub.refusal(name, revision=commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan) if ask_hub else "",
         reward_problem=no_rewards or reward,
-        tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
+        tool_faults=tool_faults(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
         stack=read_stack(plan),
         gguf=gguf,
@@ -217,17 +218,17 @@ def _read(
     )
 
 
-def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
+def _data_faults(plan: RunPlan) -> tuple[Finding, ...]:
     """Of the rows; where all of them are to be read, also of what is to be made of them: each file is read once."""
     task = plan.task
     task_to_read = task_of(task, files=plan.task_files)
     if not task.train_file or task_to_read.checked_rows:
-        return tuple(fault for file in task.data_files for fault in task_to_read.check_rows(file))
+        return tuple(finding for file in task.data_files for finding in task_to_read.check_rows(file))
     try:
         splits = splits_of(task, files=plan.task_files)
         return tuple(too_few_problems(len(splits.train), prompts_per_step=plan.batch.prompts_per_step))
     except RecipeError as error:
-        return tuple(error.problems)
+        return error.findings
 
 
 def _is_cached(plan: RunPlan) -> bool:
@@ -355,12 +356,12 @@ def stored_result(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
     return read_result(key_of_plan(plan, host=host), cache_dir=Path(plan.cache_dir))[0]
 
 
-def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, str], ...]]:
-    """Find files of the user's code that cannot be read. Returns the reward_problem and the tool_problems."""
+def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[Finding, ...]]:
+    """Find files of the user's code that cannot be read. Returns the reward_problem and the tool_faults."""
     why, remedy = "no such file, or it cannot be read", "correct the path"
     gone = [each.path for each in code_of(plan) if not each.sha256]
-    tools = tuple((f"task.tools: {each}: {why}", remedy) for each in gone if each == plan.task.tools)
-    rewards = ", ".join(each for each in gone if each != plan.task.tools)
+    tools = tuple(fault(("task.tools",), f"{path}: {why}", remedy) for path in gone if path == plan.task.tools)
+    rewards = ", ".join(path for path in gone if path != plan.task.tools)
     return RewardProblem(f"{rewards}: {why}", remedy=remedy) if rewards else None, tools
 
 
@@ -378,7 +379,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     return _problem(output, within_s=within_s, is_own=task.is_own)
 
 
-def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
+def tool_faults(plan: RunPlan, *, template: bool) -> tuple[Finding, ...]:
     """Find what is wrong with the user's tools. template: whether the model's files are here, so that its chat template
     can be checked as well."""
     if not plan.task.tools:
@@ -386,7 +387,7 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
     try:
         read_tools(tools_request(plan, model=plan.weights.name_or_path if template else ""))
     except RecipeError as error:
-        return tuple(error.problems)
+        return error.findings
     return ()
 
 

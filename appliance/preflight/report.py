@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from appliance import console, hub
-from appliance.finding import Finding, as_json, lines, refused
+from appliance.errors import RecipeError
+from appliance.finding import Finding, as_json, lines
 from appliance.plan.build import OriginalPlan, build_plan, planned_recipe, resolve
 from appliance.plan.host import HostFacts
 from appliance.plan.model_shape import model_shape
@@ -46,7 +47,7 @@ def load_judged(name_or_path: str, *, sets: Iterable[str] = (), for_this_host: b
     typed = read_recipe(name_or_path, sets=sets)
     if typed.faults:
         errors = [*typed.faults, *(finding for finding in _look_at(typed, for_this_host) if finding.is_error)]
-        raise refused(in_order(errors, file=typed.file))
+        raise RecipeError(in_order(errors, file=typed.file))
     return typed.recipe
 
 

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from appliance import console
 from appliance.errors import RecipeError
-from appliance.finding import Severity
+from appliance.finding import Severity, fault
 from appliance.launch.outcome import Child
 from appliance.launch.side_job import (
     OF_A_PROFILE,
@@ -81,9 +81,9 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
     with work_folder(recipe.cluster.run_dir, command=_COMMAND) as folder:
         plan, host = plan_in(folder, recipe)
         if plan.profile is None:
-            message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
+            message = f"`{plan.rollout.scheme}` has no profile"
             hint = f"use {' or '.join(f'`{each}`' for each in PROFILED)}, and quantization.profile `auto`"
-            raise RecipeError([(message, hint)])
+            raise RecipeError([fault(("rollout.scheme",), message, hint)])
         examine_for((plan,), recipe=recipe, host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         with new_folder(output, option="-o") if output else nullcontext():
             target = _make(plan, output=output)
@@ -117,13 +117,13 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
 def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> int:
     """Make a profile of the scales of a W8A8 checkpoint of the same model: FlashRL's form. Raises RecipeError when the
     two checkpoints are no pair."""
-    problems = [
-        (f"{option} {folder}: not a folder with config.json", "give a checkpoint's folder")
+    faults = [
+        fault((f"{option} {folder}",), "not a folder with config.json", "give a checkpoint's folder")
         for option, folder in (("--model", Path(model)), ("--quantized", quantized))
         if not os.path.isfile(folder / "config.json")
     ]
-    if problems:
-        raise RecipeError(problems)
+    if faults:
+        raise RecipeError(faults)
     with new_folder(output, option="-o"), folder_elsewhere(command=_COMMAND) as folder:
         job = ProfileJob(
             model=str(Path(model).absolute()),
@@ -143,13 +143,13 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
 def run_convert(file: Path, *, output: Path) -> int:
     """Write `output/profile.safetensors`. Raises RecipeError for a file that is not FlashRL's, or that wants to run."""
     if not os.path.isfile(file):
-        raise RecipeError([(f"{file}: no such file", "give FlashRL's profile.pt")])
+        raise RecipeError([fault((str(file),), "no such file", "give FlashRL's profile.pt")])
     with new_folder(output, option="-o"), tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
         scales = Path(folder) / "scales.safetensors"
         _read_apart(file, scales=scales, room=Path(folder) / "room")
         code, lines = _run_plain([_WRITER, str(scales), str(file), str(output)])
         if code:
-            raise RecipeError([(line, "") for line in (lines if code == _REFUSED else lines[-1:])])
+            raise RecipeError([fault((), line) for line in (lines if code == _REFUSED else lines[-1:])])
     _show(output)
     return 0
 
@@ -161,11 +161,11 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
         command = [_READER, str(file), str(scales), str(room)]
         code, lines = _run_plain(command, env=reader_environment(room), timeout=_READER_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise RecipeError([(f"{file}: not read within {_READER_TIMEOUT_S:.0f} s", _HINT)]) from error
+        raise RecipeError([fault((str(file),), f"not read within {_READER_TIMEOUT_S:.0f} s", _HINT)]) from error
     if code == _REFUSED and scales.is_file():
-        raise RecipeError([(f"{file}: refused: {scales.read_text(errors='replace')[:400]}", _HINT)])
+        raise RecipeError([fault((str(file),), f"refused: {scales.read_text(errors='replace')[:400]}", _HINT)])
     if code:
-        raise RecipeError([(f"{file}: refused: its reader ended: {lines[-1][:400]}", _HINT)])
+        raise RecipeError([fault((str(file),), f"refused: its reader ended: {lines[-1][:400]}", _HINT)])
 
 
 def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
@@ -268,11 +268,15 @@ def _take(source: Path, *, plan: RunPlan) -> None:
 def _refuse_existing(*paths: Path) -> None:
     judged = {path: path_problem(str(path.absolute())) for path in paths}
     if any(judged.values()):
-        raise RecipeError([(f"-o: {path}: {why}", "give another name") for path, why in judged.items() if why])
+        raise RecipeError(
+            [fault(("-o",), f"{path}: {why}", "give another name") for path, why in judged.items() if why]
+        )
     existing = [path for path in paths if os.path.lexists(path)]  # unlike Path.exists it takes any text
     if existing:
         hint = "name a new file, or remove what is there"
-        raise RecipeError([(f"-o: {path} is there already and is not overwritten", hint) for path in existing])
+        raise RecipeError(
+            [fault(("-o",), f"{path} is there already and is not overwritten", hint) for path in existing]
+        )
 
 
 def _make(plan: RunPlan, *, output: Path | None) -> Path:

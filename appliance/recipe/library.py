@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.finding import fault, refused
+from appliance.finding import fault
 
 _SUFFIX = ".yaml"
 _SUFFIXES = (_SUFFIX, ".yml")
@@ -39,12 +39,12 @@ def find(name_or_path: str, *, beside: Path | None = None) -> Path:
         return path
     if name_or_path and os.path.exists(path):  # a folder, a pipe: `<(...)` is one
         hint = "a recipe is a plain file; `appliance recipes ls` lists the shipped ones"
-        raise refused([fault((str(path),), "not a file", hint)])
+        raise RecipeError([fault((str(path),), "not a file", hint)])
     near = _nearest(name_or_path, beside=beside or Path())
     hint = f"did you mean `{near}`?" if near else "`appliance recipes ls` lists the shipped recipes"
     if "/" in name_or_path or name_or_path.endswith(_SUFFIXES):
-        raise refused([fault((str(path),), "no such file", hint)])
-    raise refused([fault((name_or_path,), "no shipped recipe has this name, and no file", hint)])
+        raise RecipeError([fault((str(path),), "no such file", hint)])
+    raise RecipeError([fault((name_or_path,), "no shipped recipe has this name, and no file", hint)])
 
 
 def _nearest(name_or_path: str, *, beside: Path) -> str:
@@ -71,9 +71,9 @@ def text(name: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise RecipeError([(f"{path}: cannot be read: {error.strerror}", "")]) from error
+        raise RecipeError([fault((str(path),), f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
-        raise RecipeError([(f"{path}: not UTF-8 text", "save the file as UTF-8")]) from error
+        raise RecipeError([fault((str(path),), "not UTF-8 text", "save the file as UTF-8")]) from error
 
 
 def copy(name: str, *, target: Path) -> Path:
@@ -86,9 +86,9 @@ def copy(name: str, *, target: Path) -> Path:
             is_made = True
             file.write(content)
     except FileExistsError:
-        raise RecipeError([(f"{destination}: the file exists", "give another name")]) from None
+        raise RecipeError([fault((str(destination),), "the file exists", "give another name")]) from None
     except OSError as error:
         if is_made:
             destination.unlink()
-        raise RecipeError([(f"{destination}: cannot be written: {error.strerror}", "")]) from error
+        raise RecipeError([fault((str(destination),), f"cannot be written: {error.strerror}")]) from error
     return destination

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from appliance.corrections.registry import correction_of
-from appliance.errors import MOST_SHOWN, RecipeError
-from appliance.finding import Finding, fault, refuse_faults, refused
+from appliance.errors import MOST_SHOWN, RecipeError, refuse_faults
+from appliance.finding import Finding, fault
 from appliance.recipe import library
 from appliance.recipe.rules import RULES, judge
 from appliance.recipe.schema import SECTIONS, Recipe
@@ -154,15 +154,15 @@ def read_tree(
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise refused([fault((str(path),), f"cannot be read: {error.strerror}")]) from error
+        raise RecipeError([fault((str(path),), f"cannot be read: {error.strerror}")]) from error
     root, faults_of_text = parse(raw, file=str(path))
     faults.extend(faults_of_text)
     if root is None:
-        raise refused(faults)
+        raise RecipeError(faults)
     if root.value is None:
         return {}
     if not isinstance(root.value, dict):
-        raise refused([*faults, fault((), f"a {kind} is a mapping of keys", hint, where=root.place)])
+        raise RecipeError([*faults, fault((), f"a {kind} is a mapping of keys", hint, where=root.place)])
     return root.value
 
 
@@ -179,7 +179,7 @@ def _with_parent(
     try:
         parent_path = _parent(extends.value, chain=chain)
     except RecipeError as error:
-        faults.extend(fault(("extends",), message, hint, where=extends.place) for message, hint in error.problems)
+        faults += [fault(("extends",), finding.fact, finding.remedy, where=extends.place) for finding in error.findings]
         refused = Node(Refused.VALUE, extends.place)
         sections = {name: dict.fromkeys(section.model_fields, refused) for name, section in SECTIONS.items()}
         return _merged({name: Node(fields, extends.place) for name, fields in sections.items()}, tree)
@@ -191,12 +191,12 @@ def _with_parent(
 def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
     """Find the file of `extends`. chain: from the recipe down to the file that extends it. Raises RecipeError."""
     if not isinstance(name_or_path, str):
-        raise RecipeError([("expected the name or the path of a recipe", "")])
+        raise RecipeError([fault((), "expected the name or the path of a recipe")])
     parent = library.find(name_or_path, beside=chain[-1].parent)
     if parent.resolve() in {each.resolve() for each in chain}:
-        raise RecipeError([(f"{parent} extends this file", "one of them must not")])
+        raise RecipeError([fault((), f"{parent} extends this file", "one of them must not")])
     if len(chain) > MOST_PARENTS:
-        raise RecipeError([(f"more than {MOST_PARENTS} recipes, one below the other", "merge some of them")])
+        raise RecipeError([fault((), f"more than {MOST_PARENTS} recipes, one below the other", "merge some of them")])
     return parent
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from operator import attrgetter
 from pathlib import PurePath
@@ -164,10 +164,9 @@ def _task(recipe: Recipe) -> Iterator[Finding]:
     if spec.check_sizes is not None:
         name, usual = next(((name, each) for name, each in task.val_sets.items() if not each.file), ("", None))
         sizes = {"train_size": task.train_size, "val_size": usual.size if usual else task.val_size}
-        for text, hint in spec.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
-            key, _, message = text.partition(": ")
-            key = f"task.val_sets.{name}.size" if usual and key == "task.val_size" else key
-            yield fault((key, "task.difficulty"), message, hint)
+        for finding in spec.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
+            key = f"task.val_sets.{name}.size" if usual and finding.place == "task.val_size" else finding.place
+            yield replace(finding, keys=(key, "task.difficulty"))
 
 
 def _val_sets(task: Task) -> Iterator[Finding]:

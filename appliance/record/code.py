@@ -7,6 +7,7 @@ from pathlib import Path
 
 from appliance.errors import AttestationError, RecipeError
 from appliance.files import digest_of, write_whole
+from appliance.finding import fault
 from appliance.record.plan import CODE_FOLDER, CodeFile, RunPlan
 from appliance.settings.sections import Task
 
@@ -38,7 +39,7 @@ def copy_code(plan: RunPlan, *, logs: Path | None = None) -> None:
             fact, hint = "it is not the file that was planned: it has changed since", "start again"
             if copy.exists():
                 fact, hint = f"{fact}, and so did the run's copy {copy}", "put one of them back, or start a new run"
-            changed.append((f"{file.path}: {fact}", hint))
+            changed.append(fault((file.path,), fact, hint))
             continue
         contents[copy] = content
     if changed:

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import is_full, is_refused, write_whole
+from appliance.finding import fault
 from appliance.record.attestations import fingerprint, version_of
 from appliance.record.code import copy_code
 from appliance.record.lines import STRICT, Code, as_json, read
@@ -257,9 +258,11 @@ def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir"
 
 def _in_use(run_dir: Path, *, is_chosen: bool) -> RecipeError:
     if not run_dir.is_dir():
-        return RecipeError([(f"{run_dir}: a file is in the way", "choose another --name, or another cluster.run_dir")])
+        return RecipeError(
+            [fault((str(run_dir),), "a file is in the way", "choose another --name, or another cluster.run_dir")]
+        )
     hint = "another run has just taken it: start again" if is_chosen else "choose another --name, or leave it out"
-    return RecipeError([(f"run name `{run_dir.name}` is in use: {run_dir}", hint)])
+    return RecipeError([fault((), f"run name `{run_dir.name}` is in use: {run_dir}", hint)])
 
 
 def versions(plan: RunPlan) -> dict[str, object]:

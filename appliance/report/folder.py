@@ -20,6 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from appliance.errors import RecipeError, SyncError
+from appliance.finding import fault
 from appliance.guard.policy import MismatchBounds
 from appliance.guard.signals import MismatchHealth
 from appliance.page.stacked import Band, merged
@@ -425,7 +426,7 @@ def find_run(run: str, *, run_root: Path) -> Path:
     root = run_root if run_root.is_absolute() else f"./{run_root}"
     there = f"runs in {root}: {', '.join(names[-_MOST_NAMES:])}" if names else f"there are no runs in {root}"
     hint = f"{there}; or give the run's folder"
-    raise RecipeError([(f"run `{run}`: no folder of that path or name with a {RUN_FILE}", hint)])
+    raise RecipeError([fault((f"run `{run}`",), f"no folder of that path or name with a {RUN_FILE}", hint)])
 
 
 @contextlib.contextmanager
@@ -442,7 +443,7 @@ def _unreadable(run_dir: Path, error: Exception) -> RecipeError:
     hint = "name another run"
     if isinstance(error, PermissionError):
         hint = f"let this user read its files, or {hint}"
-    return RecipeError([(f"{run_dir}: cannot be read as a run: {error}", hint)])
+    return RecipeError([fault((str(run_dir),), f"cannot be read as a run: {error}", hint)])
 
 
 def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.finding import fault
 from appliance.record.events import LINES_AT_ONCE, Tail
 from appliance.record.liveness import STACKS_FOLDER
 from appliance.record.session import has_launcher, log_dir, read_record
@@ -60,7 +61,9 @@ def _newest(run_dir: Path) -> int:
     try:
         return read_record(run_dir).attempt
     except (OSError, ValueError) as error:
-        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
+        raise RecipeError(
+            [fault((str(run_dir),), f"cannot be read as a run: {error}", "name the --attempt")]
+        ) from error
 
 
 def _lines(tail: Tail, *, run_dir: Path, half: bool) -> Iterator[str]:
@@ -79,11 +82,15 @@ def _none(run: str, *, folder: Path, which: str | None) -> RecipeError:
     attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
     if attempts and int(folder.name) not in attempts:
         numbers = ", ".join(map(str, attempts))
-        return RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"attempts with logs: {numbers}")])
+        return RecipeError(
+            [fault((f"run `{run}`",), f"no logs of attempt {folder.name}", f"attempts with logs: {numbers}")]
+        )
     there = [path.stem for path in _logs(folder, which=None)]
     if which is None or not there:
-        return RecipeError([(f"run `{run}`: no logs in {folder} yet", f"appliance status {run} says where the run is")])
-    return RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
+        return RecipeError(
+            [fault((f"run `{run}`",), f"no logs in {folder} yet", f"appliance status {run} says where the run is")]
+        )
+    return RecipeError([fault((f"run `{run}`",), f"no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
 
 
 def _logs(folder: Path, *, which: str | None) -> list[Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import write_whole
+from appliance.finding import fault
 from appliance.page import render
 from appliance.record import events
 from appliance.record.attestations import Attestation
@@ -215,7 +216,7 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
     run_dir = find_run(run, run_root=run_root)
     target = output or run_dir / REPORT_FILE
     if output is not None and os.path.isdir(output):  # unlike Path.is_dir it takes any text
-        raise RecipeError([(f"-o: {output} is a folder", "name a file, or leave -o out")])
+        raise RecipeError([fault(("-o",), f"{output} is a folder", "name a file, or leave -o out")])
     with reading(run_dir):
         content = _content(read_view(run_dir), may_restart=False)
     try:

@@ -16,7 +16,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-Fault = tuple[str, str]  # (what it is, to follow its name; what to do)
+Format = tuple[str, str]  # (what it is, to follow its name; what to do)
 
 PARQUET_MAGIC = b"PAR1"
 _HEAD = 1 << 20  # bytes: a first object in several lines is looked for in so many
@@ -93,7 +93,7 @@ def is_parquet(path: Path) -> bool:
         return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
 
 
-def foreign_format(path: Path) -> Fault | None:
+def foreign_format(path: Path) -> Format | None:
     """Say what a file is that is neither JSON lines nor parquet, or what a folder is; None where it may be one of them.
     Raises OSError."""
     if path.is_dir():
@@ -106,7 +106,7 @@ def foreign_format(path: Path) -> Fault | None:
     return _binary(path, head) or _text(path, head, is_whole=is_whole)
 
 
-def no_such_file(path: str) -> Fault | None:
+def no_such_file(path: str) -> Format | None:
     """Say what a name is that no file has: a pattern or an address; None where it is only a name."""
     if _ADDRESS.search(path):
         return "an address, and data is not downloaded", "download it; a data set of the hub is task.data"
@@ -122,7 +122,7 @@ def no_such_file(path: str) -> Fault | None:
     )
 
 
-def _folder(folder: Path) -> Fault:
+def _folder(folder: Path) -> Format:
     names = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     files = sorted(itertools.islice(names, _MOST_FILES))
     if (folder / "dataset_info.json").is_file() and any(path.suffix == ".arrow" for path in files):
@@ -150,7 +150,7 @@ def _of_shell(pattern: str) -> str:
     return re.sub(r"[^\w./*?\[\]@%+=:,-]", lambda character: f"\\{character[0]}", pattern)
 
 
-def _binary(path: Path, head: bytes) -> Fault | None:
+def _binary(path: Path, head: bytes) -> Format | None:
     if head.startswith(b"PK\x03\x04") or head.startswith(b"PK\x05\x06"):
         is_excel = path.suffix.lower() in (".xlsx", ".xlsm") or b"xl/workbook.xml" in head or b"xl/worksheets" in head
         if is_excel:
@@ -159,9 +159,9 @@ def _binary(path: Path, head: bytes) -> Fault | None:
     for mark, encoding in _ENCODINGS:
         if head.startswith(mark):
             return _encoded(path, encoding)
-    for magic, what, remedy in _MAGICS:
+    for magic, format_name, remedy in _MAGICS:
         if head.startswith(magic):
-            return what, _filled(remedy, path)
+            return format_name, _filled(remedy, path)
     if head[257:262] == b"ustar":
         return "a tar archive", _filled(f"{_UNPACK}: tar -xkf {{name}}", path)  # k: no file is overwritten
     if _PAGE.match(head):
@@ -186,7 +186,7 @@ def _first_lines(head: bytes) -> list[bytes]:
     return [line.strip() for line in itertools.islice(filter(bytes.strip, head.splitlines()), _FEW_LINES)]
 
 
-def _encoded(path: Path, encoding: str) -> Fault:
+def _encoded(path: Path, encoding: str) -> Format:
     return f"text in {encoding}", _filled(f"iconv -f {encoding} -t UTF-8 {{name}} > {{utf8}}", path)
 
 
@@ -211,7 +211,7 @@ def _new_file(stem: str, suffix: str) -> str:
     return next(name for name in numbered if not os.path.lexists(name))
 
 
-def _text(path: Path, head: bytes, *, is_whole: bool) -> Fault | None:
+def _text(path: Path, head: bytes, *, is_whole: bool) -> Format | None:
     """Explain a text whose lines are no rows. One bad line among good ones is none of this."""
     head = head.removeprefix(codecs.BOM_UTF8)
     if not (lines := _first_lines(head)):
@@ -261,7 +261,7 @@ def _is_list_of_objects(line: bytes) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(member, dict) for member in value)
 
 
-def _objects(path: Path, text: str, lines: list[bytes]) -> Fault | None:
+def _objects(path: Path, text: str, lines: list[bytes]) -> Format | None:
     """Explain a text that begins with a brace, and has no line that is a JSON object."""
     if lines[0].endswith(b",") and isinstance(_json(lines[0][:-1]), dict):
         return "JSON objects with commas behind them, not JSON lines", _filled(
@@ -283,13 +283,13 @@ def _objects(path: Path, text: str, lines: list[bytes]) -> Fault | None:
     return "JSON over several lines, not a row a line", _filled("jq -c . {name} > {lines}", path)
 
 
-def _of_python(path: Path, lines: list[bytes]) -> Fault | None:
+def _of_python(path: Path, lines: list[bytes]) -> Format | None:
     """Known by the quotes alone: data is never given to Python's own parser."""
     is_python = len(lines) > 1 and all(_DICT_OF_PYTHON.fullmatch(line) for line in lines[:2])
     return ("dicts as Python prints them, not JSON", _filled(_PYTHON, path)) if is_python else None
 
 
-def _table(path: Path, lines: list[bytes]) -> Fault | None:
+def _table(path: Path, lines: list[bytes]) -> Format | None:
     """Values with a character between them, as many in the first lines as in the names at their top."""
     for separator, format_name, more in _SEPARATORS:
         count = lines[0].count(separator.encode())
@@ -299,7 +299,7 @@ def _table(path: Path, lines: list[bytes]) -> Fault | None:
     return None
 
 
-def _no_rows(lines: list[bytes]) -> Fault | None:
+def _no_rows(lines: list[bytes]) -> Format | None:
     """Explain lines of which none of the first so much as begins as a row."""
     if any(line.startswith(b"{") for line in lines):
         return None

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.files import digest_of
+from appliance.finding import Finding, fault
 from appliance.record.plan import TaskFiles
 from appliance.settings import sections
 from appliance.tasks import built_in, own_task
 from appliance.tasks.rewards import readers
-from appliance.tasks.rows import Faults
 from appliance.tasks.task import PromptLimit, RewardFunction, Splits, TaskDefinition
 from appliance.terms.counts import counted
 from appliance.terms.shapes import ModelShape
@@ -163,18 +163,18 @@ def splits_of(settings: sections.Task, *, files: TaskFiles, limit: PromptLimit |
     if settings.train_size > (most := len(splits.train)):
         words = limit.words if limit else ""
         problems = counted(most, "problem")
-        message = f"task.train_size: {settings.train_size} is more than the {problems}{words} there are to train on"
-        raise RecipeError([(message, "lower it, or use 0 for all of them")])
+        message = f"{settings.train_size} is more than the {problems}{words} there are to train on"
+        raise RecipeError([fault(("task.train_size",), message, "lower it, or use 0 for all of them")])
     return splits
 
 
-def too_few_problems(problems: int, *, prompts_per_step: int) -> Faults:
+def too_few_problems(problems: int, *, prompts_per_step: int) -> list[Finding]:
     """Report fewer problems than a step takes. problems: number of those to train on."""
     if problems >= prompts_per_step:
         return []
     are_left = counted(problems, "problem is left", plural="problems are left")
-    message = f"task.train_file: {are_left} to train on, a step takes {prompts_per_step}"
-    return [(message, "lower batch.prompts_per_step, or give more problems")]
+    message = f"{are_left} to train on, a step takes {prompts_per_step}"
+    return [fault(("task.train_file",), message, "lower batch.prompts_per_step, or give more problems")]
 
 
 def rewards_of(settings: sections.Task, *, files: TaskFiles) -> tuple[RewardFunction, ...]:

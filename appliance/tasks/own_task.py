@@ -18,7 +18,7 @@ from typing import Any
 from appliance.record.plan import TaskFiles
 from appliance.settings import sections
 from appliance.tasks.rewards import answer_reader, load_rewards, unread
-from appliance.tasks.rows import Fault, Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
+from appliance.tasks.rows import Message, Problem, ProblemSet, Row, RowFault, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, TaskDefinition
 from appliance.tasks.trial_answers import in_marks
 from appliance.tasks.truth import answer_text, as_text, form_of, is_nothing
@@ -63,7 +63,7 @@ def task(settings: sections.Task, *, files: TaskFiles) -> TaskDefinition:
 
 def parse_row(
     row: Row, *, settings: sections.Task, rewards: Mapping[str, sections.Reward] | None = None
-) -> Problem | str | Fault:
+) -> Problem | RowFault:
     """Make the problem of a row, or return what is wrong with it, with the field's name and perhaps a hint. rewards:
     the rewards that read the truth, by name; None: those of the settings."""
     rewards = settings.named_rewards if rewards is None else rewards
@@ -133,7 +133,7 @@ def template_parts(template: str) -> list[tuple[str, str]]:
     return parts
 
 
-def _messages_of(row: Row, *, field: str) -> list[Message] | str | Fault:
+def _messages_of(row: Row, *, field: str) -> list[Message] | RowFault:
     """Return the messages up to the answer, the last of which is the user's; or what is wrong with the row."""
     try:
         value = field_at(row, field)
@@ -162,7 +162,7 @@ def _messages_of(row: Row, *, field: str) -> list[Message] | str | Fault:
     return messages if messages[-1][1].strip() else f"the last message of the field `{field}` is empty"
 
 
-def _templated(row: Row, *, template: str) -> list[Message] | str | Fault:
+def _templated(row: Row, *, template: str) -> list[Message] | RowFault:
     texts = []
     for text, name in template_parts(template):
         texts.append(text)
@@ -178,7 +178,7 @@ def _templated(row: Row, *, template: str) -> list[Message] | str | Fault:
     return [("user", prompt)] if prompt.strip() else "task.template makes an empty prompt of this row"
 
 
-def _missing(row: Row, path: str, *, place: str = "") -> str | Fault:
+def _missing(row: Row, path: str, *, place: str = "") -> RowFault:
     names = [f"`{name[:40]}`" for name in row]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     has = f"the row has {', '.join(names[:_MOST_NAMED])}{more}" if names else "the row is empty"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import EngineError, PreflightError, RecipeError, first_line
 from appliance.files import whole_folder
+from appliance.finding import fault
 from appliance.hub import download_model
 from appliance.quant.headers import damage
 from appliance.record.events import append_event, exit_code_of
@@ -202,7 +203,7 @@ def prompt_ids(
     import jinja2
 
     if missing := missing_template(tokenizer):
-        raise RecipeError([missing])
+        raise RecipeError([fault((), *missing)])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     render = functools.partial(
         tokenizer.apply_chat_template,
@@ -220,7 +221,7 @@ def prompt_ids(
         roles = [role for role, _ in problem.messages]
         reason, remedy = refusal(raised, why, roles=roles)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({', '.join(roles)}): {reason}"
-        raise RecipeError([(message, remedy)])
+        raise RecipeError([fault((), message, remedy)])
     return list(rendered["input_ids"])
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import MOST_SHOWN, RecipeError, first_line
+from appliance.finding import Finding, fault
 from appliance.hub import beating
 from appliance.record.liveness import Heartbeat
 from appliance.tasks.columns import Row, has_bytes, plain_rows
@@ -34,11 +35,8 @@ MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the r
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
-Fault = tuple[str, str]  # (message, hint)
-Faults = list[Fault]
-
-
 Message = tuple[str, str]  # (role, content)
+RowFault = str | tuple[str, str]  # a fact about a row, or (a fact, the remedy where `Source.hint` is none)
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,8 @@ class Problem:
 class Source:
     """Form of the rows of a task's data."""
 
-    parse: Callable[[Row], Problem | str | Fault]
-    """Function that makes the problem of a row, or returns what is wrong with it, with a hint where `hint` does not
-    help."""
+    parse: Callable[[Row], Problem | RowFault]
+    """Function that makes the problem of a row, or returns what is wrong with it."""
     hint: str
     """Example of a row, for a user who gave another one."""
     knows_verl: bool = False
@@ -82,9 +79,9 @@ class ProblemSet:
     """Number of rows that were read."""
     conflicting: int = 0
     """Number of rows whose prompt came before with another truth; the first truth counts."""
-    faults: Faults = field(default_factory=list)
-    """Faults: each bad row with `file:line`, after 19 of them the number of the rest; a single fault where all rows
-    have the same."""
+    faults: list[Finding] = field(default_factory=list)
+    """Each bad row, at its `file:line`; after 19 of them the number of the rest, at the file. A single fault where all
+    rows have the same."""
     left_out: tuple[str, ...] = ()
     """Fields that are not in a problem's row, because their values are no JSON."""
 
@@ -103,27 +100,28 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
         if foreign := foreign_format(Path(path)):
             format_name, remedy = foreign
-            return ProblemSet([], faults=[(f"{name}: it is {format_name}", remedy)])
+            return ProblemSet([], faults=[fault((name,), f"it is {format_name}", remedy)])
         left_out: set[str] = set()
         rows = itertools.islice(_rows(Path(path), left_out), most_rows)
         return _collected(rows, name=name, source=source, left_out=left_out)
     except FileNotFoundError:
         hint = f"give the path of a {kind} file; a relative one begins in the folder where the program is started"
         format_name, remedy = no_such_file(str(path)) or ("", hint)
-        fault = (f"{name}: no such file" + (f": it is {format_name}" if format_name else ""), remedy)
+        message = f"no such file: it is {format_name}" if format_name else "no such file"
     except OSError as error:
-        fault = (f"{name}: cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file")
+        message, remedy = f"cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file"
     except ValueError as error:  # pyarrow's, for what is no parquet
-        why = first_line(error)
-        fault = (f"{name}: not a parquet file: {why}", hint)
-    return ProblemSet([], faults=[fault])
+        message, remedy = f"not a parquet file: {first_line(error)}", hint
+    return ProblemSet([], faults=[fault((name,), message, remedy)])
 
 
 def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
     """Read the problems of a data set of the hub, or of the cache where the hub does not answer; runs no code of the
     data set. Raises RecipeError. commit: empty: `main`."""
     if os.path.exists(name):  # `datasets` would take it instead of the hub's
-        raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
+        raise RecipeError(
+            [fault(("task.data",), f"{name}: a file or folder of this name is here", "use task.train_file")]
+        )
     import datasets  # a second, and a network client
     import httpx
 
@@ -131,14 +129,14 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
         builder = datasets.load_dataset_builder(name, config or None, revision=commit or None)
         if commit and builder.hash != commit:  # the hub does not give it: `datasets` takes what it loaded last
             fact = f"{name} cannot be had at {commit}: the hub does not give it, and this host has {builder.hash}"
-            raise RecipeError([(f"task.data: {fact}", "start when the hub gives it, or give task.train_file")])
+            raise RecipeError([fault(("task.data",), fact, "start when the hub gives it, or give task.train_file")])
         with beating(Heartbeat().beat):
             builder.download_and_prepare()
         data = builder.as_dataset(split=split).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         why = first_line(error)
         hint = "look at its name, task.config and task.split; without a network give task.train_file"
-        raise RecipeError([(f"task.data: {name} cannot be had: {why}", hint)]) from error
+        raise RecipeError([fault(("task.data",), f"{name} cannot be had: {why}", hint)]) from error
     left_out: set[str] = set()
     rows = enumerate(plain_rows(data.iter(ROWS_AT_A_TIME), left_out), start=1)
     return _collected(rows, name=name, source=source, left_out=left_out)
@@ -146,13 +144,13 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
 
 def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Source, left_out: set[str]) -> ProblemSet:
     problems: dict[tuple[Message, ...], Problem] = {}
-    faults: Faults = []
+    faults: list[Finding] = []
     kinds: set[str] = set()
     seen = bad = conflicting = 0
     form = ""
     for place, row in rows:
         seen += 1
-        problem: Problem | str | Fault = row if isinstance(row, str) else _problem(row, source=source)
+        problem: Problem | RowFault = row if isinstance(row, str) else _problem(row, source=source)
         if isinstance(problem, Problem):
             form = form or problem.form
             if problem.form != form:
@@ -162,23 +160,22 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
             message, hint = problem if isinstance(problem, tuple) else (problem, source.hint)
             kinds.add(message.partition(": ")[0])  # what follows may be of this row
             if bad <= MAX_PROBLEMS:
-                faults.append((f"{name}:{place}: {message}", hint))
+                faults.append(fault((f"{name}:{place}",), message, hint))
         elif problems.setdefault(problem.messages, problem).truth != problem.truth:
             conflicting += 1
     if not seen:
-        faults = [(f"{name}: the file has no rows", source.hint)]
+        faults = [fault((name,), "the file has no rows", source.hint)]
     if 1 < bad == seen and len(kinds) == 1:  # such as a field's name that is misspelt in the recipe
-        (message, hint), *_ = faults
-        faults = [(f"{message} (the same in all {seen} rows)", hint)]
+        faults = [replace(faults[0], message=f"{faults[0].message} (the same in all {seen} rows)")]
     elif bad > MAX_PROBLEMS:
-        faults.append((f"{name}: and {bad - MAX_PROBLEMS} more", ""))
+        faults.append(fault((name,), f"and {bad - MAX_PROBLEMS} more"))
     problem_set = ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
     return replace(problem_set, left_out=tuple(sorted(left_out)))
 
 
 def without_faults(*read: ProblemSet) -> list[ProblemSet]:
     """Return the problem sets as they are. Raises RecipeError with the faults of all of them at once."""
-    if faults := [fault for each in read for fault in each.faults]:
+    if faults := [finding for problem_set in read for finding in problem_set.faults]:
         raise RecipeError(faults)
     return list(read)
 
@@ -226,7 +223,7 @@ def _json_row(line: bytes) -> Row | str:
     return row if isinstance(row, dict) else "not a JSON object"
 
 
-def _problem(row: Row, *, source: Source) -> Problem | str | Fault:
+def _problem(row: Row, *, source: Source) -> Problem | RowFault:
     is_verls = not source.knows_verl and "prompt" in row and "reward_model" in row
     try:
         problem = _of_verl(row) if is_verls else source.parse(row)

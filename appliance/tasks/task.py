@@ -6,14 +6,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 from appliance.errors import RecipeError, first_line
+from appliance.finding import Finding, fault
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
 from appliance.settings import sections
-from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
+from appliance.tasks.rows import Message, Problem, ProblemSet, Source, read_file, without_faults
 from appliance.terms.counts import counted
 
 
@@ -84,7 +86,7 @@ class DataFile:
             why = first_line(error)
             hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
             message = f"no data file is given, and {self.hub} cannot be had from the hub: {why}"
-            raise RecipeError([(message, hint)]) from error
+            raise RecipeError([fault((), message, hint)]) from error
         return without_faults(read_file(path, source=source, name=self.hub))[0]
 
 
@@ -126,8 +128,8 @@ class PromptLimit:
             f"{len(problems)} validation{f' ({name})' if splits.val_sets else ''}"
             for name, problems in splits.validations.items()
         )
-        message = f"task.max_prompt_tokens: {self.tokens} leaves {len(splits.train)} training and {left} problems"
-        raise RecipeError([(message, "raise it")])
+        message = f"{self.tokens} leaves {len(splits.train)} training and {left} problems"
+        raise RecipeError([fault(("task.max_prompt_tokens",), message, "raise it")])
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class TaskDefinition:
     """Rows of a file that are checked before a run; None: all."""
     make: Callable[..., Splits] | None = None
     """Function of a task that makes its problems, with the arguments (*, difficulty, seed, train_size, val_size)."""
-    check_sizes: Callable[..., Faults] | None = None
+    check_sizes: Callable[..., list[Finding]] | None = None
     """Function with the same arguments as `make`, which returns the faults of sizes that the task cannot serve, before
     anything is made."""
     import_reward: Callable[[], object] = lambda: None
@@ -227,15 +229,12 @@ class TaskDefinition:
         used = {name: problem_set for name, problem_set in sets.items() if holds_out or name != "val"}
         sets = {name: replace(a_set, problems=shortened(a_set.problems)) for name, a_set in used.items()}
         words = limit.words if limit else ""
-        faults = [
-            fault for key, val_set in with_file.items() for fault in _too_few(key, val_set, sets[key], words=words)
-        ]
+        faults = list(chain(*(_too_few(key, val_set, sets[key], words=words) for key, val_set in with_file.items())))
         validation: list[Problem] = []
         if train and not unseen:
-            message = f"{train_file or 'the data set'}: each of its problems is in the validation data as well"
-            faults.append(
-                (message, "none is left to train on: validate on others, or leave that file out and give a size")
-            )
+            hint = "none is left to train on: validate on others, or leave that file out and give a size"
+            message = "each of its problems is in the validation data as well"
+            faults.append(fault((train_file or "the data set",), message, hint))
         key = f"task.{_key(usual)}.size" if usual else "task.val_size"
         if holds_out and "val" in sets:
             validation = sets["val"].problems[: size or None]
@@ -272,8 +271,8 @@ class TaskDefinition:
             return read
         return {file.split: file.read(self.source) for each in self.data_sets.values() for file in each} | read
 
-    def check_rows(self, path: str | Path) -> Faults:
-        """Check the rows of a data file, each `file:line: message`; after 19 of them the number of the rest."""
+    def check_rows(self, path: str | Path) -> list[Finding]:
+        """Check the rows of a data file, each at its `file:line`; after 19 of them the number of the rest."""
         return read_file(path, source=self.source, most_rows=self.checked_rows).faults if self.source else []
 
     def first_problems(self, count: int, *, file: str, difficulty: int, seed: int) -> list[Problem]:
@@ -304,23 +303,23 @@ def _key(name: str) -> str:
     return f"val_sets.{name}"
 
 
-def _too_few(key: str, val_set: sections.ValSet, problem_set: ProblemSet, *, words: str) -> Faults:
+def _too_few(key: str, val_set: sections.ValSet, problem_set: ProblemSet, *, words: str) -> list[Finding]:
     """Report where a set is to have more problems than its file. words: of PromptLimit, which refuses one that it
     leaves without any."""
     if val_set.size <= (most := len(problem_set.problems)) or (words and not most):
         return []
-    message = f"task.{key}.size: {val_set.size} is more than the {counted(most, 'problem')}{words} in {val_set.file}"
-    return [(message, f"use 1 to {most}, or 0 for all of them")]
+    message = f"{val_set.size} is more than the {counted(most, 'problem')}{words} in {val_set.file}"
+    return [fault((f"task.{key}.size",), message, f"use 1 to {most}, or 0 for all of them")]
 
 
-def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str, words: str) -> Faults:
+def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str, words: str) -> list[Finding]:
     if 0 < val_size < len(problems):
         return []
     of_all = f"{val_size} of the {counted(len(problems), 'problem')}{words} in {path}"
-    message = f"{key}: {of_all} leave no problem for training or none for validation"
+    message = f"{of_all} leave no problem for training or none for validation"
     most = len(problems) - 1
     use = f"use 1 to {most}" if most else "give more problems"
-    return [(message, f"{use}, or give {key.removesuffix('size')}file")]
+    return [fault((key,), message, f"{use}, or give {key.removesuffix('size')}file")]
 
 
 def _hold_out(problems: list[Problem], *, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError, first_line
+from appliance.finding import fault
 from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
@@ -180,12 +181,12 @@ def read_tools(request: ToolsRequest) -> list[Schema]:
         raise _refused(f"{request.file}: its process ended with {output.code}: {output.printed}")
     described = Described(**output.words["tools"])
     if described.problems:
-        raise RecipeError([(f"task.tools: {problem}", _HINT) for problem in described.problems])
+        raise RecipeError([fault(("task.tools",), problem, _HINT) for problem in described.problems])
     return described.schemas
 
 
 def _refused(why: str) -> RecipeError:
-    return RecipeError([(f"task.tools: {why}", _HINT)])
+    return RecipeError([fault(("task.tools",), why, _HINT)])
 
 
 def write_schemas(schemas: list[Schema], path: Path) -> None:

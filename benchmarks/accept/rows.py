@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.errors import EngineError, RecipeError, TrainingError
+from appliance.finding import fault
 from appliance.terms.schemes import Scheme
 
 LIMIT_S = 300  # then a row is ended: a first start reads gigabytes of libraries
@@ -480,7 +481,7 @@ def chosen(names: tuple[str, ...]) -> tuple[Row, ...]:
     not."""
     known = {row.id: row for row in ROWS}
     unknown = [
-        (f"--only {name}: there is no such row", "`appliance accept --list` shows them")
+        fault((f"--only {name}",), "there is no such row", "`appliance accept --list` shows them")
         for name in names
         if name not in known
     ]

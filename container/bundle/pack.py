@@ -27,6 +27,7 @@ from packaging.version import InvalidVersion, Version
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.finding import fault
 from appliance.tasks.library import PACKAGED_MODELS
 from container.bundle.fat_binary import keep_one
 from container.bundle.put_together import LIST
@@ -275,7 +276,7 @@ def main() -> int:
     parser.add_argument("--engine", action="store_true", help="without verl and Ray: rows of kernels and engines alone")
     options = parser.parse_args()
     if options.folder.exists():
-        raise RecipeError([(f"-o {options.folder}: it is there already", "name a new folder, or remove it")])
+        raise RecipeError([fault((f"-o {options.folder}",), "it is there already", "name a new folder, or remove it")])
     has, others = compare(LOCK.read_text(), normal(options.has.read_text()) if options.has else {})
     with tempfile.TemporaryDirectory() as work:
         entries = wheels_needed(LOCK.read_text(), engine_alone=options.engine, has=has)

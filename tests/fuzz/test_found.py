@@ -11,6 +11,7 @@ from fuzz_surface import attempt
 
 from appliance import cli, console
 from appliance.errors import EngineError, RecipeError
+from appliance.finding import fault
 from appliance.quant.files import read_file_header, tensor_shapes
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
@@ -124,7 +125,7 @@ def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.C
             cli._report(error)
             raise
 
-    cli._report(RecipeError([("", "")]))  # what rich imports at its first use
+    cli._report(RecipeError([fault((), "")]))  # what rich imports at its first use
     assert attempt("recipe text", report_problems, folder=room) is None
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) < 2 * 20 + 4
@@ -134,13 +135,14 @@ def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.C
 def test_a_number_of_thousands_of_digits_in_a_row(room: Path) -> None:
     (room / "d.jsonl").write_text('{"question": ' + "1" * 5000 + "}\n")
     assert (
-        gsm8k.TASK.check_rows(room / "d.jsonl")[0][0] == f"{room}/d.jsonl:1: not JSON: a number of thousands of digits"
+        gsm8k.TASK.check_rows(room / "d.jsonl")[0].fact
+        == f"{room}/d.jsonl:1: not JSON: a number of thousands of digits"
     )
 
 
 def test_a_number_with_two_signs_in_a_row(room: Path) -> None:
     (room / "d.jsonl").write_text('{"question": "1 + 2?", "answer": "####--0"}\n')
-    found = gsm8k.TASK.check_rows(room / "d.jsonl")[0][0]
+    found = gsm8k.TASK.check_rows(room / "d.jsonl")[0].fact
     assert found == f"{room}/d.jsonl:1: the field `answer` has no number after `####`"
 
 
@@ -158,10 +160,10 @@ def test_tags_that_nothing_closes_are_read_once() -> None:
 def test_half_a_character_in_a_row(room: Path) -> None:
     row = {"question": "1 + 2?", "answer": "#### 3"}
     (room / "d.jsonl").write_text(json.dumps(row | {"question": "\ud800"}) + "\n")
-    found = gsm8k.TASK.check_rows(room / "d.jsonl")[0][0]
+    found = gsm8k.TASK.check_rows(room / "d.jsonl")[0].fact
     assert found == f"{room}/d.jsonl:1: half a character, such as `\\ud800`, which no tokenizer can read"
     (room / "d.jsonl").write_text(json.dumps({"problem": "1 + 2?", "answer": "\udfff"}) + "\n")
-    assert "half a character" in dapo_math.TASK.check_rows(room / "d.jsonl")[0][0]
+    assert "half a character" in dapo_math.TASK.check_rows(room / "d.jsonl")[0].fact
 
 
 def test_events_and_metrics_that_are_none() -> None:

@@ -20,6 +20,7 @@ from plans import make_plan, make_reward, with_own_task
 
 from appliance.errors import RecipeError
 from appliance.files import digest_of
+from appliance.finding import fault
 from appliance.preflight import inputs
 from appliance.record.plan import CodeFile, RunPlan
 from appliance.tasks import tools, user_code
@@ -191,7 +192,7 @@ def checked(program: bytes, plan: RunPlan, *, says: str | None) -> None:
         assert (says in message) if says else not message, f"{says!r} in {message!r}\n{program.decode()}"
     if message:
         assert str(folder / "rewards.py") in message and "Traceback" not in message and len(message) < 1500
-        raise RecipeError([(message, "")])
+        raise RecipeError([fault((), message)])
 
 
 @fuzzed("reward functions", program=rewards())
@@ -376,7 +377,7 @@ def test_fuzz_chat_templates(room: Path, model: Path, content: bytes, message: s
         try:
             tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:  # as `preview` has it
-            raise RecipeError([(str(error), "")]) from error
+            raise RecipeError([fault((), str(error))]) from error
         ids = prompt_ids(Problem(message, "6", before), tokenizer=tokenizer, tools=[SCHEMA])
         assert all(isinstance(each, int) for each in ids)
 

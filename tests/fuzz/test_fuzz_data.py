@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plans import make_files, make_own_task
 
 from appliance.errors import RecipeError
+from appliance.finding import fault
 from appliance.tasks import own_task
 from appliance.tasks import rows as row_files
 from appliance.tasks.built_in import dapo_math, gsm8k
@@ -153,11 +154,11 @@ def read_own(file: Path, *, template: str, truth: str) -> None:
         template_parts(template)
         settings = make_own_task(template=template or None, truth=truth or None)
     except ValueError as error:  # a rule of recipes says so, or their section: no text has half a character
-        raise RecipeError([(f"task.template: {error}", "")]) from error
+        raise RecipeError([fault(("task.template",), str(error))]) from error
     source = own_task.task(settings, files=make_files()).source
     assert source is not None
     rows_read = read_file(file, source=source)
-    assert all(message.startswith(str(file)) for message, _ in rows_read.faults)
+    assert all(finding.fact.startswith(str(file)) for finding in rows_read.faults)
     if not rows_read.rows:
         assert rows_read.problems == [] and len(rows_read.faults) == 1
     for problem in rows_read.problems:

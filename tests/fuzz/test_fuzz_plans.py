@@ -21,7 +21,7 @@ from plans import DISK, HOST
 from pydantic import ValidationError
 
 from appliance import hub
-from appliance.finding import refuse_faults
+from appliance.errors import refuse_faults
 from appliance.plan.build import resolve
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.rules import judge_plan

@@ -20,6 +20,7 @@ from profiles import read_profile
 from safetensors.torch import save
 
 from appliance.errors import RecipeError
+from appliance.finding import fault
 from appliance.preflight.inputs import profile_problem
 from appliance.profile.command import table
 from appliance.quant.files import HEADER_KEY, PROFILE_FILE, read_file_header
@@ -218,7 +219,7 @@ def unpickled(file: Path) -> bytes:
         try:
             return unpickle.read(opened)
         except (unpickle.NotAProfile, pickle.UnpicklingError, MemoryError) as error:
-            raise RecipeError([(f"{file}: {error}", "")]) from error
+            raise RecipeError([fault((str(file),), str(error))]) from error
 
 
 @fuzzed("profile.pt", variants=VARIANTS, seed=seeds, content=st.one_of(pickles(), pickles(), raw))

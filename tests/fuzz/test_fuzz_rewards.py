@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from plans import make_own_task
 
 from appliance.errors import RecipeError
+from appliance.finding import fault
 from appliance.tasks import own_task
 from appliance.tasks.answers import marked_answer
 from appliance.tasks.grading import weighed
@@ -43,7 +44,7 @@ def judged(value: Any, text: str, truth: str, row: str = "") -> None:
     try:
         reward = value(Response(text, truth, row))
     except ValueError as error:  # of one sample
-        raise RecipeError([(str(error), "")]) from error
+        raise RecipeError([fault((), str(error))]) from error
     graded = weighed([("it", 1.0, reward)])
     assert graded.fault is None and math.isfinite(graded.accuracy)
 

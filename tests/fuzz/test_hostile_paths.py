@@ -197,7 +197,7 @@ def test_a_pipe_or_a_device_is_no_data(room: Path) -> None:
     task = make_plan(room / "runs" / "a-1").task.replace(kind="gsm8k")
     for file in (str(room / "data.jsonl"), "/dev/zero"):
         found = attempt("JSON lines", lambda file=file: gsm8k.TASK.check_rows(file), folder=room)
-        assert found[0][0] == f"{file}: cannot be read: not a regular file"
+        assert found[0].fact == f"{file}: cannot be read: not a regular file"
         problem_set = attempt(
             "JSON lines",
             lambda file=file: data_key(task.replace(train_file=file), files=make_files(), model="m"),
@@ -209,7 +209,7 @@ def test_a_pipe_or_a_device_is_no_data(room: Path) -> None:
 def test_a_line_without_an_end_is_not_held_whole(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.tasks.rows.MAX_LINE", 1 << 20)
     (room / "data.jsonl").write_bytes(b'{"question": "' + b"x" * (3 << 20))
-    assert gsm8k.TASK.check_rows(room / "data.jsonl")[0][0].endswith(
+    assert gsm8k.TASK.check_rows(room / "data.jsonl")[0].fact.endswith(
         "data.jsonl:1: a line of more than 1 MiB: the rest of the file is not read"
     )
 

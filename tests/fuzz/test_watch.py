@@ -23,6 +23,7 @@ from fuzz_surface import attempt
 from fuzz_watch import Forbidden, Hang, watching
 
 from appliance.errors import RecipeError
+from appliance.finding import fault
 
 # By what the message must say. Each gets a folder beside the case's own.
 DEEDS: dict[str, Callable[[Path], object]] = {
@@ -108,7 +109,7 @@ def test_a_case_that_does_not_end_is_a_hang(
 
 def test_any_error_but_a_refusal_fails_its_case(beside: Path) -> None:
     def refuse() -> None:
-        raise RecipeError([("r.yaml:1: no", "")])
+        raise RecipeError([fault((), "no", where="r.yaml:1")])
 
     def fail() -> None:
         raise KeyError("x")

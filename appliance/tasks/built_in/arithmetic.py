@@ -21,7 +21,8 @@ import random
 from enum import StrEnum
 
 from appliance.errors import RecipeError
-from appliance.tasks.rows import Faults, Problem
+from appliance.finding import Finding, fault
+from appliance.tasks.rows import Problem
 from appliance.tasks.task import Splits, TaskDefinition
 
 MIN_DIFFICULTY = 2  # one digit gives 81 problems: too few for a validation of 500
@@ -64,25 +65,25 @@ def problem(a: int, b: int) -> Problem:
 def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Splits:
     """Draw the training and validation problems of a seed. A size of 0 takes the whole pool. Raises RecipeError for a
     difficulty outside 2..6 and for a size above its pool, all at once."""
-    problems = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
-    if problems:
-        raise RecipeError(problems)
+    faults = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
+    if faults:
+        raise RecipeError(faults)
     train, left = _train(difficulty=difficulty, seed=seed, size=train_size)
     validation = _shuffled(Pool.VALIDATION, difficulty=difficulty, seed=seed)
     val = (validation + left)[:val_size] if val_size else validation
     return Splits(train=[problem(*pair) for pair in train], val=[problem(*pair) for pair in val])
 
 
-def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faults:
+def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> list[Finding]:
     """Report every value that the task cannot serve."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
-        message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
-        return [(message, "give the number of digits of an operand")]
+        message = f"{difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
+        return [fault(("task.difficulty",), message, "give the number of digits of an operand")]
     faults = []
     train = len(pairs(Pool.TRAIN, difficulty=difficulty))
     if train_size > train:
-        message = f"task.train_size: {train_size} is more than the {train} train problems of difficulty {difficulty}"
-        faults.append((message, "lower it, or raise task.difficulty"))
+        message = f"{train_size} is more than the {train} train problems of difficulty {difficulty}"
+        faults.append(fault(("task.train_size",), message, "lower it, or raise task.difficulty"))
         train_size = 0
     val = len(pairs(Pool.VALIDATION, difficulty=difficulty))
     if val_size > val:
@@ -90,9 +91,9 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faul
         if val_size > val + left:
             of = f"{val + left} validation problems of difficulty {difficulty}"
             also = f", the {left} that task.train_size leaves included" if left else ""
-            message = f"task.val_size: {val_size} is more than the {of}{also}"
+            message = f"{val_size} is more than the {of}{also}"
             hint = "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
-            faults.append((message, hint))
+            faults.append(fault(("task.val_size",), message, hint))
     return faults
 
 

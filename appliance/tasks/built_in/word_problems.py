@@ -18,9 +18,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from appliance.errors import RecipeError
+from appliance.finding import Finding, fault
 from appliance.tasks.graders import number
 from appliance.tasks.maths.equality import prepare
-from appliance.tasks.rows import Faults, Problem
+from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response, Splits, TaskDefinition
 
 SYSTEM = "Answer with the number alone."
@@ -121,17 +122,17 @@ def _draw(forms: Pools, *, seed: str, size: int) -> list[Problem]:
     return [problem for problem in turns if problem is not None][: size or None]
 
 
-def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faults:
+def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> list[Finding]:
     """Report every value that the task cannot serve."""
     faults = []
     if difficulty != USUAL_DIFFICULTY:
-        message = f"task.difficulty: {difficulty} is for `arithmetic`; these problems have one difficulty"
-        faults.append((message, "remove it"))
+        message = f"{difficulty} is for `arithmetic`; these problems have one difficulty"
+        faults.append(fault(("task.difficulty",), message, "remove it"))
     train, validation = pools()
     for side, size, forms in (("train", train_size, train), ("val", val_size, (*validation, *unnamed_pools()))):
         available = sum(map(len, forms))
         if size > available:
-            faults.append((f"task.{side}_size: {size} is more than the {available} problems", "lower it"))
+            faults.append(fault((f"task.{side}_size",), f"{size} is more than the {available} problems", "lower it"))
     return faults
 
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     # what a user sets
     "settings": {"files", *FACTS},
     # on disk, and between processes
-    "record": {"errors", "files", "processes", "settings", *FACTS},
+    "record": {"errors", "files", "finding", "processes", "settings", *FACTS},
     "sync": {"errors", "files", "record", "terms"},
     "quant": {"errors", "files", "terms"},
     "gguf": {"files", "terms"},
@@ -33,7 +33,7 @@ MAY_IMPORT = {
         *("cluster", "quant", "record", "settings", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
-    "tasks": {"errors", "files", "gguf", "hub", "processes", "quant", "record", "settings", "terms"},
+    "tasks": {"errors", "files", "finding", "gguf", "hub", "processes", "quant", "record", "settings", "terms"},
     "recipe": {"errors", "finding", "quant", "settings", "tasks", *FACTS},
     "plan": {
         *("control_groups", "errors", "files", "finding", "gguf", "hub", "processes"),
@@ -43,7 +43,7 @@ MAY_IMPORT = {
         *("console", "control_groups", "errors", "finding", "gguf", "hub", "patch", "processes"),
         *("plan", "quant", "recipe", "record", "settings", "tasks", "terms"),
     },
-    "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
+    "report": {"console", "errors", "files", "finding", "guard", "page", "plan", "record", "sync", "terms"},
     "launch": {
         *("console", "errors", "files", "finding", "processes", "signals"),
         *("plan", "preflight", "quant", "recipe", "record", "report", "settings", "sync", "tasks", "terms"),

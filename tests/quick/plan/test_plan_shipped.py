@@ -191,7 +191,7 @@ def problems(name: str, *sets: str) -> list[str]:
         model_is_cached=True,
         is_offline=False,
         hub_problem="",
-        data_problems=(),
+        data_faults=(),
         has_data=True,
         disks=Disks(PLENTY, checkpoints=PLENTY),
     )

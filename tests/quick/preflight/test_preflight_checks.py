@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from plans import DISK, HOST, INPUTS
 
-from appliance.finding import Finding, Severity, as_json, lines
+from appliance.finding import Finding, Severity, as_json, fault, lines
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model_shape import model_shape
@@ -253,8 +253,9 @@ def test_what_is_cached_needs_no_hub():
     assert findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, inputs=inputs) == []
 
 
-def test_data_problems_keep_their_place():
-    inputs = with_inputs(data_problems=(("d.jsonl:3: the field `answer` is missing", "each line is …"),))
+def test_faults_of_data_keep_their_place():
+    row = fault(("d.jsonl:3",), "the field `answer` is missing", "each line is …")
+    inputs = with_inputs(data_faults=(row,))
     found = findings("task.train_file=d.jsonl", recipe="gsm8k-tiny-int8", inputs=inputs)
     assert found == [("error: d.jsonl:3: the field `answer` is missing", "each line is …")]
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from finding_texts import texts
 from plans import HOST
 
 from appliance.plan.build import build_plan
@@ -58,7 +59,7 @@ def test_what_a_newcomer_gets_wrong(name: str, tmp_path: Path, monkeypatch: pyte
     task = ("kind=own", "rewards=[{name: exact}]", "train_file=rows.jsonl", "prompt=question", "truth=answer", *sets)
     recipe = load_recipe("arithmetic-tiny-int8", sets=[f"task.{each}" for each in task])
     plan = build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST)
-    assert read_inputs(plan, ask_hub=False).data_problems == ((message.format(cwd=tmp_path), hint),)
+    assert texts(read_inputs(plan, ask_hub=False).data_faults) == [(message.format(cwd=tmp_path), hint)]
 
 
 def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,5 @@ def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     recipe = load_recipe("arithmetic-tiny-int8", sets=[f"task.{each}" for each in task])
     read: list[str] = []
     monkeypatch.setattr(tasks, "read_file", lambda path, **how: read.append(Path(path).name) or read_file(path, **how))
-    assert (
-        read_inputs(build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST), ask_hub=False).data_problems == ()
-    )
+    assert read_inputs(build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST), ask_hub=False).data_faults == ()
     assert read == ["a.jsonl", "b.jsonl"]

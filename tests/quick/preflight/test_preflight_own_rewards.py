@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from finding_texts import texts
 from plans import HOST, INPUTS, make_plan, make_reward, with_own_task
 
 from appliance.files import digest_of
@@ -240,7 +241,7 @@ def test_files_that_are_not_there_are_told_before_any_child(tmp_path: Path, monk
     for ask_hub in (True, False):
         found = read_inputs(plan, ask_hub=ask_hub)
         assert found.reward_problem == RewardProblem(f"/no/rewards.py: {why}", remedy=remedy)
-        assert found.tool_problems == ((f"task.tools: /no/tools.py: {why}", remedy),)
+        assert texts(found.tool_faults) == [(f"task.tools: /no/tools.py: {why}", remedy)]
 
 
 def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:

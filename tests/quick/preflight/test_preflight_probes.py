@@ -87,7 +87,7 @@ def test_rows_are_read_and_told_with_their_line(tmp_path):
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n" + json.dumps({"question": "x"}) + "\n")
     inputs = read_inputs(planned(tmp_path, f"task.train_file={data}"), ask_hub=False)
-    assert [message for message, _ in inputs.data_problems] == [f"{data}:2: the field `answer` is missing"]
+    assert [finding.fact for finding in inputs.data_faults] == [f"{data}:2: the field `answer` is missing"]
 
 
 def test_missing_and_empty_data_files(tmp_path):
@@ -95,7 +95,7 @@ def test_missing_and_empty_data_files(tmp_path):
     empty.write_text("")
     sets = (f"task.train_file={tmp_path}/no.jsonl", f"task.val_file={empty}")
     inputs = read_inputs(planned(tmp_path, *sets), ask_hub=False)
-    assert [message for message, _ in inputs.data_problems] == [
+    assert [finding.fact for finding in inputs.data_faults] == [
         f"{tmp_path}/no.jsonl: no such file",
         f"{empty}: the file has no rows",
     ]

@@ -14,8 +14,7 @@ import pytest
 from plans import HOST
 from stopped_runs import events, misfits, recipe, resumed, save, stopped, target_of, without_pace
 
-from appliance.errors import PreflightError, RecipeError
-from appliance.finding import refuse_faults
+from appliance.errors import PreflightError, RecipeError, refuse_faults
 from appliance.guard.policy import MismatchBounds
 from appliance.launch import command
 from appliance.launch.changes import CHANGES, REMEDIES, Change, change_of

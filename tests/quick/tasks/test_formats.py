@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from finding_texts import texts
 
 from appliance.tasks.rows import Problem, ProblemSet, Source, read_file
 
@@ -131,7 +132,7 @@ FORMATS: dict[str, tuple[bytes, str, str]] = {
 def test_one_line_names_the_format_and_what_to_do(tmp_path: Path, name: str) -> None:
     content, format_name, remedy = FORMATS[name]
     (tmp_path / name).write_bytes(content)
-    ((message, hint),) = read(tmp_path / name).faults
+    ((message, hint),) = texts(read(tmp_path / name).faults)
     assert message == f"{name}: it is {format_name}"
     assert remedy in hint
 
@@ -144,7 +145,7 @@ def test_a_command_makes_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for source in (name, name.rpartition(".")[0] + ".jsonl", name.rpartition(".")[0] + ".parquet"):
         Path(source).write_bytes(FORMATS[name][0])
         for _ in range(3):
-            ((_, remedy),) = read(Path(source)).faults
+            ((_, remedy),) = texts(read(Path(source)).faults)
             target = re.search(r"(?:> | )(\S+-(?:lines|rows|unpacked|utf8)(?:-\d)?\S*)(?:, with .*)?$", remedy)
             assert (target is None) == (not re.search(r"python -c|>|iconv|jq|sed|-c ", remedy)), remedy
             if target is not None:
@@ -173,7 +174,7 @@ def test_the_command_that_is_named_makes_the_rows(tmp_path: Path, monkeypatch: p
     content = FORMATS[PROGRAMS[name]][0]
     (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
-    ((_, remedy),) = read(Path(name)).faults
+    ((_, remedy),) = texts(read(Path(name)).faults)
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "python").symlink_to(sys.executable)
@@ -203,7 +204,7 @@ def test_a_bad_line_among_good_ones_is_named_by_its_number(tmp_path: Path, bad: 
         lines = LINES.splitlines()
         lines.insert(place, bad)
         (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-        ((message, _),) = read(tmp_path / "rows.jsonl").faults
+        ((message, _),) = texts(read(tmp_path / "rows.jsonl").faults)
         if bad != "<html>" or place:
             assert message.startswith(f"rows.jsonl:{place + 1}: not ")
 
@@ -212,7 +213,7 @@ def test_one_bad_character_is_named_by_its_line(tmp_path: Path) -> None:
     lines = LINES.replace("7+", "7é+").encode().splitlines()
     lines[3] = lines[3].replace(b"+", b"\xe9")
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
-    assert [message for message, _ in read(tmp_path / "rows.jsonl").faults] == ["rows.jsonl:4: not UTF-8 text"]
+    assert [message for message, _ in texts(read(tmp_path / "rows.jsonl").faults)] == ["rows.jsonl:4: not UTF-8 text"]
 
 
 def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkey
     monkeypatch.chdir(folder)
     for number in range(3):
         pq.write_table(pa.Table.from_pylist(ROWS[number::3]), folder / f"train-{number}-of-3.parquet")
-    ((message, hint),) = read(folder).faults
+    ((message, hint),) = texts(read(folder).faults)
     assert message == "my data: it is a folder (3 .parquet), but only one file is read"
     assert hint.startswith("name one, or join them: python -c")
     *_, program, target, _pattern = shlex.split(hint)
@@ -232,16 +233,16 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkey
         path.unlink()
     for number in range(3):
         (folder / f"{number}.jsonl").write_text(LINES.strip())
-    ((message, hint),) = read(folder).faults
+    ((message, hint),) = texts(read(folder).faults)
     assert message == "my data: it is a folder (3 .jsonl), but only one file is read"
     quoted = str(folder).replace(" ", "\\ ")
     assert hint == f"name one, or join them: awk 1 {quoted}/*.jsonl > all.jsonl"
     subprocess.run(hint.partition(": ")[2], shell=True, check=True)
     assert read(folder / "all.jsonl").rows == 3 * len(ROWS)
-    ((_, hint),) = read(folder).faults
+    ((_, hint),) = texts(read(folder).faults)
     assert hint == f"name one, or join them: awk 1 {quoted}/*.jsonl > all-2.jsonl"  # all.jsonl is one of them now
     (folder / "README.md").write_text("rows")
-    assert read(folder).faults == [
+    assert texts(read(folder).faults) == [
         ("my data: it is a folder (4 .jsonl, 1 .md), but only one file is read", "name one file: JSON lines or parquet")
     ]
 
@@ -249,7 +250,7 @@ def test_a_folder_of_shards_is_named_with_what_joins_them(tmp_path: Path, monkey
 def test_a_data_set_that_was_saved_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(write_stream))
-    ((message, hint),) = read(tmp_path).faults
+    ((message, hint),) = texts(read(tmp_path).faults)
     assert message == f"{tmp_path.name}: it is a folder in which `datasets` saved a data set, but only one file is read"
     assert hint.endswith(
         f'load_from_disk(sys.argv[1]).to_parquet(sys.argv[2])" {tmp_path} {tmp_path.name}-rows.parquet'
@@ -259,20 +260,20 @@ def test_a_data_set_that_was_saved_is_named(tmp_path: Path) -> None:
 def test_a_pattern_is_named_with_the_files_that_it_matches(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl", "c.txt"):
         (tmp_path / name).write_text(LINES)
-    ((message, hint),) = read(tmp_path / "*.jsonl").faults
+    ((message, hint),) = texts(read(tmp_path / "*.jsonl").faults)
     assert message == "*.jsonl: no such file: it is a pattern, which 2 files match, but only one file is read"
     assert hint == f"name one, or join them: awk 1 {tmp_path}/*.jsonl > all.jsonl"
-    ((_, hint),) = read(tmp_path / "**" / "*.jsonl").faults
+    ((_, hint),) = texts(read(tmp_path / "**" / "*.jsonl").faults)
     assert hint == "name one file: JSON lines or parquet"  # a shell may read ** as one star
     one = [("*.txt: no such file: it is a pattern, but only one file is read", f"name it: {tmp_path}/c.txt")]
-    assert read(tmp_path / "*.txt").faults == one
-    ((message, _),) = read(tmp_path / "*.csv").faults
+    assert texts(read(tmp_path / "*.txt").faults) == one
+    ((message, _),) = texts(read(tmp_path / "*.csv").faults)
     assert message == "*.csv: no such file: it is a pattern, which 0 files match, but only one file is read"
-    ((message, _),) = read(tmp_path / "a[1].jsonl").faults
+    ((message, _),) = texts(read(tmp_path / "a[1].jsonl").faults)
     assert message == "a[1].jsonl: no such file"
 
 
 def test_an_address_is_not_downloaded() -> None:
-    ((message, hint),) = read(Path("https://example.com/rows.jsonl")).faults
+    ((message, hint),) = texts(read(Path("https://example.com/rows.jsonl")).faults)
     assert message == "rows.jsonl: no such file: it is an address, and data is not downloaded"
     assert hint == "download it; a data set of the hub is task.data"

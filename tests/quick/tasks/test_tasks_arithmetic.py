@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from finding_texts import texts
 
 from appliance.errors import RecipeError
 from appliance.tasks.built_in.arithmetic import Pool, check, pairs, pool_of, problem, score, splits
@@ -86,16 +87,16 @@ def test_a_large_validation_goes_on_with_what_training_leaves() -> None:
 
 
 def test_a_validation_above_what_training_leaves_is_refused_with_the_number_that_there_is() -> None:
-    problems = check(difficulty=2, seed=0, train_size=192, val_size=2074)
+    faults = check(difficulty=2, seed=0, train_size=192, val_size=2074)
     what = "2073 validation problems of difficulty 2, the 1075 that task.train_size leaves included"
     hint = "lower it, or lower task.train_size to leave more for validation; or raise task.difficulty"
-    assert problems == [(f"task.val_size: 2074 is more than the {what}", hint)]
+    assert texts(faults) == [(f"task.val_size: 2074 is more than the {what}", hint)]
     assert check(difficulty=2, seed=0, train_size=192, val_size=2073) == []
 
 
 @pytest.mark.parametrize("difficulty", [0, 1, 7])
 def test_check_refuses_a_difficulty_without_problems(difficulty: int) -> None:
-    assert check(difficulty=difficulty, seed=0, train_size=0, val_size=0) == [
+    assert texts(check(difficulty=difficulty, seed=0, train_size=0, val_size=0)) == [
         (f"task.difficulty: {difficulty} is not in 2..6", "give the number of digits of an operand")
     ]
 

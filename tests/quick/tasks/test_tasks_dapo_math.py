@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from finding_texts import texts
 from plans import make_task
 
 from appliance.errors import RecipeError
@@ -114,18 +115,18 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(made) for made, _ in bad_rows()))
     wanted = [(f"{path}:{line}: {message}", HINT) for line, (_, message) in enumerate(bad_rows(), start=1)]
-    assert TASK.check_rows(path) == wanted
-    assert replace(TASK, checked_rows=1).check_rows(path) == wanted[:1]
+    assert texts(TASK.check_rows(path)) == wanted
+    assert texts(replace(TASK, checked_rows=1).check_rows(path)) == wanted[:1]
 
 
 def test_what_is_no_parquet_is_said(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1, and no more")
-    ((message, hint),) = TASK.check_rows(path)
+    ((message, hint),) = texts(TASK.check_rows(path))
     assert message.startswith(f"{path}: not a parquet file: ")
     assert hint == HINT
     missing = tmp_path / "none.parquet"
-    assert TASK.check_rows(missing) == [(f"{missing}: no such file", NO_FILE.format("parquet"))]
+    assert texts(TASK.check_rows(missing)) == [(f"{missing}: no such file", NO_FILE.format("parquet"))]
 
 
 def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from finding_texts import texts
 from plans import make_task
 
 from appliance.errors import RecipeError
@@ -106,19 +107,19 @@ def test_check_rows_finds_nothing_in_good_rows(tmp_path: Path) -> None:
 
 def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
-    assert TASK.check_rows(path) == [(f"{path}: no such file", NO_FILE.format("JSON-lines or parquet"))]
+    assert texts(TASK.check_rows(path)) == [(f"{path}: no such file", NO_FILE.format("JSON-lines or parquet"))]
 
 
 def test_check_rows_names_a_folder(tmp_path: Path) -> None:
     message = f"{tmp_path}: it is a folder (empty), but only one file is read"
-    assert TASK.check_rows(tmp_path) == [(message, "name one file: JSON lines or parquet")]
+    assert texts(TASK.check_rows(tmp_path)) == [(message, "name one file: JSON lines or parquet")]
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_check_rows_names_an_empty_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(text)
-    assert TASK.check_rows(path) == [(f"{path}: the file has no rows", HINT)]
+    assert texts(TASK.check_rows(path)) == [(f"{path}: the file has no rows", HINT)]
 
 
 def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
         b"[" * 100_000,
     ]
     path.write_bytes(b"\n".join(lines))
-    assert TASK.check_rows(path) == [
+    assert texts(TASK.check_rows(path)) == [
         (f"{path}:2: not JSON: Expecting value at column 1", HINT),
         (f"{path}:3: not a JSON object", HINT),
         (f"{path}:4: the field `answer` is missing", HINT),
@@ -152,11 +153,13 @@ def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
     good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
     path = write(tmp_path / "rows.jsonl", *["{}"] * 23, good)
     faults = TASK.check_rows(path)
-    assert faults[:19] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 20)]
-    assert faults[19:] == [(f"{path}: and 4 more", "")]
-    assert RecipeError(faults).shown == faults  # not cut once more: `and 1 more` would be the line that counts
+    assert texts(faults[:19]) == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 20)]
+    assert texts(faults[19:]) == [(f"{path}: and 4 more", "")]
+    assert RecipeError(faults).shown == texts(faults)  # not cut once more: `and 1 more` would be the line that counts
     path = write(tmp_path / "rows.jsonl", *["{}"] * 23)
-    assert TASK.check_rows(path) == [(f"{path}:1: the field `question` is missing (the same in all 23 rows)", HINT)]
+    assert texts(TASK.check_rows(path)) == [
+        (f"{path}:1: the field `question` is missing (the same in all 23 rows)", HINT)
+    ]
     path = write(tmp_path / "rows.jsonl", *["{}"] * 22, "[]")
     assert len(TASK.check_rows(path)) == 20
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from finding_texts import texts
 from plans import make_files, make_own_task, make_reward, make_task
 from three_forms import REWARDS, data_of
 
@@ -48,7 +49,7 @@ def read_parts(path: Path, **given: Any) -> ProblemSet:
 
 
 def fault_of(path: Path, *rows: object, **given: Any) -> str:
-    ((message, hint),) = read(path, *rows, **given).faults
+    ((message, hint),) = texts(read(path, *rows, **given).faults)
     assert hint
     return message
 
@@ -364,7 +365,7 @@ def test_one_answer_and_several_may_be_in_a_file(file: Path, rewards: tuple[Rewa
 )
 def test_the_hint_is_against_the_fault_of_the_truth(file: Path, path: str, value: object, hint: str) -> None:
     row = {"prompt": "1?", "a": value} if path else {"prompt": "1?", "reward_model": {"ground_truth": value}}
-    ((_, found),) = read(file, row, truth=path or None).faults
+    ((_, found),) = texts(read(file, row, truth=path or None).faults)
     assert found == f"{hint}judge it with functions of your own alone"
 
 
