@@ -37,15 +37,20 @@ from appliance.record.plan import (
     CodeFile,
     EnginePlan,
     ExpectedAttestation,
+    ProfilePlan,
     RunPlan,
     TaskFiles,
+    UaqPlan,
     WeightsPlan,
 )
 from appliance.settings.sections import (
+    Algorithm,
     Cluster,
     Forward,
+    Guard,
     LoraSync,
     Model,
+    Quantization,
     Reward,
     Rollout,
     Section,
@@ -183,98 +188,191 @@ def resolve(
     Raises nothing, whatever is wrong with the recipe: rules find that. A value of which nothing can be made is replaced
     as `planned_recipe` does.
     """
-    recipe = planned_recipe(recipe)
-    cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
-    weights = _weights(recipe, cache_dir=cache_dir, commit=commit)
-    shape = model_shape(recipe.model, weights=weights)
-    _note_source(recipe.model, weights=weights, book=book)
-    experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(weights))
-    device = _device(recipe, host=host, book=book)
-    is_cpu = device == CPU
-    automatic, why = _automatic(
-        device, recipe=recipe, host=host, weights=weights, experts=experts, cache_dir=cache_dir, original=original
+    recipe, book = planned_recipe(recipe), derive.Book()
+    cache_dir = cache_dir or run_dir.parent / CACHE_NAME
+    facts = _find_facts(
+        recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, original=original, commit=commit, book=book
     )
-    if AUTO in recipe.rollout.schemes:
-        book.note("rollout.scheme", automatic, why)
-    if date is None:
-        date = original.date if original else _date(recipe.model, weights=weights, today=host.today)
-    if original and original.data == recipe.task.data:
-        data_commit = original.data_commit
-    task = plan_task(recipe)
-    _note_task(recipe, weights=weights, date=date, book=book)
-    task_files = _task_files(
-        task,
-        cache_dir=cache_dir,
-        weights=weights,
-        sums=original.code if original else {},
-        commit=data_commit if task.is_own else "",
-        date=date,
-    )
-    rollout = engines.plan_rollout(recipe, automatic=automatic, book=book)
-    profile = engines.plan_profile(recipe, rollout=rollout, run_dir=run_dir, shape=shape)
-    quantization = engines.plan_quantization(recipe, rollout=rollout, profile=profile, shape=shape, book=book)
-    if recipe.rollout.replicas:
-        book.note("rollout.replicas", ", ".join(rollout.replicas), "one scheme per engine, the list repeated in order")
-    eager = engines.plan_eager(rollout, is_cpu=is_cpu, one_flow=recipe.trainer.one_flow, experts=experts, book=book)
-    steps = _plan_steps(recipe, book=book)
-    of_trainer = derive.Book()  # what is chosen there is listed with what memory decides, below
-    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, steps=steps, book=of_trainer)
-    engine = derive.plan_engine(recipe, device=device, eager=eager, shape=shape, book=book)
-    algorithm = derive.plan_algorithm(recipe, book=book)
-    _note_bucket(engine, shape=shape, book=book)
-    threads, why = _threads(host, shape=shape)
-    if is_cpu:
-        book.note("threads_per_process", threads, why)
-    uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
-    model = derive.plan_model(recipe, book=book)
-    batch = derive.plan_batch(recipe, pace=UNKNOWN, book=derive.Book())
-    guard = engines.plan_guard(
-        recipe,
-        rollout=rollout,
-        eager=eager,
-        old_log_probs=trainer.old_log_probs,
-        is_cpu=is_cpu,
-        experts=experts,
-        book=book,
-    )
-    switching = guard.scheme_change
-    validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=switching, steps=steps)
-    trainer = trainer.replace(validate_bf16_every=book.note("trainer.validate_bf16_every", validate_bf16_every, why))
+    task, task_files = _plan_data(facts, data_commit=data_commit, date=date, book=book)
+    rollouts = _plan_rollouts(facts, book=book)
+    training = _plan_training(facts, rollouts=rollouts, book=book)
     draft = RunPlan(
         schema_version=SCHEMA_VERSION,
         name=run_dir.name,
         run_dir=str(run_dir),
         cache_dir=str(cache_dir),
         seed=recipe.seed,
-        model=model,
-        weights=weights,
+        model=training.model,
+        weights=facts.weights,
         task=task,
         task_files=task_files,
-        rollout=rollout,
-        engine=engine,
-        profile=profile,
-        quantization=quantization,
+        rollout=rollouts.rollout,
+        engine=training.engine,
+        profile=rollouts.profile,
+        quantization=rollouts.quantization,
         correction=derive.plan_correction(recipe, book=derive.Book()),
         shadow=None,
-        uaq=uaq,
+        uaq=training.uaq,
         optimizer=recipe.optimizer,
-        cluster=_cluster(recipe, device=device, root=run_dir.parent),
+        cluster=_cluster(recipe, device=facts.device, root=run_dir.parent),
         checkpoint=recipe.checkpoint,
         resume_from=str(resume_from or ""),
-        guard=guard,
-        algorithm=algorithm,
-        trainer=trainer,
+        guard=training.guard,
+        algorithm=training.algorithm,
+        trainer=training.trainer,
         trainer_memory=derive.plan_trainer_memory(UNKNOWN, book=derive.Book()),
-        batch=batch,
+        batch=derive.plan_batch(recipe, pace=UNKNOWN, book=derive.Book()),
         logging=recipe.logging,
         argv=(),
-        env=_env(recipe, run_dir=run_dir, device=device, threads=threads, rollout=rollout, trainer=trainer),
-        pins=pins_for(device),
+        env=_env(facts, threads=training.threads, rollout=rollouts.rollout, trainer=training.trainer),
+        pins=pins_for(facts.device),
         choices=(),
-        attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
+        attestations=_attestations(recipe, rollout=rollouts.rollout, is_cpu=facts.is_cpu),
     )
-    before = original.pace if original is not None and original.device == device else None
-    return _with_memory(draft, recipe, shape=shape, host=host, before=before, book=book, of_trainer=of_trainer.choices)
+    return _with_memory(draft, facts, book=book, trainer_choices=training.trainer_choices)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Facts that several sections are planned from."""
+
+    recipe: Recipe
+    run_dir: Path
+    cache_dir: Path
+    host: HostFacts
+    original: OriginalPlan | None
+    weights: WeightsPlan
+    shape: ModelShape | None
+    """Shape of the model, None where it is not known."""
+    experts: bool
+    """Whether engines quantise the model's experts."""
+    device: str
+    automatic: Scheme
+    """Scheme that `auto` stands for."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
+
+def _find_facts(
+    recipe: Recipe,
+    *,
+    run_dir: Path,
+    host: HostFacts,
+    cache_dir: Path,
+    original: OriginalPlan | None,
+    commit: str,
+    book: derive.Book,
+) -> _Facts:
+    """Find the model and the device. Noted with where the weights are from, and with what `auto` stands for."""
+    weights = _weights(recipe, cache_dir=cache_dir, commit=commit)
+    _note_source(recipe.model, weights=weights, book=book)
+    experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(weights))
+    device = _device(recipe, host=host, book=book)
+    automatic, why = _automatic(
+        device, recipe=recipe, host=host, weights=weights, experts=experts, cache_dir=cache_dir, original=original
+    )
+    if AUTO in recipe.rollout.schemes:
+        book.note("rollout.scheme", automatic, why)
+    return _Facts(
+        recipe=recipe,
+        run_dir=run_dir,
+        cache_dir=cache_dir,
+        host=host,
+        original=original,
+        weights=weights,
+        shape=model_shape(recipe.model, weights=weights),
+        experts=experts,
+        device=device,
+        automatic=automatic,
+    )
+
+
+def _plan_data(facts: _Facts, *, data_commit: str, date: str | None, book: derive.Book) -> tuple[Task, TaskFiles]:
+    """Resolve the section `task`, and its files. data_commit, date: as of resolve."""
+    recipe, original, weights = facts.recipe, facts.original, facts.weights
+    if date is None:
+        date = original.date if original else _date(recipe.model, weights=weights, today=facts.host.today)
+    if original and original.data == recipe.task.data:
+        data_commit = original.data_commit
+    task = plan_task(recipe)
+    _note_task(recipe, weights=weights, date=date, book=book)
+    task_files = _task_files(
+        task,
+        cache_dir=facts.cache_dir,
+        weights=weights,
+        sums=original.code if original else {},
+        commit=data_commit if task.is_own else "",
+        date=date,
+    )
+    return task, task_files
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """Sections about the engines that sample."""
+
+    rollout: Rollout
+    profile: ProfilePlan | None
+    quantization: Quantization
+    eager: bool
+    """Whether engines run without CUDA graphs."""
+
+
+def _plan_rollouts(facts: _Facts, *, book: derive.Book) -> _Rollouts:
+    recipe, shape = facts.recipe, facts.shape
+    rollout = engines.plan_rollout(recipe, automatic=facts.automatic, book=book)
+    profile = engines.plan_profile(recipe, rollout=rollout, run_dir=facts.run_dir, shape=shape)
+    quantization = engines.plan_quantization(recipe, rollout=rollout, profile=profile, shape=shape, book=book)
+    if recipe.rollout.replicas:
+        book.note("rollout.replicas", ", ".join(rollout.replicas), "one scheme per engine, the list repeated in order")
+    one_flow = recipe.trainer.one_flow
+    eager = engines.plan_eager(rollout, is_cpu=facts.is_cpu, one_flow=one_flow, experts=facts.experts, book=book)
+    return _Rollouts(rollout, profile, quantization, eager)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Sections about the model, its training and the guard."""
+
+    model: Model
+    engine: EnginePlan
+    uaq: UaqPlan | None
+    algorithm: Algorithm
+    trainer: Trainer
+    guard: Guard
+    threads: int
+    """Threads of each process on a CPU."""
+    trainer_choices: list[Choice]
+    """Choices of the trainer, which are listed with what memory decides."""
+
+
+def _plan_training(facts: _Facts, *, rollouts: _Rollouts, book: derive.Book) -> _Training:
+    recipe, rollout, is_cpu = facts.recipe, rollouts.rollout, facts.is_cpu
+    steps = _plan_steps(recipe, book=book)
+    trainer_book = derive.Book()
+    trainer = derive.plan_trainer(recipe, is_cpu=is_cpu, steps=steps, book=trainer_book)
+    engine = derive.plan_engine(recipe, device=facts.device, eager=rollouts.eager, shape=facts.shape, book=book)
+    algorithm = derive.plan_algorithm(recipe, book=book)
+    _note_bucket(engine, shape=facts.shape, book=book)
+    threads, why = _threads(facts.host, shape=facts.shape)
+    if is_cpu:
+        book.note("threads_per_process", threads, why)
+    uaq = derive.plan_uaq(recipe, run_dir=facts.run_dir, book=book)
+    model = derive.plan_model(recipe, book=book)
+    guard = engines.plan_guard(
+        recipe,
+        rollout=rollout,
+        eager=rollouts.eager,
+        old_log_probs=trainer.old_log_probs,
+        is_cpu=is_cpu,
+        experts=facts.experts,
+        book=book,
+    )
+    every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.scheme_change, steps=steps)
+    trainer = trainer.replace(validate_bf16_every=book.note("trainer.validate_bf16_every", every, why))
+    return _Training(model, engine, uaq, algorithm, trainer, guard, threads, trainer_book.choices)
 
 
 def _note_source(model: Model, *, weights: WeightsPlan, book: derive.Book) -> None:
@@ -307,13 +405,11 @@ def _note_bucket(engine: EnginePlan, *, shape: ModelShape | None, book: derive.B
     book.note("sync.bucket_mib", engine.bucket_mib, f"{at_a_time}; shared memory of this size is held")
 
 
-def _env(
-    recipe: Recipe, *, run_dir: Path, device: str, threads: int, rollout: Rollout, trainer: Trainer
-) -> tuple[tuple[str, str], ...]:
+def _env(facts: _Facts, *, threads: int, rollout: Rollout, trainer: Trainer) -> tuple[tuple[str, str], ...]:
     """Return the environment of the child that trains. rollout, trainer: the plan's."""
-    is_cpu = device == CPU
+    recipe, is_cpu = facts.recipe, facts.is_cpu
     return child_env(
-        run_dir,
+        facts.run_dir,
         is_cpu=is_cpu,
         threads=threads,
         kv_cache_gb=rollout.kv_cache_gb,
@@ -323,34 +419,27 @@ def _env(
         one_flow=recipe.trainer.one_flow,
         several_words=rollout.top_log_probs > 0,
         reports_support=rollout.leaves_words_out,
-        capability=None if is_cpu else GPUS[device].capability,
+        capability=None if is_cpu else GPUS[facts.device].capability,
     )
 
 
-def _with_memory(
-    draft: RunPlan,
-    recipe: Recipe,
-    *,
-    shape: ModelShape | None,
-    host: HostFacts,
-    before: derive.Pace | None,
-    book: derive.Book,
-    of_trainer: list[Choice],
-) -> RunPlan:
-    """The whole plan: a draft with what memory decides, its choices and verl's arguments.
+def _with_memory(draft: RunPlan, facts: _Facts, *, book: derive.Book, trainer_choices: list[Choice]) -> RunPlan:
+    """Complete a draft with what memory decides, its choices and verl's arguments.
 
-    before: how the run that is resumed forwards.  of_trainer: choices of the trainer, listed before memory's.
+    trainer_choices: those of the trainer, listed before memory's.
     """
-    pace = keep_pace(recipe, before=before)
+    recipe, shape, original = facts.recipe, facts.shape, facts.original
+    pace_before = original.pace if original is not None and original.device == facts.device else None
+    pace = keep_pace(recipe, before=pace_before)
     if pace is None:
-        pace = choose_pace(recipe, draft, shape=shape, host=host)
+        pace = choose_pace(recipe, draft, shape=shape, host=facts.host)
     engine = draft.engine
     if shape is not None and (blocks := kv_cache_blocks(draft, shape)) is not None:
         why = (
             f"blocks of {CPU_KV_BLOCK} tokens: all sequences of an engine at full length, less than rollout.kv_cache_gb"
         )
         engine = engine.replace(kv_cache_blocks=book.note("engine.kv_cache_blocks", blocks, why))
-    book.choices += of_trainer
+    book.choices += trainer_choices
     trainer_memory = derive.plan_trainer_memory(pace, book=book)
     batch = derive.plan_batch(recipe, pace=pace, book=book)
     correction = derive.plan_correction(recipe, book=book)
