@@ -111,6 +111,8 @@ def examine(
 
 
 def _on_this_host(recipe: Recipe, plan: RunPlan, host: HostFacts, inputs: InputFacts) -> list[Finding]:
+    """Run the checks of this host. They are one rule because they depend on each other: those of the device are left
+    out together where the plan is for another one than the recipe means, and what is slow is reported by one of two."""
     return judge_host(plan, host=host, inputs=inputs, knows_device=knows_device(recipe, host))
 
 
