@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,8 +46,12 @@ class _DataCommands(TyperGroup):
     """Commands below `data`: `preview`, and the name of a data set, which `NAME` stands for."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        _, command, rest = super().resolve_command(ctx, [args[0] if args[0] in self.commands else _ANY_DATA, *args[1:]])
-        return args[0], command, rest
+        name, *rest = args
+        others = [command for command in self.commands if command != _ANY_DATA]
+        if name in self.commands or get_close_matches(name, others):  # a mistyped one is refused, with a suggestion
+            return super().resolve_command(ctx, args)
+        _, command, rest = super().resolve_command(ctx, [_ANY_DATA, *rest])
+        return name, command, rest
 
 
 app = typer.Typer(

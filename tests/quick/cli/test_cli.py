@@ -481,6 +481,13 @@ def test_no_hidden_command_is_suggested(appliance):
     assert "Did you mean 'status'" in appliance("statu").stderr
 
 
+@pytest.mark.parametrize(("group", "typed", "meant"), [("data", "previw", "preview"), ("recipes", "shwo", "show")])
+def test_a_mistyped_command_of_a_group_is_suggested(appliance, group, typed, meant):
+    done = appliance(group, typed, "arithmetic-tiny-int8")
+    assert done.returncode == 2
+    assert f"No such command '{typed}'. Did you mean '{meant}'?" in " ".join(done.stderr.split())
+
+
 @pytest.mark.slow
 def test_a_reader_that_is_gone_is_no_fault_of_ours(tmp_path):
     reader, writer = os.pipe()
