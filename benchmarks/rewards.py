@@ -23,6 +23,7 @@ from appliance import console
 from appliance.errors import TrainingError
 from appliance.record.plan import read_plan
 from appliance.tasks.task import Response, RewardFunction
+from appliance.terms.counts import counted
 from appliance.trainer.rewards import RewardPool, num_workers
 from benchmarks.telemetry import Where
 
@@ -60,7 +61,7 @@ class Cost:
     def lines(self) -> list[str]:
         num_steps, rounds = SAMPLES / self.in_a_step, self.rounds_s
         beside = self.slow_s / self.apart_s
-        processes = "1 process" if self.workers == 1 else f"{self.workers} processes"
+        processes = counted(self.workers, "process", plural="processes")
         return [
             f"{SAMPLES:,} trivial rewards in {processes}: {median(rounds):.2f} s ({min(rounds):.2f} to "
             f"{max(rounds):.2f}); {num_steps:.1f} steps of {self.in_a_step} samples make as many, "

@@ -34,6 +34,7 @@ from appliance.record.session import asked_to_stop, cannot_write
 from appliance.report import draw
 from appliance.report.summary import typed_path
 from appliance.signals import Interrupts
+from appliance.terms.counts import counted
 
 _SIGNALLED = (SavedAndStopped.exit_code, Interrupted.exit_code)
 _MOST_FAILURES = 2  # in a row: the next one would fail as well
@@ -129,7 +130,8 @@ def _known(runs: list[PlannedRun], *, stored: list[StoredRun], results_file: Pat
     if len(results) < len(stored) and results_file.resolve() == output.resolve():
         message = f"{len(stored) - len(results)} of its results are of other runs, and would be overwritten"
         raise RecipeError([fault((f"--results {results_file}",), message, "give a copy of it")])
-    console.say(f"{len(results)} of {len(runs)} runs have their result in {typed_path(results_file)}")
+    have = counted(len(runs), "run has its result", plural="runs have their result")
+    console.say(f"{len(results)} of {have} in {typed_path(results_file)}")
     for text in others:
         console.say(text)
     return results
@@ -150,7 +152,7 @@ def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRu
     except OSError as error:
         raise cannot_write(folder, error) from error
     done = sum(each is Existing.DONE for each in states.values())
-    console.say(f"{len(runs)} runs in {typed_path(folder)}" + (f", {done} of them done" if done else ""))
+    console.say(f"{counted(len(runs), 'run')} in {typed_path(folder)}" + (f", {done} of them done" if done else ""))
     return [_ready(run, state=states[run.label]) for run in runs if states[run.label] is not Existing.DONE]
 
 
@@ -218,7 +220,9 @@ def _line(run: PlannedRun) -> str:
     steps = [step for step in result.steps if step.reward_mean is not None]
     climb = f"reward {steps[0].reward_mean:.3f} -> {steps[-1].reward_mean:.3f}, " if steps else ""
     end = "" if not result.reason else f", {result.reason}"
-    return f"{run.label}: {climb}{steps[-1].step if steps else 0} steps in {draw.duration(result.seconds)}{end}"
+    return (
+        f"{run.label}: {climb}{counted(steps[-1].step if steps else 0, 'step')} in {draw.duration(result.seconds)}{end}"
+    )
 
 
 def _where(results: Sequence[RunResult]) -> str:
@@ -303,7 +307,8 @@ def _notes(shown: ComparisonReport) -> list[str]:
     about = "~" if any(row.busy for row in shown.rows) else ""
     if runs:
         together = draw.duration(sum(run.seconds for run in runs))
-        notes.append(f"All {len(runs)} runs together took {about}{together}, the final validation apart.")
+        all_runs = "The run" if len(runs) == 1 else f"All {len(runs)} runs together"
+        notes.append(f"{all_runs} took {about}{together}, the final validation apart.")
     if about:
         notes.append(f"~ {TIMES_NOTE}")
     return notes

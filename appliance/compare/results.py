@@ -29,6 +29,7 @@ from appliance.record.lines import finite, json_object
 from appliance.record.plan import TaskFiles
 from appliance.record.session import read_record
 from appliance.settings.sections import Task
+from appliance.terms.counts import counted
 from appliance.terms.environment import PLAN_VARIABLE
 
 FINAL_FILE = "final-validation.json"
@@ -234,7 +235,7 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
             rewards = read_final(run.run_dir) if run.run_dir not in reported else ()
             if rewards:
                 reported.add(run.run_dir)
-                console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {len(rewards)} problems")
+                console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {counted(len(rewards), 'problem')}")
 
     with work_folder(str(runs[0].run_dir.parent), command="compare") as folder:
         job_file = folder / "job.json"

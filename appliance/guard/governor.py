@@ -26,6 +26,7 @@ from appliance.guard.signals import (
     judge_mismatch,
     watch,
 )
+from appliance.terms.counts import counted
 from appliance.terms.schemes import Scheme
 
 CHANGE_DELAY = 1  # steps after a decision whose rollouts were made before it takes effect
@@ -155,7 +156,7 @@ class Decision:
         if self.guard is not None:
             change = f"{self.guard.value.replace('_', ' ')}: {self.move if self.action is None else self.action}"
         numbers = f": {', '.join(cause.text for cause in self.causes)}" if self.causes else ""
-        steps = "1 step" if self.judged_steps == 1 else f"{self.judged_steps} steps"
+        steps = counted(self.judged_steps, "step")
         count = f"{steps} in a row" if self.steps == self.judged_steps else f"{self.steps} of {steps}"
         return f"step {self.step}: {change}{numbers} ({count})"
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from appliance.guard.policy import Action, Collapse, MismatchBounds, Patience
+from appliance.terms.counts import counted
 from appliance.terms.schemes import beside
 
 
@@ -264,7 +265,7 @@ def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if is_noise:
         return None
     lowest = memory.best_reward - limits.reward_lost_fraction * gained
-    return outside(f"reward_mean of {limits.reward_window} steps", _mean(memory.rewards), (lowest, math.inf))
+    return outside(f"reward_mean of {counted(limits.reward_window, 'step')}", _mean(memory.rewards), (lowest, math.inf))
 
 
 def _entropy(value: float, memory: Watches, limits: Collapse) -> Cause | None:

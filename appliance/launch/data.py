@@ -107,7 +107,7 @@ def _preview_text(report: Preview, *, about: str) -> str:
     rows = [("task", about), ("problems", f"{report.train} to train on, {report.val} to validate")]
     rows += [("note", note) for note in report.notes]
     for number, problem in enumerate(report.problems, start=1):
-        rows += [("", ""), (f"problem {number}", f"{problem.tokens} tokens of {report.max_prompt_tokens}")]
+        rows += [("", ""), (f"problem {number}", f"{counted(problem.tokens, 'token')} of {report.max_prompt_tokens}")]
         row = json.dumps(json.loads(problem.row), ensure_ascii=False) if problem.row else ""
         named = (("", problem.prompt), ("truth", problem.truth), ("row", row))
         rows += [(name if not line else "", text) for name, value in named for line, text in enumerate(_lines(value))]

@@ -32,6 +32,7 @@ from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write
 from appliance.tasks.prepare import is_prepared
+from appliance.terms.counts import counted
 from appliance.terms.environment import EVENTS_VARIABLE, short_root, temporary_env
 
 _LOOK_EVERY_S = 0.2
@@ -204,4 +205,4 @@ def raise_on_errors(findings: list[Finding]) -> None:
     """Raise PreflightError when one of the findings, which were shown, is an error."""
     errors = sum(finding.severity is Severity.ERROR for finding in findings)
     if errors:
-        raise PreflightError(f"this host cannot run the plan: {errors} finding{'s' if errors > 1 else ''} above")
+        raise PreflightError(f"this host cannot run the plan: {counted(errors, 'finding')} above")

@@ -49,6 +49,7 @@ from appliance.report.display import Progress, choose_progress, json_line
 from appliance.report.page import LivePage
 from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
+from appliance.terms.counts import counted
 from appliance.terms.environment import (
     LOG_DIR_VARIABLE,
     PLAN_VARIABLE,
@@ -372,7 +373,8 @@ def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> A
     with contextlib.suppress(OSError):  # a full disk: the error is reported all the same
         append_event(run_dir, kind="stall", what=fact, why="guard.stall_s", stacks=[path.name for path in dumps])
     folder = summary.typed_path(log_dir / STACKS_FOLDER)
-    hint = f"what {len(dumps)} processes were doing is in {folder}; if they are only slow, raise guard.stall_s"
+    were_doing = counted(len(dumps), "process was doing", plural="processes were doing")
+    hint = f"what {were_doing} is in {folder}; if they are only slow, raise guard.stall_s"
     kind = EngineError if phase in AT_AN_ENGINE else TrainingError
     return kind(
         f"{fact}: ended by the launcher", hint=hint if dumps else "no process reported what it was doing: see the log"

@@ -25,6 +25,7 @@ from appliance.settings.sections import (
     Model,
     Trainer,
 )
+from appliance.terms.counts import counted
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import Dtype, OldLogProbs
 from appliance.terms.shapes import Linear, ModelShape
@@ -86,7 +87,8 @@ def steps_of(recipe: Recipe) -> tuple[int, str]:
         return recipe.trainer.steps, "as given"
     epochs, prompts = recipe.trainer.epochs or 0, recipe.batch.prompts_per_step
     per_epoch = recipe.task.train_size // prompts
-    return epochs * per_epoch, f"{epochs} epochs x {recipe.task.train_size} problems // {prompts} prompts"
+    size = counted(recipe.task.train_size, "problem")
+    return epochs * per_epoch, f"{counted(epochs, 'epoch')} x {size} // {counted(prompts, 'prompt')}"
 
 
 def every(given: int, *, steps: int) -> tuple[int, str]:
@@ -192,7 +194,7 @@ def micro_batch(recipe: Recipe, *, pace: Pace) -> tuple[int, str]:
         return pace.sequences, pace.why
     share = sequences_of_a_rank(recipe)
     fits = max(1, pace.forward_tokens // recipe.task.longest)
-    why = f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
+    why = f"largest divisor of a rank's {counted(share, 'sequence')} with at most {fits} x {recipe.task.longest} tokens"
     return _largest_divisor(share, most=fits), why
 
 
@@ -220,7 +222,7 @@ def plan_engine(recipe: Recipe, *, device: str, eager: bool, shape: ModelShape |
         max_concurrent_sequences=book.note(
             "engine.max_concurrent_sequences",
             min(sequences, most),
-            f"{sequences} sequences of a step on an engine, {at_once} at once",
+            f"{counted(sequences, 'sequence')} of a step on an engine, {at_once} at once",
         ),
         max_batched_tokens=book.note(
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
@@ -252,7 +254,7 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> Algorithm:
     if algorithm.filters:
         prompts = recipe.batch.prompts_per_step
         at_a_time = recipe.batch.generation_prompts or prompts
-        why = f"x {prompts} prompts: verl fetches them one by one"
+        why = f"x {counted(prompts, 'prompt')}: verl fetches them one by one"
         why = f"{why} to replace those that teach nothing (gen_batch_size 1)"
         book.note("algorithm.generation_batches", at_a_time // prompts, f"{why}, and holds at most so many in flight")
         if batches := algorithm.max_generation_batches:
@@ -280,9 +282,9 @@ def plan_shadow(recipe: Recipe, *, batch: Batch, book: Book) -> ShadowPlan | Non
     if not METHODS[correction.method].has_shadow_pass:
         return None
     sequences = shadow_sequences(recipe)
-    when = f"after step 1 and every {correction.shadow_every} steps"
+    when = f"after step 1 and every {counted(correction.shadow_every, 'step')}"
     why = f"{when}, {correction.shadow_fraction:g} of a step's {_sequences_of_a_step(recipe)}, equal on each rank"
-    book.note("correction.shadow", f"{sequences} sequences", why)
+    book.note("correction.shadow", counted(sequences, "sequence"), why)
     share = sequences // recipe.topology.data_parallel
     return ShadowPlan(sequences=sequences, forward_sequences=_largest_divisor(share, most=batch.micro_batch_sequences))
 

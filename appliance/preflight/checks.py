@@ -26,6 +26,7 @@ from appliance.preflight.mismatch import judge_mismatch
 from appliance.preflight.weights import judge_weights
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import TINY_MODELS, is_from_hub
+from appliance.terms.counts import counted
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
 from appliance.terms.families import ALIKE_WINDOWS, NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
 from appliance.terms.ropes import rope_conflict, unknown_rope
@@ -405,11 +406,13 @@ def _time(plan: RunPlan) -> str:
         validation_s = _TINY_VALIDATION_S * plan.task.validated_samples / 512
         seconds = _TINY_START_S + plan.trainer.steps * step_s + validations * validation_s
         total = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-        return f"about {total}: a start of {_TINY_START_S} s and {plan.trainer.steps} steps of {step_s:.1f} s"
+        return (
+            f"about {total}: a start of {_TINY_START_S} s and {counted(plan.trainer.steps, 'step')} of {step_s:.1f} s"
+        )
     tokens = f"up to {sequences * plan.task.max_response_tokens:,} tokens"
     does = f"learns from {tokens}, and generates more where prompts are replaced"
     does = does if plan.algorithm.filters else f"generates {tokens}"
-    return f"known after the first step; each of {plan.trainer.steps} steps {does}"
+    return f"known after the first step; each of {counted(plan.trainer.steps, 'step')} {does}"
 
 
 def _shared_memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from appliance.finding import Finding, Severity, warning
 from appliance.quant.choice import Candidate, candidates_of, fewest
 from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan
+from appliance.terms.counts import counted
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import beside
 from appliance.terms.shapes import ModelShape
@@ -105,8 +106,9 @@ def judge_mismatch(
 def _choice(plan: RunPlan, expected: Expected, stored: StoredResult | None) -> str:
     part = expected.kept_multiplications / max(1, expected.multiplications)
     cost = slower_by(part, plan=plan, stored=stored) or "`appliance bench` measures what they cost in time"
+    layers = counted(len(expected.kept_layers), "layer stays", plural="layers stay")
     return (
-        f"{len(expected.kept_layers)} layers stay in BF16, {part:.1%} of the multiplications ({cost}): predicted "
+        f"{layers} in BF16, {part:.1%} of the multiplications ({cost}): predicted "
         f"mismatch {expected.kl:.2g} nats per token, {expected.basis}, instead of {expected.without_budget:.2g}, "
         f"for a budget of {expected.budget:g}: {_by_kind(expected.kept_layers)}; `appliance profile` and the run's "
         "profile/quantization.yaml name them"

@@ -27,6 +27,7 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.plan import Choice, RunPlan
 from appliance.tasks.library import task_of
+from appliance.terms.counts import counted
 
 # Heading -> the sections of a recipe whose choices stand below it; what no other names is of training.
 _GROUPS = {
@@ -207,10 +208,11 @@ def _headline(plan: RunPlan) -> str:
     gpus = f"{cluster.gpus_per_node} x {cluster.device}"
     gpus += f" on each of {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     emulated = ", emulated" if plan.emulates else ""
-    batch = f"{plan.batch.prompts_per_step} prompts x {plan.rollout.samples_per_prompt} samples"
+    samples = counted(plan.rollout.samples_per_prompt, "sample")
+    steps, prompts = counted(plan.trainer.steps, "step"), counted(plan.batch.prompts_per_step, "prompt")
     backward = f"; gradients in fp8-block{emulated}" if plan.trainer.fp8_backward else ""
     rollouts = f"rollouts in {plan.rollout.label}{emulated}{backward}"
-    return f"{plan.name}: {plan.trainer.steps} steps of {batch}; {rollouts}; {plan.correction_text}; {gpus}"
+    return f"{plan.name}: {steps} of {prompts} x {samples}; {rollouts}; {plan.correction_text}; {gpus}"
 
 
 def _decided(choices: Sequence[Choice], *, columns: int | None) -> Iterator[list[str]]:

@@ -33,6 +33,7 @@ from appliance.settings.sections import (
 from appliance.tasks.library import BUILT_IN_MODELS, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own_task import template_parts
 from appliance.tasks.rewards import BUILT_IN
+from appliance.terms.counts import counted
 from appliance.terms.devices import AUTO, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
 from appliance.terms.settings import OldLogProbs
@@ -287,14 +288,14 @@ def _prompt(task: Task) -> Iterator[Finding]:
 def _rollout(recipe: Recipe) -> Iterator[Finding]:
     rollout, gpus = recipe.rollout, recipe.cluster.gpus_per_node
     if gpus % rollout.tensor_parallel:
-        message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
+        message = f"{rollout.tensor_parallel} does not divide the {counted(gpus, 'GPU')} of a node"
         yield fault(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
     engines = recipe.topology.engines
     if rollout.replicas and rollout.scheme != AUTO:
         keys = ("rollout.replicas", "rollout.scheme")
         yield fault(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
     if rollout.replicas and len(rollout.replicas) > engines:
-        message = f"{len(rollout.replicas)} schemes for {engines} engine{'' if engines == 1 else 's'}"
+        message = f"{len(rollout.replicas)} schemes for {counted(engines, 'engine')}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield fault(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
     if recipe.trainer.sequence_parallel > 1:
@@ -406,8 +407,8 @@ def _shadow(recipe: Recipe) -> Iterator[Finding]:
     elif not shadow_sequences(recipe):
         ranks, whole = recipe.topology.data_parallel, recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
         message = (
-            f"`{correction.method}` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
-            f"none for each of {ranks} rank{'' if ranks == 1 else 's'}"
+            f"`{correction.method}` without a shadow batch: {correction.shadow_fraction:g} of "
+            f"{counted(whole, 'sequence')} is none for each of {counted(ranks, 'rank')}"
         )
         yield fault(("correction.shadow_fraction", *method), message, "raise it")
 
@@ -423,21 +424,21 @@ def _batch(recipe: Recipe) -> Iterator[Finding]:
     batch, samples, prompts = recipe.batch, recipe.rollout.samples_per_prompt, recipe.batch.prompts_per_step
     gpus, ranks = recipe.topology.gpus, recipe.topology.data_parallel
     sizes = ("rollout.samples_per_prompt", "cluster.gpus_per_node", "cluster.nodes")
-    mini = batch.mini_batch_prompts or prompts
+    mini, of_each = batch.mini_batch_prompts or prompts, counted(samples, "sample")
     mini_keys = ("batch.mini_batch_prompts", "batch.prompts_per_step")
     if prompts * samples % gpus:
-        message = f"{prompts} prompts x {samples} samples do not divide over {gpus} GPUs"
+        message = f"{counted(prompts, 'prompt')} x {of_each} do not divide over {gpus} GPUs"
         yield fault(("batch.prompts_per_step", *sizes), message, "each GPU takes the same number of sequences")
     if mini > prompts:
-        yield fault(mini_keys, f"{mini} is more than the {prompts} prompts of a step", "lower it")
+        yield fault(mini_keys, f"{mini} is more than the {counted(prompts, 'prompt')} of a step", "lower it")
     elif prompts % mini:
         yield fault(mini_keys, f"{mini} does not divide the {prompts} prompts of a step", "use a divisor")
     if mini * samples % ranks:
         if mini != prompts:
-            message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
+            message = f"{counted(mini, 'prompt')} x {of_each} do not divide over {ranks} data-parallel ranks"
             yield fault((*mini_keys, *sizes), message, "each rank takes the same number of sequences")
-    elif batch.micro_batch_sequences and (mini * samples // ranks) % batch.micro_batch_sequences:
-        message = f"{batch.micro_batch_sequences} does not divide the {mini * samples // ranks} sequences of a rank"
+    elif batch.micro_batch_sequences and (share := mini * samples // ranks) % batch.micro_batch_sequences:
+        message = f"{batch.micro_batch_sequences} does not divide the {counted(share, 'sequence')} of a rank"
         keys = ("batch.micro_batch_sequences", *mini_keys, *sizes)
         yield fault(keys, message, "it is the sequences of one forward on one GPU")
 
@@ -449,7 +450,8 @@ def _packing(recipe: Recipe) -> Iterator[Finding]:
         yield fault(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")
     room = (batch.max_tokens_per_gpu or longest) * recipe.trainer.sequence_parallel
     if room < longest:
-        message = f"{batch.max_tokens_per_gpu} tokens do not hold one sequence of {longest} (prompt and response)"
+        tokens = counted(batch.max_tokens_per_gpu or 0, "token does not hold", plural="tokens do not hold")
+        message = f"{tokens} one sequence of {longest} (prompt and response)"
         keys = ("batch.max_tokens_per_gpu", "task.max_response_tokens", "trainer.sequence_parallel")
         yield fault(keys, message, "raise it")
 
@@ -469,7 +471,7 @@ def _dapo(recipe: Recipe) -> Iterator[Finding]:
         return
     longest, prompts = recipe.task.max_response_tokens, batch.prompts_per_step
     if algorithm.overlong_tokens > longest:
-        message = f"{algorithm.overlong_tokens} is more than the {longest} tokens of a response"
+        message = f"{algorithm.overlong_tokens} is more than the {counted(longest, 'token')} of a response"
         yield fault(("algorithm.overlong_tokens", "task.max_response_tokens"), message, "lower it")
     if (batch.generation_prompts or prompts) % prompts:
         message = f"{batch.generation_prompts} is no multiple of the {prompts} prompts of a step"
@@ -480,7 +482,8 @@ def _dapo(recipe: Recipe) -> Iterator[Finding]:
 def _length(recipe: Recipe) -> Iterator[Finding]:
     trainer, keys = recipe.trainer, ("trainer.steps", "trainer.epochs")
     if 0 < recipe.task.train_size < (prompts := recipe.batch.prompts_per_step):
-        message = f"{recipe.task.train_size} problems do not fill one step of {prompts} prompts"
+        problems = counted(recipe.task.train_size, "problem does not fill", plural="problems do not fill")
+        message = f"{problems} one step of {prompts} prompts"
         yield fault(("task.train_size", "batch.prompts_per_step"), message, "raise it")
     if trainer.steps and trainer.epochs:
         yield fault(keys, "`steps` and `epochs` exclude each other", "set one of them to null")
@@ -504,7 +507,7 @@ def _guard(recipe: Recipe) -> Iterator[Finding]:
             yield fault(keys, message, "remove it (`bf16` works for all), or use one scheme beside bf16")
     every, both = recipe.trainer.validate_every, recipe.trainer.validate_bf16_every or 0
     if both and (not every or both % every):
-        message = f"validations are not due every {both} steps"
+        message = f"validations are not due every {counted(both, 'step')}"
         hint = f"use a multiple of validate_every ({every})" if every else "set validate_every, or null for the end"
         yield fault(("trainer.validate_bf16_every", "trainer.validate_every"), message, hint)
 

@@ -157,7 +157,9 @@ def mismatch_reasons(step: StepMetrics, judgement: MismatchJudgement, *, bounds:
     (_, k3), (ess, _), (_, spread) = bounds.k3_kl.bad, bounds.ess.bad, bounds.weight_std.bad
     (low, high), (_, share) = bounds.weight_mean.bad, bounds.truncated_fraction.bad
     phrases = {
-        "differing_fraction": lambda _: f"{step.differing_tokens:g} log-probs are not the rollouts'",
+        "differing_fraction": lambda _: counted(
+            round(step.differing_tokens or 0), "log-prob is not the rollouts'", plural="log-probs are not the rollouts'"
+        ),
         "k3_kl": lambda value: f"k3 {beside(value, k3)} is above {k3:g}",
         "weight_mean": lambda value: (
             f"mean weight {beside(value, low, high, form='.2f')} is not within {low:g} to {high:g}"

@@ -143,8 +143,8 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
 def _longer(plan: RunPlan, *, folder: str) -> str:
     """A learning rate that sinks has come down by the last step: such a run has to begin again."""
     resume = f"--resume {shlex.quote(folder)} " if plan.optimizer.schedule is Schedule.CONSTANT else ""
-    by_epochs = any(each.key == "trainer.steps" and "epochs" in each.why for each in plan.choices)
-    return f"{resume}{'--set trainer.epochs=null ' if by_epochs else ''}--set trainer.steps={2 * plan.trainer.steps}"
+    without_epochs = "--set trainer.epochs=null " if plan.trainer.epochs else ""
+    return f"{resume}{without_epochs}--set trainer.steps={2 * plan.trainer.steps}"
 
 
 def summary_object(

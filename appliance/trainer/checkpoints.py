@@ -48,6 +48,7 @@ from appliance.record.events import METRICS_FILE, append_event
 from appliance.record.lines import read
 from appliance.record.plan import RunPlan, WeightsPlan
 from appliance.settings.sections import Checkpoint
+from appliance.terms.counts import counted
 from appliance.terms.phases import Phase
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
@@ -97,7 +98,7 @@ def why_save(plan: Checkpoint, *, step: int, is_last: bool, is_best: bool, is_as
     if plan.keep_best and is_best:
         return "the best validation so far"
     if plan.every_steps and step % plan.every_steps == 0:
-        return f"every {plan.every_steps} steps"
+        return f"every {counted(plan.every_steps, 'step')}"
     if plan.every_minutes and since_save_s >= plan.every_minutes * 60:
         return f"every {plan.every_minutes:g} minutes"
     return ""

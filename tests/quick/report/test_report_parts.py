@@ -44,7 +44,7 @@ FIGURES = {  # a curve's title -> what else must be written in its figure
 DETAILS = {  # of what ran: a fold's title -> what is in it
     "Recipe, as resolved": ("name: made  # <&>",),
     "1 number that was derived, with its reason": ("rollout.scheme|int8|this processor has VNNI",),
-    "1 findings of preflight": ("memory: 2.0 GiB are missing; close other programs",),
+    "1 finding of preflight": ("memory: 2.0 GiB are missing; close other programs",),
     "2 processes, as they report themselves": ("rollout-0-0|rollout|int8|a|16 × Int8Kernel",),
     "Versions": ("torch|2.13.0|python|3.11.7",),
     "The training process, exactly": ("-m\ntrain\na<b",),

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from appliance.guard.policy import Action, MismatchBounds
 from appliance.record.events import Event, StepMetrics, parse_metrics
-from appliance.record.plan import Choice, RunPlan
+from appliance.record.plan import RunPlan
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
 from appliance.report.display import JsonProgress, LiveProgress, PlainProgress
@@ -272,7 +272,7 @@ def test_a_longer_training_goes_on_where_a_resume_takes_it(
     """A learning rate that has sunk with the steps makes more of them a change that a resume refuses."""
     plan, state = small_plan(tmp_path, steps=2), folded(step_line(1), step_line(2))
     sinks = plan.replace(optimizer=plan.optimizer.replace(schedule=Schedule.COSINE))
-    in_epochs = plan.replace(choices=(Choice(key="trainer.steps", value="2", why="1 epochs x 64 problems // 32"),))
+    in_epochs = plan.replace(trainer=plan.trainer.replace(epochs=1))
 
     def hint(plan: RunPlan) -> str:
         return summary.try_next(plan, state, folder="runs/a b")[0]

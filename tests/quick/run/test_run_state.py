@@ -155,7 +155,7 @@ def test_a_step_on_the_bounds_is_fine(step_line: Callable) -> None:
 def test_one_log_prob_that_was_to_be_the_rollouts_is_bad(step_line: Callable) -> None:
     """Whatever the mismatch: with one flow there is none."""
     one = step_line(1, differing_tokens=1, mismatch_equal_fraction=0.999, mismatch_k3_kl=1e-9)
-    assert judged(one) == ("bad", ("1 log-probs are not the rollouts'",))
+    assert judged(one) == ("bad", ("1 log-prob is not the rollouts'",))
     none = step_line(1, differing_tokens=0, mismatch_equal_fraction=1.0, mismatch_k3_kl=0.0)
     assert judged(none) == ("fine", ())
 
