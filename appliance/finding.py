@@ -1,5 +1,5 @@
-"""A finding: what is wrong, or worth knowing, about one setting, one file or this host. It is reported in this form
-alone.
+"""A finding: what is wrong, or worth knowing, about one setting, one option, one file or row of data, or this host. It
+is reported in this form alone: RecipeError is made of findings.
 
 Rules yield findings, and no rule stops another one. They are one list, `preflight.report.RULES`, which
 `recipe.rules.judge` runs: rules of the recipe (recipe/rules.py), those that need the model or the device
