@@ -204,17 +204,17 @@ def parse_shapes(text: str) -> Shapes:
     if faults:
         raise RecipeError(faults)
     shapes = Shapes(**values)
-    if unfit := _unfit(shapes):
-        raise RecipeError([fault(option, message, hint) for message, hint in unfit])
+    if unfit := _unfit(shapes, option=option):
+        raise RecipeError(unfit)
     return shapes
 
 
-def _unfit(shapes: Shapes) -> list[tuple[str, str]]:
-    """What no engine takes: (message, hint)."""
-    own = "use the model's own numbers"
-    faults = [("heads must divide hidden", own)] if shapes.hidden % shapes.heads else []
-    faults += [("kv_heads must divide heads", own)] if shapes.heads % shapes.kv_heads else []
+def _unfit(shapes: Shapes, *, option: tuple[str, ...]) -> list[Finding]:
+    """Report what no engine takes. option: the place of each fault."""
+    hint = "use the model's own numbers"
+    faults = [fault(option, "heads must divide hidden", hint)] if shapes.hidden % shapes.heads else []
+    faults += [fault(option, "kv_heads must divide heads", hint)] if shapes.heads % shapes.kv_heads else []
     if shapes.vocabulary <= PROMPT_WORDS:
         message = f"the prompts are made of words 1 to {PROMPT_WORDS}"
-        faults.append((message, f"use vocabulary={PROMPT_WORDS + 1} or more"))
+        faults.append(fault(option, message, f"use vocabulary={PROMPT_WORDS + 1} or more"))
     return faults

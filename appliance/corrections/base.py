@@ -29,14 +29,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from appliance.corrections.objective import PLAIN, ClipRange, Loss
 from appliance.errors import NumericsError
+from appliance.finding import Finding, fault
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CLAMP = 20.0  # nats
 REJECT_K3_ABOVE = 0.01  # nats per token: the usual limit of `k3-reject`
-
-Refusal = tuple[tuple[str, ...], str, str]  # keys of the recipe, message, hint
 
 
 @dataclass(frozen=True)
@@ -144,22 +143,23 @@ class LossCorrection:
         return drops if self.cap is None else replace(drops, cap=tighter(self.cap))
 
     @classmethod
-    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
+    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Finding]:
         """Yield what is wrong with the limits that a recipe gives; a limit that is None is not given."""
         for key, given, usual in (("cap", cap, cls.usual_cap), ("bounds", bounds, cls.usual_bounds)):
             if given is not None and usual is None:
-                yield (f"correction.{key}",), f"`{cls.name}` has no {key}", "remove it, or set it to null"
+                yield fault((f"correction.{key}",), f"`{cls.name}` has no {key}", "remove it, or set it to null")
         if bounds is None or cls.usual_bounds is None:
             return
         keys, usual_low, usual_high = ("correction.bounds",), *cls.usual_bounds
         hint = f"give [low, high] such as [{usual_low:g}, {usual_high:g}], or null"
         if len(bounds) != 2:
-            yield keys, f"expected [low, high], got {len(bounds)} value{'' if len(bounds) == 1 else 's'}", hint
+            yield fault(keys, f"expected [low, high], got {len(bounds)} value{'' if len(bounds) == 1 else 's'}", hint)
         elif bounds[0] >= bounds[1]:
-            yield keys, f"the lower bound {bounds[0]:g} is not below the upper bound {bounds[1]:g}", hint
+            message = f"the lower bound {bounds[0]:g} is not below the upper bound {bounds[1]:g}"
+            yield fault(keys, message, hint)
         elif not bounds[0] <= 1 <= bounds[1]:
             span = f"[{bounds[0]:g}, {bounds[1]:g}]"
-            yield keys, f"{span} leaves out 1, the weight where rollout and trainer agree", hint
+            yield fault(keys, f"{span} leaves out 1, the weight where rollout and trainer agree", hint)
 
     @classmethod
     def conflict(cls, loss: Loss) -> str:

@@ -33,9 +33,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import CLAMP, Corrected, LossCorrection, Refusal, StepPart
+from appliance.corrections.base import CLAMP, Corrected, LossCorrection, StepPart
 from appliance.corrections.objective import ClipRange
 from appliance.errors import NumericsError
+from appliance.finding import Finding, fault
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ class CalibratedClipping(LossCorrection):
         return super().metrics(sums) | bounds
 
     @classmethod
-    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
+    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Finding]:
         yield from super().refusals(cap=cap, bounds=bounds, clip=clip)
         cap = cap or cls.usual_cap
         least = max(1 + clip.high, 1 / (1 - clip.low)) if clip.low < 1 else 0.0  # of a loss that it does not go with
@@ -94,7 +95,7 @@ class CalibratedClipping(LossCorrection):
             span = f"{1 - clip.low:g}..{1 + clip.high:g}"
             message = f"1/{cap:g}..{cap:g} leaves out a part of the clip range {span}, which can only be widened"
             keys = ("correction.cap", "algorithm.clip_high", "correction.method")
-            yield keys, message, f"give at least {least:.4g}"
+            yield fault(keys, message, f"give at least {least:.4g}")
 
 
 @dataclass(frozen=True)

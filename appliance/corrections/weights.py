@@ -27,12 +27,12 @@ from appliance.corrections.base import (
     REJECT_K3_ABOVE,
     Corrected,
     LossCorrection,
-    Refusal,
     mean_k3,
     tighter,
     token_weights,
 )
 from appliance.corrections.objective import ClipRange
+from appliance.finding import Finding, fault
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,11 +185,11 @@ class K3Reject(LossCorrection):
         return replace(self, cap=self.cap / 2)
 
     @classmethod
-    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
+    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Finding]:
         yield from super().refusals(cap=cap, bounds=bounds, clip=clip)
         if cap is not None and cap > MAX_K3:
             message = f"the cap of `{cls.name}` is a sequence's k3-KL in nats, and {cap:g} rejects next to nothing"
-            yield ("correction.cap",), message, f"give one such as {cls.usual_cap:g}, or null"
+            yield fault(("correction.cap",), message, f"give one such as {cls.usual_cap:g}, or null")
 
 
 def _dropped(goes_B: Tensor, *, real_BT: Tensor) -> Corrected:

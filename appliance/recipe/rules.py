@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from operator import attrgetter
 from pathlib import PurePath
 
@@ -224,49 +225,49 @@ def _own_code(task: Task) -> Iterator[Finding]:
         message = f"{listed(timed)} may take {most_s:g} s, and a response has {task.reward_timeout_s:g} s"
         hint = f"give task.reward_timeout_s more than {most_s:g}"
         yield fault(("task.reward_timeout_s", "task.rewards"), message, hint)
-    for each in task.rewards:
-        for message, hint in _broken_reward(each):
-            yield fault(("task.rewards",), message, hint, is_of_no_value=True)
-    if task.tools and (why := _no_code(task.tools)):
-        yield fault(("task.tools",), *why, is_of_no_value=True)
+    for reward in task.rewards:
+        yield from _broken_reward(reward)
+    if task.tools:
+        yield from _no_code(task.tools, key="task.tools")
 
 
-def _no_code(file: str) -> tuple[str, str] | None:
-    """Why this names no Python file."""
+def _no_code(file: str, *, key: str) -> Iterator[Finding]:
+    """Report a key that names no Python file."""
     if "://" in file or not file.endswith(".py"):
+        message = f"`{file[:60]}` is not the path of a Python file on this host"
         hint = "it is code that the run executes: copy it here first, and read it"
         hint = hint if "/" in file else "give the path of a file that ends in .py, such as `rewards.py`"
-        return f"`{file[:60]}` is not the path of a Python file on this host", hint
-    why = path_problem(file)
-    return (f"`{file[:60]}`: {why}", "correct the path") if why else None
+        yield fault((key,), message, hint, is_of_no_value=True)
+    elif why := path_problem(file):
+        yield fault((key,), f"`{file[:60]}`: {why}", "correct the path", is_of_no_value=True)
 
 
-def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
+def _broken_reward(reward: Reward) -> Iterator[Finding]:
+    broken = partial(fault, ("task.rewards",), is_of_no_value=True)
     options = reward.model_dump(exclude={"name", "weight"}, exclude_none=True)
     file, colon, name = reward.name.rpartition(":")
     built_in = None if colon else BUILT_IN.get(name)
     if colon:
-        if why := _no_code(file):
-            yield why
-        elif not name.isidentifier():
-            yield f"`{name[:60]}` is not the name of a function", f"give one of {PurePath(file).name}: `{file}:name`"
+        no_code = list(_no_code(file, key="task.rewards"))
+        yield from no_code
+        if not no_code and not name.isidentifier():
+            hint = f"give one of {PurePath(file).name}: `{file}:name`"
+            yield broken(f"`{name[:60]}` is not the name of a function", hint)
     elif built_in is None:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         use = f"use one of {listed(BUILT_IN)}, or a function of a file: `rewards.py:{near[0] if near else 'name'}`"
-        yield f"no reward is called `{name[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
+        yield broken(f"no reward is called `{name[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use)
     if colon or built_in is not None:
         for key in sorted(options.keys() - set(built_in.options if built_in else ())):
             owner = next(other for other, kind in BUILT_IN.items() if key in kind.options)
-            yield f"`{name}` has no option `{key}`: it is for `{owner}`", "remove it"
+            yield broken(f"`{name}` has no option `{key}`: it is for `{owner}`", "remove it")
         for key in sorted(set(built_in.needs if built_in else ()) - options.keys()):
-            yield f"`{name}` has no `{key}`", f"give it: `{{name: {name}, {key}: ...}}`"
+            yield broken(f"`{name}` has no `{key}`", f"give it: `{{name: {name}, {key}: ...}}`")
     if reward.pattern and (why := pattern_problem(reward.pattern)):
-        yield f"`{reward.pattern[:60]}` is not a regular expression: {why}", "correct it"
+        yield broken(f"`{reward.pattern[:60]}` is not a regular expression: {why}", "correct it")
     if reward.url and not (reward.url.startswith(("http://", "https://")) and "@" not in reward.url):
-        yield (
-            f"`{reward.url[:60]}` is no address of an API",
-            "give one such as `http://localhost:8000/v1`, without a password",
-        )
+        hint = "give one such as `http://localhost:8000/v1`, without a password"
+        yield broken(f"`{reward.url[:60]}` is no address of an API", hint)
 
 
 def _prompt(task: Task) -> Iterator[Finding]:
@@ -371,8 +372,7 @@ def _quantization(recipe: Recipe) -> Iterator[Finding]:
 
 def _correction(recipe: Recipe) -> Iterator[Finding]:
     correction, method = recipe.correction, METHODS[recipe.correction.method]
-    for refusal in method.refusals(cap=correction.cap, bounds=correction.bounds, clip=recipe.algorithm.clip):
-        yield fault(*refusal)
+    yield from method.refusals(cap=correction.cap, bounds=correction.bounds, clip=recipe.algorithm.clip)
     if (scale := correction.uaq_scale) is not None and (scale == 1 or not 1 / MOST <= scale <= MOST):
         message = "1 scales nothing" if scale == 1 else f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}"
         yield fault(("correction.uaq_scale",), message, "give one such as 1.5, or null")

@@ -17,7 +17,7 @@ FACTS = {"terms", "corrections", "guard"}
 MAY_IMPORT = {
     "page": set(),
     "terms": {"errors", "files"},
-    "corrections": {"errors"},
+    "corrections": {"errors", "finding"},
     "guard": {"terms"},
     # what a user sets
     "settings": {"files", *FACTS},
