@@ -45,7 +45,8 @@ class Int4Gemm:
         """[M, N] BF16. x_MK: BF16.  bias_N: BF16."""
         y_MN = x_MK.new_empty((len(x_MK), self.scale_GN.shape[1]))
         torch.ops._C.cpu_gemm_wna16(
-            x_MK.contiguous(), self.packed, y_MN, self.scale_GN, None, None, bias_N, _CODES_PER_WORD, "vec"
+            *(x_MK.contiguous(), self.packed, y_MN, self.scale_GN),
+            *(None, *_no_order(), bias_N, _CODES_PER_WORD, "vec"),
         )
         return y_MN
 
@@ -87,6 +88,16 @@ def unpack_int4(packed: Tensor) -> Tensor:
     bytes_BCK = packed.view(torch.uint8).view(blocks, -1, CHANNELS_TOGETHER // 2).transpose(1, 2)
     nibbles = torch.stack([bytes_BCK & 0xF, bytes_BCK >> 4], dim=2)
     return nibbles.reshape(blocks * CHANNELS_TOGETHER, -1).view(torch.int8) + INT4_MIN
+
+
+@functools.cache
+def _no_order() -> tuple[None, ...]:
+    """Return the argument for an order of input channels, which no weight of ours has.
+
+    Remove when: vLLM before 0.31, whose kernel has this argument, is not served.
+    """
+    arguments = torch.ops._C.cpu_gemm_wna16.default._schema.arguments
+    return (None,) if any(argument.name == "g_idx" for argument in arguments) else ()
 
 
 @functools.cache
