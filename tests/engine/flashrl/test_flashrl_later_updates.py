@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import free_engine, read_checkpoint
+from engines import free_engine, make_checkpoint, read_checkpoint
 from families import FAMILIES, make_family
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import layerwise
 from ways_and_faults import (
     IN_THE_WEIGHTS,
@@ -19,6 +20,7 @@ from ways_and_faults import (
     tally_of,
 )
 
+from appliance.engine.int4 import Int4LinearMethod
 from appliance.errors import SyncError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -39,6 +41,19 @@ def test_a_later_update_asks_the_model_for_no_place_and_counts_nothing(
     for way, folder, says in ((by_reload, two_checkpoints[0], old), (by_tensor, two_checkpoints[1], new)):
         way(engine, read_checkpoint(folder)[::-1])
         assert engine.generate() == says
+
+
+def test_an_update_in_int4_is_that_of_a_fresh_engine(ways_in: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """INT4's kernel has other arguments from vLLM 0.31 on."""
+    folders = [make_checkpoint(tmp_path / str(seed), seed=seed, num_hidden_layers=2) for seed in (11, 12)]
+    (tmp_path / "int4.yaml").write_text("configs: [{fn: int4}]")
+    ways_in.setenv("FLASHRL_CONFIG", str(tmp_path / "int4.yaml"))
+    engine, fresh = map(start, folders)
+    old = engine.generate()
+    by_tensor(engine, read_checkpoint(folders[1]))
+    assert old != engine.generate() == fresh.generate()
+    kernels = [type(module.quant_method) for module in engine.model.modules() if isinstance(module, LinearBase)]
+    assert set(kernels) == {Int4LinearMethod}
 
 
 LAST = ("self_attn.v_proj.bias", "self_attn.k_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
